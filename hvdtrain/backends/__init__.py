@@ -1,0 +1,1 @@
+"""Who distributes the training loop."""

@@ -1,0 +1,1 @@
+"""Saving, verifying and restoring the training state."""

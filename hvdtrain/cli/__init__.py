@@ -1,0 +1,1 @@
+"""The verbs of `python -m hvdtrain`, one file each."""

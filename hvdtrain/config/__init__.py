@@ -1,0 +1,1 @@
+"""Every option, as nested frozen dataclasses; imports no TensorFlow."""

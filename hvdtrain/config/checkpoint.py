@@ -1,0 +1,21 @@
+"""Options of checkpoints."""
+
+from dataclasses import dataclass
+
+from hvdtrain.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the training state is saved, and how many of them stay."""
+
+    checkpoint_every: int | None = None
+    """Save every this many steps; None saves at the end of every epoch. The end of training always saves."""
+    keep: int = 3
+    """Newest checkpoints that stay on disk."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise ConfigError(f"--checkpoint-every must be at least 1. Received: {self.checkpoint_every}.")
+        if self.keep < 1:
+            raise ConfigError(f"--keep must be at least 1. Received: {self.keep}.")

@@ -1,0 +1,15 @@
+"""Options of the model."""
+
+from dataclasses import dataclass, field
+
+Scalar = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    model: str = "small_cnn"
+    """Name of the model family."""
+    model_args: dict[str, Scalar] = field(default_factory=dict)
+    """Arguments of the model's builder, as NAME VALUE pairs."""

@@ -1,0 +1,21 @@
+"""Options of what a run reports."""
+
+from dataclasses import dataclass
+
+from hvdtrain.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ObservabilityConfig:
+    """What is written down while training runs."""
+
+    log_every: int = 10
+    """Steps between two logged steps."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    plots: bool = True
+    """Draw curves.png at the end."""
+
+    def __post_init__(self) -> None:
+        if self.log_every < 1:
+            raise ConfigError(f"--log-every must be at least 1. Received: {self.log_every}.")

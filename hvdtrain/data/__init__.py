@@ -1,0 +1,1 @@
+"""Sources and the pipeline that shards them."""

@@ -1,0 +1,1 @@
+"""Model families, by name."""

@@ -1,0 +1,1 @@
+"""Console, metrics, TensorBoard and plots."""

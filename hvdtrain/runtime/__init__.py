@@ -1,0 +1,1 @@
+"""Everything that touches Horovod, MPI and processes."""

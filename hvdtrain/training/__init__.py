@@ -1,0 +1,1 @@
+"""The step, the state and the loop."""
