@@ -92,7 +92,7 @@ class Observer(Protocol):
         """Receive what the run is, before its first step."""
 
     def on_progress(self, step: int) -> None:
-        """Notice that ``step`` steps are finished. Called after every step: must cost under 2 µs on average."""
+        """Notice that ``step`` steps are finished; called after every step, under 2 µs on average."""
 
     def on_step(self, record: StepRecord) -> None:
         """Receive the figures of a logged step."""
