@@ -1,0 +1,99 @@
+"""What rank 0 shows while it trains: plain lines in a log, a live display on a terminal."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from hvdtrain.observability import wording
+from hvdtrain.observability.events import BaseObserver, EvaluationRecord, RunInfo, StepRecord
+
+MIN_SECONDS_BETWEEN_LINES = 2.0
+"""A log is read by people: more step lines than this hide the evaluations."""
+
+
+def make_console(stream: TextIO | None = None) -> BaseObserver:
+    """Return the live display where `stream` (standard output) is a terminal that can move its cursor, else
+    plain lines.
+    """
+    stream = sys.stdout if stream is None else stream
+    if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+        from hvdtrain.observability.live import LiveConsole
+
+        return LiveConsole(stream)
+    return PlainConsole(stream)
+
+
+class PlainConsole(BaseObserver):
+    """One line per logged step, at most every two seconds, and one per evaluation, written at once.
+
+    Launchers put a prefix such as ``[1,0]<stdout>:`` before each line, so no line is ever written over.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        min_seconds: float = MIN_SECONDS_BETWEEN_LINES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._min_seconds = min_seconds
+        self._clock = clock
+        self._last_line: float | None = None
+        self._unsaid: StepRecord | None = None
+
+    def on_start(self, info: RunInfo) -> None:
+        """Print what the run is."""
+        self._info = info
+        self._pace = wording.Pace(info.total_steps)
+        self._say_block(wording.header(info))
+
+    def on_progress(self, step: int) -> None:
+        """Start the clock of the remaining time at the first step."""
+        if not self._pace.begun:
+            self._pace.begin(step, self._clock())
+
+    def on_step(self, record: StepRecord) -> None:
+        """Print the first step, and later ones when enough time has passed."""
+        now = self._clock()
+        self._unsaid = record
+        if self._last_line is None or now - self._last_line >= self._min_seconds:
+            self._last_line = now
+            self._say_step(now)
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Print the evaluation; that of the last step comes after the line of that step."""
+        if record.step >= self._info.total_steps:
+            self._say_step(self._clock())
+        self._say(wording.evaluation_line(record, self._info))
+
+    def on_message(self, text: str) -> None:
+        """Print the message as it is."""
+        self._say(text)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """Print the last logged step, where it was held back, and what came out."""
+        self._say_step(self._clock())
+        self._say_block(wording.ending(summary, self._info))
+
+    def _say_step(self, now: float) -> None:
+        """Print the latest logged step, unless that was done."""
+        if self._unsaid is None:
+            return
+        record, self._unsaid = self._unsaid, None
+        step = wording.count_of(record.step, self._info.total_steps)
+        epoch = wording.count_of(record.epoch + 1, self._info.epochs)
+        figures = wording.spoken(wording.step_figures(record))
+        speed = wording.rate(record.samples_per_second)
+        eta = wording.duration(self._pace.remaining(record.step, now))
+        self._say(wording.joined(f"step {step}", f"epoch {epoch}", *figures, speed, f"ETA {eta}"))
+
+    def _say_block(self, lines: list[tuple[str, str]]) -> None:
+        for label, value in lines:
+            self._say(f"{label:<11} {value}")
+
+    def _say(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()

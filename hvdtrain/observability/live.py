@@ -1,0 +1,152 @@
+"""The live display of a run on a terminal."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from hvdtrain.observability import wording
+from hvdtrain.observability.events import BaseObserver, EvaluationRecord, RunInfo, StepRecord
+
+MIN_SECONDS_BETWEEN_DRAWS = 0.125
+"""Eight times a second looks continuous."""
+
+LARGEST_SHARE = 0.005
+"""Part of the run's time that drawing may take: where the terminal is slow, it is redrawn less often."""
+
+
+class Frame:
+    """The two lines that are redrawn: how far the run is, and its latest figures.
+
+    What does not fit the terminal's width is left out from the right, never wrapped.
+    """
+
+    def __init__(self, info: RunInfo) -> None:
+        self._info = info
+        self.step = info.start_step
+        self.remaining: float | None = None
+        self.finished = False
+        self.trained: wording.Figures = []
+        self.evaluated: wording.Figures = []
+        self.speed = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw into the width that there is."""
+        where = fitting(self._where(), options.max_width)
+        bar = min(40, options.max_width - len(where) - 3)
+        if bar >= 8:
+            yield ProgressBar(self._info.total_steps, self.step, width=bar)
+            where = "  " + where
+        yield Text(where, no_wrap=True)
+        yield Text(fitting(self._figures(), options.max_width), no_wrap=True)
+
+    def _where(self) -> list[str]:
+        epoch = max(0, self.step - 1) // self._info.steps_per_epoch + 1
+        parts = [
+            f"step {wording.count_of(self.step, self._info.total_steps)}",
+            f"epoch {wording.count_of(epoch, self._info.epochs)}",
+        ]
+        return parts if self.finished else parts + [f"ETA {wording.duration(self.remaining)}"]
+
+    def _figures(self) -> list[str]:
+        if not self.trained:
+            return ["waiting for the first figures"]
+        # Loss and the first metric of training and of validation come first: a narrow terminal shows those.
+        figures = self.trained[:2] + self.evaluated[1:2] + self.evaluated[:1]
+        return [*wording.spoken(figures), self.speed]
+
+
+def fitting(parts: Iterable[str], width: int) -> str:
+    """Return as many of `parts`, from the left, as fit on a line of `width` columns."""
+    line = ""
+    for part in parts:
+        longer = wording.joined(line, part) if line else part
+        if len(longer) >= width:
+            break
+        line = longer
+    return line
+
+
+class LiveConsole(BaseObserver):
+    """A progress bar with the latest figures under it; evaluations and messages scroll by above.
+
+    Whatever is printed meanwhile appears above the display as well.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._console = console or Console(file=stream, highlight=False)
+        self._clock = clock
+        self._live: Live | None = None
+        self._next_draw = 0.0
+
+    def on_start(self, info: RunInfo) -> None:
+        """Print what the run is, and start the display."""
+        self._info = info
+        self._pace = wording.Pace(info.total_steps)
+        self._frame = Frame(info)
+        self._print_block(wording.header(info))
+        # A standard error that goes to a file must stay there.
+        self._live = Live(self._frame, console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+        self._live.start(refresh=True)
+        # A run that is killed has no chance to bring a hidden cursor back.
+        self._console.show_cursor(True)
+
+    def on_progress(self, step: int) -> None:
+        """Draw again if it is time to."""
+        now = self._clock()
+        if now >= self._next_draw:
+            self._draw(step, now)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Take the figures into the display."""
+        self._frame.trained = wording.step_figures(record)
+        self._frame.speed = wording.rate(record.samples_per_second)
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Print the evaluation above the display, and take it into it."""
+        self._frame.evaluated = wording.evaluation_figures(record)
+        self._print(Text(wording.evaluation_line(record, self._info)))
+
+    def on_message(self, text: str) -> None:
+        """Print the message above the display."""
+        self._print(Text(text))
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """Leave the finished display in place, and print what came out under it."""
+        self._frame.step, self._frame.finished = self._info.total_steps, True
+        self.close()
+        self._print_block(wording.ending(summary, self._info))
+
+    def close(self) -> None:
+        """Stop the display; its last state stays on the terminal."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _draw(self, step: int, now: float) -> None:
+        if not self._pace.begun:
+            self._pace.begin(step, now)
+        self._frame.step = step
+        self._frame.remaining = self._pace.remaining(step, now)
+        if self._live is not None:
+            self._live.refresh()
+        spent = self._clock() - now
+        self._next_draw = now + max(MIN_SECONDS_BETWEEN_DRAWS, spent / LARGEST_SHARE)
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text)
+
+    def _print_block(self, lines: list[tuple[str, str]]) -> None:
+        for label, value in lines:
+            self._print(Text.assemble((f"{label:<11} ", "bold"), value))

@@ -1,0 +1,142 @@
+"""curves.png: how loss and accuracy went."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdtrain.observability.jsonl import read_metrics
+
+Records = list[dict[str, Any]]
+Floats = npt.NDArray[np.float64]
+
+TRAINING, VALIDATION = "#7a9cc6", "#c8502b"
+INK, GRID = "#333333", "#e6e6e6"
+
+_FIELDS = {"kind", "step", "epoch", "loss", "learning_rate", "samples_per_second", "grad_norm", "seconds"}
+
+
+def draw_curves(metrics_path: str | Path, png_path: str | Path, *, title: str = "") -> None:
+    """Draw loss and accuracy of training and validation over steps, from a metrics.jsonl.
+
+    Where there is no accuracy, the first other metric takes its place, and without any metric there is one
+    panel. Values that were not finite leave a gap.
+
+    Raises:
+        DataError: where `metrics_path` is not a metrics file.
+        OSError: where it cannot be read, or `png_path` not be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_metrics(metrics_path)
+    names = ["loss", *second_panel(records)]
+    figure = Figure(figsize=(5.2 * len(names), 3.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        _draw_panel(axes, records, name)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=12, x=0.01, ha="left", weight="bold")
+    figure.savefig(png_path, dpi=160, facecolor="white")
+
+
+def second_panel(records: Records) -> list[str]:
+    """Return ``["accuracy"]`` or the first other metric in `records`, or nothing."""
+    metrics = [name for record in records for name in record if name not in _FIELDS]
+    return ["accuracy"] if "accuracy" in metrics else metrics[:1]
+
+
+def curve(records: Records, kind: str, name: str) -> tuple[Floats, Floats]:
+    """Return steps and values of `name` in the records of one kind; NaN where a value was not finite."""
+    points = [(record["step"], record[name]) for record in records if record["kind"] == kind and name in record]
+    steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
+    return steps, values
+
+
+def smoothed(values: Floats) -> Floats:
+    """Return the mean of each value and its neighbours, over about a thirtieth of `values`, past gaps."""
+    window = np.ones(len(values) // 60 * 2 + 1)
+    finite = np.isfinite(values)
+    sums = np.convolve(np.where(finite, values, 0.0), window, mode="same")
+    counts = np.convolve(finite.astype(float), window, mode="same")
+    return np.where(finite, sums / np.maximum(counts, 1), np.nan)
+
+
+def _draw_panel(axes: Any, records: Records, name: str) -> None:
+    training, validation = curve(records, "step", name), curve(records, "evaluation", name)
+    _draw_training(axes, *training)
+    _draw_validation(axes, *validation)
+    _scale(axes, name, np.concatenate([training[1], validation[1]]))
+    _style(axes, name)
+    _mark_epochs(axes, records)
+
+
+def _draw_training(axes: Any, steps: Floats, values: Floats) -> None:
+    if not np.isfinite(values).any():
+        return
+    marker = "o" if len(values) == 1 else ""
+    if len(values) > 60:
+        axes.plot(steps, values, color=TRAINING, alpha=0.3, linewidth=0.8)
+        values = smoothed(values)
+    axes.plot(steps, values, color=TRAINING, linewidth=1.6, marker=marker, label="training")
+
+
+def _draw_validation(axes: Any, steps: Floats, values: Floats) -> None:
+    if not np.isfinite(values).any():
+        return
+    marker = "o" if len(values) <= 40 else ""
+    axes.plot(steps, values, color=VALIDATION, linewidth=1.8, marker=marker, markersize=4, label="validation")
+    if np.isfinite(values[-1]):
+        axes.annotate(
+            f"{values[-1]:.4g}",
+            (steps[-1], values[-1]),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=VALIDATION,
+        )
+
+
+def _scale(axes: Any, name: str, values: Floats) -> None:
+    """Choose a logarithmic axis for a loss that fell far, and never let an accuracy's axis pass 1."""
+    values = values[np.isfinite(values)]
+    if name == "loss" and len(values) and values.min() > 0 and values.max() / values.min() > 20:
+        axes.set_yscale("log")
+    elif "accuracy" in name and len(values) and values.max() <= 1:
+        axes.set_ylim(top=1.02)
+
+
+def _style(axes: Any, name: str) -> None:
+    axes.set_title(name.replace("_", " "), loc="left", color=INK, fontsize=12, y=1.0, pad=20)
+    axes.set_xlabel("step", color=INK, fontsize=9)
+    axes.grid(True, color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=INK, labelsize=9, length=0)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color("#bbbbbb")
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+
+
+def _mark_epochs(axes: Any, records: Records) -> None:
+    """Add an axis of epochs on top, where the evaluations tell how many steps an epoch has."""
+    steps = steps_per_epoch(record for record in records if record["kind"] == "evaluation")
+    if steps is None:
+        return
+    top = axes.secondary_xaxis("top", functions=(lambda step: step / steps, lambda epoch: epoch * steps))
+    top.set_xlabel("epoch", color=INK, fontsize=9, loc="right")
+    top.tick_params(colors=INK, labelsize=9, length=0)
+    top.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    top.spines["top"].set_visible(False)
+
+
+def steps_per_epoch(evaluations: Iterable[dict[str, Any]]) -> float | None:
+    """Return the length of an epoch if each evaluation came at the end of one, bar a last one cut short."""
+    lengths = [record["step"] / (record["epoch"] + 1) for record in evaluations]
+    whole = lengths[:-1] if len(lengths) > 1 else lengths
+    return whole[0] if whole and len(set(whole)) == 1 else None

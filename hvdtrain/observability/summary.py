@@ -1,0 +1,59 @@
+"""Results of a run as JSON, and the statistics in them."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def json_safe(value: Any) -> Any:
+    """Return `value` as plain JSON types; NaN and infinities, which JSON does not know, become None.
+
+    Raises:
+        TypeError: for an object that has no JSON form.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    raise TypeError(f"no JSON form for {type(value).__name__}: {value!r}")
+
+
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Write `data` to `path` so that a reader sees either the old file or the whole new one."""
+    target = Path(path)
+    text = json.dumps(json_safe(data), indent=2, allow_nan=False) + "\n"
+    replace_file(target, text)
+
+
+def replace_file(target: Path, text: str) -> None:
+    """Put `text` in the place of `target` in one move."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def median_p90(samples: Sequence[float]) -> dict[str, float | None]:
+    """Return the median and the 90th percentile (linear between samples), both None without samples."""
+    if not len(samples):
+        return {"median": None, "p90": None}
+    median, p90 = np.percentile(samples, [50, 90])
+    return {"median": float(median), "p90": float(p90)}

@@ -1,0 +1,47 @@
+"""TensorBoard event files."""
+
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.observability.events import BaseObserver, EvaluationRecord, StepRecord
+from hvdtrain.observability.jsonl import flat_record
+
+_NO_CURVE = {"kind", "step", "epoch"}
+
+
+class TensorBoardWriter(BaseObserver):
+    """Writes the curves of a run to ``folder/train`` and ``folder/validation``.
+
+    Training and validation values have the same tags, so that TensorBoard draws them in one chart. TensorFlow
+    is imported with the first record. A resumed run adds an event file; the steps it takes again are drawn
+    twice.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._writers: dict[str, Any] = {}
+
+    def on_step(self, record: StepRecord) -> None:
+        """Write loss, learning rate, speed, training metrics and, where measured, the gradient norm."""
+        self._write("train", record)
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Write validation loss and metrics, and bring everything to disk."""
+        self._write("validation", record)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """Close the event files."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _write(self, run: str, record: StepRecord | EvaluationRecord) -> None:
+        import tensorflow as tf
+
+        if run not in self._writers:
+            self._writers[run] = tf.summary.create_file_writer(str(self._folder / run))
+        with self._writers[run].as_default(record.step):
+            for tag, value in flat_record(run, record).items():
+                if value is not None and tag not in _NO_CURVE:
+                    tf.summary.scalar(tag, value)

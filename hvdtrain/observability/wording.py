@@ -1,0 +1,151 @@
+"""How a run's figures are said on a console: the words that plain lines and the live display share."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hvdtrain.observability.events import EvaluationRecord, RunInfo, StepRecord
+
+Figures = list[tuple[str, str]]
+"""Pairs of a name and its value as text, the most telling first."""
+
+
+def number(value: float | None) -> str:
+    """Say `value` with four decimals, or in scientific notation where that would hide it."""
+    if value is None:
+        return "-"
+    plain = value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value)
+    return f"{value:.4f}" if plain else f"{value:.2e}"
+
+
+def rate(samples_per_second: float) -> str:
+    """Say a speed, as a whole number from 100 on."""
+    digits = 0 if samples_per_second >= 100 else 1
+    return f"{samples_per_second:.{digits}f} samples/s"
+
+
+def duration(seconds: float | None) -> str:
+    """Say a time as ``M:SS``, ``H:MM:SS`` or ``Dd H:MM:SS``; ``-`` where it is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if not hours:
+        return f"{minute}:{second:02}"
+    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Say how many there are: ``1 rank``, ``2 ranks``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def step_figures(record: StepRecord) -> Figures:
+    """Return loss and training metrics."""
+    return [("loss", number(record.loss))] + [(name, number(value)) for name, value in record.metrics.items()]
+
+
+def evaluation_figures(record: EvaluationRecord) -> Figures:
+    """Return validation loss and metrics, with ``val_`` before their names."""
+    metrics = [(f"val_{name}", number(value)) for name, value in record.metrics.items()]
+    return [("val_loss", number(record.loss)), *metrics]
+
+
+def spoken(figures: Figures) -> list[str]:
+    """Return each of `figures` as ``name value``."""
+    return [f"{name} {value}" for name, value in figures]
+
+
+def joined(*parts: str) -> str:
+    """Return `parts` as one line, two spaces apart."""
+    return "  ".join(parts)
+
+
+def count_of(done: int, total: int) -> str:
+    """Say ``120/230``, as wide as ``230/230``."""
+    return f"{done:>{len(str(total))}}/{total}"
+
+
+def evaluation_line(record: EvaluationRecord, info: RunInfo) -> str:
+    """Return the line that tells of an evaluation."""
+    epoch = count_of(record.epoch + 1, info.epochs)
+    return joined(f"epoch {epoch}", *spoken(evaluation_figures(record)))
+
+
+def header(info: RunInfo) -> list[tuple[str, str]]:
+    """Return what a run is, as labels and values."""
+    lines = [
+        ("recipe", f"{info.recipe}, {plural(info.parameters, 'parameter')}"),
+        ("backend", _backend(info)),
+        ("batch", _batch(info)),
+        ("steps", _steps(info)),
+    ]
+    return lines + ([("run folder", str(info.run_dir))] if info.run_dir else [])
+
+
+def _backend(info: RunInfo) -> str:
+    controller = f" ({info.controller})" if info.controller else ""
+    ranks = plural(info.world_size, "rank") + (f" by {info.launcher}" if info.launcher != "none" else "")
+    threads = f", {plural(info.threads, 'thread')}" + (" each" if info.world_size > 1 else "") if info.threads else ""
+    return f"{info.backend}{controller}, {ranks}{threads}"
+
+
+def _batch(info: RunInfo) -> str:
+    share = f", {info.per_replica_batch:,} per rank" if info.world_size > 1 else ""
+    return plural(info.global_batch, "sample") + share
+
+
+def _steps(info: RunInfo) -> str:
+    epochs = f"{plural(info.epochs, 'epoch')} of {info.steps_per_epoch:,}"
+    resumed = f", resumed after {info.start_step:,}" if info.start_step else ""
+    return f"{info.total_steps:,}, {epochs}{resumed}"
+
+
+def ending(summary: Mapping[str, Any], info: RunInfo) -> list[tuple[str, str]]:
+    """Return what came out of a run, as labels and values; what `summary` lacks is left out."""
+    lines = [
+        ("validation", _named(summary, ("val_accuracy", "val_loss"))),
+        ("training", _named(summary, ("train_loss",))),
+        ("time", _time(summary)),
+        ("run folder", str(info.run_dir) if info.run_dir else ""),
+    ]
+    return [(label, value) for label, value in lines if value]
+
+
+def _named(summary: Mapping[str, Any], names: Iterable[str]) -> str:
+    known = [(name, summary[name]) for name in names if summary.get(name) is not None]
+    return ", ".join(f"{name.partition('_')[2]} {number(value)}" for name, value in known)
+
+
+def _time(summary: Mapping[str, Any]) -> str:
+    wall, speed = summary.get("wall_seconds"), summary.get("samples_per_second")
+    median = (summary.get("step_ms") or {}).get("median")
+    parts = [
+        duration(wall) if wall is not None else "",
+        rate(speed) if speed is not None else "",
+        f"{median:.3g} ms per step" if median is not None else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+class Pace:
+    """How much longer a run will take, from the steps finished so far.
+
+    The clock starts when the first step is finished: it traces and compiles, and says nothing of the others.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self.begun = False
+        """Whether a first step was seen."""
+
+    def begin(self, step: int, now: float) -> None:
+        """Start the clock: `step` steps are finished at time `now`."""
+        self.begun, self._first, self._since = True, step, now
+
+    def remaining(self, step: int, now: float) -> float | None:
+        """Seconds left when `step` steps are finished at time `now`; None until that can be told."""
+        if not self.begun or step <= self._first:
+            return None
+        return (self._total - step) * (now - self._since) / (step - self._first)

@@ -1,0 +1,290 @@
+"""What is shown while training: plain lines, and the live display."""
+
+import io
+import os
+import pty
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hvdtrain.observability import wording
+from hvdtrain.observability.console import PlainConsole, make_console
+from hvdtrain.observability.events import BaseObserver, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.live import Frame, LiveConsole, fitting
+
+
+def run_info(**changes: object) -> RunInfo:
+    fields = {
+        "recipe": "digits",
+        "backend": "horovod",
+        "world_size": 2,
+        "launcher": "horovodrun",
+        "controller": "mpi",
+        "global_batch": 64,
+        "per_replica_batch": 32,
+        "total_steps": 230,
+        "steps_per_epoch": 23,
+        "parameters": 21418,
+        "run_dir": Path("runs/one"),
+        "threads": 1,
+    }
+    return RunInfo(**(fields | changes))  # type: ignore[arg-type]
+
+
+def step(number: int) -> StepRecord:
+    return StepRecord(number, (number - 1) // 23, 0.0812, 1e-3, 14210.4, metrics={"accuracy": 0.9771})
+
+
+def evaluation(number: int) -> EvaluationRecord:
+    return EvaluationRecord(number, (number - 1) // 23, 0.0734, 0.1, {"accuracy": 0.9778})
+
+
+SUMMARY = {
+    "val_accuracy": 0.9778,
+    "val_loss": 0.0734,
+    "train_loss": 0.0312,
+    "samples_per_second": 14210.4,
+    "step_ms": {"median": 4.31, "p90": 5.0},
+    "wall_seconds": 3723.0,
+}
+
+
+class Stream(io.StringIO):
+    """Counts how much of what was written was also flushed."""
+
+    flushed = 0
+
+    def flush(self) -> None:
+        self.flushed = len(self.getvalue())
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def stream() -> Stream:
+    return Stream()
+
+
+@pytest.fixture
+def plain(stream: Stream, clock: Clock) -> PlainConsole:
+    return PlainConsole(stream, clock=clock)
+
+
+def take_steps(console: BaseObserver, clock: Clock, steps: range, seconds: float) -> None:
+    for number in steps:
+        clock.now += seconds
+        console.on_progress(number)
+        if number % 10 == 0:
+            console.on_step(step(number))
+
+
+def test_the_header_says_what_runs(plain: PlainConsole, stream: Stream) -> None:
+    plain.on_start(run_info())
+    assert stream.getvalue().splitlines() == [
+        "recipe      digits, 21,418 parameters",
+        "backend     horovod (mpi), 2 ranks by horovodrun, 1 thread each",
+        "batch       64 samples, 32 per rank",
+        "steps       230, 10 epochs of 23",
+        "run folder  runs/one",
+    ]
+
+
+def test_the_header_of_one_process_speaks_of_no_ranks_to_share_with(plain: PlainConsole, stream: Stream) -> None:
+    alone = {"backend": "single", "world_size": 1, "launcher": "none", "controller": None}
+    plain.on_start(run_info(**alone, per_replica_batch=64, run_dir=None, threads=2, start_step=46))
+    assert stream.getvalue().splitlines() == [
+        "recipe      digits, 21,418 parameters",
+        "backend     single, 1 rank, 2 threads",
+        "batch       64 samples",
+        "steps       230, 10 epochs of 23, resumed after 46",
+    ]
+
+
+def test_plain_lines_come_at_most_every_two_seconds_and_are_flushed(
+    plain: PlainConsole, stream: Stream, clock: Clock
+) -> None:
+    plain.on_start(run_info())
+    stream.truncate(stream.seek(0))
+    take_steps(plain, clock, range(1, 121), seconds=1 / 16)
+    plain.on_evaluation(evaluation(115))
+    assert stream.flushed == len(stream.getvalue())
+    assert stream.getvalue().splitlines() == [
+        "step  10/230  epoch  1/10  loss 0.0812  accuracy 0.9771  14210 samples/s  ETA 0:14",
+        "step  50/230  epoch  3/10  loss 0.0812  accuracy 0.9771  14210 samples/s  ETA 0:11",
+        "step  90/230  epoch  4/10  loss 0.0812  accuracy 0.9771  14210 samples/s  ETA 0:09",
+        "epoch  5/10  val_loss 0.0734  val_accuracy 0.9778",
+    ]
+
+
+def test_the_last_step_is_said_before_its_evaluation_and_the_results(
+    plain: PlainConsole, stream: Stream, clock: Clock
+) -> None:
+    plain.on_start(run_info())
+    stream.truncate(stream.seek(0))
+    take_steps(plain, clock, range(1, 231), seconds=0.001)
+    plain.on_evaluation(evaluation(230))
+    plain.on_end(SUMMARY)
+    assert stream.getvalue().splitlines()[1:] == [
+        "step 230/230  epoch 10/10  loss 0.0812  accuracy 0.9771  14210 samples/s  ETA 0:00",
+        "epoch 10/10  val_loss 0.0734  val_accuracy 0.9778",
+        "validation  accuracy 0.9778, loss 0.0734",
+        "training    loss 0.0312",
+        "time        1:02:03, 14210 samples/s, 4.31 ms per step",
+        "run folder  runs/one",
+    ]
+
+
+def test_an_empty_summary_says_only_what_it_knows(plain: PlainConsole, stream: Stream) -> None:
+    plain.on_start(run_info())
+    stream.truncate(stream.seek(0))
+    plain.on_end({"val_loss": None})
+    assert stream.getvalue() == "run folder  runs/one\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0:00"), (59.6, "1:00"), (3599.6, "1:00:00"), (90061, "1d 1:01:01"), (None, "-"), (float("inf"), "-")],
+)
+def test_durations(seconds: float | None, said: str) -> None:
+    assert wording.duration(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.0, "0.0000"), (2.30258, "2.3026"), (1e-5, "1.00e-05"), (-1e7, "-1.00e+07"), (float("nan"), "nan"), (None, "-")],
+)
+def test_numbers(value: float | None, said: str) -> None:
+    assert wording.number(value) == said
+
+
+def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert isinstance(make_console(), PlainConsole)
+
+
+@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", LiveConsole), ("dumb", PlainConsole)])
+def test_a_terminal_gets_the_live_display_if_it_can_show_it(
+    monkeypatch: pytest.MonkeyPatch, term: str, kind: type
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as stream:
+        assert isinstance(make_console(stream), kind)
+    os.close(controller)
+
+
+def terminal(stream: io.StringIO, width: int = 100) -> Console:
+    return Console(file=stream, force_terminal=True, width=width, color_system=None, highlight=False)
+
+
+def test_the_live_display_shows_progress_and_keeps_evaluations_above(stream: Stream, clock: Clock) -> None:
+    live = LiveConsole(stream, console=terminal(stream), clock=clock)
+    live.on_start(run_info())
+    assert "waiting for the first figures" in stream.getvalue()
+    take_steps(live, clock, range(1, 116), seconds=1 / 16)
+    live.on_evaluation(evaluation(115))
+    live.on_message("[bold]a notice[/bold]")
+    take_steps(live, clock, range(116, 121), seconds=1 / 8)
+    shown = stream.getvalue()
+    assert shown.count("epoch  5/10  val_loss 0.0734  val_accuracy 0.9778\n") == 1
+    assert shown.count("[bold]a notice[/bold]\n") == 1
+    last = shown.splitlines()[-2:]
+    assert "step 120/230  epoch  6/10  ETA 0:07" in last[0]
+    assert last[1] == "loss 0.0812  accuracy 0.9771  val_accuracy 0.9778  val_loss 0.0734  14210 samples/s"
+    live.on_end(SUMMARY)
+    live.close()
+    end = stream.getvalue().splitlines()
+    assert end[-4:] == [
+        "validation  accuracy 0.9778, loss 0.0734",
+        "training    loss 0.0312",
+        "time        1:02:03, 14210 samples/s, 4.31 ms per step",
+        "run folder  runs/one",
+    ]
+    assert any("━" * 40 + "  step 230/230  epoch 10/10" in line and "ETA" not in line for line in end[-8:-4])
+
+
+def test_the_live_display_draws_eight_times_a_second_at_most(stream: Stream, clock: Clock) -> None:
+    live = LiveConsole(stream, console=terminal(stream), clock=clock)
+    live.on_start(run_info(total_steps=10_000))
+    stream.truncate(stream.seek(0))
+    take_steps(live, clock, range(1, 10_001), seconds=0.0005)
+    live.close()
+    assert 35 <= stream.getvalue().count("samples/s") <= 42
+
+
+def test_a_slow_terminal_is_drawn_on_less_often(clock: Clock) -> None:
+    class SlowStream(io.StringIO):
+        def write(self, text: str) -> int:
+            clock.now += 0.05
+            return super().write(text)
+
+    stream = SlowStream()
+    live = LiveConsole(stream, console=terminal(stream), clock=clock)
+    live.on_start(run_info(total_steps=100_000))
+    start, drawn = clock.now, stream.getvalue().count("waiting")
+    for number in range(1, 10_001):
+        clock.now += 0.005
+        live.on_progress(number)
+    draws = stream.getvalue().count("waiting") - drawn
+    live.close()
+    assert 2 <= draws <= 0.01 * (clock.now - start) / 0.05 + 2
+
+
+@pytest.mark.parametrize("width", [8, 20, 33, 50, 79, 200])
+def test_the_display_never_wraps(width: int) -> None:
+    stream = io.StringIO()
+    frame = Frame(run_info(total_steps=10**7))
+    frame.trained, frame.evaluated = wording.step_figures(step(10)), wording.evaluation_figures(evaluation(10))
+    frame.speed = "14210 samples/s"
+    terminal(stream, width).print(frame)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= width
+
+
+def test_what_does_not_fit_is_left_out_from_the_right() -> None:
+    assert fitting(["one", "two", "three"], 11) == "one  two"
+    assert fitting(["one", "two", "three"], 16) == "one  two  three"
+    assert fitting(["one"], 2) == ""
+
+
+def test_the_cursor_is_visible_and_prints_go_back_to_where_they_were(clock: Clock) -> None:
+    stream, stdout, stderr = Stream(), sys.stdout, sys.stderr
+    live = LiveConsole(stream, console=terminal(stream), clock=clock)
+    live.on_start(run_info())
+    assert stream.getvalue().rfind("\x1b[?25h") > stream.getvalue().rfind("\x1b[?25l")
+    print("printed by a user's model")
+    live.close()
+    live.close()
+    assert "printed by a user's model" in stream.getvalue()
+    assert (sys.stdout, sys.stderr) == (stdout, stderr)
+
+
+def test_progress_of_the_live_display_costs_under_two_microseconds() -> None:
+    stream = io.StringIO()
+    live = LiveConsole(stream, console=terminal(stream))
+    live.on_start(run_info(total_steps=10**6))
+    live.on_progress(1)
+    best = min(_seconds_per_call(live) for _ in range(5))
+    live.close()
+    assert best < 2e-6
+
+
+def _seconds_per_call(live: LiveConsole) -> float:
+    start = time.perf_counter()
+    for number in range(2, 20_000):
+        live.on_progress(number)
+    return (time.perf_counter() - start) / 20_000

@@ -1,0 +1,96 @@
+"""The picture of a run."""
+
+import json
+import math
+from pathlib import Path
+
+import matplotlib.figure
+import matplotlib.image
+import numpy as np
+import pytest
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.observability import plots
+
+STEP = {"kind": "step", "step": 1, "epoch": 0, "loss": 2.0, "learning_rate": 1e-3, "grad_norm": None}
+RUN = [
+    {"kind": kind, "step": step, "epoch": (step - 1) // 10, "loss": 3 / step, "accuracy": 1 - 1 / step}
+    for step in range(1, 101)
+    for kind in (["step", "evaluation"] if step % 10 == 0 else ["step"])
+]
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[matplotlib.figure.Figure]:
+    """Return the figures that were saved."""
+    saved: list[matplotlib.figure.Figure] = []
+    save = matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda self, *a, **k: (saved.append(self), save(self, *a, **k))
+    )
+    return saved
+
+
+def draw(folder: Path, records: list[dict[str, object]]) -> Path:
+    metrics, picture = folder / "metrics.jsonl", folder / "curves.png"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    plots.draw_curves(metrics, picture, title="digits")
+    return picture
+
+
+def test_loss_and_accuracy_are_drawn_side_by_side_over_steps(
+    tmp_path: Path, figures: list[matplotlib.figure.Figure]
+) -> None:
+    picture = matplotlib.image.imread(draw(tmp_path, RUN))
+    assert picture.shape[1] > 2 * picture.shape[0]
+    panels = figures[0].axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["loss", "accuracy"]
+    for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
+        lines = {line.get_label(): line for line in panel.get_lines()}
+        validation = [(record["step"], record[name]) for record in RUN if record["kind"] == "evaluation"]
+        np.testing.assert_allclose(lines["validation"].get_xydata(), validation)
+        assert len(lines["training"].get_xdata()) == 100
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [STEP],
+        [STEP | {"loss": None}],
+        [STEP | {"loss": None, "accuracy": None}],
+        [STEP, {"kind": "evaluation", "step": 1, "epoch": 0, "loss": 0.0, "seconds": 0.1}],
+        [STEP | {"step": step, "loss": None if step == 50 else -1.0} for step in range(1, 100)],
+    ],
+)
+def test_odd_runs_are_drawn_too(tmp_path: Path, records: list[dict[str, object]]) -> None:
+    assert draw(tmp_path, records).stat().st_size > 5_000
+
+
+def test_another_metric_takes_the_place_of_accuracy() -> None:
+    assert plots.second_panel([STEP, STEP | {"perplexity": 7.0, "other": 1.0}]) == ["perplexity"]
+    assert plots.second_panel([STEP | {"perplexity": 7.0, "accuracy": 1.0}]) == ["accuracy"]
+    assert plots.second_panel([STEP]) == []
+
+
+def test_the_smoothed_curve_keeps_constants_and_gaps() -> None:
+    values = np.full(200, 3.0)
+    values[100] = math.nan
+    smooth = plots.smoothed(values)
+    assert np.isnan(smooth[100])
+    np.testing.assert_allclose(np.delete(smooth, 100), 3.0)
+
+
+def test_epochs_are_marked_only_where_evaluations_tell_their_length() -> None:
+    def length(*points: tuple[int, int]) -> float | None:
+        return plots.steps_per_epoch({"step": step, "epoch": epoch} for step, epoch in points)
+
+    assert length((23, 0), (46, 1), (50, 2)) == 23
+    assert length((10, 0), (20, 0), (30, 1)) is None
+    assert length() is None
+
+
+def test_a_file_that_is_no_metrics_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("no\n")
+    with pytest.raises(DataError):
+        plots.draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
