@@ -23,7 +23,7 @@ class RunInfo:
     world_size: int
     """Number of ranks."""
     launcher: str
-    """Who started the ranks: ``horovodrun``, ``openmpi`` … ``none``."""
+    """Who started the ranks: ``horovodrun``, ``mpirun``, ``srun`` … ``none``."""
     controller: str | None
     """``mpi`` or ``gloo``; None where no exchange takes place."""
     global_batch: int

@@ -206,7 +206,7 @@ def test_the_live_display_shows_progress_and_keeps_evaluations_above(stream: Str
     assert last[1] == "loss 0.0812  accuracy 0.9771  val_accuracy 0.9778  val_loss 0.0734  14210 samples/s"
     live.on_end(SUMMARY)
     live.close()
-    end = stream.getvalue().splitlines()
+    end = stream.getvalue().replace("\x1b[?25h", "").splitlines()
     assert end[-4:] == [
         "validation  accuracy 0.9778, loss 0.0734",
         "training    loss 0.0312",
