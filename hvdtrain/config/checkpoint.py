@@ -1,11 +1,10 @@
 """Options of checkpoints."""
 
-from dataclasses import dataclass
-
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.section import section
 
 
-@dataclass(frozen=True)
+@section
 class CheckpointConfig:
     """When the training state is saved, and how many of them stay."""
 

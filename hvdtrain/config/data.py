@@ -1,12 +1,13 @@
 """Options of the input data."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import Scalar
+from hvdtrain.config.section import section
 
 
-@dataclass(frozen=True)
+@section
 class DataConfig:
     """Where samples come from and how they form batches."""
 

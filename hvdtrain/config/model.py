@@ -1,11 +1,13 @@
 """Options of the model."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from hvdtrain.config.section import section
 
 Scalar = bool | int | float | str
 
 
-@dataclass(frozen=True)
+@section
 class ModelConfig:
     """Which model is trained."""
 

@@ -1,11 +1,10 @@
 """Options of what a run reports."""
 
-from dataclasses import dataclass
-
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.section import section
 
 
-@dataclass(frozen=True)
+@section
 class ObservabilityConfig:
     """What is written down while training runs."""
 

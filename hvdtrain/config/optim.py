@@ -1,14 +1,15 @@
 """Options of the optimizer and its learning rate."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import Scalar
+from hvdtrain.config.section import section
 
 
-@dataclass(frozen=True)
+@section
 class OptimConfig:
     """Which optimizer moves the parameters, and how fast."""
 

@@ -1,14 +1,14 @@
 """Options of processes, threads and the exchange between ranks."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.section import section
 
 BackendName = Literal["auto", "horovod", "single"]
 
 
-@dataclass(frozen=True)
+@section
 class RuntimeConfig:
     """How the ranks of a job work together on their machines."""
 

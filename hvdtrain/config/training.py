@@ -1,11 +1,10 @@
 """Options of the training loop."""
 
-from dataclasses import dataclass
-
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.section import section
 
 
-@dataclass(frozen=True)
+@section
 class TrainingConfig:
     """How long training runs and what makes it repeatable."""
 

@@ -114,9 +114,7 @@ class MpiTransport:
         return status.Get_source(), bytes(buffer)
 
 
-def open_mpi(
-    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ
-) -> RootedChannel:
+def open_mpi(environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ) -> RootedChannel:
     """Initialise MPI where nobody has, and open the channel.
 
     The ranks find one another by unsigned messages, with which rank 0 also hands out the secret that it
@@ -144,6 +142,7 @@ def open_mpi(
 def _load_mpi(environment: Environment) -> Any:
     """Return mpi4py's MPI module, initialised and checked against what the launcher said."""
     try:
+        _bind_at_once()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
@@ -164,6 +163,18 @@ def _load_mpi(environment: Environment) -> Any:
             "Import hvdtrain first, or initialise mpi4py with its default threads."
         )
     return MPI
+
+
+def _bind_at_once() -> None:
+    """Have the MPI library's symbols resolved when it is loaded, not when each is first called.
+
+    TensorFlow exports the functions of the hwloc that it holds. An MPI that is loaded before it, and whose own
+    hwloc functions are looked up later, would hand its topology to TensorFlow's and crash in MPI_Finalize.
+    """
+    from mpi4py import _mpiabi
+
+    if hasattr(_mpiabi, "LIBMPI_MODE"):
+        _mpiabi.LIBMPI_MODE = os.RTLD_NOW | os.RTLD_GLOBAL
 
 
 def _duplicate(communicator: Any, deadline: float) -> Any:

@@ -27,9 +27,14 @@ class Store:
     """PUT, GET and DELETE on Horovod's rendezvous store."""
 
     def __init__(self, address: str, port: int, patience: float = 5.0) -> None:
+        """Ask for ``patience`` seconds, at least one, while the server does not answer."""
         self._address = address
         self._port = port
         self._patience = patience
+
+    def with_patience(self, patience: float) -> "Store":
+        """Return the same store, asked for so many seconds."""
+        return Store(self._address, self._port, patience)
 
     def put(self, scope: str, key: str, value: bytes) -> None:
         """Write a value, in place of an earlier one."""
@@ -65,7 +70,7 @@ class Store:
                 time.sleep(0.02)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._address, self._port, timeout=self._patience)
+        connection = http.client.HTTPConnection(self._address, self._port, timeout=max(1.0, self._patience))
         with contextlib.closing(connection):
             connection.request(method, path, body=body)
             response = connection.getresponse()
@@ -114,17 +119,19 @@ class StoreTransport:
 
     def send_failure(self, message: bytes) -> None:
         """See `Transport.send_failure`; one value tells that there are any, so that a look is one request."""
-        self._store.put(self._scope, f"failure-{self._rank}", message)
-        self._store.put(self._scope, "failed", str(self._rank).encode())
+        store = self._store.with_patience(1.0)
+        store.put(self._scope, f"failure-{self._rank}", message)
+        store.put(self._scope, "failed", str(self._rank).encode())
 
     def received_failures(self, known: Collection[int]) -> dict[int, bytes]:
         """See `Transport.received_failures`."""
-        hint = self._store.get(self._scope, "failed")
+        store = self._store.with_patience(0.0)
+        hint = store.get(self._scope, "failed")
         if hint is None:
             return {}
         asked = dict.fromkeys([int(hint), *self._turn()])
         ranks = [rank for rank in asked if rank != self._rank and rank not in known]
-        messages = {rank: self._store.get(self._scope, f"failure-{rank}") for rank in ranks}
+        messages = {rank: store.get(self._scope, f"failure-{rank}") for rank in ranks}
         return {rank: message for rank, message in messages.items() if message is not None}
 
     def abort(self, code: int) -> NoReturn:
@@ -141,9 +148,7 @@ class StoreTransport:
         return [(first + i) % self._size for i in range(count)]
 
 
-def open_store(
-    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ
-) -> RootedChannel:
+def open_store(environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ) -> RootedChannel:
     """Open the channel over the store whose address horovodrun gave in the environment.
 
     Every rank contributes a random number to the session's name, which all later signatures cover: messages

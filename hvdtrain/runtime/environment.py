@@ -194,9 +194,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
     """Return the first of these variables that is set, as a number of at least 0."""
     name = next((name for name in names if name in environ), None)
     if name is None:
-        raise LaunchError(
-            f"The launcher did not set {' or '.join(names)}, which tells this process its place."
-        )
+        raise LaunchError(f"The launcher did not set {' or '.join(names)}, which tells this process its place.")
     text = environ[name].strip()
     if not (text.isascii() and text.isdigit()):
         raise LaunchError(f"{name} must be a whole number of at least 0. Received: {environ[name]!r}.")

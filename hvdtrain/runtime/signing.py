@@ -103,17 +103,13 @@ def _read_key(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     if len(key) != _KEY_BYTES:
-        raise LaunchError(
-            f"{path} must hold {_KEY_BYTES} bytes. Received: {len(key)}. Remove it: a new one is made."
-        )
+        raise LaunchError(f"{path} must hold {_KEY_BYTES} bytes. Received: {len(key)}. Remove it: a new one is made.")
     return key
 
 
 def _refuse_exposed(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
-        raise LaunchError(
-            f"{path} belongs to user {status.st_uid}, not to this one ({os.geteuid()}). Remove it."
-        )
+        raise LaunchError(f"{path} belongs to user {status.st_uid}, not to this one ({os.geteuid()}). Remove it.")
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise LaunchError(
             f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o}). Others may "

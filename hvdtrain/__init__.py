@@ -1,0 +1,47 @@
+"""Train TensorFlow and Keras 3 models on many processes with Horovod.
+
+The names below are all there is to the public API; each is imported when it is first used, so that importing
+`hvdtrain` loads neither TensorFlow nor Horovod.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hvdtrain.api import broadcast_variables, init, local_rank, rank, size
+    from hvdtrain.training.tape import DistributedGradientTape
+    from hvdtrain.training.trainer import Trainer
+
+_PUBLIC = {
+    "DistributedGradientTape": "hvdtrain.training.tape",
+    "Trainer": "hvdtrain.training.trainer",
+    "broadcast_variables": "hvdtrain.api",
+    "init": "hvdtrain.api",
+    "local_rank": "hvdtrain.api",
+    "rank": "hvdtrain.api",
+    "size": "hvdtrain.api",
+}
+
+__all__ = [
+    "DistributedGradientTape",
+    "Trainer",
+    "broadcast_variables",
+    "init",
+    "local_rank",
+    "rank",
+    "size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module that holds it (PEP 562)."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,94 @@
+"""The public functions of a user's own script."""
+
+import atexit
+import sys
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from hvdtrain.config.runtime import BackendName, RuntimeConfig
+from hvdtrain.runtime.control import end_process
+from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.session import Link, Session, current, has_session, open_link, open_session, set_current
+
+
+def init(
+    *,
+    backend: BackendName = "auto",
+    threads: int | None = None,
+    pin: bool = True,
+    start_timeout: float = 120.0,
+    seed: int = 0,
+) -> None:
+    """Join the job: call it once, before TensorFlow does any work and before datasets and models are made.
+
+    From here on an exception on one rank ends the job, and the ranks leave together at the end of the script.
+
+    Args:
+        backend: `horovod`, `single`, or `auto`: horovod under a launcher.
+        threads: threads an operation may use; None divides the cores among the ranks of this machine.
+        pin: give each rank its own cores where there are enough.
+        start_timeout: seconds to wait for the other ranks.
+        seed: seeds Python, NumPy and TensorFlow alike on all ranks, so that datasets shuffle alike.
+
+    Raises:
+        LaunchError: the ranks do not fit together, or Horovod is not usable.
+    """
+    if has_session():
+        return
+    link: Link | None = None
+    try:
+        config = RuntimeConfig(backend, threads, pin, start_timeout)
+        link = open_link(timeout=start_timeout)
+        session = open_session(link, config)
+    except BaseException as error:
+        _fail(link, error)
+        raise
+    set_current(session)
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    _end_with_the_job(session)
+
+
+def rank() -> int:
+    """Return this process's number among all, from 0."""
+    return current().environment.rank
+
+
+def size() -> int:
+    """Return the number of processes."""
+    return current().environment.size
+
+
+def local_rank() -> int:
+    """Return this process's number among those on this machine, from 0."""
+    return current().environment.local_rank
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
+    """Give every rank the values that `root_rank` has in `variables` (Keras 3 variables or tf.Variables)."""
+    from hvdtrain.backends.select import backend_for
+    from hvdtrain.training.variables import by_path
+
+    backend_for(current()).broadcast(by_path(variables), root=root_rank)
+
+
+def _fail(link: Link | None, error: BaseException) -> None:
+    """End the job if it has other ranks; return where this process is alone."""
+    environment = link.environment if link else detect_environment()
+    if environment.size > 1:
+        end_process(handle_failure(link.control if link else None, environment, error))
+
+
+def _end_with_the_job(session: Session) -> None:
+    show = sys.excepthook
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _fail(session.link, error)
+        atexit.unregister(session.close)
+        show(kind, error, trace)
+
+    sys.excepthook = on_exception
+    atexit.register(session.close)

@@ -1,0 +1,78 @@
+"""Horovod: one replica in each process, collectives by its C++ engine."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import ReduceOp
+from hvdtrain.runtime.collectives import Collectives, collective_name
+from hvdtrain.runtime.session import Session
+
+
+class HorovodBackend:
+    """Data parallel training over the ranks of a session."""
+
+    name = "horovod"
+
+    def __init__(self, session: Session, collectives: Collectives) -> None:
+        self._session = session
+        self._collectives = collectives
+        self.size = session.mesh.size("dp")
+        self.index = session.mesh.coordinate("dp")
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """No context is needed: each process holds plain variables."""
+        return nullcontext()
+
+    def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return `batches`, which are this rank's already."""
+        return batches
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Call `step`: this process has one replica."""
+        return step(*args)
+
+    def _name(self, name: str) -> str:
+        return collective_name(self._collectives.axis, name)
+
+    def all_reduce(
+        self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
+    ) -> tf.Tensor:
+        """Reduce over the ranks."""
+        return self._collectives.all_reduce(
+            tensor, name=self._name(name), op=op, prescale=prescale, postscale=postscale
+        )
+
+    def grouped_all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> list[tf.Tensor]:
+        """Sum over the ranks, in messages that leave together."""
+        return self._collectives.grouped_all_reduce(
+            tensors, name=self._name(name), prescale=prescale, postscale=postscale
+        )
+
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Concatenate the ranks' tensors along dim 0."""
+        return self._collectives.all_gather(tensor, name=self._name(name))
+
+    def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
+        """Give every rank the values of `root`, all in one compiled call so that names, not order, match them."""
+
+        @tf.function(autograph=False)
+        def assign_all() -> None:
+            for path, variable in tensors.items():
+                value = variable.read_value()
+                name = self._name(f"broadcast/{path}")
+                variable.assign(self._collectives.broadcast(value, root=root, name=name))
+
+        assign_all()
+
+    def gather_bytes(self, payload: bytes, *, timeout: float) -> list[bytes]:
+        """Exchange `payload` over the control channel."""
+        return self._session.control.exchange(payload, timeout=timeout)
+
+    def close(self) -> None:
+        """Wait for all ranks and shut Horovod down."""
+        self._session.close()

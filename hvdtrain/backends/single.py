@@ -1,0 +1,61 @@
+"""One process, one replica: the reference that every other backend must match."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import ReduceOp
+from hvdtrain.runtime.session import Session
+
+
+class SingleBackend:
+    """Every collective is the identity."""
+
+    name = "single"
+    size = 1
+    index = 0
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """No context is needed."""
+        return nullcontext()
+
+    def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return `batches` as they are."""
+        return batches
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Call `step`."""
+        return step(*args)
+
+    def all_reduce(
+        self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
+    ) -> tf.Tensor:
+        """Return `tensor`, times the two factors."""
+        factor = prescale * postscale
+        return tensor if factor == 1.0 else tensor * tf.cast(factor, tensor.dtype)
+
+    def grouped_all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> list[tf.Tensor]:
+        """Return `tensors`, times the two factors."""
+        return [self.all_reduce(t, name=name, prescale=prescale, postscale=postscale) for t in tensors]
+
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Return `tensor`."""
+        return tensor
+
+    def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
+        """Leave everything as it is."""
+
+    def gather_bytes(self, payload: bytes, *, timeout: float) -> list[bytes]:
+        """Return this process's payload alone."""
+        return [payload]
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.close()

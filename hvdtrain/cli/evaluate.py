@@ -1,0 +1,70 @@
+"""`evaluate`: the newest checkpoint of a run, on its recipe's validation data."""
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
+from hvdtrain.config.files import digest
+from hvdtrain.config.run import Config
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Request:
+    """A parsed command line."""
+
+    config: Config
+    run_dir: Path
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate the run that `argv` names and return the exit code."""
+    if {"-h", "--help"} & set(argv):
+        if detect_environment().rank == 0:
+            _parser().print_help()
+        return 0
+    return run_on_all_ranks(lambda: parse(argv), _describe, _evaluate)
+
+
+def parse(argv: list[str]) -> Request:
+    """Read `RUN_DIR [--backend NAME]`.
+
+    Raises:
+        UserError: a wrong option, or no run in that folder.
+    """
+    from hvdtrain.training.folder import opened
+
+    with parse_errors_as_user_errors():
+        arguments = _parser().parse_args(argv)
+    _, config = opened(arguments.run_dir, "evaluate")
+    # Where the run was trained says nothing about where it is evaluated.
+    return Request(replace(config, runtime=RuntimeConfig(backend=arguments.backend)), arguments.run_dir)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m hvdtrain evaluate", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--backend", choices=("auto", "horovod", "single"), default="auto")
+    return parser
+
+
+def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
+    return request.config.runtime, {"the configuration": digest(request.config), "RUN_DIR": str(request.run_dir)}
+
+
+def _evaluate(session: Session, request: Request) -> None:
+    from hvdtrain.training.folder import RunFolder
+    from hvdtrain.training.job import evaluate
+
+    figures = evaluate(session, request.config, RunFolder(request.run_dir))
+    if session.environment.rank == 0:
+        print(_line(figures), flush=True)
+
+
+def _line(figures: dict[str, Any]) -> str:
+    values = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name.startswith("val_"))
+    return f"step {figures['step']}  {values}"

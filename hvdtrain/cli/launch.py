@@ -1,0 +1,64 @@
+"""What the verbs that run on several ranks share: one connection, one set of options, one way to fail."""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+from hvdtrain.config.errors import UserError
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.agreement import together
+from hvdtrain.runtime.control import end_process
+from hvdtrain.runtime.environment import Environment, detect_environment
+from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.session import Link, Session, open_link, open_session, set_current
+
+LINK_TIMEOUT_S = 120.0
+
+T = TypeVar("T")
+
+
+def run_on_all_ranks(
+    parse: Callable[[], T],
+    describe: Callable[[T], tuple[RuntimeConfig, Mapping[str, str]]],
+    action: Callable[[Session, T], None],
+) -> int:
+    """Run a verb on every rank and return the exit code.
+
+    Args:
+        parse: reads the command line; a mistake in it, on any rank, is shown once and ends the job.
+        describe: gives the options of the runtime, and what must be equal on all ranks.
+        action: what the verb does.
+    """
+    environment: Environment | None = None
+    link: Link | None = None
+    try:
+        environment = detect_environment()
+        link = open_link(timeout=LINK_TIMEOUT_S)
+        request = together(link.control, parse, timeout=LINK_TIMEOUT_S)
+        runtime, facts = describe(request)
+        session = open_session(link, runtime, facts)
+        set_current(session)
+        action(session, request)
+        session.close()
+    except BaseException as error:
+        if environment is None:
+            raise
+        code = handle_failure(link.control if link else None, environment, error)
+        if link is None and environment.size > 1:
+            end_process(code)
+        return code
+    return 0
+
+
+@contextlib.contextmanager
+def parse_errors_as_user_errors() -> Iterator[None]:
+    """Turn what a command-line parser prints before it exits into a UserError."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as leave:
+        if leave.code in (0, None):
+            raise
+        raise UserError(said.getvalue().strip()) from None

@@ -1,0 +1,67 @@
+"""The command line: a verb, or a recipe to train."""
+
+import sys
+
+from hvdtrain.config.errors import UserError
+from hvdtrain.config.registry import resolve, suggestion
+from hvdtrain.recipes.registry import RECIPES
+from hvdtrain.runtime.environment import detect_environment
+
+VERBS = {
+    "train": "hvdtrain.cli.train:main",
+    "evaluate": "hvdtrain.cli.evaluate:main",
+    "recipes": "hvdtrain.cli.recipes:main",
+    "env": "hvdtrain.cli.env:main",
+    "doctor": "hvdtrain.cli.doctor:main",
+}
+DISTRIBUTED = ("train", "evaluate")
+
+USAGE = """\
+usage: python -m hvdtrain [VERB] [RECIPE] [--option value ...]
+
+Verbs:
+  train [RECIPE]       train a model (the default verb; the default recipe is digits)
+  evaluate RUN_DIR     evaluate the newest checkpoint of a run on its validation data
+  recipes              list the recipes
+  env                  print what belongs into a bug report
+  doctor               check the installation, part by part
+
+Several processes:
+  horovodrun -np 4 python -m hvdtrain [...]
+  mpirun -np 4 python -m hvdtrain [...]
+
+"python -m hvdtrain VERB --help" shows the options of a verb."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the verb that `argv` names (train if none) and return the exit code."""
+    verb, rest = _split(argv)
+    if verb is None:
+        # What every rank would say alike is said once.
+        if detect_environment().rank == 0:
+            print(USAGE)
+        return 0
+    if verb not in VERBS:
+        return _refuse(verb)
+    if verb not in DISTRIBUTED and detect_environment().rank > 0:
+        return 0
+    code: int = resolve("verb", verb, VERBS)(rest)
+    return code
+
+
+def _split(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Return the verb and its arguments; None stands for a call for help."""
+    if argv and argv[0] in ("-h", "--help", "help"):
+        return None, []
+    if argv and argv[0] in VERBS:
+        return argv[0], argv[1:]
+    if not argv or argv[0].startswith("-") or argv[0] in RECIPES:
+        return "train", argv
+    return argv[0], argv[1:]
+
+
+def _refuse(word: str) -> int:
+    if detect_environment().rank == 0:
+        error = UserError(f"There is no verb or recipe {word!r}.{suggestion(word, {**VERBS, **RECIPES})}")
+        print(f"hvdtrain: error: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,156 @@
+"""`train`: from the command line to a run."""
+
+import difflib
+import io
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.files import apply_values, digest, read_values
+from hvdtrain.config.run import Config
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.recipes.registry import DEFAULT, RECIPES, recipe
+from hvdtrain.runtime.agreement import on_first
+from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.session import Session
+
+FREE_ON_RESUME = ("checkpoint", "observability", "runtime")
+"""Sections that may change when a run goes on; of the others only how long it lasts."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Folders and files that a run starts from; they are no part of its configuration."""
+
+    config_file: Annotated[Path | None, tyro.conf.arg(name="config")] = None
+    """YAML file with options; those on the command line go before it."""
+    run_dir: Path | None = None
+    """Folder of the run, new or empty; runs/RECIPE-DATE-TIME by default."""
+    resume: Path | None = None
+    """Go on with the run in this folder, from its newest checkpoint."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A parsed command line."""
+
+    config: Config
+    files: Files
+
+
+def main(argv: list[str]) -> int:
+    """Train what `argv` asks for and return the exit code."""
+    if {"-h", "--help"} & set(argv):
+        return _help(argv)
+    return run_on_all_ranks(lambda: parse(argv), _describe, _train)
+
+
+def parse(argv: list[str]) -> Request:
+    """Read `[RECIPE] [--option value …]`: the recipe's options, over them the file's, over those the flags.
+
+    Raises:
+        UserError: an unknown recipe or option, a wrong type, a file that does not fit.
+    """
+    name, flags = _recipe_name(argv)
+    with parse_errors_as_user_errors():
+        files, rest = tyro.cli(Files, args=flags, return_unknown_args=True, add_help=False)
+    base = _base(name, files)
+    with parse_errors_as_user_errors():
+        config = _parse_config(base, rest)
+    if files.resume is not None:
+        _check_resume(base, config, files)
+    return Request(config, files)
+
+
+def _recipe_name(argv: list[str]) -> tuple[str | None, list[str]]:
+    if argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    return None, argv
+
+
+def _base(name: str | None, files: Files) -> Config:
+    """Return what the flags are laid over."""
+    if files.resume is not None:
+        if name is not None or files.config_file is not None or files.run_dir is not None:
+            raise ConfigError("--resume goes on with a run as it was: it takes no recipe, --config or --run-dir.")
+        from hvdtrain.training.folder import opened
+
+        return opened(files.resume, "--resume")[1]
+    if files.config_file is None:
+        return recipe(name or DEFAULT)
+    values = read_values(files.config_file)
+    declared = values.get("recipe", name or DEFAULT)
+    if name is not None and declared != name:
+        raise ConfigError(f"--config {files.config_file} is of the recipe {declared!r}, not of {name!r}.")
+    return apply_values(recipe(str(declared)), values, f"--config {files.config_file}")
+
+
+def _parse_config(base: Config, flags: list[str], program: str = "python -m hvdtrain train") -> Config:
+    marks = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
+    kind = Annotated[Config, tyro.conf.arg(name="")]
+    config = tyro.cli(kind, args=flags, default=base, prog=program, config=marks)
+    if config.recipe != base.recipe:
+        raise ConfigError(f"The recipe is the first word: python -m hvdtrain {config.recipe}.")
+    return config
+
+
+def _check_resume(base: Config, config: Config, files: Files) -> None:
+    kept = replace(base.training, epochs=config.training.epochs, max_steps=config.training.max_steps)
+    free = {section: getattr(config, section) for section in FREE_ON_RESUME}
+    if replace(base, training=kept, **free) != config:
+        raise ConfigError(
+            f"--resume {files.resume} goes on with the run as it was: only --epochs, --max-steps and the options of "
+            f"{', '.join(FREE_ON_RESUME)} may change."
+        )
+
+
+def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
+    files = {name: str(value) for name, value in vars(request.files).items() if value is not None}
+    files.pop("config_file", None)
+    return request.config.runtime, {"the configuration": digest(request.config), **files}
+
+
+def _train(session: Session, request: Request) -> None:
+    from hvdtrain.training.folder import RunFolder, create, default_path
+    from hvdtrain.training.job import train
+
+    def make_folder() -> bytes:
+        files = request.files
+        if files.resume is not None:
+            return str(files.resume).encode()
+        return str(create(files.run_dir or default_path(request.config.recipe)).path).encode()
+
+    timeout = request.config.runtime.start_timeout
+    folder = RunFolder(Path(on_first(session.control, make_folder, timeout=timeout).decode()))
+    train(session, request.config, folder, resume=request.files.resume is not None)
+
+
+def _help(argv: list[str]) -> int:
+    """Show the options with the recipe's own values; no rank but the first says anything."""
+    name, _ = _recipe_name(argv)
+    if name is not None and name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        print(
+            f"hvdtrain: error: Unknown recipe {name!r}." + (f" Perhaps you meant: {near[0]}." if near else ""),
+            file=sys.stderr,
+        )
+        return 2
+    if detect_environment().rank > 0:
+        return 0
+    for kind in ("files", "config"):
+        text = io.StringIO()
+        try:
+            with redirect_stdout(text):
+                if kind == "files":
+                    tyro.cli(Files, args=["--help"], prog="python -m hvdtrain train [RECIPE]")
+                else:
+                    _parse_config(recipe(name or DEFAULT), ["--help"])
+        except SystemExit:
+            print(text.getvalue())
+    return 0

@@ -1,0 +1,76 @@
+"""Configurations as YAML: what a run declared, to read, to keep and to run again."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.run import Config
+
+
+def to_yaml(config: Config) -> str:
+    """Return `config` as YAML, its sections and options in the order of their declaration."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def digest(config: Config) -> str:
+    """Return a short fingerprint of `config`, equal for equal configurations."""
+    return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the sections and options that the file sets.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is no valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path} must hold options as 'section: {{option: value}}'. Received: {values!r}.")
+    return values
+
+
+def apply_values(base: Config, values: dict[str, Any], origin: str) -> Config:
+    """Return `base` with `values` (nested, as in the file) in place of its own.
+
+    Raises:
+        ConfigError: unknown keys or wrong types, each with its path.
+    """
+    import pydantic
+
+    merged = _merge(dataclasses.asdict(base), values)
+    try:
+        return pydantic.TypeAdapter(Config).validate_python(merged)
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"{origin} does not fit:\n" + "\n".join(_lines(error))) from error
+
+
+def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in values.items():
+        known = merged.get(key)
+        # The arguments of a model or data source belong together: a new set replaces the old one.
+        nested = isinstance(value, dict) and isinstance(known, dict) and not key.endswith("_args")
+        merged[key] = _merge(known, value) if nested and known is not None else value
+    return merged
+
+
+def _lines(error: Any) -> list[str]:
+    lines = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            lines.append(f"  {path}: there is no such option")
+        else:
+            cause = problem["msg"].removeprefix("Value error, ").rstrip(".")
+            received = "" if "Received:" in cause else f" Received: {problem['input']!r}."
+            lines.append(f"  {path}: {cause}.{received}")
+    return lines

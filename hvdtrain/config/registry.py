@@ -1,0 +1,59 @@
+"""Names that stand for pieces of code: listing them imports nothing."""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdtrain.config.errors import ConfigError
+
+
+def suggestion(name: str, known: Mapping[str, str]) -> str:
+    """Return " Perhaps you meant: X." for a near miss, else the list of what there is."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Perhaps you meant: {near[0]}." if near else f" Available: {', '.join(sorted(known))}."
+
+
+def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
+    """Import what `name` stands for in `table` (name -> "module:attribute").
+
+    Raises:
+        ConfigError: unknown name, with the nearest known one.
+    """
+    if name not in table:
+        raise ConfigError(f"Unknown {kind} {name!r}.{suggestion(name, table)}")
+    module, _, attribute = table[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def check_arguments(kind: str, name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse arguments that `function` does not take by keyword or whose type differs from its default's.
+
+    Raises:
+        ConfigError: naming the argument and what the function takes.
+    """
+    accepted = {
+        parameter.name: parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is not inspect.Parameter.empty
+    }
+    for argument, value in given.items():
+        if argument not in accepted:
+            names = dict.fromkeys(accepted, "")
+            raise ConfigError(f"The {kind} {name!r} takes no argument {argument!r}.{suggestion(argument, names)}")
+        default = accepted[argument].default
+        if default is not None and not _fits(value, default):
+            raise ConfigError(
+                f"The argument {argument!r} of the {kind} {name!r} must be {type(default).__name__}. "
+                f"Received: {value!r}."
+            )
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return not isinstance(default, int | str) or isinstance(value, type(default))

@@ -1,0 +1,37 @@
+"""Samples that are held in memory."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.errors import DataError
+
+
+class ArraySource:
+    """Inputs, targets and optional sample weights as arrays whose first dim counts samples.
+
+    Args:
+        elements: `(inputs, targets)` or `(inputs, targets, sample_weight)`; each may be a nest of arrays.
+        name: what error messages call it.
+
+    Raises:
+        DataError: no samples, or arrays of different lengths.
+    """
+
+    def __init__(self, elements: tuple[Any, ...], name: str = "data") -> None:
+        if not isinstance(elements, tuple | list) or len(elements) not in (2, 3):
+            raise DataError(f"{name} must be (inputs, targets) or (inputs, targets, sample_weight).")
+        arrays = tf.nest.map_structure(np.asarray, tuple(elements))
+        lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
+        if len(lengths) != 1:
+            raise DataError(f"The arrays of {name} differ in length: {', '.join(map(str, sorted(lengths)))} samples.")
+        self.size = lengths.pop()
+        if self.size == 0:
+            raise DataError(f"{name} holds no samples.")
+        self.name = name
+        self.elements = tf.nest.map_structure(tf.constant, arrays)
+
+    def gather(self, indices: tf.Tensor) -> tuple[Any, ...]:
+        """Return the samples at `indices` [n], stacked along dim 0."""
+        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), self.elements)

@@ -1,0 +1,28 @@
+"""What a model family offers to a recipe."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A builder of models, and the loss and metrics they are trained with."""
+
+    build: Callable[..., keras.Model]
+    """(input shape, classes, seed, **arguments) -> a built model."""
+    loss: Callable[[], Any]
+    metrics: Callable[[], list[Any]]
+
+
+def glorot(seed: int, path: str) -> keras.initializers.Initializer:
+    """Return a Glorot uniform initializer whose values are a function of (seed, path)."""
+    return keras.initializers.GlorotUniform(seed=path_seed(seed, path))
+
+
+def path_seed(seed: int, path: str) -> int:
+    """Derive the seed of one variable from the run's."""
+    return zlib.crc32(f"{seed}/{path}".encode()) & 0x7FFFFFFF

@@ -1,0 +1,1 @@
+"""Residual networks for 32 x 32 images."""

@@ -1,0 +1,43 @@
+"""Two convolutions, two dense layers; no normalisation and no dropout, so that every world size gives the same run."""
+
+import keras
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.models.family import ModelFamily, glorot
+
+
+def build(shape: tuple[int, ...], classes: int, seed: int, *, width: int = 32, hidden: int = 128) -> keras.Model:
+    """Return a classifier of images `shape` [height, width, channels] that gives logits [classes].
+
+    Args:
+        shape: shape of one image.
+        classes: number of labels.
+        seed: initial values are a function of it and of each variable's path.
+        width: channels of the first convolution; the second has twice as many.
+        hidden: units of the dense layer.
+
+    Raises:
+        ConfigError: a width that is not positive.
+    """
+    if width < 1 or hidden < 1:
+        raise ConfigError(f"small_cnn needs a positive width and hidden. Received: width={width}, hidden={hidden}.")
+    layers = keras.layers
+    images = keras.Input(shape, name="images")
+    x = layers.Conv2D(
+        width, 3, padding="same", activation="relu", kernel_initializer=glorot(seed, "conv1"), name="conv1"
+    )(images)
+    x = layers.Conv2D(
+        2 * width, 3, padding="same", activation="relu", kernel_initializer=glorot(seed, "conv2"), name="conv2"
+    )(x)
+    x = layers.MaxPooling2D(2, name="pool")(x)
+    x = layers.Flatten(name="flatten")(x)
+    x = layers.Dense(hidden, activation="relu", kernel_initializer=glorot(seed, "hidden"), name="hidden")(x)
+    logits = layers.Dense(classes, kernel_initializer=glorot(seed, "logits"), dtype="float32", name="logits")(x)
+    return keras.Model(images, logits, name="small_cnn")
+
+
+FAMILY = ModelFamily(
+    build=build,
+    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+)

@@ -1,0 +1,25 @@
+"""Recipes by name."""
+
+from hvdtrain.config.registry import resolve
+from hvdtrain.config.run import Config
+
+RECIPES = {
+    "digits": "hvdtrain.recipes.digits:digits",
+}
+DEFAULT = "digits"
+
+
+def recipe(name: str) -> Config:
+    """Return the configuration of the recipe `name`.
+
+    Raises:
+        ConfigError: there is none, with the nearest one there is.
+    """
+    config: Config = resolve("recipe", name, RECIPES)()
+    return config
+
+
+def describe(name: str) -> str:
+    """Return the first line of a recipe's docstring."""
+    text = resolve("recipe", name, RECIPES).__doc__ or ""
+    return str(text.strip().splitlines()[0])

@@ -1,0 +1,19 @@
+"""Settings of the exchange that must be in the environment before MPI and Horovod start."""
+
+from collections.abc import MutableMapping
+
+EXCHANGE_DEFAULTS = {
+    # MPI's waiting thread spins on the core that computes. Yielding made a step of ResNet-20 1.7x, of a
+    # 12.7 M transformer 1.6x and of a 58.6 M MLP 1.2x faster (2 ranks, 2 cores).
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # On top of yielding, a shorter cycle and a smaller fusion buffer (Horovod's own: 1 ms, 128 MB) took another
+    # 5 % off the transformer's step and 15 % off the MLP's; 0.1 to 2 ms and 4 to 32 MB differ by 5 %.
+    "HOROVOD_CYCLE_TIME": "0.5",
+    "HOROVOD_FUSION_THRESHOLD": str(16 * 2**20),
+}
+
+
+def set_exchange_defaults(environ: MutableMapping[str, str]) -> None:
+    """Put the defaults into `environ` wherever the user has not decided otherwise."""
+    for name, value in EXCHANGE_DEFAULTS.items():
+        environ.setdefault(name, value)

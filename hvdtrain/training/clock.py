@@ -1,0 +1,44 @@
+"""Step times and throughput as the loop sees them."""
+
+import time
+
+import numpy as np
+
+WARM_UP_STEPS = 5
+"""Steps after the start that are not steady: tracing, filling of buffers and caches."""
+
+
+class StepClock:
+    """Collects the wall time of each step, leaving out what happens between steps (evaluation, checkpoints)."""
+
+    def __init__(self, samples_per_step: int) -> None:
+        self._samples = samples_per_step
+        self._times: list[float] = []
+        self._logged = 0
+        self._last = time.perf_counter()
+
+    def resume(self) -> None:
+        """Start timing anew after a pause."""
+        self._last = time.perf_counter()
+
+    def tick(self) -> None:
+        """Note the end of a step."""
+        now = time.perf_counter()
+        self._times.append(now - self._last)
+        self._last = now
+
+    def samples_per_second(self) -> float:
+        """Return the throughput over the steps since the last call."""
+        recent = self._times[self._logged :]
+        self._logged = len(self._times)
+        return self._samples * len(recent) / sum(recent) if recent else 0.0
+
+    def steady_ms(self) -> list[float]:
+        """Return the times of the steady steps in milliseconds; of all steps if there are no more than the warm-up."""
+        steady = self._times[WARM_UP_STEPS:] or self._times
+        return [1000.0 * seconds for seconds in steady]
+
+    def steady_samples_per_second(self) -> float:
+        """Return the median throughput over the steady steps."""
+        steady = self.steady_ms()
+        return float(1000.0 * self._samples / np.median(steady)) if steady else 0.0

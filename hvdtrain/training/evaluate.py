@@ -1,0 +1,69 @@
+"""Evaluation over all replicas: every sample counts once, whatever their number."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.data.batch import Batch
+from hvdtrain.training.losses import LossFunction
+from hvdtrain.training.metrics import MetricSet
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss and the metrics over a whole data set."""
+
+    loss: float
+    metrics: dict[str, float]
+    seconds: float
+
+
+class Evaluator:
+    """Evaluates a model on every replica's part of the data and adds the parts up.
+
+    Args:
+        backend: the replicas.
+        model: a built Keras model.
+        loss: the loss as sum and weight.
+        metrics: fresh Keras metrics, not shared with training.
+    """
+
+    def __init__(self, backend: Backend, model: Any, loss: LossFunction, metrics: Sequence[Any]) -> None:
+        self._backend = backend
+        self._model = model
+        self._loss = loss
+        self._metrics = MetricSet(metrics, backend)
+        self._sums = tf.Variable(tf.zeros([2], tf.float64), trainable=False)
+        self._update = tf.function(self._update_batch, autograph=False, reduce_retracing=True)
+        self._reduce = tf.function(self._reduce_all, autograph=False)
+
+    def __call__(self, batches: Iterable[Batch]) -> Evaluation:
+        """Evaluate on `batches`, of which each replica must have the same number."""
+        begin = time.perf_counter()
+        self._metrics.reset()
+        self._sums.assign(tf.zeros([2], tf.float64))
+        for batch in self._backend.distribute(batches):
+            self._update(batch)
+        self._reduce()
+        total, weight = self._sums.numpy()
+        loss = float(total / weight) if weight else 0.0
+        return Evaluation(loss, self._metrics.results(), time.perf_counter() - begin)
+
+    def _update_batch(self, batch: Batch) -> None:
+        self._backend.run(self._update_replica, batch)
+
+    def _update_replica(self, batch: Batch) -> None:
+        outputs = self._model(batch.inputs, training=False)
+        part = self._loss(batch.targets, outputs, batch.sample_weight)
+        share = tf.cast(tf.stack([part.total, part.weight]), tf.float64)
+        # A placeholder's loss may be anything: it is left out, not multiplied by zero.
+        self._sums.assign_add(tf.where(batch.present > 0, share, tf.zeros_like(share)))
+        self._metrics.update(batch.targets, outputs, batch.sample_weight, batch.present)
+
+    def _reduce_all(self) -> None:
+        self._sums.assign(self._backend.all_reduce(self._sums.read_value(), name="evaluation/loss"))
+        self._metrics.reduce("evaluation")

@@ -1,0 +1,103 @@
+"""The folder of a run: what is where in it, and who may write into it."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.config.files import apply_values, read_values
+from hvdtrain.config.run import Config
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The configuration as it was declared; `--config` on it reproduces the run."""
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, machine and settings."""
+        return self.path / "env.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object for each logged step and evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The run's outcome."""
+        return self.path / "summary.json"
+
+    @property
+    def evaluation(self) -> Path:
+        """The outcome of the last `evaluate`."""
+        return self.path / "evaluation.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The saved training states."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        """The trained model, for Keras."""
+        return self.path / "model.keras"
+
+    @property
+    def curves(self) -> Path:
+        """Loss and accuracy over steps."""
+        return self.path / "curves.png"
+
+
+def default_path(recipe: str) -> Path:
+    """Return a name for a new run of `recipe` that no run has yet."""
+    stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = [RUNS / stem, *(RUNS / f"{stem}-{number}" for number in range(2, 100))]
+    return next(path for path in candidates if not path.exists())
+
+
+def create(path: Path) -> RunFolder:
+    """Make the folder of a new run.
+
+    Raises:
+        ConfigError: something is there already, or the folder cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        occupied = any(path.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--run-dir {path} cannot be created: {error.strerror} ({error.filename}).") from error
+    if occupied:
+        raise ConfigError(
+            f"--run-dir {path} is not empty: nothing in it is overwritten. Name another folder, or go on with the run "
+            f"in it by --resume {path}."
+        )
+    return RunFolder(path)
+
+
+def opened(path: Path, option: str) -> tuple[RunFolder, Config]:
+    """Return the folder of an earlier run and its configuration.
+
+    Raises:
+        CheckpointError: there is no run at `path`.
+    """
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise CheckpointError(f"{option} {path}: there is no run (no {folder.config.name} in it).")
+    values = read_values(folder.config)
+    recipe = str(values.get("recipe", ""))
+    return folder, apply_values(Config(recipe), values, str(folder.config))

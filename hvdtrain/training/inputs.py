@@ -1,0 +1,82 @@
+"""What `fit` and `evaluate` accept as data, brought into the form that the loop reads."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.pipeline import (
+    ArrayTraining,
+    DatasetTraining,
+    TrainingData,
+    evaluation_batches,
+    evaluation_of_dataset,
+)
+
+ORDER_TIMEOUT_S = 300.0
+
+
+def training_data(
+    data: Any, backend: Backend, *, batch: int | None, seed: int, shuffle: bool, steps_per_epoch: int | None
+) -> TrainingData:
+    """Return the stream of this replica's batches of `data`.
+
+    Args:
+        data: `(inputs, targets[, sample_weight])` arrays, an ArraySource, or a tf.data.Dataset of such tuples.
+        backend: the replicas.
+        batch: samples of a global batch; None where a Dataset is batched (globally) already.
+        seed: decides the order of arrays.
+        shuffle: whether arrays are shuffled; a Dataset's order is its own.
+        steps_per_epoch: steps of an epoch of a Dataset that does not end.
+
+    Raises:
+        ConfigError: no batch where one is needed, or one that does not divide among the replicas.
+        DataError: no samples, or ranks that read a Dataset in different orders.
+    """
+    if not isinstance(data, tf.data.Dataset):
+        if batch is None:
+            raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
+        source = data if isinstance(data, ArraySource) else ArraySource(data)
+        return ArrayTraining(source, batch=batch, index=backend.index, size=backend.size, seed=seed, shuffle=shuffle)
+    dataset = data if batch is None else data.batch(batch)
+    first = _first(dataset)
+    _check_same_order(first, backend)
+    size = batch or int(tf.nest.flatten(first)[0].shape[0])
+    return DatasetTraining(dataset, batch=size, index=backend.index, size=backend.size, steps_per_epoch=steps_per_epoch)
+
+
+def validation_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[Batch]:
+    """Return this replica's part of validation data: arrays, an ArraySource, or a batched tf.data.Dataset."""
+    if isinstance(data, tf.data.Dataset):
+        return evaluation_of_dataset(data, index=backend.index, size=backend.size)
+    source = data if isinstance(data, ArraySource) else ArraySource(data, "validation data")
+    return evaluation_batches(source, batch=batch, index=backend.index, size=backend.size)
+
+
+def _first(dataset: tf.data.Dataset) -> tuple[Any, ...]:
+    for elements in dataset.take(1):
+        if not isinstance(elements, tuple) or len(elements) not in (2, 3):
+            raise DataError("The dataset must give (inputs, targets) or (inputs, targets, sample_weight).")
+        if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(elements)):
+            raise DataError("The dataset is not batched: pass fit(…, batch=N), the samples per step over all ranks.")
+        return elements
+    raise DataError("The dataset is empty.")
+
+
+def _check_same_order(first: tuple[Any, ...], backend: Backend) -> None:
+    """Refuse a dataset whose first batch differs by rank: each rank would cut its part out of another batch."""
+    digest = hashlib.sha256()
+    for tensor in tf.nest.flatten(first):
+        digest.update(tf.io.serialize_tensor(tensor).numpy())
+    digests = backend.gather_bytes(digest.digest(), timeout=ORDER_TIMEOUT_S)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise DataError(
+            f"Rank {others[0]} reads the dataset in another order than rank 0, so samples would be lost and repeated. "
+            "Give shuffle() a seed, or call hvdtrain.init() before the dataset is made."
+        )

@@ -1,0 +1,224 @@
+"""A run from its configuration: what `train` and `evaluate` do on every rank."""
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.select import backend_for
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.config.files import to_yaml
+from hvdtrain.config.run import Config
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.pipeline import ArrayTraining, evaluation_batches
+from hvdtrain.data.registry import load_splits
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.models.registry import build_model, model_family
+from hvdtrain.observability.console import make_console
+from hvdtrain.observability.events import BaseObserver, Observer, Observers, RunInfo
+from hvdtrain.observability.jsonl import JsonlWriter
+from hvdtrain.observability.plots import draw_curves
+from hvdtrain.observability.summary import write_json
+from hvdtrain.observability.tensorboard import TensorBoardWriter
+from hvdtrain.optim.optimizers import build_optimizer
+from hvdtrain.runtime.report import collect_environment
+from hvdtrain.runtime.session import Session
+from hvdtrain.training.folder import RunFolder
+from hvdtrain.training.loop import Plan
+from hvdtrain.training.trainer import FitResult, Trainer, summary_of
+
+TINY_BATCH = 8
+"""Samples per rank and step below which overhead and exchange outweigh the work."""
+
+
+def train(session: Session, config: Config, folder: RunFolder, *, resume: bool = False) -> dict[str, Any]:
+    """Train as `config` says, write the run's folder, and return its summary (the same on every rank).
+
+    Args:
+        session: this rank's part in the job.
+        config: the whole configuration, the same on every rank.
+        folder: where rank 0 writes.
+        resume: go on from the newest checkpoint in `folder`.
+
+    Raises:
+        UserError: options, data or a checkpoint that cannot be used.
+    """
+    backend = backend_for(session)
+    splits = load_splits(config.data)
+    data = _batches(config, splits.train, backend)
+    plan = _plan(config, data.steps_per_epoch)
+    trainer = _trainer(config, splits, backend, plan.total_steps)
+    trainer.build(data)
+    checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
+    if resume:
+        trainer.restore(checkpoints.newest() if backend.index == 0 else folder.checkpoints)
+    trainer.broadcast_state()
+    first = backend.index == 0
+    observers = _observers(config, folder) if first else BaseObserver()
+    info = _info(config, session, backend, data, plan, trainer, folder)
+    try:
+        if first:
+            _write_start(folder, config)
+        _warn(observers, info, plan)
+        result = trainer.train(
+            data,
+            plan,
+            validation=_evaluation(config, splits, backend),
+            observers=observers,
+            info=info,
+            save=lambda state: _save(checkpoints, state),
+        )
+        summary = _summary(config, session, backend, trainer, result, resumed_from=info.start_step)
+        if first:
+            _write_end(folder, config, trainer, summary)
+        observers.on_end(summary)
+    finally:
+        observers.close()
+    return summary
+
+
+def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, Any]:
+    """Evaluate the newest checkpoint in `folder` on its recipe's validation data, distributed over all ranks.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it does not fit the configuration.
+    """
+    backend = backend_for(session)
+    splits = load_splits(config.data)
+    data = _batches(config, splits.train, backend)
+    trainer = _trainer(config, splits, backend, _plan(config, data.steps_per_epoch).total_steps)
+    trainer.build(data)
+    if backend.index == 0:
+        trainer.restore(Checkpointer(folder.checkpoints).newest())
+    trainer.broadcast_state()
+    outcome = trainer.evaluate(splits.validation, batch=config.data.eval_batch)
+    figures = {
+        "recipe": config.recipe,
+        "step": trainer.state.scalars.step,
+        "world_size": backend.size,
+        "val_loss": outcome.loss,
+        **{f"val_{name}": value for name, value in outcome.metrics.items()},
+        "parameter_hash": trainer.state.agreed_hash(backend),
+    }
+    if backend.index == 0:
+        write_json(folder.evaluation, figures)
+    return figures
+
+
+def _batches(config: Config, source: ArraySource, backend: Backend) -> ArrayTraining:
+    return ArrayTraining(
+        source,
+        batch=config.data.batch,
+        index=backend.index,
+        size=backend.size,
+        seed=config.training.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def _evaluation(config: Config, splits: DataSplits, backend: Backend) -> Any:
+    return evaluation_batches(splits.validation, batch=config.data.eval_batch, index=backend.index, size=backend.size)
+
+
+def _plan(config: Config, steps_per_epoch: int) -> Plan:
+    total = config.training.epochs * steps_per_epoch
+    total = min(total, config.training.max_steps or total)
+    return Plan(total, config.observability.log_every, config.checkpoint.checkpoint_every)
+
+
+def _trainer(config: Config, splits: DataSplits, backend: Backend, total_steps: int) -> Trainer:
+    family = model_family(config.model)
+    seed = config.training.seed
+    return Trainer(
+        lambda: build_model(config.model, splits.sample_shape, splits.classes, seed),
+        lambda: build_optimizer(config.optim, total_steps),
+        family.loss(),
+        family.metrics(),
+        seed=seed,
+        backend=backend,
+    )
+
+
+def _observers(config: Config, folder: RunFolder) -> Observers:
+    chosen: list[Observer] = [make_console(), JsonlWriter(folder.metrics)]
+    if config.observability.tensorboard:
+        chosen.append(TensorBoardWriter(folder.tensorboard))
+    return Observers(chosen)
+
+
+def _info(
+    config: Config,
+    session: Session,
+    backend: Backend,
+    data: ArrayTraining,
+    plan: Plan,
+    trainer: Trainer,
+    folder: RunFolder,
+) -> RunInfo:
+    return RunInfo(
+        recipe=config.recipe,
+        backend=backend.name,
+        world_size=backend.size,
+        launcher=session.environment.launcher,
+        controller=session.environment.controller if backend.name == "horovod" else None,
+        global_batch=data.batch,
+        per_replica_batch=data.batch // backend.size,
+        total_steps=plan.total_steps,
+        steps_per_epoch=data.steps_per_epoch,
+        parameters=trainer.state.parameters(),
+        start_step=trainer.state.scalars.step,
+        run_dir=folder.path,
+        threads=session.plan.threads,
+    )
+
+
+def _warn(observers: Observer, info: RunInfo, plan: Plan) -> None:
+    if info.per_replica_batch < TINY_BATCH:
+        observers.on_message(
+            f"warning: {info.per_replica_batch} samples per rank and step are few: the exchange will take most of "
+            "the time. A larger --batch or fewer ranks use the machine better."
+        )
+    if info.start_step >= plan.total_steps:
+        observers.on_message(
+            f"warning: the run has finished {info.start_step} steps already and is to end at {plan.total_steps}: "
+            "there is nothing to train. --epochs or --max-steps extend it."
+        )
+
+
+def _save(checkpoints: Checkpointer, state: Any) -> None:
+    checkpoints.save(state.scalars.step, state.variables(), asdict(state.scalars))
+
+
+def _write_start(folder: RunFolder, config: Config) -> None:
+    folder.config.write_text(to_yaml(config), encoding="utf-8")
+    write_json(folder.environment, collect_environment())
+
+
+def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:
+    # Keras chooses the format by the suffix; the draft keeps it, and the name appears with a whole file only.
+    draft = folder.path / f".{folder.model.name}.{os.getpid()}.keras"
+    trainer.model.save(draft)
+    os.replace(draft, folder.model)
+    if config.observability.plots:
+        draw_curves(folder.metrics, folder.curves, title=f"{config.recipe}, {summary['world_size']} ranks")
+    write_json(folder.summary, summary)
+
+
+def _summary(
+    config: Config, session: Session, backend: Backend, trainer: Trainer, result: FitResult, *, resumed_from: int
+) -> dict[str, Any]:
+    state = trainer.state
+    state.average_statistics(backend)
+    return {
+        "recipe": config.recipe,
+        "backend": backend.name,
+        "world_size": backend.size,
+        "launcher": session.environment.launcher,
+        "controller": session.environment.controller,
+        "global_batch": config.data.batch,
+        "per_replica_batch": config.data.batch // backend.size,
+        "resumed_from": resumed_from,
+        **summary_of(result),
+        "parameters": state.parameters(),
+        "parameter_hash": state.agreed_hash(backend),
+    }

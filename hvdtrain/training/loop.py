@@ -1,0 +1,155 @@
+"""The loop over optimizer steps: what happens when, and nothing about how."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import NonFiniteError
+from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
+from hvdtrain.training.clock import StepClock
+from hvdtrain.training.evaluate import Evaluation
+from hvdtrain.training.metrics import MetricSet
+from hvdtrain.training.state import TrainState
+from hvdtrain.training.step import StepResult, TrainStep
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When the loop ends, logs and saves, in optimizer steps."""
+
+    total_steps: int
+    log_every: int = 10
+    checkpoint_every: int | None = None
+    """None: at the end of every epoch."""
+
+
+@dataclass
+class Losses:
+    """Weighted sums of the training loss, since the last logged step and over the epoch."""
+
+    epoch_total: float = 0.0
+    epoch_weight: float = 0.0
+    mean: float = field(default=float("nan"))
+    """Mean over the epoch that ended last."""
+
+    def add(self, total: float, weight: float) -> float:
+        """Add a window's sums and return its mean."""
+        self.epoch_total += total
+        self.epoch_weight += weight
+        return total / weight if weight else float("nan")
+
+    def end_epoch(self) -> None:
+        """Keep the epoch's mean and start the next."""
+        self.mean = self.epoch_total / self.epoch_weight if self.epoch_weight else float("nan")
+        self.epoch_total = self.epoch_weight = 0.0
+
+
+class TrainingLoop:
+    """Runs steps until the plan is fulfilled.
+
+    Args:
+        backend: the replicas.
+        state: what is trained.
+        step: the compiled step.
+        data: the batches.
+        metrics: training metrics, measured on logged steps.
+        observers: who is told what happens.
+        evaluate: evaluates at the end of an epoch; None where there is no validation data.
+        save: saves the state; None where nothing is saved.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        state: TrainState,
+        step: TrainStep,
+        data: TrainingData,
+        metrics: MetricSet,
+        observers: Observer,
+        *,
+        evaluate: Callable[[], Evaluation] | None,
+        save: Callable[[], None] | None,
+    ) -> None:
+        self._backend = backend
+        self._state = state
+        self._step = step
+        self._data = data
+        self._metrics = metrics
+        self._observers = observers
+        self._evaluate = evaluate
+        self._save = save
+        self._saved_at: int | None = None
+        self.clock = StepClock(data.batch)
+        self.losses = Losses()
+        self.evaluations: list[EvaluationRecord] = []
+
+    def run(self, plan: Plan) -> None:
+        """Train from the state's step to the plan's last one.
+
+        Raises:
+            NonFiniteError: the loss was NaN or infinite; the message names the step.
+        """
+        scalars = self._state.scalars
+        first = scalars.step
+        batches = iter(self._backend.distribute(self._data.batches(first)))
+        self.clock.resume()
+        while scalars.step < plan.total_steps:
+            done = scalars.step + 1
+            epoch_ends = done % self._data.steps_per_epoch == 0 or done == plan.total_steps
+            logged = epoch_ends or done % plan.log_every == 0 or done == first + 1
+            rate = self._learning_rate() if logged else 0.0
+            batch = next(batches)
+            result = self._step(batch, measure=logged)
+            self.clock.tick()
+            epoch, scalars.step = scalars.epoch, done
+            scalars.epoch = done // self._data.steps_per_epoch
+            self._observers.on_progress(done)
+            if logged:
+                metrics = self._metrics.measure(batch.targets, result.outputs, batch.sample_weight, batch.present)
+                self._log(epoch, result, rate, metrics)
+            if epoch_ends:
+                self._end_epoch(epoch)
+            if self._save_is_due(plan, done, epoch_ends):
+                self.save()
+            if logged:
+                self.clock.resume()
+
+    def save(self) -> None:
+        """Save the state, unless this step is saved already."""
+        if self._save is not None and self._saved_at != self._state.scalars.step:
+            self._state.average_statistics(self._backend)
+            self._save()
+            self._saved_at = self._state.scalars.step
+            self.clock.resume()
+
+    def _save_is_due(self, plan: Plan, done: int, epoch_ends: bool) -> bool:
+        due = epoch_ends if plan.checkpoint_every is None else done % plan.checkpoint_every == 0
+        return due or done == plan.total_steps
+
+    def _learning_rate(self) -> float:
+        return float(self._state.optimizer.learning_rate)
+
+    def _log(self, epoch: int, result: StepResult, rate: float, metrics: dict[str, float]) -> None:
+        bad = self._step.first_bad_step()
+        if bad is not None:
+            raise NonFiniteError(
+                f"The loss became NaN or infinite at step {bad + 1} (epoch {bad // self._data.steps_per_epoch + 1}). "
+                "Look at the data of that step; if it is sound, lower --learning-rate."
+            )
+        loss = self.losses.add(*self._step.take_loss())
+        throughput = self.clock.samples_per_second()
+        step = self._state.scalars.step
+        norm = float(result.grad_norm)
+        self._observers.on_step(StepRecord(step, epoch, loss, rate, throughput, norm, metrics))
+
+    def _end_epoch(self, epoch: int) -> None:
+        self.losses.end_epoch()
+        if self._evaluate is None:
+            return
+        self._state.average_statistics(self._backend)
+        outcome = self._evaluate()
+        step = self._state.scalars.step
+        record = EvaluationRecord(step, epoch, outcome.loss, outcome.seconds, outcome.metrics)
+        self.evaluations.append(record)
+        self._observers.on_evaluation(record)

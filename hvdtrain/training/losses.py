@@ -1,0 +1,80 @@
+"""Losses as a sum and a weight, so that replicas with different numbers of samples add up exactly."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError
+
+
+class LossSum(NamedTuple):
+    """One replica's part of a loss: the mean over all replicas is sum(total) / sum(weight)."""
+
+    total: tf.Tensor
+    """Scalar: sum of weight x loss over this replica's elements."""
+    weight: tf.Tensor
+    """Scalar of the same dtype: sum of the weights."""
+    elements_per_sample: tf.Tensor
+    """Scalar: loss values for each sample (1 for a class label, the length for a sequence)."""
+    uniform: bool
+    """Whether every element counts once: then the weights of all replicas are known before any exchange."""
+
+
+LossFunction = Callable[[Any, Any, Any], LossSum]
+"""(targets, outputs, sample weights or None) -> this replica's part of the loss."""
+
+_COUNTED = ("sum_over_batch_size", "mean", "auto")
+_WEIGHTED = "mean_with_sample_weight"
+
+
+def summed_loss(loss: Any) -> LossFunction:
+    """Turn a Keras loss, its name, or a function `f(y_true, y_pred)` of per-sample values into a LossFunction.
+
+    Raises:
+        ConfigError: the loss has a reduction that is no mean over samples.
+    """
+    keras_loss = keras.losses.get(loss)
+    reduction = getattr(keras_loss, "reduction", "sum_over_batch_size")
+    if reduction not in (*_COUNTED, _WEIGHTED):
+        raise ConfigError(
+            f"The loss {loss!r} reduces by {reduction!r}; hvdtrain forms the mean over all ranks itself. "
+            'Use reduction="sum_over_batch_size".'
+        )
+    values_of = keras_loss.call if isinstance(keras_loss, keras.losses.Loss) else keras_loss
+
+    def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
+        values = tf.convert_to_tensor(values_of(targets, outputs))
+        mask = getattr(outputs, "_keras_mask", None)
+        return _weighted_sum(values, sample_weight, mask, divide_by_weights=reduction == _WEIGHTED)
+
+    return loss_sum
+
+
+def _weighted_sum(values: tf.Tensor, sample_weight: Any, mask: Any, *, divide_by_weights: bool) -> LossSum:
+    """Sum `values` [samples, …] with weights and mask that broadcast to them from the left."""
+    if values.shape.rank == 0:
+        raise ConfigError("The loss returned one number for the whole batch: one value for each sample is needed.")
+    elements = tf.cast(tf.size(values), values.dtype)
+    per_sample = elements / tf.cast(tf.shape(values)[0], values.dtype)
+    weight = elements
+    if mask is not None:
+        kept = _broadcast(mask, values)
+        # Zeros times NaN would be NaN: masked elements are replaced, not multiplied away.
+        values = tf.where(kept > 0, values, tf.zeros_like(values))
+        weight = tf.reduce_sum(kept)
+    if sample_weight is not None:
+        scale = _broadcast(sample_weight, values)
+        values = values * scale
+        if divide_by_weights:
+            weight = tf.reduce_sum(scale if mask is None else scale * _broadcast(mask, values))
+    uniform = mask is None and (sample_weight is None or not divide_by_weights)
+    return LossSum(tf.reduce_sum(values), weight, per_sample, uniform)
+
+
+def _broadcast(factor: Any, values: tf.Tensor) -> tf.Tensor:
+    factor = tf.cast(factor, values.dtype)
+    while factor.shape.rank < values.shape.rank:
+        factor = factor[..., tf.newaxis]
+    return tf.broadcast_to(factor, tf.shape(values))

@@ -1,0 +1,90 @@
+"""A gradient tape whose gradients are those of all replicas."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Exchange, ReduceOp
+from hvdtrain.training.reduction import Compression, GradientReducer, ReductionOptions
+from hvdtrain.training.variables import path_of, unwrap
+
+
+class DistributedGradientTape:
+    """Wraps a `tf.GradientTape`: `gradient()` returns gradients reduced over all ranks.
+
+    Sources may be Keras 3 variables or tf.Variables, in nested structures, eagerly or within a
+    `tf.function`. Sparse gradients stay sparse, with the rows that several ranks touched added up.
+
+    Args:
+        tape: the tape to wrap; one that was recorded already, or a fresh one used as `with`.
+        op: `average` (default), `sum`, or `adasum` (MPI only).
+        compression: `none` or `fp16` on the wire.
+        groups: 0 lets every gradient leave as soon as it is there; n forms n groups that leave whole; lists of
+            variables name the groups.
+        sparse_as_dense: turn IndexedSlices into dense tensors before the exchange.
+        gradient_predivide_factor: with `average`, divide by it before the sum and by size / factor after.
+        exchange: the replicas; the current session's ranks if None.
+
+    Raises:
+        ConfigError: options that exclude one another.
+        LaunchError: `hvdtrain.init()` was not called.
+    """
+
+    def __init__(
+        self,
+        tape: tf.GradientTape | None = None,
+        *,
+        op: ReduceOp = "average",
+        compression: Compression = "none",
+        groups: int | Sequence[Sequence[Any]] = 0,
+        sparse_as_dense: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        exchange: Exchange | None = None,
+    ) -> None:
+        named = groups if isinstance(groups, int) else tuple(tuple(path_of(v) for v in group) for group in groups)
+        options = ReductionOptions(op, compression, named, sparse_as_dense, gradient_predivide_factor)
+        self._tape = tape if tape is not None else tf.GradientTape()
+        self._reducer = GradientReducer(exchange or _current_exchange(), options)
+
+    def __enter__(self) -> Self:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tape.__exit__(kind, error, trace)
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass `watch`, `stop_recording` and the like on to the wrapped tape."""
+        return getattr(self._tape, name)
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
+        """Return d target / d sources, reduced over all ranks, in the structure of `sources`."""
+        flat = tf.nest.flatten(sources)
+        local = self._tape.gradient(target, [_watched(source) for source in flat], output_gradients)
+        reduced = self._reducer.reduce(local, _paths(flat))
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+
+def _watched(source: Any) -> Any:
+    return source if tf.is_tensor(source) else unwrap(source)
+
+
+def _paths(sources: Sequence[Any]) -> list[str]:
+    """Name each source by its path, or by its place if it has none (a tensor) or shares it with another."""
+    paths: list[str] = []
+    for place, source in enumerate(sources):
+        named = not tf.is_tensor(source) or isinstance(source, tf.Variable)
+        path = path_of(source) if named else f"source{place}"
+        paths.append(path if path not in paths else f"{path}#{place}")
+    return paths
+
+
+def _current_exchange() -> Exchange:
+    from hvdtrain.backends.select import backend_for
+    from hvdtrain.runtime.session import current
+
+    return backend_for(current())
