@@ -108,13 +108,12 @@ class RootedChannel:
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """See `ControlChannel.exchange`."""
-        parts = self._exchange(payload, timeout, refuse_stale=True)
-        return parts
+        return self._exchange(payload, timeout, refuse_stale=True)
 
     def greet(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """Exchange where an earlier channel's answer may still lie about; ``payload`` must be random.
 
-        An answer that does not hold this rank's payload is not for it, and waited out.
+        An answer that does not hold this rank's payload is not for it, and is waited out.
         """
         return self._exchange(payload, timeout, refuse_stale=False)
 
@@ -221,8 +220,8 @@ class RootedChannel:
                 answer, parts = self._open_answer(sequence, published)
                 if self._is_mine(answer, parts, payload):
                     return parts
-                if refuse_stale and answer.state != "waiting":
-                    raise LaunchError(answer.text or f"Rank 0 answered exchange {sequence} with another's.")
+                if answer.state == "failed" or (refuse_stale and answer.state == "done"):
+                    raise LaunchError(answer.text or f"Rank 0 lost this rank's part of exchange {sequence}.")
                 missing = [rank for rank in answer.missing if rank != self.rank] or [0]
             pause.sleep()
         raise self._late(missing, timeout)

@@ -1,0 +1,113 @@
+"""One rank of the launches of test_control_launch.py: ``control_script.py checks|fail|alike|early|stuck``."""
+
+import sys
+import time
+
+import pytest
+
+from hvdtrain.config.errors import LaunchError
+from hvdtrain.runtime.agreement import agree, installed_versions, on_first, together
+from hvdtrain.runtime.control import ControlChannel, end_process, open_control
+from hvdtrain.runtime.environment import Environment, detect_environment
+from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.watchdog import Watchdog
+
+
+def open_here() -> tuple[Environment, ControlChannel]:
+    environment = detect_environment()
+    return environment, open_control(environment, timeout=30)
+
+
+def check_exchange(channel: ControlChannel) -> None:
+    for length in (0, 10, 3_000, 2_000_000):
+        payloads = [b"%d" % rank * length for rank in range(channel.size)]
+        assert channel.exchange(payloads[channel.rank], timeout=20) == payloads
+
+
+def check_agreement(channel: ControlChannel) -> None:
+    agree(channel, installed_versions(), timeout=20)
+    assert together(channel, lambda: channel.rank, timeout=20) == channel.rank
+    assert on_first(channel, lambda: b"from %d" % channel.rank, timeout=20) == b"from 0"
+    with pytest.raises(LaunchError, match="seed is 0 on ranks 0, 2 but 1 on rank 1"):
+        agree(channel, {"seed": str(channel.rank % 2)}, timeout=20)
+
+
+def check_idle_wait(channel: ControlChannel) -> None:
+    """Waiting for a late rank must leave the core to others."""
+    if channel.rank == 0:
+        time.sleep(2.0)
+    before = time.process_time()
+    channel.barrier(20)
+    assert time.process_time() - before < 1.0, f"{time.process_time() - before:.2f} s of CPU in 2 s of waiting"
+
+
+def check_failures(channel: ControlChannel) -> None:
+    if channel.rank == 1:
+        channel.report_failure("a long story " * 1000)
+    deadline = time.monotonic() + 10
+    while channel.rank != 1 and not channel.failures() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    expected = {} if channel.rank == 1 else {1: "a long story " * 1000}
+    assert channel.failures() == expected
+
+
+def check_timeout(channel: ControlChannel) -> None:
+    if channel.rank == 2:
+        return time.sleep(1.5)
+    with pytest.raises(LaunchError, match="rank 2 of 3"):
+        channel.barrier(0.5)
+
+
+def checks() -> None:
+    for part in (check_exchange, check_agreement, check_idle_wait, check_failures, check_timeout):
+        environment, channel = open_here()
+        part(channel)
+        channel.close()
+    print(f"rank {environment.rank} of {environment.size} over {environment.controller}: all well", flush=True)
+
+
+def work(channel: ControlChannel) -> None:
+    """Hang as in a collective, but for rank 1."""
+    channel.barrier(20)
+    if channel.rank == 1:
+        raise RuntimeError(f"the cause at {time.time():.3f}")
+    time.sleep(60)
+
+
+def fail() -> None:
+    environment, channel = open_here()
+    watchdog = Watchdog(channel)
+    watchdog.start()
+    try:
+        work(channel)
+    except RuntimeError as error:
+        handle_failure(channel, environment, error)
+
+
+def alike() -> None:
+    environment, channel = open_here()
+    try:
+        agree(channel, {"tensorflow": f"2.{channel.rank}"}, timeout=20)
+    except LaunchError as error:
+        handle_failure(channel, environment, error)
+
+
+def early() -> None:
+    """Rank 1 fails before it opens the channel, while the others wait for it."""
+    environment = detect_environment()
+    if environment.rank == 1:
+        end_process(handle_failure(None, environment, LaunchError("too early")))
+    open_control(environment, timeout=60)
+
+
+def stuck() -> None:
+    """Rank 1 reports a failure but does not end the job: the watchdogs of the others do."""
+    _, channel = open_here()
+    Watchdog(channel, interval=0.2, grace=1.0).start()
+    if channel.rank == 1:
+        channel.report_failure("text")
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    {"checks": checks, "fail": fail, "alike": alike, "early": early, "stuck": stuck}[sys.argv[1]]()

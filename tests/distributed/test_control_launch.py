@@ -1,0 +1,63 @@
+"""The control channel between real processes, over both controllers."""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import launcher, run
+
+SCRIPT = Path(__file__).with_name("control_script.py")
+TIMEOUT_S = 90
+
+
+@pytest.fixture(params=[("gloo", "horovod"), ("mpirun", "mpi4py")], ids=["gloo", "mpi"])
+def launch(request, tmp_path):
+    """Return a function that runs the script in one mode on three ranks."""
+    controller, module = request.param
+    pytest.importorskip(module, reason=f"{module} is not installed")
+    command = [*launcher(controller, 3), sys.executable, str(SCRIPT)]
+    environ = {"XDG_CONFIG_HOME": str(tmp_path), "HVDTRAIN_JOB_SECRET": ""}
+    return lambda mode: run([*command, mode], cwd=tmp_path, timeout=TIMEOUT_S, **environ)
+
+
+def test_ranks_talk_to_one_another(launch):
+    outcome = launch("checks")
+    assert outcome.code == 0, outcome.text
+    for rank in range(3):
+        assert re.search(rf"rank {rank} of 3 over (gloo|mpi): all well", outcome.text), outcome.text
+
+
+def test_one_ranks_failure_ends_the_job_at_once_and_shows_its_traceback_once(launch):
+    outcome = launch("fail")
+    assert outcome.code == 1, outcome.text
+    cause = re.search(r"RuntimeError: the cause at ([\d.]+)", outcome.text)
+    assert cause, outcome.text
+    assert outcome.text.count("RuntimeError: the cause") == 1
+    assert re.search(r"rank 1 \(\S+\) failed:", outcome.text)
+    assert time.time() - float(cause[1]) < 6.0
+
+
+def test_a_mistake_of_all_ranks_is_shown_once(launch):
+    outcome = launch("alike")
+    assert outcome.code != 0
+    assert outcome.text.count("hvdtrain: error:") == 1, outcome.text
+    assert "tensorflow is 2.0 on rank 0 but 2.1 on rank 1 but 2.2 on rank 2" in outcome.text
+
+
+def test_a_failure_before_the_channel_is_open_ends_the_job(launch):
+    started = time.time()
+    outcome = launch("early")
+    assert outcome.code != 0
+    assert "hvdtrain: error: too early [rank 1" in outcome.text
+    assert time.time() - started < 30
+
+
+def test_the_watchdog_ends_ranks_that_hang_after_a_failure(launch):
+    started = time.time()
+    outcome = launch("stuck")
+    assert outcome.code != 0
+    assert "after rank 1 failed, and is ended" in outcome.text, outcome.text
+    assert time.time() - started < 30

@@ -1,0 +1,260 @@
+import http.client
+import threading
+import time
+
+import pytest
+
+from hvdtrain.config.errors import LaunchError
+from hvdtrain.runtime.control import LocalChannel, name_ranks, open_control
+from hvdtrain.runtime.control_store import Store, StoreTransport
+from hvdtrain.runtime.environment import detect_environment
+from tests.unit.threaded_ranks import as_ranks, on_threads, rendezvous, start_server, variables
+
+
+def open_rank(rank, size, port, *, timeout=10.0, **more):
+    environ = variables(rank, size, port, **more)
+    return open_control(detect_environment(environ), timeout=timeout, environ=environ)
+
+
+def put(port, path, body):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("PUT", path, body=body)
+    assert connection.getresponse().status == 200
+
+
+def test_a_process_alone_needs_nobody():
+    channel = open_control(detect_environment({}), timeout=1)
+    assert isinstance(channel, LocalChannel)
+    assert channel.exchange(b"x", timeout=1) == [b"x"]
+    channel.barrier(1)
+    channel.report_failure("text")
+    assert channel.failures() == {}
+    channel.close()
+
+
+def test_every_rank_gets_every_payload_in_rank_order():
+    def body(channel):
+        rounds = [b"%d of %d\0\n" % (i, channel.rank) * 10**i for i in range(5)] + [b""]
+        return [channel.exchange(payload, timeout=10) for payload in rounds]
+
+    expected = [[b"%d of %d\0\n" % (i, rank) * 10**i for rank in range(3)] for i in range(5)] + [[b""] * 3]
+    assert as_ranks(3, body) == [expected] * 3
+
+
+def test_a_barrier_waits_for_the_last():
+    left = []
+
+    def body(channel):
+        if channel.rank == 2:
+            time.sleep(0.5)
+            left.append("last comes")
+        channel.barrier(10)
+        left.append("leaves")
+
+    as_ranks(3, body)
+    assert left == ["last comes"] + ["leaves"] * 3
+
+
+def test_a_timeout_names_the_missing_rank_on_all_others():
+    def body(channel):
+        if channel.rank == 2:
+            return time.sleep(1.2)
+        started = time.monotonic()
+        with pytest.raises(LaunchError, match=r"No message from rank 2 of 3 within 0\.5 s") as raised:
+            channel.exchange(b"", timeout=0.5)
+        assert time.monotonic() - started < 5
+        return str(raised.value)
+
+    texts = as_ranks(3, body)
+    assert texts[0] == texts[1]
+
+
+def test_a_missing_rank_0_is_named():
+    def body(channel):
+        if channel.rank > 0:
+            with pytest.raises(LaunchError, match="No message from rank 0 of 3"):
+                channel.exchange(b"", timeout=0.3)
+
+    assert as_ranks(3, body) == [None] * 3
+
+
+def test_a_rank_that_never_starts_is_named():
+    def body(rank):
+        if rank != 1:
+            with pytest.raises(LaunchError, match="No message from rank 1 of 3"):
+                open_rank(rank, 3, port, timeout=0.5)
+
+    port = rendezvous()
+    assert on_threads(3, body) == [None] * 3
+
+
+def test_a_rank_with_another_secret_is_named_and_told():
+    def body(rank):
+        return open_rank(rank, 3, port, HVDTRAIN_JOB_SECRET="wrong" if rank == 1 else "right")
+
+    port = rendezvous()
+    errors = on_threads(3, body)
+    assert all(isinstance(error, LaunchError) for error in errors)
+    assert "from rank 1" in str(errors[0])
+    assert str(errors[2]) == str(errors[0])
+    assert "from rank 0" in str(errors[1])
+    assert all("HVDTRAIN_JOB_SECRET" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("forgery", ["tampered", "replayed", "from another rank"])
+def test_a_forged_part_is_refused_and_its_sender_named(forgery):
+    seen = {}
+
+    def body(channel):
+        scope = channel._transport._scope
+        if channel.rank == 0:
+            channel.exchange(b"first", timeout=10)
+            with pytest.raises(LaunchError, match="Refused a message from rank 1 "):
+                channel.exchange(b"second", timeout=10)
+        if channel.rank == 1:
+            message = channel._signer.sign(b"mine", purpose="part", sequence=0, sender=1)
+            channel.exchange(b"mine", timeout=10)
+            wrong = {"tampered": message[:-1] + b"x", "replayed": message}
+            other = channel._signer.sign(b"mine", purpose="part", sequence=1, sender=2)
+            put(port, f"/{scope}/part-1-1", wrong.get(forgery, other))
+        seen[channel.rank] = True
+
+    port = rendezvous()
+    on_threads(2, lambda rank: body(open_rank(rank, 2, port)))
+    assert seen == {0: True, 1: True}
+
+
+def test_a_forged_answer_is_refused():
+    def body(rank):
+        channel = open_rank(rank, 2, port)
+        if rank == 1:
+            put(port, f"/{channel._transport._scope}/answer-0", b"x" * 100)
+            with pytest.raises(LaunchError, match="Refused a message from rank 0 "):
+                channel.exchange(b"", timeout=10)
+
+    port = rendezvous()
+    assert on_threads(2, body) == [None, None]
+
+
+def test_failures_reach_the_others_while_they_are_in_an_exchange():
+    def body(channel):
+        if channel.rank == 1:
+            time.sleep(0.2)
+            channel.report_failure("Zeile 1\nπ")
+            return channel.failures()
+
+        def wait_for_rank_1():
+            with pytest.raises(LaunchError):
+                channel.barrier(1.0)
+
+        waiting = threading.Thread(target=wait_for_rank_1)
+        waiting.start()
+        deadline = time.monotonic() + 5
+        while not channel.failures() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        waiting.join()
+        return channel.failures()
+
+    assert as_ranks(3, body) == [{1: "Zeile 1\nπ"}, {}, {1: "Zeile 1\nπ"}]
+
+
+def test_reports_of_several_ranks_at_once_all_arrive():
+    def body(channel):
+        channel.report_failure(f"of {channel.rank}")
+        channel.barrier(10)
+        return channel.failures()
+
+    expected = [{rank: f"of {rank}" for rank in range(4) if rank != own} for own in range(4)]
+    assert as_ranks(4, body) == expected
+
+
+def test_a_forged_failure_is_ignored():
+    def body(channel):
+        scope = channel._transport._scope
+        if channel.rank == 1:
+            put(port, f"/{scope}/failure-1", b"x" * 40)
+            put(port, f"/{scope}/failed", b"1")
+        channel.barrier(10)
+        return channel.failures()
+
+    port = rendezvous()
+    assert on_threads(2, lambda rank: body(open_rank(rank, 2, port))) == [{}, {}]
+
+
+def test_a_look_for_failures_asks_few_ranks_of_many_and_comes_round():
+    asked = []
+
+    class Noted(Store):
+        def get(self, scope, key):
+            asked.append(key)
+            return b"5" if key == "failed" else None
+
+        def with_patience(self, patience):
+            return self
+
+    transport = StoreTransport(Noted("nowhere", 1), "scope", rank=0, size=150)
+    for _ in range(3):
+        asked.append("look")
+        transport.received_failures({})
+    looks = " ".join(asked).split("look")[1:]
+    assert max(len(look.split()) for look in looks) <= 66
+    assert {f"failure-{rank}" for rank in range(1, 150)} <= set(asked)
+
+
+def test_a_channel_can_be_opened_again_in_the_same_job():
+    def body(rank):
+        for i in range(3):
+            channel = open_rank(rank, 3, port)
+            assert channel.exchange(b"%d" % i, timeout=10) == [b"%d" % i] * 3
+            channel.close()
+            channel.close()
+
+    port = rendezvous()
+    assert on_threads(3, body) == [None] * 3
+
+
+def test_the_store_does_not_fill_up():
+    held = []
+
+    def body(channel):
+        for _ in range(50):
+            channel.exchange(b"x" * 1000, timeout=10)
+        if channel.rank == 0:
+            held.append([channel._transport.received(1, i) for i in range(49)])
+            held.append([channel._transport.published(i) for i in range(48)])
+
+    as_ranks(2, body)
+    assert held == [[None] * 49, [None] * 48]
+
+
+def test_a_store_that_is_gone_stops_nobody_from_failing():
+    def body(rank):
+        channels[rank] = open_rank(rank, 2, port)
+
+    channels = {}
+    server, port = start_server()
+    on_threads(2, body)
+    server.stop()  # its socket still listens, but nobody answers
+    started = time.monotonic()
+    channels[0].report_failure("text")
+    assert channels[1].failures() == {}
+    assert time.monotonic() - started < 4
+
+
+def test_a_store_that_nobody_listens_at_is_named():
+    with pytest.raises(LaunchError, match=r"store at 127\.0\.0\.1:1 does not answer"):
+        Store("127.0.0.1", 1, patience=0.1).get("scope", "key")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([2, 0, 1, 5], "ranks 0-2, 5"),
+        (range(2000), "ranks 0-1999"),
+        (range(0, 40, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
+        ([1, 3, 5, 7, 9, 11, 13, 15, 20, 21, 22], "ranks 1, 3, 5, 7, 9, 11, 13, 15 and 3 more"),
+    ],
+)
+def test_ranks_are_named_briefly(ranks, text):
+    assert name_ranks(ranks) == text

@@ -1,0 +1,73 @@
+"""Threads that stand for the ranks of a job, over the rendezvous store that horovodrun would keep."""
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hvdtrain.runtime.control import ControlChannel, open_control
+from hvdtrain.runtime.environment import Environment, detect_environment
+from hvdtrain.runtime.signing import SECRET_VARIABLE
+
+
+def start_server() -> tuple[Any, int]:
+    """Start Horovod's rendezvous server in this process; return it and its port."""
+    http_server = pytest.importorskip("horovod.runner.http.http_server", reason="Horovod is not installed")
+    server = http_server.RendezvousServer()
+    return server, server.start()
+
+
+# Stopping one takes half a second.
+_the_server = functools.cache(start_server)
+
+
+def rendezvous() -> int:
+    """Return the port of a rendezvous server that holds nothing."""
+    server, port = _the_server()
+    server.init([])
+    return port
+
+
+def variables(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
+    """Return what horovodrun sets on one host, and a secret."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "CROSS_RANK": 0}
+    sizes = {"SIZE": size, "LOCAL_SIZE": size, "CROSS_SIZE": 1, "GLOO_RENDEZVOUS_PORT": port}
+    numbers = {f"HOROVOD_{name}": str(value) for name, value in (place | sizes).items()}
+    return numbers | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", SECRET_VARIABLE: "of the test"} | more
+
+
+def place(rank: int, size: int) -> Environment:
+    return replace(detect_environment({}), rank=rank, size=size, hostname=f"host{rank}")
+
+
+def on_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
+    """Run ``body(rank)`` on a thread for each rank; return what each returned or raised."""
+    outcomes: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = body(rank)
+        except BaseException as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return outcomes
+
+
+def as_ranks(size: int, body: Callable[[ControlChannel], Any], **more: str) -> list[Any]:
+    """Run ``body(channel)`` as each of ``size`` ranks; return what each returned or raised."""
+    port = rendezvous()
+
+    def run(rank: int) -> Any:
+        environ = variables(rank, size, port, **more)
+        return body(open_control(detect_environment(environ), timeout=10, environ=environ))
+
+    return on_threads(size, run)
