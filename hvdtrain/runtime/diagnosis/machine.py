@@ -12,6 +12,9 @@ import psutil
 GIB = 2**30
 MIB = 2**20
 
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -57,7 +60,7 @@ def read_machine() -> Machine:
     )
 
 
-def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
+def cpu_quota(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> float | None:
     """Return the cores' worth of time this process's control groups allow, the tightest one; None for no limit."""
     quotas = [_quota(folder) for folder in _groups(root, membership)]
     return min((quota for quota in quotas if quota is not None), default=None)
@@ -78,12 +81,20 @@ def _quota(folder: Path) -> float | None:
 
 
 def _memory() -> tuple[int, int]:
-    """Return total and available bytes, within the control group's limit where a container sets one."""
+    """Return total and available bytes, within the control groups' limits where a container or a job sets them."""
     machine = psutil.virtual_memory()
-    limit, used = (_text(Path("/sys/fs/cgroup") / f"memory.{part}").strip() for part in ("max", "current"))
-    if not (limit.isdigit() and used.isdigit()):
-        return machine.total, machine.available
-    return min(machine.total, int(limit)), min(machine.available, int(limit) - int(used))
+    limits = memory_limits()
+    total = min([machine.total, *(limit for limit, _ in limits)])
+    return total, min([machine.available, *(limit - used for limit, used in limits)])
+
+
+def memory_limits(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> list[tuple[int, int]]:
+    """Return the limit and the use in bytes of each of this process's control groups (version 2) that has one."""
+    texts = [
+        [_text(folder / f"memory.{name}").strip() for name in ("max", "current")]
+        for folder in _groups(root, membership)
+    ]
+    return [(int(limit), int(used)) for limit, used in texts if limit.isdigit() and used.isdigit()]
 
 
 def _system() -> str:

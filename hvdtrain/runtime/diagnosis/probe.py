@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.runtime.diagnosis.process import run
+from hvdtrain.runtime.diagnosis.process import Outcome, run
 
 Finding = dict[str, Any]
 """Facts about one library; ``missing`` where it is not installed, ``error`` where it cannot be used."""
@@ -90,21 +90,26 @@ def probe(*, timeout: float = 180.0) -> dict[str, Finding]:
     environ = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
     outcome = run([sys.executable, "-m", __spec__.name], timeout=timeout, environ=environ)
     found: dict[str, Finding] = {}
+    chatter = []
     for line in outcome.output.splitlines():
         if line.startswith('{"stage": '):
             finding = json.loads(line)
             found[finding.pop("stage")] = finding
-    reached = len(found)
-    for name in list(STAGES)[reached:]:
-        found[name] = {"error": f"not reached: {list(STAGES)[reached]} ended the process"}
-    if reached < len(STAGES):
-        found[list(STAGES)[reached]] = {"error": _how_it_ended(outcome.returncode, outcome.tail(4), timeout)}
-    return found
+        else:
+            chatter.append(line)
+    how = _how_it_ended(Outcome(outcome.returncode, "\n".join(chatter)), timeout)
+    return found | _not_found([name for name in STAGES if name not in found], how)
 
 
-def _how_it_ended(returncode: int | None, tail: str, timeout: float) -> str:
-    how = f"took more than {timeout:.0f} s" if returncode is None else f"ended the process with code {returncode}"
-    return f"its import {how}\n{tail}".rstrip()
+def _not_found(names: list[str], how: str) -> dict[str, Finding]:
+    """Return what there is to say of the library that ended the process, and of those after it."""
+    return {name: {"error": f"not reached, since {names[0]} failed" if name != names[0] else how} for name in names}
+
+
+def _how_it_ended(outcome: Outcome, timeout: float) -> str:
+    code = outcome.returncode
+    how = f"took more than {timeout:g} s" if code is None else f"ended the process with code {code}"
+    return f"its import {how}\n{outcome.tail(4)}".rstrip()
 
 
 def main() -> None:

@@ -1,0 +1,93 @@
+"""``python -m hvdtrain doctor``: is everything here that training on many processes needs?"""
+
+import argparse
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvdtrain.runtime.diagnosis.check import Check
+from hvdtrain.runtime.diagnosis.diagnose import diagnose
+
+WIDTH = 80
+"""Columns of the plain text."""
+
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+
+_DESCRIPTION = """\
+Tries each part that training needs: Python, TensorFlow, Keras, Horovod and its fit with TensorFlow, MPI, an
+all-reduce over 2 ranks with Gloo and with MPI, cores, memory, shared memory, GPUs. Takes about 20 seconds.
+The exit code is 1 if a check failed. A warning is something that training can do without: where Horovod is
+not installed, training runs on one process.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run all checks, show them, and return 1 if one failed, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m hvdtrain doctor", description=_DESCRIPTION)
+    parser.parse_args(argv)
+    checks = _on_terminal() if sys.stdout.isatty() else _in_plain_text()
+    return 1 if any(check.status == "failed" for check in checks) else 0
+
+
+def _in_plain_text() -> list[Check]:
+    """Print each check as soon as it is known."""
+    checks = []
+    for check in diagnose():
+        checks.append(check)
+        print("\n".join(plain_lines(check)), flush=True)
+    print(verdict(checks))
+    return checks
+
+
+def plain_lines(check: Check) -> list[str]:
+    """Return `check` as lines of at most 80 columns; only a word that is longer by itself sticks out."""
+    lead = f"{check.status:<8} {check.name:<14} "
+    fix = _wrapped(check.fix, indent="fix: ") if check.fix else []
+    first, *more = [*_wrapped(check.detail), *fix]
+    return [lead + first, *(" " * len(lead) + line for line in more)]
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    width = WIDTH - 24
+    return [
+        line
+        for part in text.splitlines() or [""]
+        for line in textwrap.wrap(part, width, initial_indent=indent, break_long_words=False, break_on_hyphens=False)
+        or [""]
+    ]
+
+
+def _on_terminal() -> list[Check]:
+    """Show what is being tried, then the table."""
+    console = Console(highlight=False)
+    with console.status("checking") as status:
+        checks = list(diagnose(lambda what: status.update(f"{what} ...")))
+    console.print(table(checks))
+    console.print(verdict(checks))
+    return checks
+
+
+def table(checks: Iterable[Check]) -> Table:
+    """Return all checks as a table, fixes under what they mend."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for check in checks:
+        found = Text(check.detail)
+        if check.fix:
+            found.append(f"\nfix: {check.fix}", style="bold")
+        grid.add_row(Text(check.status, style=_STYLES[check.status]), Text(check.name), found)
+    return grid
+
+
+def verdict(checks: Iterable[Check]) -> str:
+    """Return the outcome in a line."""
+    counts = Counter(check.status for check in checks)
+    words = [f"{counts['failed']} failed", f"{counts['warning']} to look at", f"{counts['ok']} ok"]
+    return ", ".join(word for word in words if not word.startswith("0 "))

@@ -1,0 +1,48 @@
+"""All checks, in the order in which what they look at builds on one another."""
+
+from collections.abc import Callable, Iterator
+
+from hvdtrain.runtime.diagnosis import exchange, host, software
+from hvdtrain.runtime.diagnosis.check import Check
+from hvdtrain.runtime.diagnosis.machine import read_machine
+from hvdtrain.runtime.diagnosis.probe import Finding, probe
+
+
+def diagnose(announce: Callable[[str], None] = lambda what: None) -> Iterator[Check]:
+    """Try each part and yield what was found, as soon as it is known.
+
+    Args:
+        announce: told what is tried next, where that takes seconds.
+    """
+    yield software.check_python()
+    announce("importing TensorFlow and Horovod")
+    found = probe()
+    yield software.check_tensorflow(found["tensorflow"])
+    yield software.check_keras(found["keras"])
+    yield software.check_horovod(found["horovod"], found["tensorflow"])
+    if "version" in found["horovod"]:
+        yield from _check_exchange(found, announce)
+    yield from _check_host(found)
+
+
+def _check_exchange(found: dict[str, Finding], announce: Callable[[str], None]) -> Iterator[Check]:
+    """Check what only a usable Horovod can do."""
+    horovod = found["horovod"]
+    yield software.check_controllers(horovod)
+    mpi = software.check_mpi(horovod, found["mpi4py"])
+    yield mpi
+    if horovod["gloo"]:
+        announce("reducing over 2 ranks with Gloo")
+        yield exchange.check_gloo()
+    if horovod["mpi"] and mpi.status == "ok":
+        announce("reducing over 2 ranks with MPI")
+        yield exchange.check_mpi()
+
+
+def _check_host(found: dict[str, Finding]) -> Iterator[Check]:
+    machine = read_machine()
+    yield host.check_cores(machine)
+    yield host.check_memory(machine)
+    yield host.check_shm(machine)
+    yield software.check_gpus(found["tensorflow"], found["horovod"])
+    yield host.check_key()

@@ -1,0 +1,99 @@
+"""Launch two ranks and let them reduce, over each controller."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.runtime.diagnosis.check import Check, failed, ok
+from hvdtrain.runtime.diagnosis.process import Outcome, run
+
+TIMEOUT = 120.0
+"""Seconds that two ranks get to import TensorFlow and reduce; 8 are usual."""
+
+_NO_PROBLEM = re.compile(r"All log messages before absl|^(\[\S+?>:)?[IW]\d{4} |^-+$")
+"""Lines that appear in a run in which all is well."""
+
+
+def check_gloo(*, timeout: float = TIMEOUT) -> Check:
+    """Reduce over two ranks that horovodrun starts with Gloo."""
+    horovodrun = _beside_python("horovodrun")
+    if horovodrun is None:
+        return failed("2 ranks, Gloo", "horovodrun is not on PATH", "source launch/env.sh, or launch/setup.sh")
+    return check_ranks("gloo", [horovodrun, "--gloo", "-np", "2"], timeout=timeout)
+
+
+def check_mpi(*, timeout: float = TIMEOUT) -> Check:
+    """Reduce over two ranks that mpirun starts."""
+    return check_ranks("mpi", ["mpirun", "-np", "2", "--bind-to", "none"], timeout=timeout)
+
+
+def check_ranks(controller: str, launcher: Sequence[str], *, timeout: float = TIMEOUT) -> Check:
+    """Let two ranks that `launcher` starts sum a tensor, and check what came out."""
+    name = f"2 ranks, {'MPI' if controller == 'mpi' else 'Gloo'}"
+    command = [*launcher, sys.executable, "-m", "hvdtrain.runtime.selfcheck"]
+    again = f"see all of it: {_shown(command)}"
+    try:
+        outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
+    except OSError as error:
+        return failed(name, f"{launcher[0]}: {error.strerror}", "source launch/env.sh, or launch/setup.sh")
+    report = find_report(outcome.output)
+    if outcome.returncode == 0 and report and report["ok"]:
+        return _check_report(name, controller, report)
+    return failed(name, _what_went_wrong(outcome, report, timeout), again)
+
+
+def _check_report(name: str, controller: str, report: Mapping[str, Any]) -> Check:
+    """Check that the sum that came out right is one over two ranks and this controller."""
+    if report["size"] != 2:
+        detail = f"{report['size']} rank instead of 2: launcher and Horovod belong to different MPI libraries"
+        return failed(name, detail, "launch/setup.sh, with the mpirun on PATH that is to start the ranks")
+    if report["controller"] != controller:
+        return failed(name, f"the ranks spoke {report['controller']}", "unset HOROVOD_CONTROLLER")
+    return ok(name, "an all-reduce adds up")
+
+
+def _what_went_wrong(outcome: Outcome, report: Mapping[str, Any] | None, timeout: float) -> str:
+    if report and "error" in report:
+        return str(report["error"])
+    if report and not report["ok"]:
+        return f"an all-reduce came out wrong in {report.get('wrong_elements')} elements"
+    how = f"no answer after {timeout:g} s" if outcome.returncode is None else f"exit code {outcome.returncode}"
+    lines = [line for line in outcome.output.splitlines() if not _NO_PROBLEM.search(line)]
+    return "\n".join([how, Outcome(None, "\n".join(lines)).tail()]).rstrip()
+
+
+def find_report(output: str) -> dict[str, Any] | None:
+    """Return rank 0's report from `output`, where the launcher may have put a prefix before it."""
+    match = re.search(r'\{"ok": .*\}', output)
+    try:
+        report = json.loads(match[0]) if match else None
+    except ValueError:
+        return None
+    return report if isinstance(report, dict) else None
+
+
+def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` for two ranks on this machine, however few cores it has, and for root in a container."""
+    settings = {
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    if os.geteuid() == 0:
+        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return dict(environ) | settings
+
+
+def _beside_python(program: str) -> str | None:
+    """Return the path of a program of this Python's environment, also where that is not activated."""
+    beside = Path(sys.executable).parent / program
+    return str(beside) if beside.exists() else shutil.which(program)
+
+
+def _shown(command: Sequence[str]) -> str:
+    return " ".join([Path(command[0]).name, *command[1:-3], "python", *command[-2:]])
