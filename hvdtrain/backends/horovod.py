@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.backends.compiled import run_once
 from hvdtrain.backends.protocol import ReduceOp
 from hvdtrain.runtime.collectives import Collectives, collective_name
 from hvdtrain.runtime.session import Session
@@ -60,14 +61,13 @@ class HorovodBackend:
     def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
         """Give every rank the values of `root`, all in one compiled call so that names, not order, match them."""
 
-        @tf.function(autograph=False)
         def assign_all() -> None:
             for path, variable in tensors.items():
                 value = variable.read_value()
                 name = self._name(f"broadcast/{path}")
                 variable.assign(self._collectives.broadcast(value, root=root, name=name))
 
-        assign_all()
+        run_once(assign_all)
 
     def gather_bytes(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """Exchange `payload` over the control channel."""

@@ -60,7 +60,7 @@ class ArrayTraining:
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
         steps = tf.data.Dataset.range(start_step, tf.int64.max)
-        return iter(steps.map(_plain(self._batch_of), deterministic=True).prefetch(PREFETCH))
+        return iter(steps.map(_plain(self._batch_of)).prefetch(PREFETCH))
 
     def positions(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the sample numbers [n] of the global batch of `step`, and the samples in it."""
@@ -109,7 +109,7 @@ class DatasetTraining:
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
         stream = self._dataset.repeat().skip(start_step)
-        return iter(stream.map(_plain(self._cut), deterministic=True).prefetch(PREFETCH))
+        return iter(stream.map(_plain(self._cut)).prefetch(PREFETCH))
 
     def _cut(self, *elements: Any) -> Batch:
         return slice_batch(elements, self._index, self._size)
@@ -141,12 +141,12 @@ def evaluation_batches(source: ArraySource, *, batch: int, index: int, size: int
         places = tf.range(begin, tf.minimum(begin + batch, source.size))
         return slice_batch(source.gather(places), index, size)
 
-    return tf.data.Dataset.range(steps).map(_plain(batch_of), deterministic=True).prefetch(PREFETCH)
+    return tf.data.Dataset.range(steps).map(_plain(batch_of)).prefetch(PREFETCH)
 
 
 def evaluation_of_dataset(dataset: tf.data.Dataset, *, index: int, size: int) -> tf.data.Dataset:
     """Return this replica's part of every batch of a user's finite dataset."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ConfigError("The validation dataset never ends: use take().")
-    cut = dataset.map(_plain(lambda *elements: slice_batch(elements, index, size)), deterministic=True)
+    cut = dataset.map(_plain(lambda *elements: slice_batch(elements, index, size)))
     return cut.prefetch(PREFETCH)

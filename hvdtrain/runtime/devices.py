@@ -81,3 +81,4 @@ def configure_tensorflow(plan: DevicePlan, environment: Environment) -> None:
         mine = gpus[environment.local_rank % len(gpus)]
         tf.config.set_visible_devices(mine, "GPU")
         tf.config.experimental.set_memory_growth(mine, True)
+    tf.config.list_logical_devices()  # creates the context, with what was set above

@@ -1,15 +1,25 @@
-"""Import TensorFlow without the lines its C++ core writes before any log level can be set."""
+"""Start TensorFlow without the lines its C++ core writes whatever the log level."""
 
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+QUIET = "2"
+"""TensorFlow's log level here: errors only."""
 
 
 @contextmanager
-def _stderr_set_aside() -> Iterator[None]:
-    """Collect what is written to file descriptor 2; show it after all if the body raises."""
+def start_up_chatter_hidden() -> Iterator[None]:
+    """Collect what is written to file descriptor 2; show it after all if the body raises.
+
+    With `TF_CPP_MIN_LOG_LEVEL` set by the user, or a GPU whose driver may have something to say, nothing is hidden.
+    """
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", QUIET) != QUIET or Path("/dev/nvidiactl").exists():
+        yield
+        return
     sys.stderr.flush()
     saved = os.dup(2)
     with tempfile.TemporaryFile() as aside:
@@ -27,17 +37,10 @@ def _stderr_set_aside() -> Iterator[None]:
 
 
 def import_tensorflow_quietly() -> None:
-    """Import TensorFlow and Keras; their start-up chatter appears only if the import fails.
-
-    `TF_CPP_MIN_LOG_LEVEL`, where the user set it, leaves everything on the console.
-    """
+    """Import TensorFlow and Keras; their start-up chatter appears only if the import fails."""
     if "tensorflow" in sys.modules:
         return
-    if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
-        import keras
-
-        return
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    with _stderr_set_aside():
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", QUIET)
+    with start_up_chatter_hidden():
         import keras  # noqa: F401
         import tensorflow  # noqa: F401

@@ -14,7 +14,7 @@ from hvdtrain.runtime.control import ControlChannel, open_control
 from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_process
 from hvdtrain.runtime.environment import Environment, detect_environment
 from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.quiet import import_tensorflow_quietly
+from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
 from hvdtrain.runtime.tuning import set_exchange_defaults
 from hvdtrain.runtime.watchdog import Watchdog
 
@@ -131,7 +131,8 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     plan = place_process(link.control, environment, config, timeout=timeout)
     import_tensorflow_quietly()
     try:
-        configure_tensorflow(plan, environment)
+        with start_up_chatter_hidden():
+            configure_tensorflow(plan, environment)
     except RuntimeError as error:
         warnings.warn(
             f"TensorFlow was in use before hvdtrain.init(): its threads stay as they are ({error}).",

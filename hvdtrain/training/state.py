@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.compiled import run_once
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.training.variables import by_path, path_of, unwrap
@@ -83,14 +84,13 @@ class TrainState:
         if backend.size == 1 or not self._statistics:
             return
 
-        @tf.function(autograph=False)
         def average_all() -> None:
             for path, variable in self._statistics.items():
                 wide = tf.cast(variable.read_value(), tf.float64)
                 mean = backend.all_reduce(wide, name=f"statistics/{path}", op="average")
                 variable.assign(tf.cast(mean, variable.dtype))
 
-        average_all()
+        run_once(average_all)
 
     def parameter_hash(self) -> str:
         """Return the SHA-256 over path, dtype, shape and bytes of `model.weights`, in the order of paths."""

@@ -1,0 +1,57 @@
+"""Run every check of `checks/` on all ranks of one launch; rank 0 writes what came of each to a file.
+
+Usage: (launcher) python battery.py RESULTS_JSON FOLDER
+"""
+
+import importlib
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+CHECKS = HERE / "checks"
+
+
+def check_names() -> list[str]:
+    """`module.function` of every check, found without importing anything."""
+    names = []
+    for file in sorted(CHECKS.glob(sys.argv[3] if len(sys.argv) > 3 else "*.py")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.startswith("def check_"):
+                names.append(f"{file.stem}.{line.removeprefix('def ').split('(')[0]}")
+    return names
+
+
+def main(results_path: Path, folder: Path) -> None:
+    import hvdtrain
+
+    hvdtrain.init()
+    from world import World
+
+    from hvdtrain.backends.select import backend_for
+    from hvdtrain.runtime.session import current
+
+    session = current()
+    world = World(session, backend_for(session), folder)
+    results: dict[str, dict[str, object]] = {}
+    for name in check_names():
+        module, function = name.split(".")
+        begin = time.perf_counter()
+        try:
+            getattr(importlib.import_module(f"checks.{module}"), function)(world)
+            failure = ""
+        except BaseException:
+            failure = f"rank {world.rank}:\n{traceback.format_exc()}"
+        failures = [text.decode() for text in world.gather(failure.encode())]
+        seconds = time.perf_counter() - begin
+        results[name] = {"failure": "\n".join(filter(None, failures)), "seconds": round(seconds, 2)}
+        if world.rank == 0:
+            results_path.write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,122 @@
+"""What TensorFlow's graph optimizer must not do to Horovod's ops, and what the ranks' data looks like together."""
+
+import json
+
+import keras
+import numpy as np
+import tensorflow as tf
+from world import World
+
+import hvdtrain
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.pipeline import ArrayTraining
+
+
+def check_equal_inputs_are_not_merged_and_constants_not_folded(world: World) -> None:
+    exchange = world.backend
+    calls = tf.Variable(0, dtype=tf.int32)
+
+    @tf.function(autograph=False)
+    def reduce_all(x: tf.Tensor) -> list[tf.Tensor]:
+        calls.assign_add(1)
+        first = exchange.all_reduce(x, name="trap/first")
+        second = exchange.all_reduce(x, name="trap/second")
+        constant = exchange.all_reduce(tf.zeros([2]) + 3.0, name="trap/constant")
+        return [first, second, constant]
+
+    x = tf.fill([2], float(world.rank + 1))
+    for _ in range(3):
+        first, second, constant = reduce_all(x)
+        expected = world.size * (world.size + 1) / 2
+        np.testing.assert_allclose([first, second], expected)
+        np.testing.assert_allclose(constant, 3.0 * world.size)
+    if world.size > 1:
+        left = optimized_collectives(reduce_all, x)
+        assert len(set(left)) == 3, left
+
+
+def optimized_collectives(function: tf.types.experimental.PolymorphicFunction, x: tf.Tensor) -> list[str]:
+    """The Horovod ops that are left after the graph optimizer has run."""
+    from tensorflow.python.eager import context
+
+    context.enable_run_metadata()
+    function(x)
+    metadata = context.export_run_metadata()
+    context.disable_run_metadata()
+    return [
+        node.name
+        for graphs in metadata.function_graphs
+        for node in graphs.post_optimization_graph.node
+        if node.op.startswith("Horovod")
+    ]
+
+
+def check_every_sample_once_in_an_order_that_ignores_the_world(world: World) -> None:
+    samples, batch = 53, 8  # a tail of 5 samples: with 4 ranks uneven
+    source = ArraySource((np.arange(samples), np.zeros(samples)))
+    mine = ArrayTraining(source, batch=batch, index=world.rank, size=world.size, seed=11)
+    alone = ArrayTraining(source, batch=batch, index=0, size=1, seed=11)
+    steps = 2 * mine.steps_per_epoch
+    part = [read(stream) for stream in take(mine, steps)]
+    parts = [json.loads(text) for text in world.gather(json.dumps(part).encode())]
+    together = [[sample for rank in parts for sample in rank[step]] for step in range(steps)]
+    assert together == [read(stream) for stream in take(alone, steps)]
+    for epoch in range(2):
+        seen = [s for step in together[epoch * alone.steps_per_epoch :][: alone.steps_per_epoch] for s in step]
+        assert sorted(seen) == list(range(samples))
+    resumed = [read(stream) for stream in take(mine, 4, start=3)]
+    assert resumed == part[3:7]
+
+
+def take(data: ArrayTraining, count: int, start: int = 0) -> list:
+    batches = data.batches(start)
+    return [next(batches) for _ in range(count)]
+
+
+def read(batch) -> list[int]:
+    return [int(sample) for sample in batch.inputs] if float(batch.present) else []
+
+
+def check_a_rank_without_samples(world: World) -> None:
+    """One sample in the last batch: the other ranks hold a placeholder that counts for nothing."""
+    x = np.arange(9, dtype="float32").reshape(9, 1)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.0), "mse", backend=world.backend)
+    outcome = trainer.evaluate((x, np.zeros((9, 1), "float32")), batch=4)
+    np.testing.assert_allclose(outcome.loss, np.mean(np.arange(9.0) ** 2), rtol=1e-6)
+
+
+def check_datasets_that_ranks_read_in_different_orders_are_refused(world: World) -> None:
+    if world.size == 1:
+        return
+    x = np.arange(64, dtype="float32").reshape(64, 1)
+    y = np.zeros(64, "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64, seed=world.rank).batch(8)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    trainer = hvdtrain.Trainer(model, "sgd", "mse", backend=world.backend)
+    try:
+        trainer.fit(data, verbose=False)
+    except DataError as error:
+        assert "another order" in str(error)
+    else:
+        raise AssertionError("different orders were accepted")
+
+
+def check_a_dataset_trains_like_arrays(world: World) -> None:
+    rng = np.random.default_rng(1)
+    x, y = rng.standard_normal((20, 3)).astype("float32"), rng.standard_normal((20, 1)).astype("float32")
+
+    def weights(dataset, batch) -> np.ndarray:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.1), "mse", backend=world.backend)
+        trainer.fit(dataset, batch=batch, epochs=2, shuffle=False, verbose=False)
+        return model.get_weights()[0]
+
+    slices = tf.data.Dataset.from_tensor_slices((x, y))
+    expected = weights((x, y), 8)
+    np.testing.assert_allclose(weights(slices.batch(8), None), expected, rtol=1e-6)
+    np.testing.assert_allclose(weights(slices, 8), expected, rtol=1e-6)
+    endless = slices.filter(lambda *_: True)  # a dataset that does not know its length
+    np.testing.assert_allclose(weights(endless, 8), expected, rtol=1e-6)

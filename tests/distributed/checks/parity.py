@@ -1,0 +1,186 @@
+"""Training on all ranks is training on one: the same weights after 20 steps, with an uneven tail."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from world import World, flat_bytes, moved, plain_training, relative_error
+
+import hvdtrain
+
+SAMPLES, BATCH, EPOCHS = 70, 16, 4  # four full batches and one of 6 samples: 20 steps
+TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
+
+
+def dense_model(dtype: str, seed: int) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([
+        keras.Input((6,), dtype=dtype),
+        keras.layers.Dense(24, activation="tanh", dtype=dtype),
+        keras.layers.Dense(3, dtype=dtype),
+    ])
+
+
+def embedding_model(dtype: str, seed: int) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([
+        keras.Input((5,), dtype="int32"),
+        keras.layers.Embedding(11, 8, dtype=dtype),
+        keras.layers.Flatten(),
+        keras.layers.Dense(3, dtype=dtype),
+    ])
+
+
+def dense_data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    return rng.standard_normal((SAMPLES, 6)).astype(dtype), rng.integers(0, 3, SAMPLES)
+
+
+def embedding_data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    # 11 rows for 350 look-ups: every batch touches rows several times, on one rank and on several.
+    rng = np.random.default_rng(4)
+    return rng.integers(0, 11, (SAMPLES, 5)).astype("int32"), rng.integers(0, 3, SAMPLES)
+
+
+def per_sample(targets: Any, outputs: Any) -> tf.Tensor:
+    return keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+}
+MODELS = {"dense": (dense_model, dense_data), "embedding": (embedding_model, embedding_data)}
+
+
+def batches_of(x: np.ndarray, y: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    one = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
+    return one * EPOCHS
+
+
+def train(world: World, model: keras.Model, optimizer: Any, data: tuple[np.ndarray, ...], backend: Any = None) -> Any:
+    trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=backend or world.backend)
+    trainer.fit(data, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
+    return trainer
+
+
+def parity_error(world: World, kind: str, optimizer: str, dtype: str, *, backend: Any = None, drop: int = 0) -> float:
+    """Train on all ranks, compare with one process, and return the relative error (on every rank)."""
+    build, data = MODELS[kind]
+    x, y = data(dtype)
+    kept = (np.delete(x, range(drop), axis=0), np.delete(y, range(drop), axis=0)) if drop else (x, y)
+    # Each rank starts from values of its own: the broadcast must undo that.
+    trainer = train(world, build(dtype, seed=world.rank), OPTIMIZERS[optimizer](), kept, backend)
+    weights = trainer.model.get_weights()
+    if backend is None:
+        assert world.same_everywhere(flat_bytes(weights)), "the ranks' weights differ"
+    reference = build(dtype, seed=0)
+    start = [np.array(w) for w in reference.get_weights()]
+    result = plain_training(reference, OPTIMIZERS[optimizer](), per_sample, batches_of(x, y))
+    assert moved(result, start) >= 1e-2, "the weights hardly moved: the comparison says nothing"
+    return relative_error(weights, result)
+
+
+def assert_parity(world: World, kind: str, optimizer: str, dtype: str) -> None:
+    error = parity_error(world, kind, optimizer, dtype)
+    assert error <= TOLERANCE[dtype], f"{kind} {optimizer} {dtype}: {error:.2e}"
+
+
+def check_dense_sgd_float64(world: World) -> None:
+    assert_parity(world, "dense", "sgd", "float64")
+
+
+def check_dense_sgd_float32(world: World) -> None:
+    assert_parity(world, "dense", "sgd", "float32")
+
+
+def check_dense_adam_float64(world: World) -> None:
+    assert_parity(world, "dense", "adam", "float64")
+
+
+def check_dense_adam_float32(world: World) -> None:
+    assert_parity(world, "dense", "adam", "float32")
+
+
+def check_embedding_sgd_float64(world: World) -> None:
+    assert_parity(world, "embedding", "sgd", "float64")
+
+
+def check_embedding_sgd_float32(world: World) -> None:
+    assert_parity(world, "embedding", "sgd", "float32")
+
+
+def check_embedding_adam_float64(world: World) -> None:
+    assert_parity(world, "embedding", "adam", "float64")
+
+
+def check_embedding_adam_float32(world: World) -> None:
+    assert_parity(world, "embedding", "adam", "float32")
+
+
+class Sabotaged:
+    """A backend whose gradients are not reduced, or reduced twice as large."""
+
+    def __init__(self, backend: Any, factor: float | None) -> None:
+        self._backend = backend
+        self._factor = factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def all_reduce(self, tensor: tf.Tensor, *, name: str, **options: Any) -> tf.Tensor:
+        if not name.startswith("gradient/"):
+            return self._backend.all_reduce(tensor, name=name, **options)
+        if self._factor is None:
+            return tensor
+        return self._factor * self._backend.all_reduce(tensor, name=name, **options)
+
+
+def check_parity_fails_without_reduction(world: World) -> None:
+    if world.size == 1:
+        return  # with one rank there is nothing to leave out
+    error = parity_error(world, "dense", "sgd", "float32", backend=Sabotaged(world.backend, None))
+    assert error > 1e3 * TOLERANCE["float32"], f"the comparison did not notice: {error:.2e}"
+
+
+def check_parity_fails_with_doubled_reduction(world: World) -> None:
+    error = parity_error(world, "dense", "sgd", "float32", backend=Sabotaged(world.backend, 2.0))
+    assert error > 1e3 * TOLERANCE["float32"], f"the comparison did not notice: {error:.2e}"
+
+
+def check_parity_fails_when_a_sample_is_dropped(world: World) -> None:
+    error = parity_error(world, "dense", "sgd", "float32", drop=1)
+    assert error > 1e3 * TOLERANCE["float32"], f"the comparison did not notice: {error:.2e}"
+
+
+def check_sample_weights_and_masks(world: World) -> None:
+    """A loss that is divided by the sum of the weights, which differs by rank, and masked positions."""
+    rng = np.random.default_rng(5)
+    x = rng.integers(0, 9, (SAMPLES, 7)).astype("int32")
+    x[:, 3:] *= rng.random((SAMPLES, 4)) < 0.5  # zeros are masked
+    y = rng.integers(0, 3, (SAMPLES, 7))
+    w = rng.random(SAMPLES).astype("float32")
+
+    def build(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        tokens = keras.Input((7,), dtype="int32")
+        hidden = keras.layers.Embedding(9, 6, mask_zero=True)(tokens)
+        return keras.Model(tokens, keras.layers.Dense(3)(hidden))
+
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+        trainer = hvdtrain.Trainer(build(world.rank), keras.optimizers.SGD(0.5), loss, backend=world.backend)
+        trainer.fit((x, y, w), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
+        reference, optimizer = build(0), keras.optimizers.SGD(0.5)
+        start = [np.array(v) for v in reference.get_weights()]
+        for i in [i for _ in range(EPOCHS) for i in range(0, SAMPLES, BATCH)]:
+            part = slice(i, i + BATCH)
+            with tf.GradientTape() as tape:
+                value = loss(y[part], reference(x[part], training=True), sample_weight=w[part][:, np.newaxis])
+            variables = [v.value for v in reference.trainable_variables]
+            gradients = [tf.convert_to_tensor(g) for g in tape.gradient(value, variables)]
+            optimizer.apply(gradients, reference.trainable_variables)
+        assert moved(reference.get_weights(), start) >= 1e-2
+        error = relative_error(trainer.model.get_weights(), reference.get_weights())
+        assert error <= TOLERANCE["float32"], f"{reduction}: {error:.2e}"

@@ -1,0 +1,174 @@
+"""DistributedGradientTape and broadcast_variables in a user's own loop."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from world import World
+
+import hvdtrain
+from hvdtrain.config.errors import ConfigError
+
+
+def gradient_of(world: World, variable: Any, **options: Any) -> Any:
+    """Gradient of (rank + 1) * sum(variable * [1, 2, 3])."""
+    with tf.GradientTape() as tape:
+        loss = float(world.rank + 1) * tf.reduce_sum(tf.convert_to_tensor(variable) * tf.constant([1.0, 2.0, 3.0]))
+    return hvdtrain.DistributedGradientTape(tape, **options).gradient(loss, [variable])[0]
+
+
+def total(world: World) -> float:
+    return world.size * (world.size + 1) / 2
+
+
+def both_ways(function: Any, *arguments: Any, **options: Any) -> list[Any]:
+    """Call a function eagerly and compiled."""
+    return [function(*arguments, **options), tf.function(lambda: function(*arguments, **options), autograph=False)()]
+
+
+def check_average_and_sum_on_both_kinds_of_variable(world: World) -> None:
+    kinds = [tf.Variable(tf.ones(3), name="plain"), keras.Variable(np.ones(3, "float32"), name="kept")]
+    for variable in kinds:
+        for op, expected in (("average", total(world) / world.size), ("sum", total(world))):
+            for value in both_ways(gradient_of, world, variable, op=op):
+                np.testing.assert_allclose(value, expected * np.array([1, 2, 3]), rtol=1e-6)
+
+
+def check_structures_none_and_float64(world: World) -> None:
+    a, b, unused = (tf.Variable(tf.ones(2, tf.float64), name=name) for name in "abc")
+
+    def gradient() -> Any:
+        with hvdtrain.DistributedGradientTape() as tape:
+            loss = tf.reduce_sum(a * tf.cast(world.rank, tf.float64) + b)
+        return tape.gradient(loss, {"a": a, "more": [b, unused]})
+
+    for value in both_ways(gradient):
+        np.testing.assert_allclose(value["a"], [(world.size - 1) / 2] * 2)
+        np.testing.assert_allclose(value["more"][0], [1, 1])
+        assert value["more"][1] is None
+
+
+def check_groups_and_predivide(world: World) -> None:
+    variables = [tf.Variable(tf.ones(3) * i, name=f"v{i}") for i in range(5)]
+    variables.append(tf.Variable(tf.ones(3, tf.float64), name="wide"))
+
+    def gradient(**options: Any) -> Any:
+        with tf.GradientTape() as tape:
+            parts = [tf.cast(tf.reduce_sum(v * v), tf.float32) for v in variables]
+            loss = float(world.rank + 1) * tf.add_n(parts)
+        return hvdtrain.DistributedGradientTape(tape, **options).gradient(loss, variables)
+
+    plain = gradient()
+    settings: list[dict[str, Any]] = [
+        {"groups": 2},
+        {"groups": 99},
+        {"groups": [variables[:2], [variables[3], variables[5]]]},
+        {"gradient_predivide_factor": 2.0},
+    ]
+    for options in settings:
+        for values in both_ways(gradient, **options):
+            for value, expected in zip(values, plain, strict=True):
+                np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def check_half_precision_on_the_wire_does_not_overflow(world: World) -> None:
+    variable = tf.Variable(tf.ones(3), name="large")
+
+    def gradient(op: str) -> Any:
+        with tf.GradientTape() as tape:
+            loss = 60000.0 * tf.reduce_sum(variable)
+        return hvdtrain.DistributedGradientTape(tape, op=op, compression="fp16").gradient(loss, [variable])[0]
+
+    # A half has 11 significant bits: relative rounding of 2^-11 at each end.
+    for op, factor in (("average", 1), ("sum", world.size)):
+        for value in both_ways(gradient, op):
+            np.testing.assert_allclose(value, 60000.0 * factor, rtol=2**-10)
+
+
+def check_sparse_gradients_sum_duplicates(world: World) -> None:
+    table = tf.Variable(tf.zeros([6, 2]), name="table")
+    rows = tf.constant([1, 1, 2 + world.rank % 2])
+
+    def gradient(**options: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, rows))
+        return hvdtrain.DistributedGradientTape(tape, op="sum", **options).gradient(loss, [table])[0]
+
+    expected = np.zeros((6, 2))
+    expected[1] = 2 * world.size
+    for rank in range(world.size):
+        expected[2 + rank % 2] += 1
+    for value in both_ways(gradient):
+        assert isinstance(value, tf.IndexedSlices)
+        assert len(set(value.indices.numpy())) == len(value.indices), "rows stand more than once"
+        np.testing.assert_allclose(tf.convert_to_tensor(value), expected)
+    for value in both_ways(gradient, sparse_as_dense=True):
+        np.testing.assert_allclose(value, expected)
+
+
+def adasum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Maleki et al. 2020, equation 5: each vector loses half of its part along the other."""
+    dot = float(a @ b)
+    return (1 - dot / (2 * float(a @ a))) * a + (1 - dot / (2 * float(b @ b))) * b
+
+
+def check_adasum_follows_its_formula(world: World) -> None:
+    if world.controller != "mpi" or world.size != 2:
+        return  # Horovod has Adasum on MPI only; the formula here is for two
+    vectors = [np.array([1.0, 2.0, -1.0], "float32"), np.array([0.5, 1.0, 3.0], "float32")]
+    variable = tf.Variable(tf.zeros(3), name="adasum")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable * vectors[world.rank])
+    value = hvdtrain.DistributedGradientTape(tape, op="adasum").gradient(loss, [variable])[0]
+    np.testing.assert_allclose(value, adasum(*vectors), rtol=1e-5)
+
+
+def check_options_that_exclude_one_another(world: World) -> None:
+    for options in (
+        {"op": "mean"},
+        {"compression": "int8"},
+        {"groups": -1},
+        {"op": "sum", "gradient_predivide_factor": 2.0},
+        {"op": "adasum", "groups": 2},
+        {"gradient_predivide_factor": 0.0},
+    ):
+        try:
+            hvdtrain.DistributedGradientTape(**options)
+        except ConfigError:
+            continue
+        raise AssertionError(f"{options} were accepted")
+
+
+def check_broadcast_of_every_dtype(world: World) -> None:
+    root = world.size - 1
+    dtypes = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "uint32", "bool"]
+    variables = [tf.Variable(tf.cast(tf.fill([3], world.rank + 1), t), name=f"of_{t}") for t in dtypes]
+    variables.append(keras.Variable(np.full(2, world.rank, "float32"), name="kept"))
+    hvdtrain.broadcast_variables(variables, root_rank=root)
+    for variable in variables[:-1]:
+        expected = tf.cast(tf.fill([3], root + 1), variable.dtype)
+        assert bool(tf.reduce_all(variable == expected)), variable
+    np.testing.assert_array_equal(variables[-1].numpy(), [root, root])
+
+
+def check_a_loop_of_ones_own(world: World) -> None:
+    """The tape and a Keras optimizer in a compiled step keep the ranks equal."""
+    keras.utils.set_random_seed(100 + world.rank)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.05)
+    optimizer.build(model.trainable_variables)
+    hvdtrain.broadcast_variables(model.variables + optimizer.variables)
+    x = np.random.default_rng(world.rank).standard_normal((8, 4)).astype("float32")
+
+    @tf.function(autograph=False)
+    def step() -> tf.Tensor:
+        with hvdtrain.DistributedGradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x) - 1.0))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    first, *_, last = (float(step()) for _ in range(30))
+    assert last < first
+    weights = b"".join(np.ascontiguousarray(w).tobytes() for w in model.get_weights())
+    assert world.same_everywhere(weights)

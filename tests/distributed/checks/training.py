@@ -1,0 +1,214 @@
+"""State, metrics, statistics, randomness and checkpoints on all ranks."""
+
+import json
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from world import World, flat_bytes
+
+import hvdtrain
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.config.errors import ConfigError, LaunchError, NonFiniteError
+from hvdtrain.data.pipeline import ArrayTraining
+from hvdtrain.training.inputs import training_data
+from hvdtrain.training.loop import Plan
+
+
+def classifier(seed: int, *middle: Any) -> keras.Model:
+    keras.utils.clear_session()  # the same names in every model
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, activation="tanh"), *middle, keras.layers.Dense(3)])
+
+
+def samples(count: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(2)
+    return rng.standard_normal((count, 5)).astype("float32"), rng.integers(0, 3, count)
+
+
+CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def check_evaluation_is_that_of_one_process(world: World) -> None:
+    x, y = samples(101)
+    model = classifier(0)
+    metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")]
+    trainer = hvdtrain.Trainer(model, "sgd", CROSSENTROPY, metrics, backend=world.backend)
+    for batch in (16, 7, 1000):
+        outcome = trainer.evaluate((x, y), batch=batch)
+        logits = model(x).numpy()
+        assert round(outcome.metrics["accuracy"] * 101) == int((logits.argmax(1) == y).sum())
+        top2 = np.argsort(-logits, axis=1)[:, :2]
+        assert round(outcome.metrics["top2"] * 101) == int((top2 == y[:, None]).any(1).sum())
+        np.testing.assert_allclose(outcome.loss, float(CROSSENTROPY(y, logits)), rtol=1e-6)
+
+
+def check_metrics_with_counts_are_added_up(world: World) -> None:
+    x, _ = samples(64)
+    y = (x[:, 0] > 0).astype("float32")[:, None]
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, activation="sigmoid")])
+    keras.utils.set_random_seed(0)
+    model.layers[0].kernel.assign(np.linspace(-1, 1, 5, dtype="float32")[:, None])
+    metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+    trainer = hvdtrain.Trainer(model, "sgd", "binary_crossentropy", metrics, backend=world.backend)
+    outcome = trainer.evaluate((x, y), batch=10)
+    for metric in (keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")):
+        metric.update_state(y, model(x))
+        np.testing.assert_allclose(outcome.metrics[metric.name], float(metric.result()), rtol=1e-6)
+
+
+class Largest(keras.metrics.Metric):
+    """The largest output so far: no sum over samples."""
+
+    def __init__(self, name: str = "largest") -> None:
+        super().__init__(name=name)
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(tf.abs(y_pred))))
+
+    def result(self) -> Any:
+        return self.value
+
+
+def check_a_metric_that_is_no_sum_is_refused_by_name(world: World) -> None:
+    trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, [Largest()], backend=world.backend)
+    try:
+        trainer.fit(samples(), batch=16, verbose=False)
+    except ConfigError as error:
+        assert "'largest'" in str(error)
+    else:
+        raise AssertionError("a maximum was added up")
+
+
+def check_batchnorm_statistics_are_averaged(world: World) -> None:
+    model = classifier(world.rank, keras.layers.BatchNormalization(momentum=0.5, name="norm"))
+    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.1), CROSSENTROPY, backend=world.backend)
+    data = training_data(samples(), world.backend, batch=16, seed=0, shuffle=False, steps_per_epoch=None)
+    trainer.build(data)
+    trainer.train(data, Plan(3))
+    norm = model.get_layer("norm")
+    local = np.array(norm.moving_mean)
+    if world.size > 1:
+        assert not world.same_everywhere(local.tobytes()), "the ranks saw different batches"
+    means = [np.frombuffer(part, "float32") for part in world.gather(local.tobytes())]
+    trainer.state.average_statistics(world.backend)
+    np.testing.assert_allclose(norm.moving_mean, np.mean(means, axis=0), rtol=1e-6)
+    trainer.state.agreed_hash(world.backend)
+
+
+def check_the_hash_notices_a_rank_that_drifted(world: World) -> None:
+    if world.size == 1:
+        return
+    trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, backend=world.backend)
+    trainer.fit(samples(), batch=16, verbose=False)
+    trainer.state.agreed_hash(world.backend)
+    if world.rank == 1:
+        kernel = trainer.model.trainable_variables[0]
+        kernel.assign(np.nextafter(np.array(kernel), np.float32(9)))
+    try:
+        trainer.state.agreed_hash(world.backend)
+    except LaunchError as error:
+        assert "rank 1" in str(error)
+    else:
+        raise AssertionError("a difference in the last bit went unnoticed")
+
+
+class Drawn(keras.layers.Layer):
+    """Remembers the mask that dropout drew last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = keras.layers.Dropout(0.5)
+        self.mask = self.add_weight(shape=(8,), initializer="zeros", trainable=False, name="mask")
+
+    def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
+        outputs = self.dropout(inputs, training=training)
+        self.mask.assign(tf.cast(outputs[0] != 0, tf.float32))
+        return outputs
+
+
+def check_dropout_differs_by_rank_and_is_reproducible(world: World) -> None:
+    def mask_after(steps: int) -> bytes:
+        layer = Drawn()
+        trainer = hvdtrain.Trainer(classifier(0, layer), keras.optimizers.SGD(0.0), CROSSENTROPY, backend=world.backend)
+        data = training_data(samples(64), world.backend, batch=32, seed=0, shuffle=False, steps_per_epoch=None)
+        trainer.build(data)
+        trainer.train(data, Plan(steps))
+        return np.array(layer.mask).tobytes()
+
+    second, third = mask_after(2), mask_after(3)
+    assert second == mask_after(2), "the same run drew another mask"
+    assert second != third, "two steps drew the same mask"
+    if world.size > 1:
+        assert len(set(world.gather(second + third))) == world.size, "two ranks drew the same masks"
+
+
+def check_a_nan_is_named_with_its_step(world: World) -> None:
+    x, y = samples(48)
+    x[37, 0] = np.nan  # batch 3 of 16 samples, on one rank only
+    trainer = hvdtrain.Trainer(classifier(0), keras.optimizers.SGD(0.1), CROSSENTROPY, backend=world.backend)
+    try:
+        trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False, log_every=100)
+    except NonFiniteError as error:
+        assert "at step 3 " in str(error), error
+    else:
+        raise AssertionError("a NaN went unnoticed")
+
+
+def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
+    """Nine steps, a checkpoint, a fresh trainer on every rank, nine more: the weights of eighteen at a stretch."""
+
+    def fresh(seed: int) -> tuple[Any, ArrayTraining]:
+        trainer = hvdtrain.Trainer(
+            classifier(seed, keras.layers.Dropout(0.3)),
+            keras.optimizers.Adam(0.01),
+            CROSSENTROPY,
+            seed=5,
+            backend=world.backend,
+        )
+        data = training_data(samples(), world.backend, batch=16, seed=5, shuffle=True, steps_per_epoch=None)
+        trainer.build(data)
+        return trainer, data
+
+    def save(state: Any) -> None:
+        checkpointer.save(state.scalars.step, state.variables(), vars(state.scalars))
+
+    whole, data = fresh(0)
+    whole.train(data, Plan(18))
+    checkpointer = Checkpointer(world.folder / "resume", keep=2)
+    first, data = fresh(0)
+    first.train(data, Plan(9, checkpoint_every=3), save=save)
+    second, data = fresh(77 + world.rank)
+    # Only rank 0 needs to see the files.
+    second.restore(checkpointer.newest() if world.rank == 0 else world.folder / "not there")
+    second.train(data, Plan(18))
+    assert second.state.scalars.step == 18
+    assert world.same_everywhere(flat_bytes(second.model.get_weights()))
+    for a, b in zip(second.model.get_weights(), whole.model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=0 if world.size <= 2 else 1e-6)
+    if world.rank == 0:
+        assert sorted(p.name for p in (world.folder / "resume").iterdir()) == ["step-00000006", "step-00000009"]
+
+
+def check_digits_reaches_its_accuracy_over_five_seeds(world: World) -> None:
+    from dataclasses import replace
+
+    from hvdtrain.recipes.registry import recipe
+    from hvdtrain.training.folder import RunFolder
+    from hvdtrain.training.job import train
+
+    base = recipe("digits")
+    for seed in range(5):
+        config = replace(
+            base,
+            training=replace(base.training, seed=seed),
+            observability=replace(base.observability, tensorboard=False, plots=False),
+        )
+        folder = RunFolder(world.folder / f"digits-{seed}")
+        folder.path.mkdir(exist_ok=True)
+        summary = train(world.session, config, folder)
+        assert summary["val_accuracy"] >= 0.97, (seed, summary["val_accuracy"])
+        if world.rank == 0:
+            assert json.loads(folder.summary.read_text())["parameter_hash"] == summary["parameter_hash"]

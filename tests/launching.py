@@ -1,0 +1,77 @@
+"""Start jobs as a user would, with a limit on their time; used by the distributed and the entry tests."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job that ended by itself."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+def job_environment(**extra: str) -> dict[str, str]:
+    """The environment of a launched job: this Python first on PATH, and Open MPI allowed to run as root."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_", "PMIX_", "HOROVOD_"))}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', '')}"
+    if os.geteuid() == 0:
+        environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    environ.update(extra)
+    return environ
+
+
+def launcher(controller: str, size: int) -> list[str]:
+    """The words before `python` that start `size` ranks."""
+    if controller == "none":
+        return []
+    name = "mpirun" if controller == "mpirun" else "horovodrun"
+    bin_dir = Path(sys.executable).parent
+    if not (shutil.which(name, path=f"{bin_dir}{os.pathsep}{os.environ['PATH']}")):
+        pytest.skip(f"{name} is not installed")
+    if controller == "mpirun":
+        return ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(size)]
+    flag = {"gloo": ["--gloo"], "mpi": ["--mpi"], "horovodrun": []}[controller]
+    return ["horovodrun", *flag, "-np", str(size)]
+
+
+def run(command: Sequence[str], *, cwd: Path, timeout: float, **environ: str) -> Finished:
+    """Run `command` to its end; after `timeout` seconds its whole process group is killed and the test fails."""
+    process = subprocess.Popen(
+        list(command),
+        cwd=cwd,
+        env=job_environment(**environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"{' '.join(command)} did not end within {timeout} s:\n{out[-3000:]}\n{err[-3000:]}")
+    return Finished(process.returncode, out, err)
+
+
+def hvdtrain(controller: str, size: int, *words: str, cwd: Path, timeout: float = 150, **environ: str) -> Finished:
+    """Run `python -m hvdtrain words…` under a launcher (none, gloo, mpi, horovodrun or mpirun)."""
+    command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
+    return run(command, cwd=cwd, timeout=timeout, **environ)
