@@ -19,7 +19,7 @@ from hvdtrain.runtime.diagnosis import diagnose as diagnosis
 from hvdtrain.runtime.diagnosis import exchange
 from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
 from hvdtrain.runtime.diagnosis.probe import find, probe
-from hvdtrain.runtime.diagnosis.process import first_line, run
+from hvdtrain.runtime.diagnosis.process import Outcome, first_line, run
 
 TENSORFLOW = {"version": "2.21.0", "gpus": 0}
 HOROVOD = {"version": "0.28.1", "built_for": "2.21.0", "gloo": True, "mpi": True, "nccl": 0, "cuda": False}
@@ -158,7 +158,8 @@ class TestExchange:
         check = exchange.check_ranks("gloo", [str(hang)], timeout=1.0)
         assert time.monotonic() - start < 20
         assert (check.status, check.detail) == ("failed", "no answer after 1 s\nstuck in a barrier")
-        assert not any(process.info["cmdline"] == ["sleep", "321"] for process in psutil.process_iter(["cmdline"]))
+        rank = int((tmp_path / "pid").read_text())
+        assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
     def test_root_and_few_cores_are_no_obstacle(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
@@ -174,6 +175,15 @@ class TestProcess:
     def test_output_and_exit_code(self) -> None:
         outcome = run(["sh", "-c", "echo one; echo two >&2; echo; exit 3"], timeout=20)
         assert (outcome.returncode, outcome.tail(1)) == (3, "two")
+
+    def test_one_that_escaped_is_not_waited_for(self, tmp_path: Path) -> None:
+        """It is no descendant any more by the time the command is killed."""
+        escape = f"(setsid sleep 20 & echo $! > {tmp_path}/pid) & echo gone; exec sleep 20"
+        start = time.monotonic()
+        outcome = run(["sh", "-c", escape], timeout=1)
+        assert time.monotonic() - start < 15
+        assert outcome == Outcome(None, "gone\n")
+        psutil.Process(int((tmp_path / "pid").read_text())).kill()
 
     def test_first_line_of_what_fails_is_none(self) -> None:
         assert first_line(["sh", "-c", "echo; echo second"]) == "second"

@@ -40,11 +40,18 @@ def run(command: Sequence[str], *, timeout: float, environ: Mapping[str, str] | 
         return Outcome(process.returncode, output.decode(errors="replace"))
     except subprocess.TimeoutExpired:
         kill_tree(process.pid)
-        output, _ = process.communicate()
-        return Outcome(None, output.decode(errors="replace"))
+        return Outcome(None, _what_is_left(process).decode(errors="replace"))
     except BaseException:
         kill_tree(process.pid)
         raise
+
+
+def _what_is_left(process: subprocess.Popen[bytes], *, patience: float = 5.0) -> bytes:
+    """Return the output of a killed process, also where one that escaped still holds its pipe open."""
+    try:
+        return process.communicate(timeout=patience)[0]
+    except subprocess.TimeoutExpired as expired:
+        return expired.output or b""
 
 
 def first_line(command: Sequence[str], *, timeout: float = 10.0) -> str | None:
