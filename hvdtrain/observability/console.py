@@ -1,6 +1,5 @@
 """What rank 0 shows while it trains: plain lines in a log, a live display on a terminal."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,12 +12,12 @@ MIN_SECONDS_BETWEEN_LINES = 2.0
 """A log is read by people: more step lines than this hide the evaluations."""
 
 
-def make_console(stream: TextIO | None = None) -> BaseObserver:
-    """Return the live display where `stream` (standard output) is a terminal that can move its cursor, else
-    plain lines.
+def make_console(stream: TextIO | None = None, *, live: bool) -> BaseObserver:
+    """Return the live display, for a terminal that can move its cursor, or plain lines; both on standard output
+    unless `stream` is another.
     """
     stream = sys.stdout if stream is None else stream
-    if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+    if live:
         from hvdtrain.observability.live import LiveConsole
 
         return LiveConsole(stream)

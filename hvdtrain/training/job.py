@@ -23,6 +23,7 @@ from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
+from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.folder import RunFolder
 from hvdtrain.training.loop import Plan
 from hvdtrain.training.trainer import FitResult, Trainer, summary_of
@@ -54,7 +55,7 @@ def train(session: Session, config: Config, folder: RunFolder, *, resume: bool =
         trainer.restore(checkpoints.newest() if backend.index == 0 else folder.checkpoints)
     trainer.broadcast_state()
     first = backend.index == 0
-    observers = _observers(config, folder) if first else BaseObserver()
+    observers = _observers(config, session, folder) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
     try:
         if first:
@@ -139,8 +140,9 @@ def _trainer(config: Config, splits: DataSplits, backend: Backend, total_steps: 
     )
 
 
-def _observers(config: Config, folder: RunFolder) -> Observers:
-    chosen: list[Observer] = [make_console(), JsonlWriter(folder.metrics)]
+def _observers(config: Config, session: Session, folder: RunFolder) -> Observers:
+    console = make_console(live=on_terminal(session.environment))
+    chosen: list[Observer] = [console, JsonlWriter(folder.metrics)]
     if config.observability.tensorboard:
         chosen.append(TensorBoardWriter(folder.tensorboard))
     return Observers(chosen)

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
+from hvdtrain.training.compiled import compile_for
 from hvdtrain.training.losses import LossFunction
 from hvdtrain.training.reduction import Gradient, GradientReducer, ReductionOptions
 from hvdtrain.training.state import TrainState
@@ -96,10 +97,12 @@ class TrainStep:
         self._weight = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self._first_bad = tf.Variable(-1, trainable=False, dtype=tf.int64)
         self._measure = {flag: tf.constant(flag) for flag in (False, True)}
-        self._compiled = tf.function(self._run, autograph=False, reduce_retracing=True)
+        self._compiled: Any = None
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` asks for the gradient's norm."""
+        if self._compiled is None:
+            self._compiled = compile_for(batch, self._run, tf.TensorSpec([], tf.bool))
         return self._compiled(batch, self._measure[measure])
 
     def take_loss(self) -> tuple[float, float]:

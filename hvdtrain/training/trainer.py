@@ -19,6 +19,7 @@ from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, EvaluationRecord, Observer, RunInfo
 from hvdtrain.observability.summary import median_p90
 from hvdtrain.runtime.session import current
+from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.evaluate import Evaluation, Evaluator
 from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.loop import Plan, TrainingLoop
@@ -140,7 +141,9 @@ class Trainer:
         )
         self.build(data)
         plan = Plan(self.state.scalars.step + epochs * data.steps_per_epoch, log_every)
-        observers = make_console() if verbose and self._backend.index == 0 else BaseObserver()
+        observers: Observer = BaseObserver()
+        if verbose and self._backend.index == 0:
+            observers = make_console(live=on_terminal(current().environment))
         try:
             result = self.train(data, plan, validation=validation, observers=observers)
             observers.on_end(summary_of(result))

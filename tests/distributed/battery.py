@@ -30,6 +30,10 @@ def main(results_path: Path, folder: Path) -> None:
     import hvdtrain
 
     hvdtrain.init()
+    import tensorflow as tf
+
+    # Each check traces functions of its own; TensorFlow takes that for an accident.
+    tf.get_logger().setLevel("ERROR")
     from world import World
 
     from hvdtrain.backends.select import backend_for

@@ -1,8 +1,6 @@
 """What is shown while training: plain lines, and the live display."""
 
 import io
-import os
-import pty
 import sys
 import time
 from pathlib import Path
@@ -170,20 +168,9 @@ def test_numbers(value: float | None, said: str) -> None:
     assert wording.number(value) == said
 
 
-def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert isinstance(make_console(), PlainConsole)
-
-
-@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", LiveConsole), ("dumb", PlainConsole)])
-def test_a_terminal_gets_the_live_display_if_it_can_show_it(
-    monkeypatch: pytest.MonkeyPatch, term: str, kind: type
-) -> None:
-    monkeypatch.setenv("TERM", term)
-    controller, terminal = pty.openpty()
-    with os.fdopen(terminal, "w") as stream:
-        assert isinstance(make_console(stream), kind)
-    os.close(controller)
+def test_the_console_is_live_where_it_is_told_to_be() -> None:
+    assert isinstance(make_console(io.StringIO(), live=False), PlainConsole)
+    assert isinstance(make_console(io.StringIO(), live=True), LiveConsole)
 
 
 def terminal(stream: io.StringIO, width: int = 100) -> Console:

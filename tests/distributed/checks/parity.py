@@ -15,21 +15,25 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
 
 def dense_model(dtype: str, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
-    return keras.Sequential([
-        keras.Input((6,), dtype=dtype),
-        keras.layers.Dense(24, activation="tanh", dtype=dtype),
-        keras.layers.Dense(3, dtype=dtype),
-    ])
+    return keras.Sequential(
+        [
+            keras.Input((6,), dtype=dtype),
+            keras.layers.Dense(24, activation="tanh", dtype=dtype),
+            keras.layers.Dense(3, dtype=dtype),
+        ]
+    )
 
 
 def embedding_model(dtype: str, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
-    return keras.Sequential([
-        keras.Input((5,), dtype="int32"),
-        keras.layers.Embedding(11, 8, dtype=dtype),
-        keras.layers.Flatten(),
-        keras.layers.Dense(3, dtype=dtype),
-    ])
+    return keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            keras.layers.Embedding(11, 8, dtype=dtype),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3, dtype=dtype),
+        ]
+    )
 
 
 def dense_data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
