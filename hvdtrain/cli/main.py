@@ -1,5 +1,6 @@
 """The command line: a verb, or a recipe to train."""
 
+import os
 import sys
 
 from hvdtrain.config.errors import UserError
@@ -45,7 +46,13 @@ def main(argv: list[str]) -> int:
         return _refuse(verb)
     if verb not in DISTRIBUTED and detect_environment().rank > 0:
         return 0
-    code: int = resolve("verb", verb, VERBS)(rest)
+    try:
+        code: int = resolve("verb", verb, VERBS)(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python must not complain about it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return code
 
 

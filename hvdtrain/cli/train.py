@@ -117,18 +117,20 @@ def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
 
 
 def _train(session: Session, request: Request) -> None:
-    from hvdtrain.training.folder import RunFolder, create, default_path
+    from hvdtrain.training.folder import default_path, refuse_occupied
     from hvdtrain.training.job import train
 
-    def make_folder() -> bytes:
+    def choose_folder() -> bytes:
         files = request.files
         if files.resume is not None:
             return str(files.resume).encode()
-        return str(create(files.run_dir or default_path(request.config.recipe)).path).encode()
+        path = files.run_dir or default_path(request.config.recipe)
+        refuse_occupied(path)
+        return str(path).encode()
 
     timeout = request.config.runtime.start_timeout
-    folder = RunFolder(Path(on_first(session.control, make_folder, timeout=timeout).decode()))
-    train(session, request.config, folder, resume=request.files.resume is not None)
+    path = Path(on_first(session.control, choose_folder, timeout=timeout).decode())
+    train(session, request.config, path, resume=request.files.resume is not None)
 
 
 def _help(argv: list[str]) -> int:

@@ -102,6 +102,9 @@ def _start_horovod(environment: Environment) -> "Collectives":
             f"Horovod does not load with the installed TensorFlow ({error}). launch/setup.sh builds it anew; "
             "python -m hvdtrain doctor shows what does not fit."
         ) from error
+    if environment.launcher == "none":
+        # Without mpirun some MPI libraries end the process in MPI_Init; Gloo starts alone anywhere.
+        os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
     hvd.init()
     if (hvd.rank(), hvd.size()) != (environment.rank, environment.size):
         raise LaunchError(

@@ -76,17 +76,25 @@ def create(path: Path) -> RunFolder:
     Raises:
         ConfigError: something is there already, or the folder cannot be made.
     """
+    refuse_occupied(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        occupied = any(path.iterdir())
     except OSError as error:
         raise ConfigError(f"--run-dir {path} cannot be created: {error.strerror} ({error.filename}).") from error
-    if occupied:
+    return RunFolder(path)
+
+
+def refuse_occupied(path: Path) -> None:
+    """Refuse a folder that holds something already, before any work is done for it.
+
+    Raises:
+        ConfigError: something is there.
+    """
+    if path.is_dir() and any(path.iterdir()):
         raise ConfigError(
             f"--run-dir {path} is not empty: nothing in it is overwritten. Name another folder, or go on with the run "
             f"in it by --resume {path}."
         )
-    return RunFolder(path)
 
 
 def opened(path: Path, option: str) -> tuple[RunFolder, Config]:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
@@ -24,7 +25,7 @@ from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.terminal import on_terminal
-from hvdtrain.training.folder import RunFolder
+from hvdtrain.training.folder import RunFolder, create
 from hvdtrain.training.loop import Plan
 from hvdtrain.training.trainer import FitResult, Trainer, summary_of
 
@@ -32,14 +33,14 @@ TINY_BATCH = 8
 """Samples per rank and step below which overhead and exchange outweigh the work."""
 
 
-def train(session: Session, config: Config, folder: RunFolder, *, resume: bool = False) -> dict[str, Any]:
+def train(session: Session, config: Config, path: Path, *, resume: bool = False) -> dict[str, Any]:
     """Train as `config` says, write the run's folder, and return its summary (the same on every rank).
 
     Args:
         session: this rank's part in the job.
         config: the whole configuration, the same on every rank.
-        folder: where rank 0 writes.
-        resume: go on from the newest checkpoint in `folder`.
+        path: the run's folder; rank 0 makes it once everything else is there, and writes into it.
+        resume: go on from the newest checkpoint in it.
 
     Raises:
         UserError: options, data or a checkpoint that cannot be used.
@@ -50,11 +51,13 @@ def train(session: Session, config: Config, folder: RunFolder, *, resume: bool =
     plan = _plan(config, data.steps_per_epoch)
     trainer = _trainer(config, splits, backend, plan.total_steps)
     trainer.build(data)
+    folder, first = RunFolder(path), backend.index == 0
     checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
-    if resume:
-        trainer.restore(checkpoints.newest() if backend.index == 0 else folder.checkpoints)
+    if first and resume:
+        trainer.restore(checkpoints.newest())
+    elif first:
+        create(path)
     trainer.broadcast_state()
-    first = backend.index == 0
     observers = _observers(config, session, folder) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
     try:

@@ -131,17 +131,32 @@ class TrainingLoop:
         return float(self._state.optimizer.learning_rate)
 
     def _log(self, epoch: int, result: StepResult, rate: float, metrics: dict[str, float]) -> None:
-        bad = self._step.first_bad_step()
-        if bad is not None:
-            raise NonFiniteError(
-                f"The loss became NaN or infinite at step {bad + 1} (epoch {bad // self._data.steps_per_epoch + 1}). "
-                "Look at the data of that step; if it is sound, lower --learning-rate."
-            )
+        self._check_health()
         loss = self.losses.add(*self._step.take_loss())
         throughput = self.clock.samples_per_second()
         step = self._state.scalars.step
         norm = float(result.grad_norm)
         self._observers.on_step(StepRecord(step, epoch, loss, rate, throughput, norm, metrics))
+
+    def _check_health(self) -> None:
+        """Stop where training has become meaningless; data with NaN in them may be the model's own business."""
+        health = self._step.health()
+        if health.bad_loss is None and health.finite_parameters:
+            return
+        if health.bad_data is not None:
+            raise NonFiniteError(f"The data hold NaN or infinite values at {self._place(health.bad_data)}.")
+        if health.bad_loss is not None:
+            raise NonFiniteError(
+                f"The loss became NaN or infinite at {self._place(health.bad_loss)}, with sound data: a lower "
+                "--learning-rate or a warm-up may help."
+            )
+        raise NonFiniteError(
+            f"Parameters became NaN or infinite by {self._place(self._state.scalars.step - 1)}, with sound data and a "
+            "finite loss: a lower --learning-rate may help, and --log-every 1 shows the step."
+        )
+
+    def _place(self, step: int) -> str:
+        return f"step {step + 1} (epoch {step // self._data.steps_per_epoch + 1})"
 
     def _end_epoch(self, epoch: int) -> None:
         self.losses.end_epoch()

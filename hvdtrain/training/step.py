@@ -25,6 +25,19 @@ class LocalSums(NamedTuple):
     """What the weights of all replicas add up to when every element counts once: the same on all of them."""
     uniform: bool
     """Whether the weights do add up to `nominal`: then the reduced gradients are the mean already."""
+    bad_data: tf.Tensor
+    """1 if this replica's inputs or targets hold NaN or infinite values, else 0."""
+
+
+class GlobalSums(NamedTuple):
+    """What every replica knows after the update."""
+
+    total: tf.Tensor
+    weight: tf.Tensor
+    bad_data: tf.Tensor
+    """Replicas whose data hold NaN or infinite values."""
+    grad_norm: tf.Tensor
+    """L2 norm of the reduced gradient; NaN where it was not asked for."""
 
 
 class StepResult(NamedTuple):
@@ -41,8 +54,8 @@ class StepResult(NamedTuple):
 class UpdateRule(Protocol):
     """Turns local sums into a changed state: it owns the exchange and the optimizer."""
 
-    def update(self, local: LocalSums, measure: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Apply one step; return the global loss total, the global weight and the gradient's norm or NaN."""
+    def update(self, local: LocalSums, measure: tf.Tensor) -> GlobalSums:
+        """Apply one step; `measure` asks for the gradient's norm."""
 
 
 class AllReduceUpdate:
@@ -55,16 +68,16 @@ class AllReduceUpdate:
         self._variables = state.model.trainable_variables
         self._reducer = GradientReducer(backend, ReductionOptions(op="sum"))
 
-    def update(self, local: LocalSums, measure: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def update(self, local: LocalSums, measure: tf.Tensor) -> GlobalSums:
         """Exchange loss and weight along with the gradients, then let the optimizer apply the mean."""
-        share = tf.stack([local.total, local.weight])
+        share = tf.stack([local.total, local.weight, local.bad_data])
         *gradients, sums = self._reducer.reduce([*local.gradients, share], [*self._paths, "loss_and_weight"])
-        total, weight = sums[0], sums[1]
+        total, weight, bad_data = sums[0], sums[1], sums[2]
         # Dividing here would be one more pass over all gradients: where it can be, it was done to the loss.
         mean = gradients if local.uniform else _rescale(gradients, local.nominal, weight)
         norm = tf.cond(measure, lambda: _global_norm(mean), lambda: tf.constant(float("nan"), tf.float64))
         self._optimizer.apply(mean, self._variables)
-        return total, weight, norm
+        return GlobalSums(total, weight, bad_data, norm)
 
 
 def _rescale(gradients: list[Gradient], nominal: tf.Tensor, weight: tf.Tensor) -> list[Gradient]:
@@ -85,6 +98,45 @@ def _global_norm(gradients: list[Gradient]) -> tf.Tensor:
     return tf.sqrt(tf.add_n([tf.cast(tf.reduce_sum(tf.square(p)), tf.float64) for p in parts]))
 
 
+class Health(NamedTuple):
+    """Where numbers stopped being finite; steps are counted from 0."""
+
+    bad_loss: int | None
+    """First step with a loss that is not finite."""
+    bad_data: int | None
+    """First step with inputs or targets that are not finite."""
+    finite_parameters: bool
+    """Whether all parameters were finite after the last measured step: an activation may hide it from the loss."""
+
+
+def _first_time() -> tf.Variable:
+    return tf.Variable(-1, trainable=False, dtype=tf.int64)
+
+
+def _note(first: tf.Variable, happened: tf.Tensor, step: tf.Tensor) -> None:
+    """Keep `step` in `first` if this is the first time."""
+    first.assign(tf.where(tf.logical_and(happened, first < 0), step, first))
+
+
+def _step_of(first: tf.Variable) -> int | None:
+    step = int(first)
+    return None if step < 0 else step
+
+
+def all_finite(tensors: list[Any]) -> tf.Tensor:
+    """Return whether every element of the floating-point tensors among `tensors` is finite.
+
+    A sum is finite if its terms are, short of overflow, and takes one pass without a mask in memory.
+    """
+    sums = [_wide_sum(tensor) for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.is_floating]
+    return tf.reduce_all(tf.math.is_finite(tf.stack(sums))) if sums else tf.constant(True)
+
+
+def _wide_sum(tensor: Any) -> tf.Tensor:
+    narrow = tensor.dtype.size < 4
+    return tf.cast(tf.reduce_sum(tf.cast(tensor, tf.float32) if narrow else tensor), tf.float64)
+
+
 class TrainStep:
     """The compiled step of one replica, with the running sums that the loop reads when it logs."""
 
@@ -95,7 +147,9 @@ class TrainStep:
         self._rule = rule
         self._sum = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self._weight = tf.Variable(0.0, trainable=False, dtype=tf.float64)
-        self._first_bad = tf.Variable(-1, trainable=False, dtype=tf.int64)
+        self._bad_loss = _first_time()
+        self._bad_data = _first_time()
+        self._finite = tf.Variable(True, trainable=False)
         self._measure = {flag: tf.constant(flag) for flag in (False, True)}
         self._compiled: Any = None
 
@@ -112,10 +166,11 @@ class TrainStep:
         self._weight.assign(0.0)
         return sums
 
-    def first_bad_step(self) -> int | None:
-        """Return the first step (from 0) whose loss was not finite, or None."""
-        step = int(self._first_bad)
-        return None if step < 0 else step
+    def health(self) -> Health:
+        """Return what the flags in the compiled step say by now; whether parameters are finite is looked at on
+        measured steps.
+        """
+        return Health(_step_of(self._bad_loss), _step_of(self._bad_data), bool(self._finite))
 
     def _run(self, batch: Batch, measure: tf.Tensor) -> StepResult:
         return self._backend.run(self._replica_step, batch, measure)
@@ -124,14 +179,15 @@ class TrainStep:
         step = self._state.counter.read_value()
         self._state.seed_generators(self._backend.index)
         local, outputs = self.forward_backward(batch)
-        total, weight, norm = self._rule.update(local, measure)
-        loss = tf.math.divide_no_nan(total, weight)
-        self._sum.assign_add(tf.cast(total, tf.float64))
-        self._weight.assign_add(tf.cast(weight, tf.float64))
-        bad = tf.logical_and(self._first_bad < 0, tf.logical_not(tf.math.is_finite(total)))
-        self._first_bad.assign(tf.where(bad, step, self._first_bad))
+        sums = self._rule.update(local, measure)
+        self._sum.assign_add(tf.cast(sums.total, tf.float64))
+        self._weight.assign_add(tf.cast(sums.weight, tf.float64))
+        _note(self._bad_loss, tf.logical_not(tf.math.is_finite(sums.total)), step)
+        _note(self._bad_data, sums.bad_data > 0, step)
+        parameters = list(self._state.trainable.values())
+        self._finite.assign(tf.cond(measure, lambda: all_finite(parameters), self._finite.read_value))
         self._state.counter.assign(step + 1)
-        return StepResult(loss, norm, outputs)
+        return StepResult(tf.math.divide_no_nan(sums.total, sums.weight), sums.grad_norm, outputs)
 
     def forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
         """Run one microbatch; a replica whose batch is a placeholder contributes zeros."""
@@ -143,4 +199,5 @@ class TrainStep:
             nominal = part.elements_per_sample * tf.cast(batch.global_samples, part.total.dtype)
             objective = total / nominal
         gradients = tape.gradient(objective, list(self._state.trainable.values()))
-        return LocalSums(gradients, total, weight, nominal, part.uniform), outputs
+        bad_data = 1.0 - tf.cast(all_finite(tf.nest.flatten((batch.inputs, batch.targets))), total.dtype)
+        return LocalSums(gradients, total, weight, nominal, part.uniform, bad_data), outputs

@@ -76,11 +76,11 @@ class Trainer:
         seed: int = 0,
         backend: Backend | None = None,
     ) -> None:
-        self._backend = backend or backend_for(current())
+        self.backend = backend or backend_for(current())
         self._seed = seed
         self._loss = summed_loss(loss)
-        self._metrics = MetricSet(metrics, self._backend)
-        with self._backend.scope():
+        self._metrics = MetricSet(metrics, self.backend)
+        with self.backend.scope():
             self.model = _built(model, keras.Model)
             self.optimizer = _built(optimizer, keras.optimizers.Optimizer)
         self._state: TrainState | None = None
@@ -128,7 +128,7 @@ class Trainer:
         """
         data = training_data(
             dataset,
-            self._backend,
+            self.backend,
             batch=batch,
             seed=self._seed,
             shuffle=shuffle,
@@ -137,12 +137,12 @@ class Trainer:
         validation = (
             None
             if validation_data is None
-            else validation_batches(validation_data, self._backend, batch=validation_batch)
+            else validation_batches(validation_data, self.backend, batch=validation_batch)
         )
         self.build(data)
         plan = Plan(self.state.scalars.step + epochs * data.steps_per_epoch, log_every)
         observers: Observer = BaseObserver()
-        if verbose and self._backend.index == 0:
+        if verbose and self.backend.index == 0:
             observers = make_console(live=on_terminal(current().environment))
         try:
             result = self.train(data, plan, validation=validation, observers=observers)
@@ -153,7 +153,7 @@ class Trainer:
 
     def evaluate(self, dataset: Any, *, batch: int = 256) -> Evaluation:
         """Return loss and metrics over `dataset` (arrays or a batched tf.data.Dataset), each sample counted once."""
-        batches = validation_batches(dataset, self._backend, batch=batch)
+        batches = validation_batches(dataset, self.backend, batch=batch)
         for first in batches:
             self._build_on(first)
             break
@@ -166,19 +166,19 @@ class Trainer:
     def _build_on(self, batch: Batch) -> None:
         outputs = self.model(batch.inputs, training=False)
         self._metrics.check_sums(batch.targets, outputs)
-        with self._backend.scope():
+        with self.backend.scope():
             _ = self.state
 
     def broadcast_state(self) -> None:
         """Give every rank the variables and scalars of rank 0."""
-        self._backend.broadcast(self.state.variables())
+        self.backend.broadcast(self.state.variables())
         mine = json.dumps(dataclasses.asdict(self.state.scalars)).encode()
-        scalars = self._backend.gather_bytes(mine, timeout=STATE_TIMEOUT_S)
+        scalars = self.backend.gather_bytes(mine, timeout=STATE_TIMEOUT_S)
         self.state.restore(json.loads(scalars[0]))
 
     def restore(self, path: Path) -> None:
         """Load a checkpoint on rank 0; the next `broadcast_state` or `train` gives it to the others."""
-        if self._backend.index == 0:
+        if self.backend.index == 0:
             self.state.restore(checkpointer.restore(path, self.state.variables()))
 
     def train(
@@ -206,7 +206,7 @@ class Trainer:
         observers = observers or BaseObserver()
         observers.on_start(info or self._info(data, plan))
         loop = TrainingLoop(
-            self._backend,
+            self.backend,
             self.state,
             self._train_step(),
             data,
@@ -229,30 +229,30 @@ class Trainer:
 
     def _train_step(self) -> TrainStep:
         if self._step is None:
-            rule = AllReduceUpdate(self._backend, self.state)
-            self._step = TrainStep(self._backend, self.state, self._loss, rule)
+            rule = AllReduceUpdate(self.backend, self.state)
+            self._step = TrainStep(self.backend, self.state, self._loss, rule)
         return self._step
 
     def _evaluate(self, batches: Iterable[Batch]) -> Evaluation:
         if self._evaluator is None:
             metrics = fresh_metrics(self._metrics.metrics)
-            self._evaluator = Evaluator(self._backend, self.model, self._loss, metrics)
+            self._evaluator = Evaluator(self.backend, self.model, self._loss, metrics)
         return self._evaluator(batches)
 
     def _save_on_first(self, save: Callable[[TrainState], None]) -> None:
-        if self._backend.index == 0:
+        if self.backend.index == 0:
             save(self.state)
 
     def _info(self, data: TrainingData, plan: Plan) -> RunInfo:
         session = current()
         return RunInfo(
             recipe=str(self.model.name),
-            backend=self._backend.name,
-            world_size=self._backend.size,
+            backend=self.backend.name,
+            world_size=self.backend.size,
             launcher=session.environment.launcher,
-            controller=session.environment.controller if self._backend.size > 1 else None,
+            controller=session.environment.controller if self.backend.size > 1 else None,
             global_batch=data.batch,
-            per_replica_batch=data.batch // self._backend.size,
+            per_replica_batch=data.batch // self.backend.size,
             total_steps=plan.total_steps,
             steps_per_epoch=data.steps_per_epoch,
             parameters=self.state.parameters(),

@@ -154,9 +154,35 @@ def check_a_nan_is_named_with_its_step(world: World) -> None:
     try:
         trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False, log_every=100)
     except NonFiniteError as error:
-        assert "at step 3 " in str(error), error
+        assert "data hold NaN or infinite values at step 3 " in str(error), error
     else:
         raise AssertionError("a NaN went unnoticed")
+
+
+def check_a_diverging_loss_is_named_with_its_step(world: World) -> None:
+    x, y = samples(64)
+    trainer = hvdtrain.Trainer(classifier(0), keras.optimizers.SGD(1e38), CROSSENTROPY, backend=world.backend)
+    try:
+        trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False, log_every=100)
+    except NonFiniteError as error:
+        # The first update makes weights of 1e36, the second overflows.
+        assert "loss became NaN or infinite at step 3 " in str(error), error
+    else:
+        raise AssertionError("a loss of NaN went unnoticed")
+
+
+def check_parameters_that_an_activation_hides_are_noticed(world: World) -> None:
+    """A NaN in the data that ReLU turns into zeros: the loss stays finite, the first layer is lost."""
+    x, y = samples(64)
+    x[20, 0] = np.nan  # in the second batch
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)])
+    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.1), CROSSENTROPY, backend=world.backend)
+    try:
+        trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False, log_every=100)
+    except NonFiniteError as error:
+        assert "at step 2 " in str(error), error
+    else:
+        raise AssertionError("parameters of NaN went unnoticed")
 
 
 def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
@@ -210,8 +236,7 @@ def check_digits_reaches_its_accuracy_over_five_seeds(world: World) -> None:
             observability=replace(base.observability, tensorboard=False, plots=False),
         )
         folder = RunFolder(world.folder / f"digits-{seed}")
-        folder.path.mkdir(exist_ok=True)
-        summary = train(world.session, config, folder)
+        summary = train(world.session, config, folder.path)
         assert summary["val_accuracy"] >= 0.97, (seed, summary["val_accuracy"])
         if world.rank == 0:
             assert json.loads(folder.summary.read_text())["parameter_hash"] == summary["parameter_hash"]
