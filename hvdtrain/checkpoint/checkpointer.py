@@ -1,5 +1,6 @@
 """Checkpoints in numbered folders that appear whole or not at all."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -41,11 +42,12 @@ class Checkpointer:
         final = self._folder / f"{PREFIX}{step:08d}"
         draft = self._folder / f".{final.name}.{os.getpid()}"
         try:
+            shutil.rmtree(draft, ignore_errors=True)  # a killed writer may have had this process's number
             draft.mkdir(parents=True)
             tf.train.Checkpoint(variables=dict(variables)).write(str(draft / TENSORS))
             _write_manifest(draft, variables, scalars)
             if final.exists():
-                shutil.rmtree(final)
+                self._discard(final)
             os.rename(draft, final)
             _sync(self._folder)
         except (OSError, tf.errors.OpError) as error:
@@ -66,11 +68,21 @@ class Checkpointer:
         return complete[-1]
 
     def _complete(self) -> list[Path]:
-        return sorted(path for path in self._folder.glob(f"{PREFIX}*") if (path / MANIFEST).is_file())
+        numbered = {path.name.removeprefix(PREFIX): path for path in self._folder.glob(f"{PREFIX}*")}
+        steps = sorted((number for number in numbered if number.isdecimal()), key=int)
+        return [numbered[number] for number in steps if (numbered[number] / MANIFEST).is_file()]
+
+    def _discard(self, path: Path) -> None:
+        """Remove a checkpoint; hidden first, so that no part of one is ever taken for the whole."""
+        hidden = self._folder / f".{path.name}.discarded"
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def _remove_old(self) -> None:
         for path in self._complete()[: -self._keep]:
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._discard(path)
         for draft in self._folder.glob(f".{PREFIX}*"):
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -105,11 +117,12 @@ def _write_manifest(draft: Path, variables: Mapping[str, tf.Variable], scalars: 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"The checkpoint {path} has format {manifest['format']}, not {FORMAT}.")
         sizes = {name: (path / name).stat().st_size for name in manifest["files"]}
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"The checkpoint {path} is damaged: {error}") from error
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(f"The checkpoint {path} has format {manifest['format']}; this version reads {FORMAT}.")
+        _ = manifest["tensors"], manifest["scalars"]
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"The checkpoint {path} is damaged: {type(error).__name__} {error}.") from error
     wrong = [name for name, size in sizes.items() if size != manifest["files"][name]]
     if wrong:
         raise CheckpointError(f"The checkpoint {path} is damaged: {wrong[0]} does not have its recorded size.")
