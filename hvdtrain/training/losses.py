@@ -1,5 +1,6 @@
 """Losses as a sum and a weight, so that replicas with different numbers of samples add up exactly."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,10 +47,16 @@ def summed_loss(loss: Any) -> LossFunction:
 
     def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
         values = tf.convert_to_tensor(values_of(targets, outputs))
-        mask = getattr(outputs, "_keras_mask", None)
-        return _weighted_sum(values, sample_weight, mask, divide_by_weights=reduction == _WEIGHTED)
+        return _weighted_sum(values, sample_weight, _mask_of(outputs, values), divide_by_weights=reduction == _WEIGHTED)
 
     return loss_sum
+
+
+def _mask_of(outputs: Any, values: tf.Tensor) -> Any:
+    """Return what layers (`mask_zero`) and the loss (`ignore_class`) leave out, or None."""
+    masks = [getattr(tensor, "_keras_mask", None) for tensor in (outputs, values)]
+    given = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+    return functools.reduce(tf.logical_and, given) if given else None
 
 
 def _weighted_sum(values: tf.Tensor, sample_weight: Any, mask: Any, *, divide_by_weights: bool) -> LossSum:
