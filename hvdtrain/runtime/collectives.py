@@ -24,10 +24,10 @@ def collective_name(*parts: str) -> str:
     """Join `axis, role, path, …` to the name by which the ranks match an op.
 
     It is a pure function of its parts, so that a retrace on one rank changes nothing. Slashes would
-    be read as name scopes, and only the part after the last one is the key.
+    be read as name scopes, and only the part after the last one is the key; TensorFlow takes ASCII alone.
     """
     name = ".".join(parts)
-    clean = "".join(c if c.isalnum() or c in "._-" else "." for c in name)
+    clean = "".join(c if (c.isascii() and c.isalnum()) or c in "._-" else "." for c in name)
     return clean if clean == name else f"{clean}.{zlib.crc32(name.encode()):08x}"
 
 
