@@ -32,8 +32,10 @@ def per_replica(batch: int, size: int) -> int:
     """Return the samples each of `size` replicas takes of a global batch.
 
     Raises:
-        ConfigError: it does not divide.
+        ConfigError: it does not divide, or is no batch.
     """
+    if batch < 1:
+        raise ConfigError(f"A batch needs at least one sample. Received: {batch}.")
     if batch % size:
         near = max(1, batch // size) * size
         raise ConfigError(
