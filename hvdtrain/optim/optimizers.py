@@ -10,7 +10,8 @@ from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.registry import check_arguments, suggestion
 from hvdtrain.optim.schedules import learning_rate
 
-NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer")
+NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+"""The base class, and those that wrap other optimizers."""
 
 
 def known_optimizers() -> dict[str, Any]:
