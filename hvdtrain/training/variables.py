@@ -30,8 +30,9 @@ def by_path(variables: Iterable[Any], prefix: str = "") -> dict[str, tf.Variable
     """
     named: dict[str, tf.Variable] = {}
     for variable in variables:
+        tensor = unwrap(variable)
         path, count = f"{prefix}{path_of(variable)}", 1
         while (key := path if count == 1 else f"{path}#{count}") in named:
             count += 1
-        named[key] = unwrap(variable)
+        named[key] = tensor
     return named
