@@ -1,0 +1,37 @@
+"""A session of one process for the tests that need one, and none for those that must do without."""
+
+import atexit
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from hvdtrain.runtime import session as running
+from hvdtrain.runtime.session import Session
+
+
+@pytest.fixture(scope="session")
+def session() -> Iterator[Session]:
+    """What `hvdtrain.init()` makes of a process that is alone; everything else it changes is put back."""
+    import hvdtrain
+
+    environ, hook = dict(os.environ), sys.excepthook
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # another test may have used TensorFlow already
+        hvdtrain.init(backend="single")
+    os.environ.clear()
+    os.environ.update(environ)
+    opened = running.current()
+    yield opened
+    sys.excepthook = hook
+    atexit.unregister(opened.close)
+    running.set_current(None)
+    opened.close()
+
+
+@pytest.fixture
+def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the session that another test may have opened."""
+    monkeypatch.setattr(running._Current, "session", None)

@@ -1,0 +1,340 @@
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import evaluate, train
+from hvdtrain.cli.main import USAGE, VERBS, main
+from hvdtrain.cli.train import Files, parse
+from hvdtrain.config.errors import CheckpointError, ConfigError, UserError
+from hvdtrain.config.files import to_yaml
+from hvdtrain.config.run import Config
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.recipes.registry import RECIPES, recipe
+
+DIGITS = recipe("digits")
+
+
+def changed(section, **options):
+    return replace(DIGITS, **{section: replace(getattr(DIGITS, section), **options)})
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a run of three epochs."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(changed("training", epochs=3, seed=4)), encoding="utf-8")
+    return folder
+
+
+def said(*argv):
+    """The message that refuses a command line, in one line without the frame around it."""
+    with pytest.raises(UserError) as raised:
+        parse([str(word) for word in argv])
+    lines = (line.strip("│ ") for line in str(raised.value).splitlines() if line[0] not in "╭╰")
+    return " ".join(" ".join(lines).split())
+
+
+# -- train: recipe < --config < flags --
+
+
+def test_no_words_mean_the_default_recipe():
+    request = parse([])
+    assert (request.config, request.files) == (DIGITS, Files())
+
+
+def test_flags_go_over_the_recipe():
+    request = parse(["digits", "--epochs", "3", "--batch=32", "--pin", "False", "--schedule", "constant"])
+    expected = replace(
+        DIGITS,
+        training=replace(DIGITS.training, epochs=3),
+        data=replace(DIGITS.data, batch=32),
+        runtime=replace(DIGITS.runtime, pin=False),
+        optim=replace(DIGITS.optim, schedule="constant"),
+    )
+    assert request.config == expected
+
+
+def test_a_file_goes_over_the_recipe_and_flags_over_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("training: {epochs: 3, seed: 7}\ndata: {batch: 32}\n", encoding="utf-8")
+    config = parse(["--epochs", "5", "--config", str(file), "--eval-batch", "9"]).config
+    assert (config.training.epochs, config.training.seed) == (5, 7)  # the flag; the file
+    assert (config.data.batch, config.data.eval_batch) == (32, 9)
+    assert config.optim == DIGITS.optim  # the recipe
+
+
+def test_a_runs_own_configuration_reproduces_it(run_dir):
+    assert parse(["--config", str(run_dir / "config.yaml")]).config == changed("training", epochs=3, seed=4)
+    assert parse(["digits", "--config", str(run_dir / "config.yaml")]).config.training.seed == 4
+
+
+def test_files_are_no_part_of_the_configuration(tmp_path):
+    request = parse(["--run-dir", "here", "--epochs", "2"])
+    assert request.files == Files(run_dir=Path("here"))
+    assert request.config == changed("training", epochs=2)
+
+
+def test_arguments_are_pairs_whose_types_are_read_off():
+    config = parse(
+        ["--optimizer-args", "beta_1", "0.8", "amsgrad", "True", "name", "x", "--model-args", "width", "8"]
+    ).config
+    assert config.optim.optimizer_args == {"beta_1": 0.8, "amsgrad": True, "name": "x"}
+    assert config.model.model_args == {"width": 8}
+    assert type(config.model.model_args["width"]) is int
+
+
+# -- train: what is refused --
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["digit"], ["Unknown recipe 'digit'. Perhaps you meant: digits."]),
+        (["zzz"], ["Unknown recipe 'zzz'. Available: digits."]),
+        (["--epoch", "3"], ["Unrecognized options: --epoch", "Perhaps you meant: --epochs INT"]),
+        (["--learning-rat=3"], ["Unrecognized options: --learning-rat", "Perhaps you meant: --learning-rate FLOAT"]),
+        (["digits", "extra"], ["Unrecognized options: extra"]),
+        (["--epochs", "three"], ["--epochs", "'three'"]),
+        (["--epochs", "2.5"], ["--epochs", "'2.5'"]),
+        (["--epochs"], ["--epochs"]),
+        (["--run-dir"], ["--run-dir"]),
+        (["--pin", "maybe"], ["'maybe'", "--pin", "'True', 'False'"]),
+        (["--backend", "singel"], ["'singel'", "--backend", "'auto', 'horovod', 'single'"]),
+        (["--model-args", "width"], ["--model-args"]),
+        (["--epochs", "0"], ["--epochs must be at least 1. Received: 0."]),
+        (["--learning-rate", "nan"], ["--learning-rate must be a positive number. Received: nan."]),
+        (["--recipe", "other"], ["The recipe is the first word: python -m hvdtrain other."]),
+        (["--config", "no.yaml"], ["--config no.yaml cannot be read: No such file or directory."]),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_explained(argv, parts):
+    text = said(*argv)
+    for part in parts:
+        assert part in text
+
+
+def test_an_unknown_key_in_the_file_is_named_with_its_path(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("optim: {learning_rat: 1}\n", encoding="utf-8")
+    assert said("--config", file) == f"--config {file} does not fit: optim.learning_rat: there is no such option"
+
+
+def test_a_file_of_another_recipe_is_refused(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: cifar\n", encoding="utf-8")
+    assert said("digits", "--config", file) == f"--config {file} is of the recipe 'cifar', not of 'digits'."
+    assert said("--config", file) == "Unknown recipe 'cifar'. Available: digits."
+
+
+# -- train: going on with a run --
+
+
+def test_resume_takes_the_runs_own_options(run_dir):
+    request = parse(["--resume", str(run_dir)])
+    assert request.config == changed("training", epochs=3, seed=4)
+    assert request.files == Files(resume=run_dir)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--epochs", "9"],
+        ["--max-steps", "7"],
+        ["--keep", "1", "--checkpoint-every", "5"],
+        ["--log-every", "1", "--plots", "False"],
+        ["--threads", "1", "--backend", "single"],
+    ],
+)
+def test_resume_may_change_how_long_and_how_it_is_watched(run_dir, flags):
+    request = parse(["--resume", str(run_dir), *flags])
+    assert request.config != changed("training", epochs=3, seed=4)
+    assert request.config.training.seed == 4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--batch", "32"],
+        ["--seed", "5"],
+        ["--learning-rate", "1"],
+        ["--model-args", "width", "8"],
+        ["--epochs", "9", "--shuffle", "False"],
+    ],
+)
+def test_resume_refuses_what_would_make_it_another_run(run_dir, flags):
+    assert f"--resume {run_dir} goes on with the run as it was" in said("--resume", run_dir, *flags)
+
+
+@pytest.mark.parametrize("more", [["--run-dir", "x"], ["--config", "x.yaml"]])
+def test_resume_excludes_another_start(run_dir, more):
+    assert "it takes no recipe, --config or --run-dir" in said("--resume", run_dir, *more)
+
+
+def test_resume_takes_no_recipe(run_dir):
+    assert "it takes no recipe" in said("digits", "--resume", run_dir)
+
+
+def test_resume_needs_a_run(tmp_path):
+    with pytest.raises(CheckpointError, match=r"--resume .*: there is no run \(no config\.yaml in it\)"):
+        parse(["--resume", str(tmp_path)])
+
+
+# -- evaluate --
+
+
+def test_evaluate_reads_the_run_but_not_where_it_was_trained(run_dir):
+    config = replace(DIGITS, runtime=RuntimeConfig("horovod", threads=7, pin=False))
+    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    request = evaluate.parse([str(run_dir), "--backend", "single"])
+    assert request == evaluate.Request(replace(DIGITS, runtime=RuntimeConfig("single")), run_dir)
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "the following arguments are required: run_dir"),
+        (["no/such/run"], "evaluate no/such/run: there is no run"),
+        (["run", "--backend", "mpi"], "invalid choice: 'mpi'"),
+        (["run", "--batch", "3"], "unrecognized arguments: --batch 3"),
+    ],
+)
+def test_evaluate_explains_mistakes(argv, part):
+    with pytest.raises(UserError) as raised:
+        evaluate.parse(argv)
+    assert part in str(raised.value)
+
+
+# -- verbs --
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What each verb was called with, instead of doing it."""
+    calls = []
+    for verb, target in VERBS.items():
+        monkeypatch.setattr(target.replace(":", "."), lambda argv, verb=verb: calls.append((verb, argv)) or 7)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("argv", "call"),
+    [
+        ([], ("train", [])),
+        (["train"], ("train", [])),
+        (["digits"], ("train", ["digits"])),
+        (["train", "digits", "--epochs", "3"], ("train", ["digits", "--epochs", "3"])),
+        (["train", "nonsense"], ("train", ["nonsense"])),  # the verb refuses it
+        (["--epochs", "3"], ("train", ["--epochs", "3"])),
+        (["digits", "--help"], ("train", ["digits", "--help"])),
+        (["evaluate", "runs/1"], ("evaluate", ["runs/1"])),
+        (["env", "--json"], ("env", ["--json"])),
+        (["doctor"], ("doctor", [])),
+        (["recipes", "--help"], ("recipes", ["--help"])),
+    ],
+)
+def test_the_first_word_decides(called, argv, call):
+    assert main(argv) == 7  # the verb's exit code is the program's
+    assert called == [call]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
+def test_help_shows_every_verb(called, capsys, argv):
+    assert main(argv) == 0
+    assert capsys.readouterr().out.strip() == USAGE
+    assert all(f"\n  {verb}" in USAGE for verb in VERBS)
+    assert called == []
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("trian", "Perhaps you meant: train."), ("digts", "Perhaps you meant: digits."), ("zz", "Available: ")],
+)
+def test_a_word_that_is_neither_verb_nor_recipe_is_refused(called, capsys, word, hint):
+    assert main([word]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"hvdtrain: error: There is no verb or recipe {word!r}. {hint}")
+    assert (output.out, called) == ("", [])
+
+
+@pytest.fixture
+def second_rank(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", "1")
+    for name in ("SIZE", "LOCAL_SIZE"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", "2")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [(["--help"], 0), (["trian"], 2), (["recipes"], 0), (["train", "--help"], 0), (["evaluate", "--help"], 0)],
+)
+def test_what_every_rank_would_say_alike_is_said_by_the_first(second_rank, capsys, argv, code):
+    assert main(argv) == code
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_rank_trains(second_rank, called):
+    main(["train"])
+    main(["evaluate", "x"])
+    main(["doctor"])
+    assert [verb for verb, _ in called] == ["train", "evaluate"]
+
+
+def test_recipes_are_listed_in_a_line_each(capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(RECIPES)
+    assert lines[0].startswith("digits  Small CNN")
+
+
+def test_the_options_help_shows_the_recipes_own_values(capsys):
+    assert main(["digits", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("--resume", "--run-dir", "--config", "--batch INT", "(default: 64)", "(default: 0.002)", "cosine"):
+        assert part in text
+
+
+def test_help_for_an_unknown_recipe_is_refused(capsys):
+    assert main(["train", "digit", "--help"]) == 2
+    assert "Unknown recipe 'digit'. Perhaps you meant: digits." in capsys.readouterr().err
+
+
+def test_nothing_before_the_start_imports_tensorflow(run_dir):
+    """Neither help nor a mistake may cost seconds, and the ranks agree before TensorFlow is there."""
+    code = f"""
+import sys
+from hvdtrain.cli.main import main
+from hvdtrain.cli import evaluate, train
+codes = [main(argv) for argv in (["--help"], ["train", "--help"], ["evaluate", "--help"], ["recipes"], ["trian"])]
+train.parse(["--resume", {str(run_dir)!r}])
+evaluate.parse([{str(run_dir)!r}])
+codes.append(main(["--epochs", "0"]))
+loaded = [name for name in ("tensorflow", "keras", "horovod", "mpi4py", "sklearn", "matplotlib") if name in sys.modules]
+print("result:", codes, loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=run_dir)
+    assert done.stdout.splitlines()[-1] == "result: [0, 0, 0, 0, 2, 2] []", done.stderr
+    assert done.stderr.count("--epochs must be at least 1. Received: 0.") == 1
+    assert "Traceback" not in done.stderr
+    assert os.listdir(run_dir) == ["config.yaml"]  # a mistake leaves no folder behind
+
+
+def test_what_must_agree_among_the_ranks(run_dir):
+    """Each rank may have its own --config file, but not another configuration or run folder."""
+    _, facts = train._describe(parse(["--run-dir", "a", "--seed", "4", "--epochs", "3"]))
+    _, same = train._describe(parse(["--run-dir", "a", "--config", str(run_dir / "config.yaml")]))
+    _, other = train._describe(parse(["--run-dir", "a", "--seed", "5"]))
+    _, elsewhere = train._describe(parse(["--run-dir", "b", "--seed", "4", "--epochs", "3"]))
+    assert facts == same
+    assert {name for name in facts if facts[name] != other[name]} == {"the configuration"}
+    assert {name for name in facts if facts[name] != elsewhere[name]} == {"run_dir"}
+
+
+def test_errors_of_the_command_line_are_the_users():
+    assert issubclass(ConfigError, UserError)
+    assert isinstance(parse([]).config, Config)

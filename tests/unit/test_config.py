@@ -1,0 +1,262 @@
+import dataclasses
+import typing
+
+import pytest
+
+from hvdtrain.cli.train import Files
+from hvdtrain.config.checkpoint import CheckpointConfig
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.files import apply_values, digest, read_values, to_yaml
+from hvdtrain.config.model import ModelConfig
+from hvdtrain.config.observability import ObservabilityConfig
+from hvdtrain.config.optim import OptimConfig
+from hvdtrain.config.run import Config
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.config.training import TrainingConfig
+
+BASE = Config("digits")
+ARGUMENTS = {"flag": True, "count": 3, "tiny": 1e-7, "whole": 2.0, "text": "größe: #1", "digits": "12", "word": "yes"}
+OTHER = Config(
+    "another",
+    ModelConfig("resnet", ARGUMENTS),
+    DataConfig("synthetic_images", {"size": 8}, batch=48, eval_batch=100, shuffle=False),
+    OptimConfig("sgd", {"momentum": 0.9}, learning_rate=0.25, schedule="cosine", warmup_steps=7),
+    TrainingConfig(epochs=3, max_steps=11, seed=5),
+    CheckpointConfig(checkpoint_every=4, keep=1),
+    ObservabilityConfig(log_every=2, tensorboard=False, plots=False),
+    RuntimeConfig("single", threads=2, pin=False, start_timeout=9.5),
+)
+
+
+def leaves(config):
+    """Every option with its section, name, type and value; the recipe's name is a section's by itself."""
+    for part in dataclasses.fields(config):
+        value = getattr(config, part.name)
+        if dataclasses.is_dataclass(value):
+            types = typing.get_type_hints(type(value))
+            for option in dataclasses.fields(value):
+                yield part.name, option.name, types[option.name], getattr(value, option.name)
+        else:
+            yield "", part.name, part.type, value
+
+
+def values_of(section, option, value):
+    return {section: {option: value}} if section else {option: value}
+
+
+# -- YAML in and out --
+
+
+def test_this_files_other_configuration_changes_every_option():
+    same = [name for (_, name, _, a), (_, _, _, b) in zip(leaves(BASE), leaves(OTHER), strict=True) if a == b]
+    assert same == []
+
+
+@pytest.mark.parametrize("config", [BASE, OTHER], ids=["defaults", "other"])
+@pytest.mark.parametrize("base", [BASE, OTHER], ids=["over defaults", "over other"])
+def test_what_is_written_is_read_back(tmp_path, config, base):
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    again = apply_values(base, read_values(file), "file")
+    assert again == config
+    for (_, name, _, value), (_, _, _, expected) in zip(leaves(again), leaves(config), strict=True):
+        assert repr(value) == repr(expected), name  # 2.0 is not 2, "12" is not 12
+
+
+def test_yaml_is_read_by_people():
+    text = to_yaml(OTHER)
+    assert text.startswith("recipe: another\nmodel:\n  model: resnet\n")
+    assert "größe" in text
+
+
+def test_equal_configurations_have_equal_digests():
+    assert digest(OTHER) == digest(dataclasses.replace(OTHER))
+
+
+@pytest.mark.parametrize(("section", "option"), [(section, option) for section, option, _, _ in leaves(BASE)])
+def test_every_option_changes_the_digest(section, option):
+    value = getattr(getattr(OTHER, section) if section else OTHER, option)
+    assert digest(apply_values(BASE, values_of(section, option, value), "file")) != digest(BASE)
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"training: {epochs: 3", "is no valid YAML"),
+        (b"\xff\xfe\x00training", "is no valid YAML"),
+        (b"\ttraining: 3", "is no valid YAML"),
+        (b"!!python/object/apply:os.getcwd []", "is no valid YAML"),
+        (b"- epochs", "must hold options as"),
+        (b"epochs", "must hold options as"),
+        (b"", "must hold options as"),
+        (b"# nothing\n", "must hold options as"),
+    ],
+)
+def test_a_file_that_holds_no_options_is_refused_by_name(tmp_path, content, cause):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        read_values(file)
+    assert str(raised.value).startswith(f"--config {file} ")
+    assert cause in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"no\.yaml cannot be read: No such file"):
+        read_values(tmp_path / "no.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_values(tmp_path)
+
+
+# -- what goes before what --
+
+
+def test_a_file_changes_what_it_names_and_nothing_else():
+    merged = apply_values(OTHER, {"training": {"epochs": 99}, "model": {"model": "small_cnn"}}, "file")
+    expected = dataclasses.replace(
+        OTHER,
+        training=dataclasses.replace(OTHER.training, epochs=99),
+        model=dataclasses.replace(OTHER.model, model="small_cnn"),
+    )
+    assert merged == expected
+
+
+def test_a_file_can_set_an_option_back_to_none():
+    assert apply_values(OTHER, {"training": {"max_steps": None}}, "file").training.max_steps is None
+
+
+@pytest.mark.parametrize("section", ["model", "data", "optim"])
+def test_arguments_replace_one_another_as_a_set(section):
+    # What another model, source or optimizer would not take must not stay behind.
+    name = {"model": "model_args", "data": "dataset_args", "optim": "optimizer_args"}[section]
+    merged = apply_values(OTHER, {section: {name: {"new": 1}}}, "file")
+    assert getattr(getattr(merged, section), name) == {"new": 1}
+    assert getattr(getattr(apply_values(OTHER, {section: {name: {}}}, "file"), section), name) == {}
+
+
+def test_the_base_stays_as_it_was():
+    before = to_yaml(OTHER)
+    apply_values(OTHER, {"model": {"model_args": {"new": 1}}, "data": {"batch": 1}}, "file")
+    assert to_yaml(OTHER) == before
+
+
+def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("optim: {learning_rate: 1e-3}\n", encoding="utf-8")  # YAML 1.1 wants 1.0e-3
+    assert apply_values(BASE, read_values(file), "file").optim.learning_rate == 1e-3
+
+
+# -- what is refused --
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"optim": {"learning_rat": 1}}, "optim.learning_rat: there is no such option"),
+        ({"optimizer": {"learning_rate": 1}}, "optimizer: there is no such option"),
+        ({"epochs": 3}, "epochs: there is no such option"),  # an option outside of its section
+        ({"data": {"epochs": 3}}, "data.epochs: there is no such option"),
+        ({1: 2}, "1: Keys should be strings. Received: 1."),
+        ({"training": {1: 2}}, "training.1: Keys should be strings. Received: 1."),
+        ({"training": None}, "training: "),
+        ({"training": 3}, "training: "),
+        ({"training": [3]}, "training: "),
+        ({"training": {"epochs": "three"}}, "training.epochs: "),
+        ({"training": {"epochs": 2.5}}, "training.epochs: "),
+        ({"training": {"epochs": None}}, "training.epochs: "),
+        ({"training": {"epochs": [3]}}, "training.epochs: "),
+        ({"training": {"epochs": {"a": 1}}}, "training.epochs: "),
+        ({"data": {"shuffle": "maybe"}}, "data.shuffle: "),
+        ({"data": {"shuffle": 2}}, "data.shuffle: "),
+        ({"data": {"dataset": 3}}, "data.dataset: "),
+        ({"data": {"dataset_args": None}}, "data.dataset_args: "),
+        ({"data": {"dataset_args": [1]}}, "data.dataset_args: "),
+        ({"model": {"model_args": {"width": [1]}}}, "model.model_args.width."),
+        ({"model": {"model_args": {1: 2}}}, "model.model_args.1."),
+        ({"optim": {"learning_rate": "fast"}}, "optim.learning_rate: "),
+        ({"optim": {"schedule": "linear"}}, "optim.schedule: "),
+        ({"runtime": {"backend": "mpi"}}, "runtime.backend: "),
+        ({"recipe": 3}, "recipe: "),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_path(values, line):
+    with pytest.raises(ConfigError) as raised:
+        apply_values(BASE, values, "--config run.yaml")
+    head, *lines = str(raised.value).splitlines()
+    assert head == "--config run.yaml does not fit:"
+    assert lines[0].startswith(f"  {line}")
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(ConfigError) as raised:
+        apply_values(BASE, {"training": {"epochs": 0}, "optim": {"x": 1}, "y": 2}, "file")
+    text = str(raised.value)
+    assert "optim.x: there is no such option" in text
+    assert "y: there is no such option" in text
+    assert "--epochs must be at least 1. Received: 0." in text
+    assert text.count("Received: 0") == 1
+
+
+NAN, INF = float("nan"), float("inf")
+LIMITS = {
+    # option: (refused, accepted at the edge)
+    "batch": ([0, -64], [1]),
+    "eval_batch": ([0, -1], [1]),
+    "learning_rate": ([0, 0.0, -1e-3, NAN, INF, -INF], [1e-12, 100.0]),
+    "warmup_steps": ([-1], [0]),
+    "epochs": ([0, -1], [1]),
+    "max_steps": ([0, -1], [1, None]),
+    "seed": ([-1, 2**31], [0, 2**31 - 1]),
+    "checkpoint_every": ([0, -1], [1, None]),
+    "keep": ([0, -1], [1]),
+    "log_every": ([0, -1], [1]),
+    "threads": ([0, -1], [1, None]),
+    "start_timeout": ([0, -1.0, NAN], [0.1]),
+}
+NUMBERS = {
+    option: section
+    for section, option, kind, _ in leaves(BASE)
+    if not isinstance(kind, str) and {int, float} & {kind, *typing.get_args(kind)} and "_args" not in option
+}
+
+
+def test_every_number_among_the_options_has_limits():
+    assert set(LIMITS) == set(NUMBERS)
+
+
+@pytest.mark.parametrize(("option", "value"), [(name, value) for name, (bad, _) in LIMITS.items() for value in bad])
+def test_a_number_out_of_range_is_refused_by_its_flag(option, value):
+    with pytest.raises(ConfigError) as raised:
+        apply_values(BASE, values_of(NUMBERS[option], option, value), "file")
+    assert f"--{option.replace('_', '-')} must" in str(raised.value)
+    assert f"Received: {value}" in str(raised.value) or f"Received: {float(value)}" in str(raised.value)
+
+
+@pytest.mark.parametrize(("option", "value"), [(name, value) for name, (_, good) in LIMITS.items() for value in good])
+def test_a_number_at_the_edge_is_taken(option, value):
+    config = apply_values(BASE, values_of(NUMBERS[option], option, value), "file")
+    assert getattr(getattr(config, NUMBERS[option]), option) == value
+
+
+def test_limits_hold_for_configurations_made_in_python():
+    with pytest.raises(ConfigError, match="--batch must be at least 1"):
+        DataConfig(batch=0)
+
+
+# -- the shape of the whole --
+
+
+def test_leaf_names_are_unique_so_that_flags_are_flat():
+    names = [name for _, name, _, _ in leaves(BASE)] + [field.name for field in dataclasses.fields(Files)] + ["config"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_sections_cannot_be_changed_in_place():
+    for part in (BASE, BASE.model, BASE.training):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            part.seed = 3
+
+
+def test_two_configurations_share_no_arguments():
+    assert ModelConfig().model_args is not ModelConfig().model_args

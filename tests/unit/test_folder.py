@@ -1,0 +1,88 @@
+import re
+
+import pytest
+
+from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.config.files import to_yaml
+from hvdtrain.recipes.registry import recipe
+from hvdtrain.training.folder import RUNS, RunFolder, create, default_path, opened
+
+
+def test_a_new_folder_is_made_with_those_above_it(tmp_path):
+    path = tmp_path / "a" / "b"
+    assert create(path) == RunFolder(path)
+    assert list(path.iterdir()) == []
+
+
+def test_an_empty_folder_is_taken(tmp_path):
+    assert create(tmp_path).path == tmp_path
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".hidden"])
+def test_a_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError) as raised:
+        create(tmp_path)
+    assert f"--run-dir {tmp_path} is not empty: nothing in it is overwritten" in str(raised.value)
+    assert f"--resume {tmp_path}" in str(raised.value)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
+
+
+@pytest.mark.parametrize("below", ["", "run", "deep/run"])
+def test_a_file_in_the_folders_place_is_named(tmp_path, below):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    path = file / below if below else file
+    with pytest.raises(
+        ConfigError, match=rf"--run-dir {re.escape(str(path))} cannot be created: .*{re.escape(str(file))}"
+    ):
+        create(path)
+    assert file.read_text() == "mine"
+
+
+def test_the_parts_of_a_run_are_different_files_in_its_folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    parts = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
+    assert len(parts) == len(set(parts)) == 9
+    assert all(part.parent == tmp_path for part in parts)
+
+
+def test_a_run_gets_a_name_that_no_run_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20300102-030405")
+    names = []
+    for _ in range(3):
+        path = default_path("digits")
+        create(path)
+        names.append(path)
+    stem = "digits-20300102-030405"
+    assert names == [RUNS / stem, RUNS / f"{stem}-2", RUNS / f"{stem}-3"]
+
+
+def test_a_run_is_opened_with_its_configuration(tmp_path):
+    config = recipe("digits")
+    folder = create(tmp_path / "run")
+    folder.config.write_text(to_yaml(config), encoding="utf-8")
+    assert opened(folder.path, "--resume") == (folder, config)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "file", "empty folder", "a folder named config.yaml"])
+def test_what_is_no_run_is_refused_by_the_option_that_named_it(tmp_path, kind):
+    path = tmp_path / "run"
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "empty folder":
+        path.mkdir()
+    elif kind != "nothing":
+        (path / "config.yaml").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=rf"^evaluate {re.escape(str(path))}: there is no run"):
+        opened(path, "evaluate")
+
+
+def test_a_run_of_another_version_is_told_by_the_option_it_does_not_know(tmp_path):
+    folder = create(tmp_path / "run")
+    folder.config.write_text("recipe: digits\ntraining: {epoch: 3}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        opened(folder.path, "--resume")
+    assert str(folder.config) in str(raised.value)
+    assert "training.epoch: there is no such option" in str(raised.value)

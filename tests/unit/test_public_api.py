@@ -1,0 +1,121 @@
+import configparser
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.runtime.session import current, has_session
+
+ROOT = Path(hvdtrain.__file__).parent.parent
+
+
+def test_importing_the_package_imports_neither_tensorflow_nor_horovod():
+    code = (
+        "import sys, hvdtrain\n"
+        "dir(hvdtrain), hvdtrain.__version__\n"
+        "heavy = ('tensorflow', 'keras', 'horovod', 'mpi4py', 'numpy')\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+        "hvdtrain.init\n"
+        "print([name for name in heavy if name in sys.modules and name != 'numpy'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[:2] == ["[]", "[]"], done.stderr
+
+
+def test_the_public_names_are_those_that_are_promised():
+    assert set(hvdtrain.__all__) == {
+        "DistributedGradientTape",
+        "Trainer",
+        "broadcast_variables",
+        "init",
+        "local_rank",
+        "rank",
+        "size",
+    }
+    assert dir(hvdtrain) == sorted([*hvdtrain.__all__, "__version__"])
+
+
+@pytest.mark.parametrize("name", hvdtrain.__all__)
+def test_every_public_name_is_there_and_documented(name):
+    thing = getattr(hvdtrain, name)
+    assert thing.__name__ == name
+    assert inspect.getdoc(thing)
+
+
+def test_a_star_import_brings_them_all():
+    names = {}
+    exec("from hvdtrain import *", names)
+    assert set(hvdtrain.__all__) <= names.keys()
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'hvdtrain' has no attribute 'DistributedOptimizer'"):
+        hvdtrain.DistributedOptimizer  # noqa: B018
+    assert not hasattr(hvdtrain, "nothing")
+    with pytest.raises(ImportError, match="nothing"):
+        exec("from hvdtrain import nothing")
+
+
+def test_the_version_is_that_of_the_package():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert hvdtrain.__version__ == setup["metadata"]["version"]
+
+
+@pytest.mark.usefixtures("no_session")
+@pytest.mark.parametrize(
+    "use",
+    [
+        hvdtrain.rank,
+        hvdtrain.size,
+        hvdtrain.local_rank,
+        lambda: hvdtrain.broadcast_variables([]),
+        lambda: hvdtrain.DistributedGradientTape(),
+        lambda: hvdtrain.Trainer(None, "sgd", "mse"),
+    ],
+    ids=["rank", "size", "local_rank", "broadcast_variables", "DistributedGradientTape", "Trainer"],
+)
+def test_everything_else_needs_init_first(use):
+    with pytest.raises(LaunchError, match=r"call hvdtrain\.init\(\) first"):
+        use()
+
+
+@pytest.mark.usefixtures("no_session")
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [({"threads": 0}, "--threads must be at least 1"), ({"start_timeout": 0.0}, "--start-timeout must be positive")],
+)
+def test_init_refuses_bad_options_and_leaves_no_session(options, cause):
+    with pytest.raises(ConfigError, match=cause):
+        hvdtrain.init(backend="single", **options)
+    assert not has_session()
+
+
+def test_a_process_that_is_alone_is_rank_0_of_1(session):
+    assert (hvdtrain.rank(), hvdtrain.size(), hvdtrain.local_rank()) == (0, 1, 0)
+    assert session.collectives is None
+
+
+def test_a_second_init_keeps_the_session(session):
+    hook = sys.excepthook
+    hvdtrain.init(backend="single")
+    assert current() is session
+    assert sys.excepthook is hook
+
+
+def test_broadcast_on_one_process_changes_nothing(session):
+    import keras
+    import tensorflow as tf
+
+    variables = [tf.Variable([1.0, 2.0], name="plain"), keras.Variable([3.0], name="kept")]
+    hvdtrain.broadcast_variables(variables)
+    assert [list(v.numpy()) for v in variables] == [[1.0, 2.0], [3.0]]
+
+
+def test_broadcast_refuses_what_is_no_variable(session):
+    with pytest.raises(TypeError, match=r"variable is needed\. Received: float"):
+        hvdtrain.broadcast_variables([3.0])
