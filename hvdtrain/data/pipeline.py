@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_batch, slice_bounds
+from hvdtrain.data.batch import Batch, as_batch, part_of, per_replica, slice_batch, slice_bounds
 
 PREFETCH = 4
 
@@ -59,27 +59,36 @@ class ArrayTraining:
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
-        steps = tf.data.Dataset.range(start_step, tf.int64.max)
-        return iter(steps.map(_plain(self._batch_of)).prefetch(PREFETCH))
+        epoch, within = divmod(start_step, self.steps_per_epoch)
+        indices = tf.data.Dataset.range(epoch, tf.int64.max).flat_map(_plain(self._indices_of)).skip(within)
+        return iter(indices.map(_plain(self._gather)).prefetch(PREFETCH))
 
-    def positions(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the sample numbers [n] of the global batch of `step`, and the samples in it."""
-        n = tf.constant(self._source.size, tf.int64)
-        epoch, within = step // self.steps_per_epoch, step % self.steps_per_epoch
-        begin = within * self.batch
-        places = tf.range(begin, tf.minimum(begin + self.batch, n))
-        return self._order(places, epoch, n), tf.size(places, out_type=tf.int64)
+    def _indices_of(self, epoch: tf.Tensor) -> tf.data.Dataset:
+        """Return this replica's sample numbers of each step of an epoch, whether they count, and the samples of all.
 
-    def _order(self, places: tf.Tensor, epoch: tf.Tensor, n: tf.Tensor) -> tf.Tensor:
+        Formed for the whole epoch at once: what is left to do for a step is to gather its samples.
+        """
+        full, tail = divmod(self._source.size, self.batch)
+        order = self._order(epoch)
+        begin, end = part_of(self.batch, self._index, self._size)
+        mine = tf.reshape(order[: full * self.batch], [full, self.batch])[:, begin:end]
+        steps = tf.data.Dataset.from_tensor_slices((mine, tf.ones([full]), tf.fill([full], self.batch)))
+        if tail == 0:
+            return steps
+        first, last, present = slice_bounds(tf.constant(tail, tf.int64), self._index, self._size)
+        rest = order[full * self.batch :][first:last]
+        return steps.concatenate(tf.data.Dataset.from_tensors((rest, present, tf.constant(tail))))
+
+    def _order(self, epoch: tf.Tensor) -> tf.Tensor:
+        """Return the sample numbers [samples] in the order of `epoch`."""
+        places = tf.range(tf.constant(self._source.size, tf.int64))
         if not self._shuffle:
             return places
         key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
-        return tf.random.experimental.index_shuffle(places, key, n - 1)
+        return tf.random.experimental.index_shuffle(places, key, self._source.size - 1)
 
-    def _batch_of(self, step: tf.Tensor) -> Batch:
-        indices, total = self.positions(step)
-        first, last, present = slice_bounds(total, self._index, self._size)
-        return as_batch(self._source.gather(indices[first:last]), present, total)
+    def _gather(self, indices: tf.Tensor, present: tf.Tensor, total: tf.Tensor) -> Batch:
+        return as_batch(self._source.gather(indices), present, total)
 
 
 class DatasetTraining:

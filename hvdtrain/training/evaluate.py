@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
-from hvdtrain.training.compiled import compile_for
 from hvdtrain.training.losses import LossFunction
 from hvdtrain.training.metrics import MetricSet
 
@@ -39,7 +38,7 @@ class Evaluator:
         self._loss = loss
         self._metrics = MetricSet(metrics, backend)
         self._sums = tf.Variable(tf.zeros([2], tf.float64), trainable=False)
-        self._update: Any = None
+        self._update = tf.function(self._update_batch, autograph=False, reduce_retracing=True)
         self._reduce = tf.function(self._reduce_all, autograph=False)
 
     def __call__(self, batches: Iterable[Batch]) -> Evaluation:
@@ -48,8 +47,6 @@ class Evaluator:
         self._metrics.reset()
         self._sums.assign(tf.zeros([2], tf.float64))
         for batch in self._backend.distribute(batches):
-            if self._update is None:
-                self._update = compile_for(batch, self._update_batch)
             self._update(batch)
         self._reduce()
         total, weight = self._sums.numpy()

@@ -1,14 +1,14 @@
 """The loop over optimizer steps: what happens when, and nothing about how."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import NonFiniteError
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
 from hvdtrain.training.clock import StepClock
 from hvdtrain.training.evaluate import Evaluation
+from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.metrics import MetricSet
 from hvdtrain.training.state import TrainState
 from hvdtrain.training.step import StepResult, TrainStep
@@ -22,27 +22,6 @@ class Plan:
     log_every: int = 10
     checkpoint_every: int | None = None
     """None: at the end of every epoch."""
-
-
-@dataclass
-class Losses:
-    """Weighted sums of the training loss, since the last logged step and over the epoch."""
-
-    epoch_total: float = 0.0
-    epoch_weight: float = 0.0
-    mean: float = field(default=float("nan"))
-    """Mean over the epoch that ended last."""
-
-    def add(self, total: float, weight: float) -> float:
-        """Add a window's sums and return its mean."""
-        self.epoch_total += total
-        self.epoch_weight += weight
-        return total / weight if weight else float("nan")
-
-    def end_epoch(self) -> None:
-        """Keep the epoch's mean and start the next."""
-        self.mean = self.epoch_total / self.epoch_weight if self.epoch_weight else float("nan")
-        self.epoch_total = self.epoch_weight = 0.0
 
 
 class TrainingLoop:
@@ -81,7 +60,7 @@ class TrainingLoop:
         self._save = save
         self._saved_at: int | None = None
         self.clock = StepClock(data.batch)
-        self.losses = Losses()
+        self.ledger = Ledger(data.steps_per_epoch, state.scalars.step)
         self.evaluations: list[EvaluationRecord] = []
 
     def run(self, plan: Plan) -> None:
@@ -101,6 +80,7 @@ class TrainingLoop:
             rate = self._learning_rate() if logged else 0.0
             batch = next(batches)
             result = self._step(batch, measure=logged)
+            self.ledger.note(result.totals)
             self.clock.tick()
             epoch, scalars.step = scalars.epoch, done
             scalars.epoch = done // self._data.steps_per_epoch
@@ -131,35 +111,14 @@ class TrainingLoop:
         return float(self._state.optimizer.learning_rate)
 
     def _log(self, epoch: int, result: StepResult, rate: float, metrics: dict[str, float]) -> None:
-        self._check_health()
-        loss = self.losses.add(*self._step.take_loss())
+        loss = self.ledger.settle(self._state.trainable.values())
         throughput = self.clock.samples_per_second()
         step = self._state.scalars.step
         norm = float(result.grad_norm)
         self._observers.on_step(StepRecord(step, epoch, loss, rate, throughput, norm, metrics))
 
-    def _check_health(self) -> None:
-        """Stop where training has become meaningless; data with NaN in them may be the model's own business."""
-        health = self._step.health()
-        if health.bad_loss is None and health.finite_parameters:
-            return
-        if health.bad_data is not None:
-            raise NonFiniteError(f"The data hold NaN or infinite values at {self._place(health.bad_data)}.")
-        if health.bad_loss is not None:
-            raise NonFiniteError(
-                f"The loss became NaN or infinite at {self._place(health.bad_loss)}, with sound data: a lower "
-                "--learning-rate or a warm-up may help."
-            )
-        raise NonFiniteError(
-            f"Parameters became NaN or infinite by {self._place(self._state.scalars.step - 1)}, with sound data and a "
-            "finite loss: a lower --learning-rate may help, and --log-every 1 shows the step."
-        )
-
-    def _place(self, step: int) -> str:
-        return f"step {step + 1} (epoch {step // self._data.steps_per_epoch + 1})"
-
     def _end_epoch(self, epoch: int) -> None:
-        self.losses.end_epoch()
+        self.ledger.end_epoch()
         if self._evaluate is None:
             return
         self._state.average_statistics(self._backend)

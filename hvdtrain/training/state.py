@@ -59,7 +59,7 @@ class TrainState:
         }
         self.generators = by_path(_seed_states(model))
         self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
-        """Finished optimizer steps, where the compiled step can read them."""
+        """Finished optimizer steps, where a compiled step with random draws can read them."""
 
     def variables(self) -> dict[str, tf.Variable]:
         """Return every variable that is saved and broadcast, by path."""
@@ -120,10 +120,13 @@ class TrainState:
 
     def seed_generators(self, replica: int) -> None:
         """Set the model's random generators as a function of (seed, step, replica), within the compiled step."""
+        if not self.generators:
+            return
         for path, state in self.generators.items():
             key = zlib.crc32(f"{self.scalars.seed}/{replica}/{path}".encode())
             counter = tf.cast(self.counter * CALLS_PER_STEP, state.dtype)
             state.assign(tf.stack([tf.constant(key, state.dtype), counter]))
+        self.counter.assign_add(1)
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         """Take over the scalars of a checkpoint."""

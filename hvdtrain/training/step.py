@@ -6,7 +6,6 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
-from hvdtrain.training.compiled import compile_for
 from hvdtrain.training.losses import LossFunction
 from hvdtrain.training.reduction import Gradient, GradientReducer, ReductionOptions
 from hvdtrain.training.state import TrainState
@@ -17,34 +16,20 @@ class LocalSums(NamedTuple):
 
     gradients: list[Gradient]
     """Gradients of total / nominal."""
-    total: tf.Tensor
-    """Sum of the weighted losses."""
-    weight: tf.Tensor
-    """Sum of the weights."""
+    totals: tf.Tensor
+    """[3]: sum of the weighted losses, sum of the weights, and zero or, where this replica's inputs or targets are
+    not finite, NaN: all three are added up over the replicas."""
     nominal: tf.Tensor
     """What the weights of all replicas add up to when every element counts once: the same on all of them."""
     uniform: bool
     """Whether the weights do add up to `nominal`: then the reduced gradients are the mean already."""
-    bad_data: tf.Tensor
-    """1 if this replica's inputs or targets hold NaN or infinite values, else 0."""
-
-
-class GlobalSums(NamedTuple):
-    """What every replica knows after the update."""
-
-    total: tf.Tensor
-    weight: tf.Tensor
-    bad_data: tf.Tensor
-    """Replicas whose data hold NaN or infinite values."""
-    grad_norm: tf.Tensor
-    """L2 norm of the reduced gradient; NaN where it was not asked for."""
 
 
 class StepResult(NamedTuple):
     """What a step leaves behind, as tensors that nobody has to wait for."""
 
-    loss: tf.Tensor
-    """Mean loss over the global batch, before the update."""
+    totals: tf.Tensor
+    """[3]: `LocalSums.totals` over all replicas."""
     grad_norm: tf.Tensor
     """Global L2 norm of the reduced gradient; NaN where it was not asked for."""
     outputs: Any
@@ -54,8 +39,8 @@ class StepResult(NamedTuple):
 class UpdateRule(Protocol):
     """Turns local sums into a changed state: it owns the exchange and the optimizer."""
 
-    def update(self, local: LocalSums, measure: tf.Tensor) -> GlobalSums:
-        """Apply one step; `measure` asks for the gradient's norm."""
+    def update(self, local: LocalSums, measure: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Apply one step; return the totals over all replicas, and the gradient's norm if `measure` asks for it."""
 
 
 class AllReduceUpdate:
@@ -68,16 +53,26 @@ class AllReduceUpdate:
         self._variables = state.model.trainable_variables
         self._reducer = GradientReducer(backend, ReductionOptions(op="sum"))
 
-    def update(self, local: LocalSums, measure: tf.Tensor) -> GlobalSums:
-        """Exchange loss and weight along with the gradients, then let the optimizer apply the mean."""
-        share = tf.stack([local.total, local.weight, local.bad_data])
-        *gradients, sums = self._reducer.reduce([*local.gradients, share], [*self._paths, "loss_and_weight"])
-        total, weight, bad_data = sums[0], sums[1], sums[2]
+    def update(self, local: LocalSums, measure: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Exchange the totals along with the gradients, then let the optimizer apply the mean."""
+        *gradients, totals = self._reducer.reduce(
+            [*local.gradients, _after(local.totals, local.gradients)], [*self._paths, "totals"]
+        )
         # Dividing here would be one more pass over all gradients: where it can be, it was done to the loss.
-        mean = gradients if local.uniform else _rescale(gradients, local.nominal, weight)
+        mean = gradients if local.uniform else _rescale(gradients, local.nominal, totals[1])
         norm = tf.cond(measure, lambda: _global_norm(mean), lambda: tf.constant(float("nan"), tf.float64))
         self._optimizer.apply(mean, self._variables)
-        return GlobalSums(total, weight, bad_data, norm)
+        return totals, norm
+
+
+def _after(totals: tf.Tensor, gradients: list[Gradient]) -> tf.Tensor:
+    """Hold the totals back until the last gradient is there.
+
+    Sent as soon as the loss is known, they would make a message of their own: on a step of 4 ms that costs 5 %.
+    """
+    last = next((g for g in gradients if g is not None), totals)
+    with tf.control_dependencies([last.values if isinstance(last, tf.IndexedSlices) else last]):
+        return tf.identity(totals)
 
 
 def _rescale(gradients: list[Gradient], nominal: tf.Tensor, weight: tf.Tensor) -> list[Gradient]:
@@ -98,96 +93,31 @@ def _global_norm(gradients: list[Gradient]) -> tf.Tensor:
     return tf.sqrt(tf.add_n([tf.cast(tf.reduce_sum(tf.square(p)), tf.float64) for p in parts]))
 
 
-class Health(NamedTuple):
-    """Where numbers stopped being finite; steps are counted from 0."""
-
-    bad_loss: int | None
-    """First step with a loss that is not finite."""
-    bad_data: int | None
-    """First step with inputs or targets that are not finite."""
-    finite_parameters: bool
-    """Whether all parameters were finite after the last measured step: an activation may hide it from the loss."""
-
-
-def _first_time() -> tf.Variable:
-    return tf.Variable(-1, trainable=False, dtype=tf.int64)
-
-
-def _note(first: tf.Variable, happened: tf.Tensor, step: tf.Tensor) -> None:
-    """Keep `step` in `first` if this is the first time."""
-    first.assign(tf.where(tf.logical_and(happened, first < 0), step, first))
-
-
-def _step_of(first: tf.Variable) -> int | None:
-    step = int(first)
-    return None if step < 0 else step
-
-
-def all_finite(tensors: list[Any]) -> tf.Tensor:
-    """Return whether every element of the floating-point tensors among `tensors` is finite.
-
-    A sum is finite if its terms are, short of overflow, and takes one pass without a mask in memory.
-    """
-    sums = [_wide_sum(tensor) for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.is_floating]
-    return tf.reduce_all(tf.math.is_finite(tf.stack(sums))) if sums else tf.constant(True)
-
-
-def _wide_sum(tensor: Any) -> tf.Tensor:
-    narrow = tensor.dtype.size < 4
-    return tf.cast(tf.reduce_sum(tf.cast(tensor, tf.float32) if narrow else tensor), tf.float64)
-
-
 class TrainStep:
-    """The compiled step of one replica, with the running sums that the loop reads when it logs."""
+    """The compiled step of one replica."""
 
     def __init__(self, backend: Backend, state: TrainState, loss: LossFunction, rule: UpdateRule) -> None:
         self._backend = backend
         self._state = state
         self._loss = loss
         self._rule = rule
-        self._sum = tf.Variable(0.0, trainable=False, dtype=tf.float64)
-        self._weight = tf.Variable(0.0, trainable=False, dtype=tf.float64)
-        self._bad_loss = _first_time()
-        self._bad_data = _first_time()
-        self._finite = tf.Variable(True, trainable=False)
         self._measure = {flag: tf.constant(flag) for flag in (False, True)}
-        self._compiled: Any = None
+        # The full batch keeps its static shape, which is worth 5 % on a small model; the last one of an epoch is
+        # traced once more, for any size.
+        self._compiled = tf.function(self._run, autograph=False, reduce_retracing=True)
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` asks for the gradient's norm."""
-        if self._compiled is None:
-            self._compiled = compile_for(batch, self._run, tf.TensorSpec([], tf.bool))
         return self._compiled(batch, self._measure[measure])
-
-    def take_loss(self) -> tuple[float, float]:
-        """Return the sums of weighted losses and of weights since the last call, over all replicas."""
-        sums = float(self._sum), float(self._weight)
-        self._sum.assign(0.0)
-        self._weight.assign(0.0)
-        return sums
-
-    def health(self) -> Health:
-        """Return what the flags in the compiled step say by now; whether parameters are finite is looked at on
-        measured steps.
-        """
-        return Health(_step_of(self._bad_loss), _step_of(self._bad_data), bool(self._finite))
 
     def _run(self, batch: Batch, measure: tf.Tensor) -> StepResult:
         return self._backend.run(self._replica_step, batch, measure)
 
     def _replica_step(self, batch: Batch, measure: tf.Tensor) -> StepResult:
-        step = self._state.counter.read_value()
         self._state.seed_generators(self._backend.index)
         local, outputs = self.forward_backward(batch)
-        sums = self._rule.update(local, measure)
-        self._sum.assign_add(tf.cast(sums.total, tf.float64))
-        self._weight.assign_add(tf.cast(sums.weight, tf.float64))
-        _note(self._bad_loss, tf.logical_not(tf.math.is_finite(sums.total)), step)
-        _note(self._bad_data, sums.bad_data > 0, step)
-        parameters = list(self._state.trainable.values())
-        self._finite.assign(tf.cond(measure, lambda: all_finite(parameters), self._finite.read_value))
-        self._state.counter.assign(step + 1)
-        return StepResult(tf.math.divide_no_nan(sums.total, sums.weight), sums.grad_norm, outputs)
+        totals, norm = self._rule.update(local, measure)
+        return StepResult(totals, norm, outputs)
 
     def forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
         """Run one microbatch; a replica whose batch is a placeholder contributes zeros."""
@@ -199,5 +129,19 @@ class TrainStep:
             nominal = part.elements_per_sample * tf.cast(batch.global_samples, part.total.dtype)
             objective = total / nominal
         gradients = tape.gradient(objective, list(self._state.trainable.values()))
-        bad_data = 1.0 - tf.cast(all_finite(tf.nest.flatten((batch.inputs, batch.targets))), total.dtype)
-        return LocalSums(gradients, total, weight, nominal, part.uniform, bad_data), outputs
+        poison = tf.cast(zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets))), total.dtype)
+        return LocalSums(gradients, tf.stack([total, weight, poison]), nominal, part.uniform), outputs
+
+
+def zero_if_finite(tensors: list[Any]) -> tf.Tensor:
+    """Return 0 if every element of the floating-point tensors among `tensors` is finite, else NaN.
+
+    A sum is finite if its terms are, short of overflow; it takes one pass and no mask in memory.
+    """
+    sums = [_wide_sum(tensor) for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.is_floating]
+    return 0.0 * tf.add_n(sums) if sums else tf.constant(0.0)
+
+
+def _wide_sum(tensor: Any) -> tf.Tensor:
+    narrow = tensor.dtype.size < 4
+    return tf.cast(tf.reduce_sum(tf.cast(tensor, tf.float32) if narrow else tensor), tf.float32)

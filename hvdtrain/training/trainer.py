@@ -220,7 +220,7 @@ class Trainer:
         return FitResult(
             steps=scalars.step,
             epochs=-(-scalars.step // data.steps_per_epoch),
-            train_loss=loop.losses.mean,
+            train_loss=loop.ledger.epoch_loss,
             evaluations=loop.evaluations,
             samples_per_second=loop.clock.steady_samples_per_second(),
             step_ms=median_p90(loop.clock.steady_ms()),
