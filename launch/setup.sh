@@ -94,6 +94,13 @@ write_stamp() {
 
 # --- what must be there before we begin ---------------------------------------------------------------------
 
+# Neither CMake's search for MPI nor PATH can hold them.
+need_plain_path() {
+    case "$ROOT" in
+    *[[:space:]:]*) die "the path $ROOT has a space or a colon in it, and Horovod can't be built there: mv it to a path without" ;;
+    esac
+}
+
 need_tools() {
     local tool
     for tool in "${CXX:-g++}" make; do
@@ -152,6 +159,7 @@ check_ranks() {
 
 make_environment() {
     rm -f "$STATE/stamp" "$STATE/stamp-test"
+    need_plain_path
     need_tools
     ensure_venv
     drop_other_mpi
@@ -177,15 +185,15 @@ main() {
     choose_mpi
     if all_done; then return; fi
     take_lock
-    if all_done; then return; fi # done by the setup that we waited for
     trap stop_job EXIT
     trap 'die "stopped at ${BASH_SOURCE[0]##*/}:$LINENO, where $BASH_COMMAND failed"' ERR
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
     rm -rf "$WORK"
     mkdir -p "$WORK" "$LOGS"
+    # asked again: the setup that we may have waited for did it
     up_to_date stamp environment_key || make_environment
-    if [ -n "$tests" ]; then add_test_packages; fi
+    [ -z "$tests" ] || up_to_date stamp-test test_key || add_test_packages
     rm -rf "$WORK"
     say "ready: launch/train.sh, or source launch/env.sh"
 }

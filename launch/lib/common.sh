@@ -24,7 +24,7 @@ install_with() {
     fi
 }
 
-# run_logged LOG COMMAND...: silent, unless it fails; then the end of its output is shown
+# run_logged LOG COMMAND...: silent, unless it fails; then what matters of its output is shown
 run_logged() {
     local log="$LOGS/$1" failed=0
     shift
@@ -34,8 +34,15 @@ run_logged() {
     set +m
     wait "$job" || failed=1
     job=
-    if [ "$failed" = 1 ]; then tail -n 30 "$log" >&2; fi
+    if [ "$failed" = 1 ]; then show_failure "$log" >&2; fi
     return "$failed"
+}
+
+# The first errors, which hold the cause but may be far up in a compiler's output, and the end.
+show_failure() {
+    grep -E -A 4 'CMake Error|fatal error|[Ee]rror: |ERROR: ' "$1" | head -n 20 || true
+    printf '%s\n' "... the last lines:"
+    tail -n 10 "$1"
 }
 
 stop_job() {

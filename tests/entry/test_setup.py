@@ -1,0 +1,277 @@
+"""launch/setup.sh on machines made of stubs: what is missing, what fails, when it works and when it rests.
+
+No network, no compiler, the real .venv untouched.
+"""
+
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.entry.stub_machine import PYTHON, Machine
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+# --- what is missing is said in one line, with the command that mends it ---
+
+
+def test_no_python(machine):
+    machine.lacks("python3.11")
+    line = machine.refusal()
+    assert line.startswith("setup: Python 3.11, 3.12 or 3.13 is missing: sudo apt-get install python3.11")
+
+
+def test_only_an_old_python(machine):
+    machine.lacks("python3.11")
+    machine.has("python3", PYTHON)
+    assert "is missing (python3 is 3.10): sudo apt-get install python3.11" in machine.refusal(VERSION="3.10")
+
+
+@pytest.mark.parametrize("chosen", ["python3.10", "no-such-python"])
+def test_the_python_that_was_asked_for_is_the_only_one_tried(machine, chosen):
+    machine.has("python3.10", PYTHON.replace(":-3.11}", ":-3.10}"))
+    line = machine.refusal(PYTHON=chosen)
+    assert f"PYTHON={chosen} is not a Python 3.11, 3.12 or 3.13" in line
+    assert "unset it" in line
+
+
+def test_no_venv_module(machine):
+    line = machine.refusal(PARTS="bare")
+    assert line == "setup: Python 3.11 has no venv and ensurepip modules: sudo apt-get install python3.11-venv"
+
+
+def test_a_shim_for_a_python_that_is_not_there_is_passed_over(machine):
+    machine.has("python3", PYTHON)
+    machine.has("python3.11", "exit 127")
+    assert "ready" in machine.setup()
+
+
+@pytest.mark.parametrize("tool", ["g++", "make"])
+def test_no_compiler(machine, tool):
+    machine.lacks(tool)
+    assert machine.refusal() == f"setup: {tool} is missing: sudo apt-get install g++ make"
+
+
+def test_the_mend_speaks_the_package_manager_of_the_machine(machine):
+    machine.lacks("g++")
+    machine.lacks("apt-get")
+    assert machine.refusal() == "setup: g++ is missing: install g++ make with your system's package manager"
+    machine.has("dnf", "exit 0")
+    assert machine.refusal() == "setup: g++ is missing: sudo dnf install gcc-c++ make"
+
+
+def test_no_disk(machine):
+    line = machine.refusal(FREE_MB="3999")
+    assert "3999 MB free and .venv needs 4000: free some" in line
+
+
+def test_a_gpu_needs_more_disk_and_brings_cuda(machine):
+    machine.has("nvidia-smi", "echo GPU 0: stub")
+    assert ".venv needs 12000" in machine.refusal(FREE_MB="5000")
+    machine.setup()
+    assert any("requirements-cuda.txt" in call for call in machine.work())
+
+
+def test_no_gpu_behind_nvidia_smi(machine):
+    machine.has("nvidia-smi", "echo no devices; exit 9")
+    machine.setup()
+    assert not any("requirements-cuda.txt" in call for call in machine.work())
+
+
+def test_disk_is_not_asked_for_when_tensorflow_is_there(machine):
+    machine.setup()
+    with (machine.root / "setup.cfg").open("a") as file:
+        file.write("# changed\n")
+    assert "ready" in machine.setup(FREE_MB="10")
+
+
+@pytest.mark.parametrize("name", ["with space", "with:colon"])
+def test_a_path_that_the_build_can_not_take(machine, name):
+    machine.root = machine.root.rename(machine.folder / name)
+    assert "mv it to a path without" in machine.refusal()
+
+
+def test_a_file_in_the_place_of_the_venv(machine):
+    (machine.root / ".venv").write_text("")
+    assert ".venv" in machine.refusal()
+
+
+def test_an_argument_that_is_not_known(machine):
+    done = machine.run("setup.sh", "--tests")
+    assert (done.returncode, done.stderr) == (1, "setup: unknown argument --tests: see launch/setup.sh --help\n")
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_newer_pythons_are_said_to_be_untested(machine, version):
+    assert f"Python {version}: untested" in machine.setup(VERSION=version)
+
+
+def test_the_tested_python_is_not(machine):
+    assert "untested" not in machine.setup()
+
+
+# --- what fails later shows the log and names it; the next call takes up from there ---
+
+
+def test_a_failing_pip(machine):
+    done = machine.run("setup.sh", FAIL="requirements.txt")
+    assert done.returncode == 1
+    assert "error: the stub was told to fail" in done.stderr
+    assert "setup: a package can't be installed (the whole output: " in done.stderr.splitlines()[-1]
+    assert "an installation in it was cut short" in machine.setup()
+
+
+def test_a_failing_build(machine):
+    done = machine.run("setup.sh", FAIL="pip wheel")
+    assert "setup: Horovod's build failed (the whole output: " in done.stderr.splitlines()[-1]
+    machine.work()
+    machine.setup()
+    assert not any("-m venv" in call for call in machine.work()), "the packages were whole: no need for a new venv"
+
+
+@pytest.mark.parametrize(("fail", "name"), [("horovodrun --gloo", "gloo"), ("mpirun", "mpi")])
+def test_ranks_that_do_not_reduce(machine, fail, name):
+    for _ in range(2):  # and a second call does not take the broken build for a good one
+        done = machine.run("setup.sh", FAIL=fail)
+        assert done.returncode == 1
+        assert f"setup: 2 ranks can't reduce with {name}" in done.stderr.splitlines()[-1]
+
+
+def wait_for(path: Path) -> None:
+    begin = time.monotonic()
+    while not path.exists():
+        assert time.monotonic() - begin < 10, f"{path} did not come"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_interrupted_setup_ends_its_children_and_the_next_one_starts_clean(machine):
+    hanging = machine.folder / "calls.hanging"
+    with machine.start("setup.sh", HANG="requirements.txt") as process:
+        wait_for(hanging)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=5) == 143
+    child = int(hanging.read_text())
+    time.sleep(0.1)
+    assert not is_alive(child)
+    assert "making .venv anew: an installation in it was cut short" in machine.setup()
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock calls are not kept apart")
+def test_two_setups_at_once_do_the_work_once(machine):
+    hanging = machine.folder / "calls.hanging"
+    with machine.start("setup.sh", HANG="requirements.txt", HANG_SECONDS="0.5") as first:
+        wait_for(hanging)
+        assert "another setup is at work here" in machine.setup()
+        assert first.wait(timeout=10) == 0
+    assert sum("requirements.txt" in call for call in machine.work()) == 1
+
+
+# --- a second call does nothing, until something that matters has changed ---
+
+
+def test_a_second_call_does_nothing_and_is_quick(machine):
+    machine.setup()
+    assert len(machine.work()) >= 5
+    begin = time.monotonic()
+    assert machine.setup() == ""
+    assert time.monotonic() - begin < 1.0
+    assert machine.work() == []
+
+
+def test_the_test_packages_are_added_to_what_is_there(machine):
+    machine.setup()
+    machine.work()
+    machine.setup("--test")
+    assert [call for call in machine.work() if "requirements-test.txt" not in call] == []
+    assert machine.setup("--test") == ""
+    assert machine.setup() == ""
+    assert machine.work() == []
+
+
+def append(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("# changed\n")
+
+
+def changed_file(name):
+    return lambda machine: append(machine.root / name)
+
+
+def another_package(name):
+    return lambda machine: shutil.rmtree(next(machine.root.glob(f".venv/lib/*/site-packages/{name}-*")))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(changed_file("launch/requirements.txt"), id="requirements"),
+        pytest.param(changed_file("launch/horovod-compile.sh"), id="compile script"),
+        pytest.param(changed_file("launch/lib/horovod.sh"), id="setup itself"),
+        pytest.param(changed_file("setup.cfg"), id="metadata"),
+        pytest.param(another_package("tensorflow"), id="other tensorflow"),
+        pytest.param(another_package("horovod"), id="other horovod"),
+        pytest.param(lambda machine: (machine.root / ".venv/bin/python").unlink(), id="python gone"),
+        pytest.param(lambda machine: machine.has("nvidia-smi", "exit 9"), id="driver installed"),
+    ],
+)
+def test_a_change_that_matters_brings_the_work_back(machine, change):
+    machine.setup()
+    assert machine.setup() == ""
+    change(machine)
+    assert "ready" in machine.setup()
+    assert machine.setup() == ""
+
+
+@pytest.mark.parametrize(
+    "settings", [{"HVDTRAIN_MPI": "none"}, {"HOROVOD_GPU_OPERATIONS": "MPI"}, {"PYTHON": "python3.12"}]
+)
+def test_a_setting_that_matters_brings_the_work_back(machine, settings):
+    machine.has("python3.12", PYTHON.replace(":-3.11}", ":-3.12}"))
+    machine.setup()
+    assert "ready" in machine.setup(**settings)
+    assert machine.setup(**settings) == ""
+
+
+def test_a_setting_of_the_run_does_not(machine):
+    machine.setup()
+    assert machine.setup(HOROVOD_FUSION_THRESHOLD="1", HOROVOD_CYCLE_TIME="1") == ""
+
+
+def test_a_moved_repository_gets_a_new_venv(machine):
+    machine.setup()
+    machine.root = machine.root.rename(machine.folder / "elsewhere")
+    assert "making .venv anew: it was moved here from" in machine.setup()
+
+
+def test_a_venv_whose_python_vanished_is_made_anew(machine):
+    machine.setup()
+    (machine.root / ".venv/bin/python").unlink()
+    stray = machine.root / ".venv/lib/stray"
+    stray.touch()
+    assert "making .venv anew: its Python is gone" in machine.setup()
+    assert not stray.exists()
+
+
+def test_the_python_that_was_asked_for_does_not_stand_in_for_one_that_vanished(machine):
+    machine.setup()
+    (machine.root / ".venv/bin/python").unlink()
+    assert "making .venv anew: its Python is gone" in machine.setup(PYTHON="python3.11")
+
+
+def test_a_failed_change_leaves_nothing_that_looks_ready(machine):
+    machine.setup()
+    assert machine.run("setup.sh", HVDTRAIN_MPI="none", FAIL="horovodrun").returncode == 1
+    assert "ready" in machine.setup()  # and not the silence of an untouched environment
