@@ -246,7 +246,7 @@ def test_tensorflows_own_errors_are_told_as_well(folder, monkeypatch):
         raise tf.errors.ResourceExhaustedError(None, None, "disk quota exceeded")
 
     monkeypatch.setattr(tf.train.Checkpoint, "write", fail)
-    with pytest.raises(CheckpointError, match="step-00000004 cannot be written: .*disk quota exceeded"):
+    with pytest.raises(CheckpointError, match=r"step-00000004 cannot be written: .*disk quota exceeded"):
         Checkpointer(folder).save(4, variables(), {})
     assert names(folder) == []
 
@@ -271,9 +271,6 @@ from hvdtrain.checkpoint import checkpointer as module
 def die(*args, **more):
     os.kill(os.getpid(), signal.SIGKILL)
 
-def after(function):
-    return lambda *args, **more: (function(*args, **more), die())
-
 def halfway(path, *args, **more):  # the order in which rmtree goes through a folder is nobody's promise
     for name in ("tensors.data-00000-of-00001", "tensors.index"):
         pathlib.Path(path, name).unlink(missing_ok=True)
@@ -285,12 +282,8 @@ def kill_at(point):
         module.tf.train.Checkpoint.write = die
     elif point == "manifest":
         module._write_manifest = die
-    elif point == "first sync":
-        module.os.fsync = die
     elif point == "rename":
         module.os.rename = die
-    elif point == "after rename":
-        module.os.rename = after(os.rename)
     elif point == "removal":
         module.shutil.rmtree = halfway
 
@@ -311,7 +304,7 @@ for point in sys.argv[2:]:
 POINTS = [
     f"{point}{again}"
     for again in ("", " again")  # a new step, or once more the step that is there
-    for point in ("tensors", "manifest", "first sync", "rename", "after rename", "removal")
+    for point in ("tensors", "manifest", "rename", "removal")
 ]
 
 
@@ -335,8 +328,8 @@ def test_a_killed_writer_leaves_only_whole_checkpoints(killed, point):
         step = restore(path, fresh)["step"]
         assert set(fresh["v"].numpy()) == {2.0 if step == 3 else 1.0}
     newest = restore(Checkpointer(folder).newest(), fresh)["step"]
-    finished = point in ("after rename", "removal")
-    assert newest in ((3,) if finished else (1, 2, 3) if point.endswith("again") else (2,))
+    # Killed between hiding the old and showing the new one, a writer that repeats a step leaves those before.
+    assert newest in {"removal": (3,), "rename again": (1, 2), "removal again": (1, 3)}.get(point, (2,))
     # The next writer clears away what was left.
     Checkpointer(folder, keep=2).save(9, fresh, {"step": 9})
     assert len(names(folder)) == 2

@@ -1,0 +1,379 @@
+import re
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.batch import part_of, per_replica, slice_batch
+from hvdtrain.data.pipeline import (
+    ArrayTraining,
+    DatasetTraining,
+    count_batches,
+    evaluation_batches,
+    evaluation_of_dataset,
+)
+from hvdtrain.data.registry import load_splits
+from hvdtrain.training.inputs import training_data, validation_batches
+
+SIZES = range(1, 6)
+
+
+def numbers(count):
+    """A source whose samples are their own numbers."""
+    return ArraySource((np.arange(count), np.zeros(count)))
+
+
+def array_training(count, batch, *, index=0, size=1, seed=0, shuffle=True):
+    return ArrayTraining(numbers(count), batch=batch, index=index, size=size, seed=seed, shuffle=shuffle)
+
+
+def held(batch):
+    """The samples that count."""
+    return batch.inputs.numpy().tolist() if float(batch.present) else []
+
+
+def taken(data, count, start=0):
+    """The samples of `count` steps."""
+    return [held(batch) for batch in islice(data.batches(start), count)]
+
+
+def order_of(data, epoch):
+    """The samples of an epoch, one after the other."""
+    steps = taken(data, data.steps_per_epoch, epoch * data.steps_per_epoch)
+    return [sample for step in steps for sample in step]
+
+
+# -- the order --
+
+
+@pytest.mark.parametrize(("count", "batch"), [(1, 1), (1, 8), (2, 1), (7, 8), (8, 8), (53, 8), (100, 100), (53, 100)])
+def test_an_epoch_visits_every_sample_once(count, batch):
+    data = array_training(count, batch)
+    assert data.steps_per_epoch == -(-count // batch)
+    for epoch in (0, 1000):
+        assert sorted(order_of(data, epoch)) == list(range(count))
+
+
+def test_the_order_differs_by_epoch_and_by_seed():
+    orders = [
+        tuple(order_of(array_training(50, 8, seed=seed), epoch)) for seed in (0, 1, 2**31 - 1) for epoch in (0, 1)
+    ]
+    assert len(set(orders)) == len(orders)
+    assert tuple(range(50)) not in orders
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_and_not_of_the_batch():
+    assert order_of(array_training(50, 8, seed=3), 2) == order_of(array_training(50, 13, seed=3), 2)
+
+
+def test_the_order_leaves_no_trace_of_the_samples_own():
+    # Neighbours stay neighbours with a probability of 2 / n.
+    order = order_of(array_training(1000, 1000), 0)
+    assert sum(abs(a - b) == 1 for a, b in pairwise(order)) < 20
+    assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.15
+
+
+def test_without_shuffling_the_order_is_the_samples_own():
+    data = array_training(10, 4, shuffle=False)
+    assert order_of(data, 0) == order_of(data, 3) == list(range(10))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_replicas_together_hold_the_global_batch_at_any_size(size):
+    batch, count, steps = 60, 133, 5  # a tail of 13 samples; two epochs nearly
+    alone = taken(array_training(count, batch, seed=9), steps)
+    parts = [taken(array_training(count, batch, seed=9, index=i, size=size), steps) for i in range(size)]
+    assert [[sample for part in parts for sample in part[step]] for step in range(steps)] == alone
+
+
+@pytest.mark.parametrize("start", [1, 7, 20])
+@pytest.mark.parametrize(("index", "size"), [(0, 1), (1, 2)])
+def test_any_step_is_reached_without_those_before_it(start, index, size):
+    data = array_training(53, 8, index=index, size=size)
+    assert taken(data, 3, start) == taken(data, start + 3)[start:]
+
+
+def test_a_step_far_away_is_reached_at_once():
+    start = 10_000_000_000
+    whole = taken(array_training(53, 8), 7, start)
+    parts = [taken(array_training(53, 8, index=index, size=2), 7, start) for index in range(2)]
+    assert [first + second for first, second in zip(*parts, strict=True)] == whole
+    assert len({sample for step in whole for sample in step}) > 40  # two epochs' ends and beginnings
+
+
+def test_the_stream_does_not_end():
+    data = array_training(3, 2)
+    assert sum(map(len, taken(data, 20))) == 30
+
+
+# -- cutting a batch --
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("total", range(1, 13))
+def test_cuts_lose_nothing_and_repeat_nothing(total, size):
+    x = tf.range(total)
+    batches = [slice_batch((x, x * 10), index, size) for index in range(size)]
+    assert [sample for b in batches for sample in held(b)] == list(range(total))
+    lengths = [len(held(b)) for b in batches]
+    assert max(lengths) - min(lengths) <= 1
+    for b in batches:
+        assert int(b.global_samples) == total
+        assert (b.targets.numpy() == 10 * b.inputs.numpy()).all()
+        # Layers never see an empty batch: a replica without samples holds one that does not count.
+        assert len(b.inputs) == max(1, len(held(b)))
+        assert float(b.present) in (0.0, 1.0)
+
+
+def test_parts_are_the_same_for_numbers_and_tensors():
+    for total, size, index in [(0, 3, 1), (1, 4, 3), (10, 4, 2), (13, 5, 4)]:
+        assert part_of(total, index, size) == tuple(map(int, part_of(tf.constant(total), index, size)))
+
+
+def test_nests_and_weights_are_cut_alike():
+    x = {"a": tf.range(5), "b": (tf.range(5) * 2, tf.zeros([5, 3]))}
+    batch = slice_batch((x, tf.range(5), tf.range(5.0)), 1, 2)
+    assert batch.inputs["a"].numpy().tolist() == [2, 3, 4]
+    assert batch.inputs["b"][0].numpy().tolist() == [4, 6, 8]
+    assert batch.inputs["b"][1].shape == (3, 3)
+    assert batch.sample_weight.numpy().tolist() == [2.0, 3.0, 4.0]
+    assert slice_batch((x, tf.range(5)), 1, 2).sample_weight is None
+
+
+@pytest.mark.parametrize(("batch", "size", "part"), [(64, 1, 64), (64, 4, 16), (4, 4, 1)])
+def test_a_batch_that_divides(batch, size, part):
+    assert per_replica(batch, size) == part
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "advice"), [(64, 3, "63 or --batch 66"), (2, 4, "4 or --batch 8"), (7, 2, "6 or --batch 8")]
+)
+def test_a_batch_that_does_not_divide_is_refused_with_those_that_do(batch, size, advice):
+    cause = f"A batch of {batch} samples does not divide among {size} ranks (batch is the global batch)."
+    with pytest.raises(ConfigError, match=re.escape(f"{cause} Use --batch {advice}, or another number of ranks.")):
+        per_replica(batch, size)
+    with pytest.raises(ConfigError, match="does not divide"):
+        array_training(100, batch, size=size)
+
+
+@pytest.mark.parametrize("batch", [0, -8])
+def test_a_batch_of_no_samples_is_refused(batch):
+    with pytest.raises(ConfigError, match=f"at least one sample. Received: {batch}"):
+        array_training(100, batch, size=2)
+
+
+# -- evaluation --
+
+
+@pytest.mark.parametrize(("batch", "size"), [(7, 1), (7, 3), (23, 2), (100, 5)])
+def test_evaluation_sees_every_sample_once_in_order(batch, size):
+    parts = [list(evaluation_batches(numbers(23), batch=batch, index=i, size=size)) for i in range(size)]
+    steps = -(-23 // batch)
+    assert {len(part) for part in parts} == {steps}  # every replica takes part in every exchange
+    together = [sample for step in range(steps) for part in parts for sample in held(part[step])]
+    assert together == list(range(23))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_evaluation_of_a_dataset_sees_every_sample_once(size):
+    dataset = tf.data.Dataset.from_tensor_slices((np.arange(10), np.zeros(10))).batch(4)
+    parts = [list(evaluation_of_dataset(dataset, index=i, size=size)) for i in range(size)]
+    assert [sample for step in range(3) for part in parts for sample in held(part[step])] == list(range(10))
+
+
+def test_an_endless_validation_set_is_refused():
+    with pytest.raises(ConfigError, match=r"never ends: use take\(\)"):
+        evaluation_of_dataset(tf.data.Dataset.range(3).repeat(), index=0, size=1)
+
+
+# -- datasets of the user's --
+
+
+def dataset_of(count, batch):
+    return tf.data.Dataset.from_tensor_slices((np.arange(count), np.zeros(count))).batch(batch)
+
+
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_a_dataset_is_cut_and_repeated_with_its_uneven_tail(size):
+    parts = [taken(DatasetTraining(dataset_of(70, 60), batch=60, index=i, size=size), 4) for i in range(size)]
+    together = [[sample for part in parts for sample in part[step]] for step in range(4)]
+    assert together == [list(range(60)), list(range(60, 70))] * 2
+
+
+@pytest.mark.parametrize("start", [1, 3, 7])
+def test_a_dataset_goes_on_at_any_step(start):
+    data = DatasetTraining(dataset_of(10, 4), batch=4, index=0, size=1)
+    assert taken(data, 3, start) == taken(data, 10)[start : start + 3]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "count"),
+    [
+        (dataset_of(10, 4), 3),
+        (dataset_of(10, 4).repeat(2), 6),
+        (dataset_of(10, 4).filter(lambda *_: True), 3),  # it does not know its length
+        (tf.data.Dataset.from_generator(lambda: iter(range(5)), output_signature=tf.TensorSpec([], tf.int32)), 5),
+    ],
+)
+def test_the_batches_of_a_dataset_are_counted(dataset, count):
+    assert count_batches(dataset) == count
+
+
+def test_an_endless_dataset_needs_steps_per_epoch():
+    endless = dataset_of(10, 4).repeat()
+    with pytest.raises(ConfigError, match="never ends: pass steps_per_epoch"):
+        count_batches(endless)
+    data = DatasetTraining(endless, batch=4, index=0, size=1, steps_per_epoch=2)
+    assert data.steps_per_epoch == 2
+    assert taken(data, 2, start=2) == [[8, 9], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("dataset", [dataset_of(10, 4).take(0), dataset_of(10, 4).filter(lambda *_: False)])
+def test_an_empty_dataset_is_refused(dataset):
+    with pytest.raises(DataError, match="The dataset is empty"):
+        count_batches(dataset)
+
+
+# -- what fit takes --
+
+
+def given(data, batch=None, backend=None):
+    return training_data(data, backend or SingleBackend(None), batch=batch, seed=0, shuffle=False, steps_per_epoch=None)
+
+
+def test_arrays_sources_and_datasets_give_the_same_batches():
+    x, y = np.arange(10), np.zeros(10)
+    unbatched = tf.data.Dataset.from_tensor_slices((x, y))
+    kinds = [((x, y), 4), ([x, y], 4), (ArraySource((x, y)), 4), (unbatched, 4), (unbatched.batch(4), None)]
+    for data, batch in kinds:
+        stream = given(data, batch)
+        assert (stream.batch, stream.steps_per_epoch) == (4, 3)
+        assert taken(stream, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_weights_travel_with_the_samples():
+    x = np.arange(4)
+    weights = np.array([1, 2, 3, 4], "float32")
+    for data, batch in (((x, x, weights), 4), (tf.data.Dataset.from_tensor_slices((x, x, weights)), 4)):
+        assert next(given(data, batch).batches(0)).sample_weight.numpy().tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "cause"),
+    [
+        ((np.zeros(3), np.zeros(3)), ConfigError, r"Arrays need a batch: pass fit\(…, batch=N\)"),
+        (tf.data.Dataset.range(3), DataError, r"must give \(inputs, targets\)"),
+        (tf.data.Dataset.from_tensor_slices({"x": [1, 2]}).batch(2), DataError, r"must give \(inputs, targets\)"),
+        (tf.data.Dataset.from_tensors((1, 2, 3, 4)).batch(2), DataError, r"must give \(inputs, targets\)"),
+        (tf.data.Dataset.from_tensor_slices((np.zeros((3, 2)), np.zeros(3))), DataError, "The dataset is not batched"),
+        (dataset_of(10, 4).take(0), DataError, "The dataset is empty"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(data, kind, cause):
+    with pytest.raises(kind, match=cause):
+        given(data)
+
+
+class OfThree(SingleBackend):
+    """One of three replicas, the last of which reads something else."""
+
+    size = 3
+
+    def gather_bytes(self, payload, *, timeout):
+        return [payload, payload, b"other"]
+
+
+def test_ranks_that_read_another_order_are_named():
+    with pytest.raises(DataError, match="Rank 2 reads the dataset in another order than rank 0"):
+        given(dataset_of(12, 6), backend=OfThree(None))
+
+
+def test_a_batched_dataset_must_divide_too():
+    class OfTwo(SingleBackend):
+        size = 2
+
+    with pytest.raises(ConfigError, match="A batch of 5 samples does not divide among 2 ranks"):
+        given(dataset_of(10, 5), backend=OfTwo(None))
+
+
+def test_validation_data_may_be_arrays_or_a_dataset():
+    x, y = np.arange(10), np.zeros(10)
+    for data in ((x, y), ArraySource((x, y)), dataset_of(10, 4)):
+        batches = list(validation_batches(data, SingleBackend(None), batch=4))
+        assert [held(b) for b in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+# -- arrays --
+
+
+@pytest.mark.parametrize(
+    ("elements", "cause"),
+    [
+        ((np.zeros(3),), r"mine must be \(inputs, targets\) or"),
+        ((np.zeros(3),) * 4, r"mine must be \(inputs, targets\) or"),
+        (np.zeros((2, 3)), r"mine must be \(inputs, targets\) or"),
+        ({"x": np.zeros(3), "y": np.zeros(3)}, r"mine must be \(inputs, targets\) or"),
+        ((np.zeros(3), np.zeros(4)), "arrays of mine differ in length: 3, 4 samples"),
+        (({"a": np.zeros(3), "b": np.zeros(2)}, np.zeros(3)), "arrays of mine differ in length: 2, 3 samples"),
+        ((np.zeros(3), np.zeros(3), np.zeros(1)), "arrays of mine differ in length: 1, 3 samples"),
+        ((np.zeros(3), 5), "arrays of mine differ in length: 0, 3 samples"),
+        ((np.zeros((0, 4)), np.zeros(0)), "mine holds no samples"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_by_name(elements, cause):
+    with pytest.raises(DataError, match=cause):
+        ArraySource(elements, "mine")
+
+
+def test_samples_are_gathered_in_every_array():
+    source = ArraySource(({"a": np.arange(4), "b": np.eye(4)}, np.arange(4) * 10))
+    assert source.size == 4
+    inputs, targets = source.gather(tf.constant([3, 0]))
+    assert inputs["a"].numpy().tolist() == [3, 0]
+    assert inputs["b"].numpy().tolist() == np.eye(4)[[3, 0]].tolist()
+    assert targets.numpy().tolist() == [30, 0]
+
+
+# -- named sources --
+
+
+def test_digits_are_split_as_promised():
+    splits = load_splits(DataConfig("digits"))
+    assert (splits.train.size, splits.validation.size) == (1437, 360)
+    assert (splits.sample_shape, splits.classes) == ((8, 8, 1), 10)
+    for source in (splits.train, splits.validation):
+        images, labels = source.elements
+        assert images.shape[1:] == splits.sample_shape
+        assert (float(tf.reduce_min(images)), float(tf.reduce_max(images))) == (0.0, 1.0)
+        shares = np.bincount(labels.numpy()) / source.size
+        assert (abs(shares - 0.1) < 0.01).all()  # stratified
+    again = load_splits(DataConfig("digits"))
+    assert (again.validation.elements[1].numpy() == splits.validation.elements[1].numpy()).all()
+
+
+def test_synthetic_images_are_what_was_asked_for():
+    splits = load_splits(DataConfig("synthetic_images", {"size": 4, "samples": 80, "classes": 3, "nan_at": 7}))
+    images, labels = (array.numpy() for array in splits.train.elements)
+    assert (splits.train.size, splits.validation.size) == (80, 10)
+    assert images.shape == (80, 4, 4, 3)
+    assert set(labels) == {0, 1, 2}
+    assert np.argwhere(np.isnan(images)).tolist() == [[7, 0, 0, 0]]
+    assert not np.isnan(splits.validation.elements[0]).any()
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [
+        (DataConfig("digit"), "Unknown dataset 'digit'. Perhaps you meant: digits."),
+        (DataConfig("digits", {"size": 8}), "The dataset 'digits' takes no argument 'size'."),
+        (DataConfig("synthetic_images", {"size": "8"}), "'size' of the dataset 'synthetic_images' must be int"),
+    ],
+)
+def test_an_unknown_source_or_argument_is_refused(config, cause):
+    with pytest.raises(ConfigError, match=re.escape(cause)):
+        load_splits(config)

@@ -1,0 +1,272 @@
+import hashlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.config.errors import LaunchError
+from hvdtrain.training.state import CALLS_PER_STEP, TrainState
+from hvdtrain.training.variables import by_path, path_of, unwrap
+
+
+class Net(keras.Model):
+    """Two dropouts, one of them deep inside, and BatchNorm."""
+
+    def __init__(self):
+        super().__init__(name="net")
+        self.first = keras.layers.Dense(3, name="first")
+        self.norm = keras.layers.BatchNormalization(name="norm")
+        self.inner = keras.Sequential(
+            [keras.layers.Dropout(0.5, name="deep"), keras.layers.Dense(2, name="last")], name="in"
+        )
+        self.dropout = keras.layers.Dropout(0.5, name="top")
+
+    def call(self, x, training=False):
+        return self.inner(
+            self.dropout(self.norm(self.first(x), training=training), training=training), training=training
+        )
+
+
+def state_of(model=None, optimizer="adam", seed=0):
+    model = model or Net()
+    model(tf.zeros([1, 4]))
+    return TrainState(model, keras.optimizers.get(optimizer), seed)
+
+
+# -- paths --
+
+
+def test_variables_are_known_by_path_on_both_sides_of_the_door():
+    plain, kept = tf.Variable(1.0, name="a/plain"), keras.Variable(2.0, name="kept")
+    assert (path_of(plain), path_of(kept)) == ("a/plain", kept.path)
+    assert unwrap(plain) is plain
+    assert unwrap(kept) is kept.value
+    assert by_path([plain, kept], "model/") == {"model/a/plain": plain, f"model/{kept.path}": kept.value}
+
+
+def test_variables_of_one_path_are_numbered_in_their_order():
+    variables = [tf.Variable(float(i), name=name) for i, name in enumerate(["a", "b", "a", "a#2", "a", "b"])]
+    named = by_path(variables)
+    assert list(named) == ["a", "b", "a#2", "a#2#2", "a#3", "b#2"]
+    assert list(named.values()) == variables
+
+
+@pytest.mark.parametrize("thing", [3.0, tf.constant(1.0), None, "a"])
+def test_what_is_no_variable_is_refused(thing):
+    with pytest.raises(TypeError, match=r"variable is needed\. Received: "):
+        unwrap(thing)
+
+
+# -- the state --
+
+
+def test_the_state_holds_weights_and_slots_once_each():
+    state = state_of()
+    saved = state.variables()
+    assert {path for path in saved if path.startswith("model/")} == {
+        f"model/{path_of(weight)}" for weight in state.model.weights
+    }
+    slots = [path for path in saved if path.startswith("optimizer/")]
+    trainable = len(state.model.trainable_variables)
+    assert len(slots) == 2 * trainable + 2  # two moments each, the iteration and the learning rate
+    assert len(saved) == len(state.model.weights) + len(slots)
+    assert len({id(variable) for variable in saved.values()}) == len(saved)
+
+
+def test_layers_that_were_named_alike_do_not_hide_one_another():
+    class Twins(keras.Model):
+        def __init__(self):
+            super().__init__(name="twins")
+            self.pair = [keras.layers.Dense(4, name="same"), keras.layers.Dense(4, name="same")]
+
+        def call(self, x):
+            return self.pair[1](self.pair[0](x))
+
+    state = state_of(Twins(), "sgd")
+    model = [path for path in state.variables() if path.startswith("model/")]
+    assert len(model) == 4
+    assert len([path for path in model if path.endswith("#2")]) == 2
+    assert len(state.trainable) == 4
+
+
+def test_every_tensor_is_whole_today():
+    state = state_of()
+    tensors = state.named_tensors()
+    assert tensors.keys() == state.variables().keys()
+    for tensor in tensors.values():
+        assert tensor.global_shape == tuple(tensor.value.shape)
+        assert tensor.replicated
+        assert tensor.value.numpy()[tensor.part].shape == tensor.global_shape
+
+
+def test_parameters_are_counted_with_the_statistics():
+    assert state_of().parameters() == (4 * 3 + 3) + 4 * 3 + (3 * 2 + 2)
+
+
+def test_scalars_come_back():
+    state = state_of()
+    state.restore({"step": 17, "epoch": 2, "seed": 5, "loss_scale": 8.0})
+    assert (state.scalars.step, state.scalars.epoch, state.scalars.seed, state.scalars.loss_scale) == (17, 2, 5, 8.0)
+    assert int(state.counter) == 17
+
+
+# -- the hash --
+
+
+def flat(values, dtype="float32"):
+    """The state of a model that is nothing but one weight."""
+
+    class One(keras.Model):
+        def __init__(self):
+            super().__init__(name="one")
+            self.w = self.add_weight(shape=np.shape(values), dtype=dtype, name="w", initializer="zeros")
+
+        def call(self, x):
+            return x
+
+    model = One()
+    model.w.assign(values)
+    return TrainState(model, keras.optimizers.SGD(), 0)
+
+
+def test_the_hash_is_that_of_path_dtype_shape_and_bytes():
+    state = flat([1.0, 2.0])
+    expected = hashlib.sha256(b"model/one/w:float32:(2,)" + np.array([1, 2], "float32").tobytes()).hexdigest()
+    assert state.parameter_hash() == expected
+
+
+def test_every_byte_of_every_weight_counts():
+    state = state_of()
+    seen = {state.parameter_hash()}
+    for weight in state.model.weights:
+        value = weight.numpy()
+        for place in (0, -1):
+            changed = value.copy()
+            changed.reshape(-1)[place] = np.nextafter(changed.reshape(-1)[place], np.float32(9))
+            weight.assign(changed)
+            seen.add(state.parameter_hash())
+        weight.assign(value)
+    assert len(seen) == 1 + 2 * len(state.model.weights)
+    assert state.parameter_hash() in seen
+
+
+def test_shape_dtype_sign_and_order_count():
+    states = [
+        flat([[1.0, 2.0]]),
+        flat([[1.0], [2.0]]),
+        flat([1.0, 2.0]),
+        flat([2.0, 1.0]),
+        flat([1.0, 2.0], "float64"),
+        flat([0.0]),
+        flat([-0.0]),
+        flat([0.0], "bfloat16"),
+        flat([0.0], "float16"),
+    ]
+    assert len({state.parameter_hash() for state in states}) == len(states)
+
+
+def test_the_path_counts():
+    first, second = flat([1.0]), flat([1.0])
+    second.model.w._path = "one/v"
+    assert TrainState(second.model, keras.optimizers.SGD(), 0).parameter_hash() != first.parameter_hash()
+
+
+def test_the_optimizer_and_the_draws_do_not_count():
+    state = state_of()
+    before = state.parameter_hash()
+    for variable in (
+        *state.generators.values(),
+        *[v for p, v in state.variables().items() if p.startswith("optimizer/")],
+    ):
+        variable.assign(variable + tf.cast(1, variable.dtype))
+    assert state.parameter_hash() == before
+
+
+class Answering(SingleBackend):
+    def __init__(self, answers):
+        self.answers = answers
+
+    def gather_bytes(self, payload, *, timeout):
+        return [payload if answer is None else answer for answer in self.answers]
+
+
+def test_a_hash_that_all_ranks_have_is_agreed():
+    state = state_of()
+    assert state.agreed_hash(Answering([None] * 3)) == state.parameter_hash()
+
+
+def test_ranks_that_drifted_are_named():
+    state = state_of()
+    with pytest.raises(LaunchError, match=r"rank 2 differ from those of rank 0.*2 of 4 ranks differ"):
+        state.agreed_hash(Answering([None, None, b"x" * 64, b"y" * 64]))
+
+
+# -- statistics --
+
+
+class OfTwo(SingleBackend):
+    """Two replicas; the other one holds three times what this one has."""
+
+    size = 2
+
+    def __init__(self):
+        self.asked = []
+
+    def all_reduce(self, tensor, *, name, op="sum", prescale=1.0, postscale=1.0):
+        assert op == "average"
+        self.asked.append((name, tensor.dtype))
+        return tensor * 2
+
+
+def test_moving_statistics_are_averaged_and_nothing_else_is_touched():
+    state = state_of()
+    state.model.norm.moving_mean.assign([1.0, 2.0, 3.0])
+    before = {path: variable.numpy() for path, variable in state.variables().items()}
+    seeds = {path: variable.numpy() for path, variable in state.generators.items()}
+    backend = OfTwo()
+    state.average_statistics(backend)
+    changed = {path for path, variable in state.variables().items() if (variable.numpy() != before[path]).any()}
+    assert {path.rsplit("/", 1)[1] for path in changed} == {"moving_mean", "moving_variance"}
+    np.testing.assert_allclose(state.model.norm.moving_mean, [2, 4, 6])
+    assert all((variable.numpy() == seeds[path]).all() for path, variable in state.generators.items())
+    assert {dtype for _, dtype in backend.asked} == {tf.float64}
+    assert len({name for name, _ in backend.asked}) == 2
+
+
+# -- randomness --
+
+
+def test_every_generator_of_the_model_is_found():
+    state = state_of()
+    assert len(state.generators) == 2
+    assert not state.generators.keys() & state.variables().keys()
+
+
+def drawn(state, seed=0, replica=0, step=0):
+    state.scalars.seed = seed
+    state.counter.assign(step)
+    state.seed_generators(replica)
+    return [tuple(variable.numpy().tolist()) for variable in state.generators.values()]
+
+
+def test_draws_are_a_function_of_seed_step_and_replica():
+    state = state_of()
+    states = [drawn(state, *case) for case in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 10**6))]
+    assert drawn(state, 0, 1, 0) == states[2]
+    each = [pair for layers in states for pair in layers]
+    assert len(set(each)) == len(each)  # the two layers differ as well
+
+
+@pytest.mark.xfail(strict=True, reason="Keras numbers the generators' paths by their order of creation")
+def test_draws_do_not_depend_on_models_made_before():
+    assert drawn(state_of()) == drawn(state_of())
+
+
+def test_the_draws_of_two_steps_do_not_meet():
+    state = state_of()
+    (key, first), _ = drawn(state, step=5)
+    (same, second), _ = drawn(state, step=6)
+    assert key == same
+    assert second - first == CALLS_PER_STEP

@@ -1,0 +1,426 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.observability.events import BaseObserver
+from hvdtrain.runtime.session import current
+from hvdtrain.training.inputs import training_data
+from hvdtrain.training.loop import Plan
+from hvdtrain.training.trainer import FitResult, Trainer, summary_of
+
+pytestmark = pytest.mark.usefixtures("session")
+
+SAMPLES = 50
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((SAMPLES, 5)).astype("float32")
+Y = np.argmax(X[:, :3], axis=1)
+CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def dense(seed=0, **options):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, **options)])
+
+
+def sgd(rate=0.1):
+    return keras.optimizers.SGD(rate)
+
+
+def fitted(model=None, optimizer=None, loss=CROSSENTROPY, data=(X, Y), **options):
+    """Train without shuffling and return the trainer and the result."""
+    trainer = Trainer(model or dense(), optimizer or sgd(), loss)
+    options = {"batch": 16, "shuffle": False, "verbose": False, **options}
+    return trainer, trainer.fit(data, **options)
+
+
+def by_keras(model, optimizer, epochs=1, weights=None):
+    """What Keras makes of it."""
+    model.compile(optimizer, CROSSENTROPY)
+    history = model.fit(X, Y, sample_weight=weights, batch_size=16, epochs=epochs, shuffle=False, verbose=0)
+    return model.get_weights(), history.history["loss"]
+
+
+def assert_equal_weights(model, weights):
+    for ours, theirs in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# -- what fit comes to --
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lambda: keras.optimizers.Adam(0.01)])
+def test_training_is_what_keras_does(optimizer):
+    trainer, result = fitted(dense(), optimizer(), epochs=3)
+    weights, losses = by_keras(dense(), optimizer(), epochs=3)
+    assert_equal_weights(trainer.model, weights)
+    assert np.abs(weights[0] - dense().get_weights()[0]).max() > 1e-2
+    assert result.train_loss == pytest.approx(losses[-1], rel=1e-5)
+
+
+def test_sample_weights_weigh():
+    weights = RNG.random(SAMPLES).astype("float32")
+    trainer, _ = fitted(data=(X, Y, weights))
+    expected, _ = by_keras(dense(), sgd(), weights=weights)
+    assert_equal_weights(trainer.model, expected)
+
+
+def test_the_result_tells_how_it_went():
+    trainer = Trainer(dense(), sgd(), CROSSENTROPY, ["accuracy"])
+    result = trainer.fit((X, Y), batch=16, epochs=3, validation_data=(X[:7], Y[:7]), verbose=False)
+    assert isinstance(result, FitResult)
+    assert (result.steps, result.epochs) == (12, 3)
+    assert [(record.step, record.epoch) for record in result.evaluations] == [(4, 0), (8, 1), (12, 2)]
+    last = trainer.evaluate((X[:7], Y[:7]))
+    assert result.evaluations[-1].loss == pytest.approx(last.loss)
+    assert result.evaluations[-1].metrics == last.metrics
+    assert result.evaluations[0].loss > result.evaluations[-1].loss
+    assert result.samples_per_second > 0
+    assert 0 < result.step_ms["median"] <= result.step_ms["p90"]
+    assert result.wall_seconds > 0
+    figures = summary_of(result)
+    assert (figures["val_loss"], figures["val_accuracy"]) == (last.loss, last.metrics["accuracy"])
+    assert (trainer.state.scalars.step, trainer.state.scalars.epoch) == (12, 3)
+
+
+def test_without_validation_there_are_no_evaluations():
+    _, result = fitted()
+    assert result.evaluations == []
+    assert not [name for name in summary_of(result) if name.startswith("val_")]
+
+
+def test_a_second_fit_goes_on():
+    twice, _ = fitted(optimizer=keras.optimizers.Adam(0.01), epochs=1)
+    result = twice.fit((X, Y), batch=16, epochs=2, shuffle=False, verbose=False)
+    once, expected = fitted(optimizer=keras.optimizers.Adam(0.01), epochs=3)
+    assert (result.steps, result.epochs) == (12, 3)
+    assert result.train_loss == pytest.approx(expected.train_loss, rel=1e-6)
+    for ours, theirs in zip(twice.model.get_weights(), once.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_second_fit_may_bring_other_data():
+    trainer, _ = fitted()
+    result = trainer.fit((X, Y, np.ones(SAMPLES, "float32")), batch=16, verbose=False)
+    assert result.steps == 8
+
+
+def test_the_seed_decides_the_order():
+    def weights(seed):
+        trainer = Trainer(dense(), sgd(), CROSSENTROPY, seed=seed)
+        trainer.fit((X, Y), batch=16, verbose=False)
+        return trainer.model.get_weights()[0].tobytes()
+
+    assert weights(1) != weights(2)
+
+
+@pytest.mark.xfail(strict=True, reason="the second fit starts in the middle of an epoch of its own")
+def test_a_second_fit_with_another_batch_visits_every_sample_once():
+    """Samples are told by their gradient: each moves a weight of its own."""
+    model = keras.Sequential(
+        [keras.Input((SAMPLES,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
+    trainer = Trainer(model, sgd(1.0), lambda targets, outputs: outputs[:, 0])
+    data = np.eye(SAMPLES, dtype="float32"), np.zeros((SAMPLES, 1), "float32")
+    trainer.fit(data, batch=16, verbose=False)  # 4 steps
+    before = model.get_weights()[0]
+    trainer.fit(data, batch=10, verbose=False)  # 5 steps
+    np.testing.assert_allclose(before - model.get_weights()[0], 0.1, rtol=1e-5)
+
+
+# -- what may be given --
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        dense,
+        dense(),
+        keras.Sequential([keras.layers.Dense(3)]),
+        Subclassed,
+        Subclassed(),
+    ],
+    ids=["builder", "instance", "unbuilt instance", "class", "subclassed instance"],
+)
+def test_a_model_may_be_built_or_not(model):
+    trainer, result = fitted(model)
+    assert result.steps == 4
+    assert trainer.state.parameters() == 18
+    assert np.isfinite(trainer.evaluate((X, Y)).loss)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", sgd(), keras.optimizers.SGD])
+def test_an_optimizer_may_be_named_built_or_given(optimizer):
+    trainer, _ = fitted(optimizer=optimizer)
+    assert type(trainer.optimizer) is keras.optimizers.SGD
+    assert int(trainer.optimizer.iterations) == 4
+
+
+@pytest.mark.parametrize("thing", [3, "dense", None])
+def test_what_is_no_model_is_refused(thing):
+    with pytest.raises(TypeError, match=r"Model or a function that builds one is needed\. Received: "):
+        Trainer(thing, "sgd", CROSSENTROPY)
+
+
+def test_every_kind_of_data_trains_alike():
+    slices = tf.data.Dataset.from_tensor_slices((X, Y))
+    kinds = [
+        ((X, Y), {}),
+        (ArraySource((X, Y)), {}),
+        (slices, {}),
+        (slices.batch(16).repeat(), {"batch": None, "steps_per_epoch": 4}),
+    ]
+    expected = fitted()[0].model.get_weights()
+    for data, options in kinds:
+        trainer, result = fitted(data=data, **options)
+        assert result.steps == 4
+        assert_equal_weights(trainer.model, expected)
+
+
+def test_inputs_may_be_a_nest():
+    a, b = keras.Input((2,), name="a"), keras.Input((3,), name="b")
+    model = keras.Model({"a": a, "b": b}, keras.layers.Dense(3)(keras.layers.Concatenate()([a, b])))
+    trainer, result = fitted(model, data=({"a": X[:, :2], "b": X[:, 2:]}, Y), epochs=2)
+    assert result.steps == 8
+    assert trainer.evaluate(({"a": X[:, :2], "b": X[:, 2:]}, Y)).loss < float(np.log(3)) * 2
+
+
+def test_a_tail_of_one_sample_counts_as_one():
+    trainer, _ = fitted(data=(X[:17], Y[:17]))
+    model = dense()
+    model.compile(sgd(), CROSSENTROPY)
+    model.fit(X[:17], Y[:17], batch_size=16, shuffle=False, verbose=0)
+    assert_equal_weights(trainer.model, model.get_weights())
+
+
+# -- what is refused --
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "kind", "cause"),
+    [
+        ((X, Y), {"batch": None}, ConfigError, "Arrays need a batch"),
+        ((X, Y), {"batch": 0}, ConfigError, "at least one sample"),
+        ((X, Y), {"batch": -4}, ConfigError, "at least one sample"),
+        ((X, Y[:-1]), {}, DataError, "differ in length: 49, 50"),
+        (X, {}, DataError, r"must be \(inputs, targets\)"),
+        (None, {}, DataError, r"must be \(inputs, targets\)"),
+        (tf.data.Dataset.from_tensor_slices((X, Y)), {"batch": None}, DataError, "not batched"),
+        (tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).repeat(), {"batch": None}, ConfigError, "steps_per_epoch"),
+        ((X, Y), {"validation_data": (X, Y[:3])}, DataError, "arrays of validation data differ in length"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused_before_anything_is_trained(data, options, kind, cause):
+    model = dense()
+    before = model.get_weights()
+    with pytest.raises(kind, match=cause):
+        fitted(model, data=data, **options)
+    for ours, theirs in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+class Largest(keras.metrics.Metric):
+    """The largest output so far: no sum over samples."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(tf.abs(y_pred))))
+
+    def result(self):
+        return self.value
+
+
+class Total(Largest):
+    """A sum over samples, and a constructor that get_config does not know of."""
+
+    def __init__(self, scale):
+        super().__init__(name="total")
+        self.scale = scale
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign_add(self.scale * tf.reduce_sum(y_pred))
+
+
+@pytest.mark.parametrize("use", ["fit", "evaluate"])
+def test_a_metric_that_is_no_sum_is_refused_by_name(use):
+    trainer = Trainer(dense(), sgd(), CROSSENTROPY, [Largest()])
+    with pytest.raises(ConfigError, match="'largest' cannot be added up over ranks"):
+        getattr(trainer, use)((X, Y), batch=16)
+
+
+def test_a_metric_that_cannot_be_copied_is_refused_by_name():
+    trainer = Trainer(dense(), sgd(), CROSSENTROPY, [Total(2.0)])
+    with pytest.raises(ConfigError, match="'total' cannot be copied for evaluation: give Total a get_config"):
+        trainer.evaluate((X, Y))
+
+
+def test_an_unknown_metric_is_refused_by_name():
+    with pytest.raises(ConfigError, match="Unknown metric 'acuracy'"):
+        Trainer(dense(), sgd(), CROSSENTROPY, ["acuracy"])
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_nan_in_the_data_is_named_with_its_step(log_every):
+    x = X.copy()
+    x[37, 2] = np.nan  # the third batch
+    with pytest.raises(NonFiniteError, match=r"at step 3 \(epoch 1\)"):
+        fitted(data=(x, Y), epochs=2, log_every=log_every)
+
+
+def test_a_loss_that_explodes_is_named():
+    with pytest.raises(NonFiniteError, match="became NaN or infinite"):
+        fitted(optimizer=sgd(1e30), loss="mse", data=(X, np.eye(3, dtype="float32")[Y]), epochs=3)
+
+
+# -- evaluation --
+
+
+@pytest.mark.parametrize("batch", [7, 1000])
+def test_evaluation_is_what_keras_says(batch):
+    model = dense()
+    trainer = Trainer(
+        model, sgd(), CROSSENTROPY, ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")]
+    )
+    weights = RNG.random(SAMPLES).astype("float32")
+    model.compile(loss=CROSSENTROPY, metrics=["accuracy"], weighted_metrics=[])
+    expected = model.evaluate(X, Y, batch_size=SAMPLES, verbose=0, return_dict=True)
+    outcome = trainer.evaluate((X, Y), batch=batch)
+    assert outcome.loss == pytest.approx(expected["loss"], rel=1e-6)
+    assert outcome.metrics["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
+    top2 = np.argsort(-model(X).numpy(), axis=1)[:, :2]
+    assert outcome.metrics["top2"] == pytest.approx((top2 == Y[:, None]).any(1).mean(), rel=1e-6)
+    weighted = trainer.evaluate((X, Y, weights), batch=batch)
+    assert weighted.loss == pytest.approx(float(CROSSENTROPY(Y, model(X), sample_weight=weights)), rel=1e-6)
+
+
+def test_evaluation_starts_from_nothing_each_time():
+    trainer = Trainer(dense(), sgd(), CROSSENTROPY, ["accuracy"])
+    first = trainer.evaluate((X, Y))
+    trainer.evaluate((X[:3], Y[:3]))
+    again = trainer.evaluate((X, Y))
+    assert (again.loss, again.metrics) == (first.loss, first.metrics)
+
+
+def test_evaluation_changes_nothing():
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(4),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(3),
+        ]
+    )
+    trainer = Trainer(model, sgd(), CROSSENTROPY, ["accuracy"])
+    fit = dict(batch=16, verbose=False)
+    trainer.fit((X, Y), **fit)
+    before = trainer.state.parameter_hash()
+    assert trainer.evaluate((X, Y)).loss == trainer.evaluate((X, Y)).loss
+    assert trainer.state.parameter_hash() == before
+
+
+# -- what observers are told --
+
+
+class Notes(BaseObserver):
+    def __init__(self):
+        self.steps, self.evaluations, self.progress, self.info = [], [], [], None
+
+    def on_start(self, info):
+        self.info = info
+
+    def on_progress(self, step):
+        self.progress.append(step)
+
+    def on_step(self, record):
+        self.steps.append(record)
+
+    def on_evaluation(self, record):
+        self.evaluations.append(record)
+
+
+def watched(plan, **options):
+    trainer = Trainer(dense(), sgd(), CROSSENTROPY, ["accuracy"])
+    data = training_data((X, Y), SingleBackend(current()), batch=16, seed=0, shuffle=False, steps_per_epoch=None)
+    trainer.build(data)
+    notes = Notes()
+    saved = []
+    result = trainer.train(data, plan, observers=notes, save=lambda state: saved.append(state.scalars.step), **options)
+    return trainer, result, notes, saved
+
+
+@pytest.mark.parametrize(
+    ("plan", "logged"),
+    [
+        (Plan(8, log_every=1), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (Plan(8, log_every=3), [1, 3, 4, 6, 8]),  # the first step and the ends of epochs as well
+        (Plan(6, log_every=100), [1, 4, 6]),  # the end within an epoch
+    ],
+)
+def test_steps_are_logged_in_time(plan, logged):
+    _, result, notes, _ = watched(plan)
+    assert [record.step for record in notes.steps] == logged
+    assert notes.progress == list(range(1, plan.total_steps + 1))
+    assert result.steps == plan.total_steps
+    assert result.epochs == 2
+
+
+def test_a_logged_step_holds_the_mean_since_the_last():
+    fine, coarse = (watched(Plan(8, log_every=n))[2].steps for n in (1, 100))
+    sizes = [16, 16, 16, 2] * 2
+    losses = [record.loss for record in fine]
+    assert coarse[1].loss == pytest.approx(np.average(losses[1:4], weights=sizes[1:4]), rel=1e-5)
+    assert coarse[2].loss == pytest.approx(np.average(losses[4:], weights=sizes[4:]), rel=1e-5)
+    for record in fine:
+        assert record.learning_rate == pytest.approx(0.1)
+        assert record.samples_per_second > 0
+        assert 0 <= record.metrics["accuracy"] <= 1
+    assert [record.epoch for record in fine] == [0] * 4 + [1] * 4
+
+
+def test_the_gradients_norm_is_that_of_the_batch():
+    notes = watched(Plan(1))[2]
+    model = dense()
+    with tf.GradientTape() as tape:
+        loss = CROSSENTROPY(Y[:16], model(X[:16]))
+    gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    assert notes.steps[0].grad_norm == pytest.approx(float(tf.linalg.global_norm(gradients)), rel=1e-5)
+    assert notes.steps[0].loss == pytest.approx(float(loss), rel=1e-5)
+    assert notes.steps[0].metrics["accuracy"] == pytest.approx((model(X[:16]).numpy().argmax(1) == Y[:16]).mean())
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [
+        (Plan(8), [4, 8]),
+        (Plan(6), [4, 6]),
+        (Plan(8, checkpoint_every=3), [3, 6, 8]),
+        (Plan(8, checkpoint_every=100), [8]),
+    ],
+)
+def test_the_state_is_saved_in_time_and_once(plan, steps):
+    assert watched(plan)[3] == steps
+
+
+def test_the_start_is_told_with_its_numbers():
+    notes = watched(Plan(5))[2]
+    info = notes.info
+    assert (info.backend, info.world_size, info.launcher, info.controller) == ("single", 1, "none", None)
+    assert (info.global_batch, info.per_replica_batch) == (16, 16)
+    assert (info.total_steps, info.steps_per_epoch, info.start_step) == (5, 4, 0)
+    assert info.parameters == 18
