@@ -58,7 +58,6 @@ class TrainingLoop:
         self._observers = observers
         self._evaluate = evaluate
         self._save = save
-        self._saved_at: int | None = None
         self.clock = StepClock(data.batch)
         self.ledger = Ledger(data.steps_per_epoch, state.scalars.step)
         self.evaluations: list[EvaluationRecord] = []
@@ -76,7 +75,9 @@ class TrainingLoop:
         while scalars.step < plan.total_steps:
             done = scalars.step + 1
             epoch_ends = done % self._data.steps_per_epoch == 0 or done == plan.total_steps
-            logged = epoch_ends or done % plan.log_every == 0 or done == first + 1
+            saves = self._save_is_due(plan, done, epoch_ends)
+            # A logged step is looked at before it is saved: no checkpoint holds what is not finite.
+            logged = epoch_ends or saves or done % plan.log_every == 0 or done == first + 1
             rate = self._learning_rate() if logged else 0.0
             batch = next(batches)
             result = self._step(batch, measure=logged)
@@ -90,20 +91,20 @@ class TrainingLoop:
                 self._log(epoch, result, rate, metrics)
             if epoch_ends:
                 self._end_epoch(epoch)
-            if self._save_is_due(plan, done, epoch_ends):
-                self.save()
+            if saves:
+                self._save_state()
             if logged:
                 self.clock.resume()
 
-    def save(self) -> None:
-        """Save the state, unless this step is saved already."""
-        if self._save is not None and self._saved_at != self._state.scalars.step:
+    def _save_state(self) -> None:
+        """Save the state, with statistics that are the same on every replica."""
+        if self._save is not None:
             self._state.average_statistics(self._backend)
             self._save()
-            self._saved_at = self._state.scalars.step
-            self.clock.resume()
 
     def _save_is_due(self, plan: Plan, done: int, epoch_ends: bool) -> bool:
+        if self._save is None:
+            return False
         due = epoch_ends if plan.checkpoint_every is None else done % plan.checkpoint_every == 0
         return due or done == plan.total_steps
 

@@ -77,6 +77,8 @@ def test_a_run_folder_that_is_taken_or_impossible(tmp_path):
 def test_a_nan_in_the_data_is_named_with_its_step(tmp_path, controller, size):
     words = ["--dataset", "synthetic_images", "--dataset-args", "size", "8", "channels", "1", "samples", "256"]
     words += ["nan_at", "70", "--shuffle", "False", "--run-dir", "run"]
+    # A checkpoint is due before the next logged step: it must not hold what the NaN left.
+    words += ["--checkpoint-every", "3"]
     job = hvdtrain(controller, size, *words, cwd=tmp_path)
     refused(job, "The data hold NaN or infinite values at step 2 (epoch 1)")
     assert not (tmp_path / "run" / "summary.json").exists()
