@@ -1,3 +1,5 @@
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -354,34 +356,39 @@ class Notes(BaseObserver):
         self.evaluations.append(record)
 
 
-def watched(plan, **options):
+@functools.cache
+def watched(plan):
+    """Train as `plan` says; return the result, what the observers were told, and the steps that were saved."""
     trainer = Trainer(dense(), sgd(), CROSSENTROPY, ["accuracy"])
     data = training_data((X, Y), SingleBackend(current()), batch=16, seed=0, shuffle=False, steps_per_epoch=None)
     trainer.build(data)
-    notes = Notes()
-    saved = []
-    result = trainer.train(data, plan, observers=notes, save=lambda state: saved.append(state.scalars.step), **options)
-    return trainer, result, notes, saved
+    notes, saved = Notes(), []
+    result = trainer.train(data, plan, observers=notes, save=lambda state: saved.append(state.scalars.step))
+    return result, notes, saved
+
+
+FINE, COARSE = Plan(8, log_every=1, checkpoint_every=3), Plan(8, log_every=100, checkpoint_every=100)
 
 
 @pytest.mark.parametrize(
-    ("plan", "logged"),
+    ("plan", "logged", "saved"),
     [
-        (Plan(8, log_every=1), [1, 2, 3, 4, 5, 6, 7, 8]),
-        (Plan(8, log_every=3), [1, 3, 4, 6, 8]),  # the first step and the ends of epochs as well
-        (Plan(6, log_every=100), [1, 4, 6]),  # the end within an epoch
+        (FINE, [1, 2, 3, 4, 5, 6, 7, 8], [3, 6, 8]),  # the end is always saved
+        (COARSE, [1, 4, 8], [8]),  # the first step and the ends of epochs are always logged
+        (Plan(8, log_every=3), [1, 3, 4, 6, 8], [4, 8]),  # saved at the end of every epoch
+        (Plan(6, log_every=100), [1, 4, 6], [4, 6]),  # the end within an epoch
     ],
 )
-def test_steps_are_logged_in_time(plan, logged):
-    _, result, notes, _ = watched(plan)
+def test_steps_are_logged_and_saved_in_time(plan, logged, saved):
+    result, notes, saves = watched(plan)
     assert [record.step for record in notes.steps] == logged
+    assert saves == saved
     assert notes.progress == list(range(1, plan.total_steps + 1))
-    assert result.steps == plan.total_steps
-    assert result.epochs == 2
+    assert (result.steps, result.epochs) == (plan.total_steps, 2)
 
 
 def test_a_logged_step_holds_the_mean_since_the_last():
-    fine, coarse = (watched(Plan(8, log_every=n))[2].steps for n in (1, 100))
+    fine, coarse = (watched(plan)[1].steps for plan in (FINE, COARSE))
     sizes = [16, 16, 16, 2] * 2
     losses = [record.loss for record in fine]
     assert coarse[1].loss == pytest.approx(np.average(losses[1:4], weights=sizes[1:4]), rel=1e-5)
@@ -393,34 +400,20 @@ def test_a_logged_step_holds_the_mean_since_the_last():
     assert [record.epoch for record in fine] == [0] * 4 + [1] * 4
 
 
-def test_the_gradients_norm_is_that_of_the_batch():
-    notes = watched(Plan(1))[2]
+def test_the_first_step_is_that_of_the_first_batch():
+    record = watched(FINE)[1].steps[0]
     model = dense()
     with tf.GradientTape() as tape:
         loss = CROSSENTROPY(Y[:16], model(X[:16]))
     gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-    assert notes.steps[0].grad_norm == pytest.approx(float(tf.linalg.global_norm(gradients)), rel=1e-5)
-    assert notes.steps[0].loss == pytest.approx(float(loss), rel=1e-5)
-    assert notes.steps[0].metrics["accuracy"] == pytest.approx((model(X[:16]).numpy().argmax(1) == Y[:16]).mean())
-
-
-@pytest.mark.parametrize(
-    ("plan", "steps"),
-    [
-        (Plan(8), [4, 8]),
-        (Plan(6), [4, 6]),
-        (Plan(8, checkpoint_every=3), [3, 6, 8]),
-        (Plan(8, checkpoint_every=100), [8]),
-    ],
-)
-def test_the_state_is_saved_in_time_and_once(plan, steps):
-    assert watched(plan)[3] == steps
+    assert record.grad_norm == pytest.approx(float(tf.linalg.global_norm(gradients)), rel=1e-5)
+    assert record.loss == pytest.approx(float(loss), rel=1e-5)
+    assert record.metrics["accuracy"] == pytest.approx((model(X[:16]).numpy().argmax(1) == Y[:16]).mean())
 
 
 def test_the_start_is_told_with_its_numbers():
-    notes = watched(Plan(5))[2]
-    info = notes.info
+    info = watched(Plan(6, log_every=100))[1].info
     assert (info.backend, info.world_size, info.launcher, info.controller) == ("single", 1, "none", None)
     assert (info.global_batch, info.per_replica_batch) == (16, 16)
-    assert (info.total_steps, info.steps_per_epoch, info.start_step) == (5, 4, 0)
+    assert (info.total_steps, info.steps_per_epoch, info.start_step) == (6, 4, 0)
     assert info.parameters == 18
