@@ -29,7 +29,7 @@ class Files:
     """Folders and files that a run starts from; they are no part of its configuration."""
 
     config_file: Annotated[Path | None, tyro.conf.arg(name="config")] = None
-    """YAML file with options; those on the command line go before it."""
+    """YAML file with options; those on the command line override it."""
     run_dir: Path | None = None
     """Folder of the run, new or empty; runs/RECIPE-DATE-TIME by default."""
     resume: Path | None = None

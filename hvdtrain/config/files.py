@@ -30,11 +30,13 @@ def read_values(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is no valid YAML: {error}") from error
+        raise ConfigError(f"The configuration {path} is no valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path} must hold options as 'section: {{option: value}}'. Received: {values!r}.")
+        raise ConfigError(
+            f"The configuration {path} must hold options as 'section: {{option: value}}'. Received: {values!r}."
+        )
     return values
 
 

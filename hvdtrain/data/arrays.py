@@ -22,7 +22,8 @@ class ArraySource:
     def __init__(self, elements: tuple[Any, ...], name: str = "data") -> None:
         if not isinstance(elements, tuple | list) or len(elements) not in (2, 3):
             raise DataError(f"{name} must be (inputs, targets) or (inputs, targets, sample_weight).")
-        arrays = tf.nest.map_structure(np.asarray, tuple(elements))
+        parts = tuple(np.asarray(part) if isinstance(part, list) else part for part in elements)
+        arrays = tf.nest.map_structure(np.asarray, parts)
         lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
         if len(lengths) != 1:
             raise DataError(f"The arrays of {name} differ in length: {', '.join(map(str, sorted(lengths)))} samples.")

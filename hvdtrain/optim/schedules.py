@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.optim import OptimConfig
 
 
@@ -46,6 +47,10 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 def learning_rate(config: OptimConfig, total_steps: int) -> Any:
     """Return a plain number where nothing moves, else a schedule over `total_steps` optimizer steps."""
+    if config.warmup_steps >= total_steps:
+        raise ConfigError(
+            f"--warmup-steps {config.warmup_steps} leaves nothing of the run's {total_steps} steps at the full rate."
+        )
     if config.schedule == "constant" and config.warmup_steps == 0:
         return config.learning_rate
     return WarmupSchedule(config.learning_rate, config.warmup_steps, total_steps, config.schedule)

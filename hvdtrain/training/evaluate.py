@@ -8,8 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
-from hvdtrain.training.losses import LossFunction
+from hvdtrain.training.losses import LossFunction, with_model_losses
 from hvdtrain.training.metrics import MetricSet
 
 
@@ -42,7 +43,11 @@ class Evaluator:
         self._reduce = tf.function(self._reduce_all, autograph=False)
 
     def __call__(self, batches: Iterable[Batch]) -> Evaluation:
-        """Evaluate on `batches`, of which each replica must have the same number."""
+        """Evaluate on `batches`, of which each replica must have the same number.
+
+        Raises:
+            DataError: there is not one sample.
+        """
         begin = time.perf_counter()
         self._metrics.reset()
         self._sums.assign(tf.zeros([2], tf.float64))
@@ -50,15 +55,16 @@ class Evaluator:
             self._update(batch)
         self._reduce()
         total, weight = self._sums.numpy()
-        loss = float(total / weight) if weight else 0.0
-        return Evaluation(loss, self._metrics.results(), time.perf_counter() - begin)
+        if not weight:
+            raise DataError("There is nothing to evaluate: the validation data hold no samples.")
+        return Evaluation(float(total / weight), self._metrics.results(), time.perf_counter() - begin)
 
     def _update_batch(self, batch: Batch) -> None:
         self._backend.run(self._update_replica, batch)
 
     def _update_replica(self, batch: Batch) -> None:
         outputs = self._model(batch.inputs, training=False)
-        part = self._loss(batch.targets, outputs, batch.sample_weight)
+        part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._model)
         share = tf.cast(tf.stack([part.total, part.weight]), tf.float64)
         # A placeholder's loss may be anything: it is left out, not multiplied by zero.
         self._sums.assign_add(tf.where(batch.present > 0, share, tf.zeros_like(share)))

@@ -41,6 +41,8 @@ def training_data(
     if not isinstance(data, tf.data.Dataset):
         if batch is None:
             raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
+        if steps_per_epoch is not None:
+            raise ConfigError("steps_per_epoch is for datasets that do not end; arrays have their own length.")
         source = data if isinstance(data, ArraySource) else ArraySource(data)
         return ArrayTraining(source, batch=batch, index=backend.index, size=backend.size, seed=seed, shuffle=shuffle)
     dataset = data if batch is None else data.batch(batch)
@@ -53,6 +55,7 @@ def training_data(
 def validation_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[Batch]:
     """Return this replica's part of validation data: arrays, an ArraySource, or a batched tf.data.Dataset."""
     if isinstance(data, tf.data.Dataset):
+        _first(data)
         return evaluation_of_dataset(data, index=backend.index, size=backend.size)
     source = data if isinstance(data, ArraySource) else ArraySource(data, "validation data")
     return evaluation_batches(source, batch=batch, index=backend.index, size=backend.size)

@@ -8,6 +8,7 @@ from typing import Any
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.data.arrays import ArraySource
@@ -49,7 +50,7 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
     splits = load_splits(config.data)
     data = _batches(config, splits.train, backend)
     plan = _plan(config, data.steps_per_epoch)
-    trainer = _trainer(config, splits, backend, plan.total_steps)
+    trainer = _trainer(config, splits, backend)
     trainer.build(data)
     folder, first = RunFolder(path), backend.index == 0
     checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
@@ -58,12 +59,13 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
     elif first:
         create(path)
     trainer.broadcast_state()
+    _refuse_finished(trainer, plan)
     observers = _observers(config, session, folder) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
     try:
         if first:
             _write_start(folder, config)
-        _warn(observers, info, plan)
+        _warn(observers, info)
         result = trainer.train(
             data,
             plan,
@@ -89,9 +91,8 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
     """
     backend = backend_for(session)
     splits = load_splits(config.data)
-    data = _batches(config, splits.train, backend)
-    trainer = _trainer(config, splits, backend, _plan(config, data.steps_per_epoch).total_steps)
-    trainer.build(data)
+    trainer = _trainer(config, splits, backend)
+    trainer.build_on(next(iter(_evaluation(config, splits, backend))))
     if backend.index == 0:
         trainer.restore(Checkpointer(folder.checkpoints).newest())
     trainer.broadcast_state()
@@ -130,9 +131,11 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
     return Plan(total, config.observability.log_every, config.checkpoint.checkpoint_every)
 
 
-def _trainer(config: Config, splits: DataSplits, backend: Backend, total_steps: int) -> Trainer:
+def _trainer(config: Config, splits: DataSplits, backend: Backend) -> Trainer:
     family = model_family(config.model)
     seed = config.training.seed
+    # The schedule spans all epochs, also where --max-steps ends the run before: the rest may follow.
+    total_steps = config.training.epochs * -(-splits.train.size // config.data.batch)
     return Trainer(
         lambda: build_model(config.model, splits.sample_shape, splits.classes, seed),
         lambda: build_optimizer(config.optim, total_steps),
@@ -177,16 +180,20 @@ def _info(
     )
 
 
-def _warn(observers: Observer, info: RunInfo, plan: Plan) -> None:
+def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
+    done = trainer.state.scalars.step
+    if done >= plan.total_steps:
+        raise ConfigError(
+            f"The run has finished {done} steps and is to end at {plan.total_steps}: there is nothing left to train. "
+            "--epochs or --max-steps extend it."
+        )
+
+
+def _warn(observers: Observer, info: RunInfo) -> None:
     if info.per_replica_batch < TINY_BATCH:
         observers.on_message(
             f"warning: {info.per_replica_batch} samples per rank and step are few: the exchange will take most of "
             "the time. A larger --batch or fewer ranks use the machine better."
-        )
-    if info.start_step >= plan.total_steps:
-        observers.on_message(
-            f"warning: the run has finished {info.start_step} steps already and is to end at {plan.total_steps}: "
-            "there is nothing to train. --epochs or --max-steps extend it."
         )
 
 

@@ -3,8 +3,6 @@
 Each step leaves its totals here without waiting for them; they are read together on logged steps.
 """
 
-from collections.abc import Iterable
-
 import numpy as np
 import tensorflow as tf
 
@@ -32,8 +30,11 @@ class Ledger:
         """Keep the totals of the step that was just started."""
         self._pending.append(totals)
 
-    def settle(self, parameters: Iterable[tf.Variable]) -> float:
+    def settle(self, *, finite_parameters: bool) -> float:
         """Read what is pending, look whether all is finite, and return the mean loss since the last call.
+
+        Args:
+            finite_parameters: whether the parameters are finite by now.
 
         Raises:
             NonFiniteError: the loss or a parameter is NaN or infinite. Data that are not finite are blamed for that,
@@ -42,7 +43,7 @@ class Ledger:
         rows = np.array([totals.numpy() for totals in self._pending], np.float64).reshape(-1, 3)
         first, self._settled = self._settled, self._settled + len(rows)
         self._pending.clear()
-        self._look(rows, first, parameters)
+        self._look(rows, first, finite_parameters)
         window = rows[:, :2].sum(axis=0)
         self._epoch += window
         return _mean(window)
@@ -52,12 +53,12 @@ class Ledger:
         self.epoch_loss = _mean(self._epoch)
         self._epoch = np.zeros(2)
 
-    def _look(self, rows: np.ndarray, first: int, parameters: Iterable[tf.Variable]) -> None:
+    def _look(self, rows: np.ndarray, first: int, finite_parameters: bool) -> None:
         if self._bad_data is None:
             self._bad_data = _first_bad(rows[:, 2], first)
         bad_loss = _first_bad(rows[:, 0], first)
         # An activation can hide it from the loss: ReLU makes zeros of NaN.
-        if bad_loss is None and bool(_all_finite([variable.value() for variable in parameters])):
+        if bad_loss is None and finite_parameters:
             return
         if self._bad_data is not None:
             raise NonFiniteError(f"The data hold NaN or infinite values at {self._place(self._bad_data)}.")
@@ -82,10 +83,3 @@ def _first_bad(column: np.ndarray, first: int) -> int | None:
 
 def _mean(sums: np.ndarray) -> float:
     return float(sums[0] / sums[1]) if sums[1] else float("nan")
-
-
-@tf.function(autograph=False, reduce_retracing=True)
-def _all_finite(tensors: list[tf.Tensor]) -> tf.Tensor:
-    """Whether all elements are finite; 16-bit sums are formed in float32, where they do not overflow."""
-    floats = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in tensors if t.dtype.is_floating]
-    return tf.reduce_all(tf.math.is_finite(tf.stack([tf.cast(tf.reduce_sum(t), tf.float64) for t in floats])))

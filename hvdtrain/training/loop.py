@@ -9,9 +9,8 @@ from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
 from hvdtrain.training.clock import StepClock
 from hvdtrain.training.evaluate import Evaluation
 from hvdtrain.training.ledger import Ledger
-from hvdtrain.training.metrics import MetricSet
 from hvdtrain.training.state import TrainState
-from hvdtrain.training.step import StepResult, TrainStep
+from hvdtrain.training.step import Measured, TrainStep
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class TrainingLoop:
         state: what is trained.
         step: the compiled step.
         data: the batches.
-        metrics: training metrics, measured on logged steps.
         observers: who is told what happens.
         evaluate: evaluates at the end of an epoch; None where there is no validation data.
         save: saves the state; None where nothing is saved.
@@ -44,7 +42,6 @@ class TrainingLoop:
         state: TrainState,
         step: TrainStep,
         data: TrainingData,
-        metrics: MetricSet,
         observers: Observer,
         *,
         evaluate: Callable[[], Evaluation] | None,
@@ -54,7 +51,6 @@ class TrainingLoop:
         self._state = state
         self._step = step
         self._data = data
-        self._metrics = metrics
         self._observers = observers
         self._evaluate = evaluate
         self._save = save
@@ -87,8 +83,7 @@ class TrainingLoop:
             scalars.epoch = done // self._data.steps_per_epoch
             self._observers.on_progress(done)
             if logged:
-                metrics = self._metrics.measure(batch.targets, result.outputs, batch.sample_weight, batch.present)
-                self._log(epoch, result, rate, metrics)
+                self._log(epoch, result.measured, rate)
             if epoch_ends:
                 self._end_epoch(epoch)
             if saves:
@@ -111,11 +106,13 @@ class TrainingLoop:
     def _learning_rate(self) -> float:
         return float(self._state.optimizer.learning_rate)
 
-    def _log(self, epoch: int, result: StepResult, rate: float, metrics: dict[str, float]) -> None:
-        loss = self.ledger.settle(self._state.trainable.values())
+    def _log(self, epoch: int, measured: Measured | None, rate: float) -> None:
+        assert measured is not None, "logged steps are measured"
+        loss = self.ledger.settle(finite_parameters=bool(measured.finite))
         throughput = self.clock.samples_per_second()
         step = self._state.scalars.step
-        norm = float(result.grad_norm)
+        norm = float(measured.grad_norm)
+        metrics = {name: float(value) for name, value in measured.metrics.items()}
         self._observers.on_step(StepRecord(step, epoch, loss, rate, throughput, norm, metrics))
 
     def _end_epoch(self, epoch: int) -> None:

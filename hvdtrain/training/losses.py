@@ -36,7 +36,7 @@ def summed_loss(loss: Any) -> LossFunction:
     Raises:
         ConfigError: the loss has a reduction that is no mean over samples.
     """
-    keras_loss = keras.losses.get(loss)
+    keras_loss = _known(loss)
     reduction = getattr(keras_loss, "reduction", "sum_over_batch_size")
     if reduction not in (*_COUNTED, _WEIGHTED):
         raise ConfigError(
@@ -46,10 +46,38 @@ def summed_loss(loss: Any) -> LossFunction:
     values_of = keras_loss.call if isinstance(keras_loss, keras.losses.Loss) else keras_loss
 
     def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
-        values = tf.convert_to_tensor(values_of(targets, outputs))
+        values = tf.convert_to_tensor(values_of(targets, _at_least_float32(outputs)))
         return _weighted_sum(values, sample_weight, _mask_of(outputs, values), divide_by_weights=reduction == _WEIGHTED)
 
     return loss_sum
+
+
+def with_model_losses(part: LossSum, model: Any) -> LossSum:
+    """Add the model's regularization and `add_loss` terms to a replica's part of the loss.
+
+    Each term is a mean over the replica's samples or the same on all replicas; multiplied by the replica's weight
+    it adds up to what one process has. To be called where `model` was just called.
+    """
+    if not model.losses:
+        return part
+    extra = tf.add_n([tf.cast(term, part.total.dtype) for term in model.losses])
+    return part._replace(total=part.total + part.weight * extra)
+
+
+def _known(loss: Any) -> Any:
+    if loss is None:
+        raise ConfigError("A loss is needed. Received: None.")
+    try:
+        return keras.losses.get(loss)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"Unknown loss {loss!r}: {error}") from error
+
+
+def _at_least_float32(outputs: Any) -> Any:
+    """Widen 16-bit outputs, whose losses would not fit into 16 bits when they are added up."""
+    return tf.nest.map_structure(
+        lambda t: tf.cast(t, tf.float32) if t.dtype.is_floating and t.dtype.size < 4 else t, outputs
+    )
 
 
 def _mask_of(outputs: Any, values: tf.Tensor) -> Any:

@@ -10,19 +10,27 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.variables import unwrap
 
+ACCURACY = "accuracy"
+
 
 class MetricSet:
     """A list of metrics that is updated by each replica and read as one.
 
     Args:
-        metrics: Keras metrics or their names; `accuracy` means sparse categorical accuracy for integer targets.
+        metrics: Keras metrics or their names; which accuracy `accuracy` means, the first batch tells (`settle`).
         backend: the replicas whose variables are added up.
+
+    Raises:
+        ConfigError: an unknown name, or two metrics of one name.
     """
 
     def __init__(self, metrics: Sequence[Any], backend: Backend) -> None:
         self.metrics: list[Any] = [_metric(metric) for metric in metrics]
+        names = [_name(metric) for metric in self.metrics]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ConfigError(f"Two metrics are named {twice[0]!r}: give one another name.")
         self._backend = backend
-        self._measure = tf.function(self._measure_batch, autograph=False, reduce_retracing=True)
 
     def reset(self) -> None:
         """Forget everything that was counted."""
@@ -52,28 +60,26 @@ class MetricSet:
         """Return each metric's value by name."""
         return {metric.name: float(metric.result()) for metric in self.metrics}
 
-    def measure(self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor) -> dict[str, float]:
-        """Return the metrics of one global batch, of which each replica has its part."""
-        if not self.metrics:
-            return {}
+    def measure(self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Return the metrics of one global batch, of which each replica has its part, within a compiled function."""
         self.reset()
-        self._measure(targets, outputs, sample_weight, present)
-        return self.results()
-
-    def _measure_batch(self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor) -> None:
         self.update(targets, outputs, sample_weight, present)
         self.reduce("train_metric")
+        return {metric.name: tf.convert_to_tensor(metric.result()) for metric in self.metrics}
 
-    def check_sums(self, targets: Any, outputs: Any) -> None:
-        """Refuse a metric whose state is no sum: one that counts A, then B, must hold the sum of both alone.
+    def settle(self, targets: Any, outputs: Any) -> None:
+        """Choose the accuracy that fits a first batch, and refuse a metric whose state is no sum.
+
+        One that counts A, then B, must hold the sum of what it holds after A and after B alone.
 
         Args:
-            targets: targets of a first batch, with at least two samples.
+            targets: targets of a batch, with at least two samples for the check.
             outputs: the model's outputs for them.
 
         Raises:
             ConfigError: naming the metric.
         """
+        self.metrics = [_accuracy_for(targets, outputs) if metric == ACCURACY else metric for metric in self.metrics]
         half = int(tf.nest.flatten(outputs)[0].shape[0]) // 2
         if half == 0:
             return
@@ -108,9 +114,22 @@ def _state_after(metric: Any, batches: Sequence[tuple[Any, Any]]) -> list[tf.Ten
     return state
 
 
+def _name(metric: Any) -> str:
+    return metric if isinstance(metric, str) else str(metric.name)
+
+
+def _accuracy_for(targets: Any, outputs: Any) -> Any:
+    """Return the accuracy that Keras means by the name: binary, categorical or sparse, by the shapes."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.BinaryAccuracy(name=ACCURACY)
+    if targets.shape.rank == outputs.shape.rank and targets.shape[-1] == outputs.shape[-1]:
+        return keras.metrics.CategoricalAccuracy(name=ACCURACY)
+    return keras.metrics.SparseCategoricalAccuracy(name=ACCURACY)
+
+
 def _metric(metric: Any) -> Any:
-    if metric in ("accuracy", "acc"):
-        return keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+    if metric in (ACCURACY, "acc"):
+        return ACCURACY
     try:
         built = keras.metrics.get(metric)
     except (ValueError, TypeError) as error:

@@ -45,6 +45,8 @@ class ReductionOptions:
             raise ConfigError(f"gradient_predivide_factor must be positive. Received: {self.predivide}.")
         if self.predivide != 1.0 and self.op != "average":
             raise ConfigError(f"gradient_predivide_factor needs op average. Received: op {self.op!r}.")
+        if self.op == "adasum" and self.compression != "none":
+            raise ConfigError("Adasum is not compressed: use compression none.")
         if self.groups and self.op == "adasum":
             raise ConfigError("Adasum reduces each gradient by itself: groups must be 0.")
 

@@ -122,8 +122,9 @@ class TrainState:
         """Set the model's random generators as a function of (seed, step, replica), within the compiled step."""
         if not self.generators:
             return
-        for path, state in self.generators.items():
-            key = zlib.crc32(f"{self.scalars.seed}/{replica}/{path}".encode())
+        # By their place in the model: Keras numbers their names over all models of the process.
+        for place, state in enumerate(self.generators.values()):
+            key = zlib.crc32(f"{self.scalars.seed}/{replica}/{place}".encode())
             counter = tf.cast(self.counter * CALLS_PER_STEP, state.dtype)
             state.assign(tf.stack([tf.constant(key, state.dtype), counter]))
         self.counter.assign_add(1)

@@ -1,12 +1,14 @@
 """One optimizer step as one compiled function: forward, backward, exchange, update."""
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
-from hvdtrain.training.losses import LossFunction
+from hvdtrain.training.losses import LossFunction, with_model_losses
+from hvdtrain.training.metrics import MetricSet
 from hvdtrain.training.reduction import Gradient, GradientReducer, ReductionOptions
 from hvdtrain.training.state import TrainState
 
@@ -30,16 +32,25 @@ class StepResult(NamedTuple):
 
     totals: tf.Tensor
     """[3]: `LocalSums.totals` over all replicas."""
+    measured: "Measured | None"
+    """What was asked for besides, on logged steps."""
+
+
+class Measured(NamedTuple):
+    """What costs a pass over memory or a message of its own."""
+
     grad_norm: tf.Tensor
-    """Global L2 norm of the reduced gradient; NaN where it was not asked for."""
-    outputs: Any
-    """This replica's model outputs."""
+    """Global L2 norm of the reduced gradient."""
+    metrics: dict[str, tf.Tensor]
+    """Training metrics of this global batch, by name."""
+    finite: tf.Tensor
+    """Whether all parameters are finite after the update."""
 
 
 class UpdateRule(Protocol):
     """Turns local sums into a changed state: it owns the exchange and the optimizer."""
 
-    def update(self, local: LocalSums, measure: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def update(self, local: LocalSums, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Apply one step; return the totals over all replicas, and the gradient's norm if `measure` asks for it."""
 
 
@@ -53,14 +64,14 @@ class AllReduceUpdate:
         self._variables = state.model.trainable_variables
         self._reducer = GradientReducer(backend, ReductionOptions(op="sum"))
 
-    def update(self, local: LocalSums, measure: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def update(self, local: LocalSums, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Exchange the totals along with the gradients, then let the optimizer apply the mean."""
         *gradients, totals = self._reducer.reduce(
             [*local.gradients, _after(local.totals, local.gradients)], [*self._paths, "totals"]
         )
         # Dividing here would be one more pass over all gradients: where it can be, it was done to the loss.
         mean = gradients if local.uniform else _rescale(gradients, local.nominal, totals[1])
-        norm = tf.cond(measure, lambda: _global_norm(mean), lambda: tf.constant(float("nan"), tf.float64))
+        norm = _global_norm(mean) if measure else None
         self._optimizer.apply(mean, self._variables)
         return totals, norm
 
@@ -96,41 +107,51 @@ def _global_norm(gradients: list[Gradient]) -> tf.Tensor:
 class TrainStep:
     """The compiled step of one replica."""
 
-    def __init__(self, backend: Backend, state: TrainState, loss: LossFunction, rule: UpdateRule) -> None:
+    def __init__(
+        self, backend: Backend, state: TrainState, loss: LossFunction, metrics: MetricSet, rule: UpdateRule
+    ) -> None:
         self._backend = backend
         self._state = state
         self._loss = loss
+        self._metrics = metrics
         self._rule = rule
-        self._measure = {flag: tf.constant(flag) for flag in (False, True)}
-        # The full batch keeps its static shape, which is worth 5 % on a small model; the last one of an epoch is
-        # traced once more, for any size.
-        self._compiled = tf.function(self._run, autograph=False, reduce_retracing=True)
+        # Two graphs, with what is measured and without: a condition in one graph costs 5 % of a small step. The full
+        # batch keeps its static shape, which is worth another 5 %; the last one of an epoch is traced once more.
+        self._compiled = {
+            measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
+            for measure in (False, True)
+        }
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
-        """Train on `batch`; `measure` asks for the gradient's norm."""
-        return self._compiled(batch, self._measure[measure])
+        """Train on `batch`; `measure` asks for what `Measured` holds."""
+        return self._compiled[measure](batch)
 
-    def _run(self, batch: Batch, measure: tf.Tensor) -> StepResult:
+    def _run(self, batch: Batch, *, measure: bool) -> StepResult:
         return self._backend.run(self._replica_step, batch, measure)
 
-    def _replica_step(self, batch: Batch, measure: tf.Tensor) -> StepResult:
+    def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
         self._state.seed_generators(self._backend.index)
         local, outputs = self.forward_backward(batch)
-        totals, norm = self._rule.update(local, measure)
-        return StepResult(totals, norm, outputs)
+        totals, norm = self._rule.update(local, measure=measure)
+        if not measure:
+            return StepResult(totals, None)
+        metrics = self._metrics.measure(batch.targets, outputs, batch.sample_weight, batch.present)
+        finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
+        return StepResult(totals, Measured(norm, metrics, finite))
 
     def forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
         """Run one microbatch; a replica whose batch is a placeholder contributes zeros."""
+        poison = zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
         with tf.GradientTape() as tape:
             outputs = self._state.model(batch.inputs, training=True)
-            part = self._loss(batch.targets, outputs, batch.sample_weight)
-            present = tf.cast(batch.present, part.total.dtype)
-            total, weight = part.total * present, part.weight * present
-            nominal = part.elements_per_sample * tf.cast(batch.global_samples, part.total.dtype)
-            objective = total / nominal
-        gradients = tape.gradient(objective, list(self._state.trainable.values()))
-        poison = tf.cast(zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets))), total.dtype)
-        return LocalSums(gradients, tf.stack([total, weight, poison]), nominal, part.uniform), outputs
+            part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._state.model)
+        dtype = part.total.dtype
+        present = tf.cast(batch.present, dtype)
+        nominal = part.elements_per_sample * tf.cast(batch.global_samples, dtype)
+        # The scale enters as the seed of the backward pass: as a part of the loss it would have gradients of its own.
+        gradients = tape.gradient(part.total, list(self._state.trainable.values()), output_gradients=present / nominal)
+        totals = tf.stack([part.total, part.weight, tf.cast(poison, dtype)]) * present
+        return LocalSums(gradients, totals, nominal, part.uniform), outputs
 
 
 def zero_if_finite(tensors: list[Any]) -> tf.Tensor:

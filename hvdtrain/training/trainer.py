@@ -13,6 +13,7 @@ import keras
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint import checkpointer
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.console import make_console
@@ -82,7 +83,7 @@ class Trainer:
         self._metrics = MetricSet(metrics, self.backend)
         with self.backend.scope():
             self.model = _built(model, keras.Model)
-            self.optimizer = _built(optimizer, keras.optimizers.Optimizer)
+            self.optimizer = _checked(_built(optimizer, keras.optimizers.Optimizer))
         self._state: TrainState | None = None
         self._step: TrainStep | None = None
         self._evaluator: Evaluator | None = None
@@ -126,6 +127,9 @@ class Trainer:
             DataError: data that cannot be used.
             NonFiniteError: the loss became NaN or infinite.
         """
+        for name, value in {"epochs": epochs, "log_every": log_every, "validation_batch": validation_batch}.items():
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1. Received: {value}.")
         data = training_data(
             dataset,
             self.backend,
@@ -140,7 +144,10 @@ class Trainer:
             else validation_batches(validation_data, self.backend, batch=validation_batch)
         )
         self.build(data)
-        plan = Plan(self.state.scalars.step + epochs * data.steps_per_epoch, log_every)
+        # A fit begins with an epoch; its steps are counted in steps of its own data.
+        scalars = self.state.scalars
+        scalars.step = scalars.epoch * data.steps_per_epoch
+        plan = Plan(scalars.step + epochs * data.steps_per_epoch, log_every)
         observers: Observer = BaseObserver()
         if verbose and self.backend.index == 0:
             observers = make_console(live=on_terminal(current().environment))
@@ -155,17 +162,19 @@ class Trainer:
         """Return loss and metrics over `dataset` (arrays or a batched tf.data.Dataset), each sample counted once."""
         batches = validation_batches(dataset, self.backend, batch=batch)
         for first in batches:
-            self._build_on(first)
+            self.build_on(first)
             break
         return self._evaluate(batches)
 
     def build(self, data: TrainingData) -> None:
         """Create the variables of model and optimizer, if they are not there, and check the metrics."""
-        self._build_on(next(iter(data.batches(0))))
+        self.build_on(next(iter(data.batches(0))))
 
-    def _build_on(self, batch: Batch) -> None:
+    def build_on(self, batch: Batch) -> None:
+        """Do what `build` does, on a batch that is like those to come."""
         outputs = self.model(batch.inputs, training=False)
-        self._metrics.check_sums(batch.targets, outputs)
+        self._metrics.settle(batch.targets, outputs)
+        fresh_metrics(self._metrics.metrics)  # what cannot be copied is refused now, not at the first evaluation
         with self.backend.scope():
             _ = self.state
 
@@ -210,7 +219,6 @@ class Trainer:
             self.state,
             self._train_step(),
             data,
-            self._metrics,
             observers,
             evaluate=None if validation is None else lambda: self._evaluate(validation),
             save=None if save is None else lambda: self._save_on_first(save),
@@ -230,7 +238,7 @@ class Trainer:
     def _train_step(self) -> TrainStep:
         if self._step is None:
             rule = AllReduceUpdate(self.backend, self.state)
-            self._step = TrainStep(self.backend, self.state, self._loss, rule)
+            self._step = TrainStep(self.backend, self.state, self._loss, self._metrics, rule)
         return self._step
 
     def _evaluate(self, batches: Iterable[Batch]) -> Evaluation:
@@ -280,10 +288,24 @@ def summary_of(result: FitResult) -> dict[str, Any]:
 
 def _built(thing: Any, kind: type) -> Any:
     """Return `thing` itself, what its name stands for, or what it builds."""
-    if isinstance(thing, kind):
-        return thing
     if isinstance(thing, str) and kind is keras.optimizers.Optimizer:
-        return keras.optimizers.get(thing)
-    if callable(thing):
-        return thing()
-    raise TypeError(f"A {kind.__name__} or a function that builds one is needed. Received: {thing!r}.")
+        try:
+            thing = keras.optimizers.get(thing)
+        except ValueError as error:
+            raise ConfigError(f"Unknown optimizer {thing!r}: {error}") from error
+    if not isinstance(thing, kind) and callable(thing):
+        thing = thing()
+    if not isinstance(thing, kind):
+        raise ConfigError(f"A Keras {kind.__name__} or a function that builds one is needed. Received: {thing!r}.")
+    return thing
+
+
+def _checked(optimizer: Any) -> Any:
+    """Refuse what an optimizer would do to gradients that are reduced and whose loss is not scaled."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
+        raise ConfigError("Loss scaling needs a scaled loss, which hvdtrain does not have yet: leave it out.")
+    if optimizer.gradient_accumulation_steps:
+        raise ConfigError(
+            "Keras' gradient_accumulation_steps would exchange every microbatch: use a larger batch instead."
+        )
+    return optimizer

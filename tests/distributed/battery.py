@@ -1,6 +1,6 @@
 """Run every check of `checks/` on all ranks of one launch; rank 0 writes what came of each to a file.
 
-Usage: (launcher) python battery.py RESULTS_JSON FOLDER
+Usage: (launcher) python battery.py RESULTS_JSON FOLDER [FILES]
 """
 
 import importlib
@@ -16,17 +16,17 @@ sys.path.insert(0, str(HERE))
 CHECKS = HERE / "checks"
 
 
-def check_names() -> list[str]:
+def check_names(pattern: str = "*.py") -> list[str]:
     """`module.function` of every check, found without importing anything."""
     names = []
-    for file in sorted(CHECKS.glob(sys.argv[3] if len(sys.argv) > 3 else "*.py")):
+    for file in sorted(CHECKS.glob(pattern)):
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.startswith("def check_"):
                 names.append(f"{file.stem}.{line.removeprefix('def ').split('(')[0]}")
     return names
 
 
-def main(results_path: Path, folder: Path) -> None:
+def main(results_path: Path, folder: Path, pattern: str = "*.py") -> None:
     import hvdtrain
 
     hvdtrain.init()
@@ -42,7 +42,7 @@ def main(results_path: Path, folder: Path) -> None:
     session = current()
     world = World(session, backend_for(session), folder)
     results: dict[str, dict[str, object]] = {}
-    for name in check_names():
+    for name in check_names(pattern):
         module, function = name.split(".")
         begin = time.perf_counter()
         try:
@@ -58,4 +58,4 @@ def main(results_path: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -109,7 +109,7 @@ def test_arguments_are_pairs_whose_types_are_read_off():
         (["--epochs", "0"], ["--epochs must be at least 1. Received: 0."]),
         (["--learning-rate", "nan"], ["--learning-rate must be a positive number. Received: nan."]),
         (["--recipe", "other"], ["The recipe is the first word: python -m hvdtrain other."]),
-        (["--config", "no.yaml"], ["--config no.yaml cannot be read: No such file or directory."]),
+        (["--config", "no.yaml"], ["The configuration no.yaml cannot be read: No such file or directory."]),
     ],
 )
 def test_a_mistake_on_the_command_line_is_explained(argv, parts):

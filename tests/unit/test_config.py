@@ -98,7 +98,7 @@ def test_a_file_that_holds_no_options_is_refused_by_name(tmp_path, content, caus
     file.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
         read_values(file)
-    assert str(raised.value).startswith(f"--config {file} ")
+    assert str(raised.value).startswith(f"The configuration {file} ")
     assert cause in str(raised.value)
 
 

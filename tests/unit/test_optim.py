@@ -46,10 +46,16 @@ def test_past_its_end_the_cosine_stays_at_zero():
     assert rates(100, [101, 150, 10**6], schedule="cosine") == pytest.approx([0.0] * 3, abs=1e-7)
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (1, 1), (5, 5), (5, 50)])
-def test_runs_that_are_shorter_than_their_warm_up_have_finite_rates(total, warmup):
+@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (2, 1), (5, 4)])
+def test_short_runs_have_finite_rates(total, warmup):
     got = rates(total, range(total), schedule="cosine", warmup_steps=warmup)
     assert all(0 < rate <= PEAK * (1 + 1e-6) for rate in got)
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(1, 1), (5, 5), (5, 50)])
+def test_a_warm_up_as_long_as_the_run_is_refused(total, warmup):
+    with pytest.raises(ConfigError, match=f"--warmup-steps {warmup} leaves nothing of the run's {total} steps"):
+        rates(total, range(total), warmup_steps=warmup)
 
 
 def test_a_schedule_survives_saving():

@@ -259,7 +259,6 @@ def test_draws_are_a_function_of_seed_step_and_replica():
     assert len(set(each)) == len(each)  # the two layers differ as well
 
 
-@pytest.mark.xfail(strict=True, reason="Keras numbers the generators' paths by their order of creation")
 def test_draws_do_not_depend_on_models_made_before():
     assert drawn(state_of()) == drawn(state_of())
 
