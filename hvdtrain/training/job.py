@@ -212,8 +212,13 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
     trainer.model.save(draft)
     os.replace(draft, folder.model)
     if config.observability.plots:
-        draw_curves(folder.metrics, folder.curves, title=f"{config.recipe}, {summary['world_size']} ranks")
+        draw_curves(folder.metrics, folder.curves, title=_title(summary))
     write_json(folder.summary, summary)
+
+
+def _title(summary: dict[str, Any]) -> str:
+    size = summary["world_size"]
+    return f"{summary['recipe']}, {size} rank" + "s" * (size > 1)
 
 
 def _summary(

@@ -151,14 +151,7 @@ def test_a_resumed_run_ends_like_one_at_a_stretch(runs, tmp_path):
 
 
 def test_without_horovod_one_process_trains_and_two_say_what_is_missing(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.abc, sys\n"
-        "class Hidden(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'horovod':\n"
-        "            raise ModuleNotFoundError('hidden', name=name)\n"
-        "sys.meta_path.insert(0, Hidden())\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None  # as if it were not there\n")
     alone = hvdtrain("none", 1, "--epochs", "1", "--run-dir", "a", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert alone.code == 0, alone.text[-4000:]
     assert summary_of(tmp_path / "a")["backend"] == "single"
