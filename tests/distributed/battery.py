@@ -50,7 +50,8 @@ def main(results_path: Path, folder: Path, pattern: str = "*.py") -> None:
             failure = ""
         except BaseException:
             failure = f"rank {world.rank}:\n{traceback.format_exc()}"
-        failures = [text.decode() for text in world.gather(failure.encode())]
+        # A check that failed on one rank before it exchanged something leaves the others' bytes here.
+        failures = [text.decode(errors="replace") for text in world.gather(failure.encode())]
         seconds = time.perf_counter() - begin
         results[name] = {"failure": "\n".join(filter(None, failures)), "seconds": round(seconds, 2)}
         if world.rank == 0:

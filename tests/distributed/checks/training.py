@@ -118,16 +118,17 @@ def check_the_hash_notices_a_rank_that_drifted(world: World) -> None:
 
 
 class Drawn(keras.layers.Layer):
-    """Remembers the mask that dropout drew last."""
+    """Remembers the masks that dropout drew last, of eight samples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dropout = keras.layers.Dropout(0.5)
-        self.mask = self.add_weight(shape=(8,), initializer="zeros", trainable=False, name="mask")
+        self.mask = self.add_weight(shape=(8, 8), initializer="zeros", trainable=False, name="mask")
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         outputs = self.dropout(inputs, training=training)
-        self.mask.assign(tf.cast(outputs[0] != 0, tf.float32))
+        if training:  # a batch of evaluation may be smaller, and draws nothing
+            self.mask.assign(tf.cast(outputs[:8] != 0, tf.float32))
         return outputs
 
 
