@@ -27,7 +27,8 @@ class Finished:
 
 def job_environment(**extra: str) -> dict[str, str]:
     """The environment of a launched job: this Python first on PATH, and Open MPI allowed to run as root."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_", "PMIX_", "HOROVOD_"))}
+    other = ("OMPI_COMM_", "PMIX_", "HOROVOD_", "TF_CPP_")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(other)}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', '')}"
     if os.geteuid() == 0:
         environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")

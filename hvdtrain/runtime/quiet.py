@@ -15,9 +15,10 @@ QUIET = "2"
 def start_up_chatter_hidden() -> Iterator[None]:
     """Collect what is written to file descriptor 2; show it after all if the body raises.
 
-    With `TF_CPP_MIN_LOG_LEVEL` set by the user, or a GPU whose driver may have something to say, nothing is hidden.
+    Nothing is hidden from a user who asked for it by `TF_CPP_MIN_LOG_LEVEL` 0 or 1, or where there is a GPU, whose
+    driver may have something to say.
     """
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", QUIET) != QUIET or Path("/dev/nvidiactl").exists():
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", QUIET) in ("0", "1") or Path("/dev/nvidiactl").exists():
         yield
         return
     sys.stderr.flush()
