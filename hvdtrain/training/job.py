@@ -28,7 +28,8 @@ from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.folder import RunFolder, create
 from hvdtrain.training.loop import Plan
-from hvdtrain.training.trainer import FitResult, Trainer, summary_of
+from hvdtrain.training.result import FitResult, summary_of
+from hvdtrain.training.trainer import Trainer
 
 TINY_BATCH = 8
 """Samples per rank and step below which overhead and exchange outweigh the work."""

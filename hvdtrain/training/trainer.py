@@ -3,8 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.console import make_console
-from hvdtrain.observability.events import BaseObserver, EvaluationRecord, Observer, RunInfo
+from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.observability.summary import median_p90
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
@@ -26,29 +25,11 @@ from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.loop import Plan, TrainingLoop
 from hvdtrain.training.losses import summed_loss
 from hvdtrain.training.metrics import MetricSet, fresh_metrics
+from hvdtrain.training.result import FitResult, summary_of
 from hvdtrain.training.state import TrainState
 from hvdtrain.training.step import AllReduceUpdate, TrainStep
 
 STATE_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """What a training run came to; the same on every rank."""
-
-    steps: int
-    """Finished optimizer steps, those before a resume included."""
-    epochs: int
-    """Finished passes over the data, the last one possibly cut short."""
-    train_loss: float
-    """Mean loss over the samples of the last epoch."""
-    evaluations: list[EvaluationRecord]
-    """One for each epoch, if there was validation data."""
-    samples_per_second: float
-    """Median over the steady steps, over all ranks."""
-    step_ms: Mapping[str, float | None]
-    """Median and 90th percentile of the steady steps' wall time."""
-    wall_seconds: float
 
 
 class Trainer:
@@ -267,23 +248,6 @@ class Trainer:
             start_step=self.state.scalars.step,
             threads=session.plan.threads,
         )
-
-
-def summary_of(result: FitResult) -> dict[str, Any]:
-    """Return the figures of a run as `summary.json` names them."""
-    last = result.evaluations[-1] if result.evaluations else None
-    figures: dict[str, Any] = {
-        "steps": result.steps,
-        "epochs": result.epochs,
-        "train_loss": result.train_loss,
-        "samples_per_second": result.samples_per_second,
-        "step_ms": dict(result.step_ms),
-        "wall_seconds": result.wall_seconds,
-    }
-    if last is not None:
-        figures["val_loss"] = last.loss
-        figures.update({f"val_{name}": value for name, value in last.metrics.items()})
-    return figures
 
 
 def _built(thing: Any, kind: type) -> Any:

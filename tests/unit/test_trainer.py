@@ -12,7 +12,8 @@ from hvdtrain.observability.events import BaseObserver
 from hvdtrain.runtime.session import current
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop import Plan
-from hvdtrain.training.trainer import FitResult, Trainer, summary_of
+from hvdtrain.training.result import FitResult, summary_of
+from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")
 

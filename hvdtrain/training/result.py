@@ -1,0 +1,43 @@
+"""What a training run came to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.observability.events import EvaluationRecord
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a training run came to; the same on every rank."""
+
+    steps: int
+    """Finished optimizer steps, those before a resume included."""
+    epochs: int
+    """Finished passes over the data, the last one possibly cut short."""
+    train_loss: float
+    """Mean loss over the samples of the last epoch."""
+    evaluations: list[EvaluationRecord]
+    """One for each epoch, if there was validation data."""
+    samples_per_second: float
+    """Median over the steady steps, over all ranks."""
+    step_ms: Mapping[str, float | None]
+    """Median and 90th percentile of the steady steps' wall time."""
+    wall_seconds: float
+
+
+def summary_of(result: FitResult) -> dict[str, Any]:
+    """Return the figures of a run as `summary.json` names them."""
+    last = result.evaluations[-1] if result.evaluations else None
+    figures: dict[str, Any] = {
+        "steps": result.steps,
+        "epochs": result.epochs,
+        "train_loss": result.train_loss,
+        "samples_per_second": result.samples_per_second,
+        "step_ms": dict(result.step_ms),
+        "wall_seconds": result.wall_seconds,
+    }
+    if last is not None:
+        figures["val_loss"] = last.loss
+        figures.update({f"val_{name}": value for name, value in last.metrics.items()})
+    return figures
