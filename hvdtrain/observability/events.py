@@ -66,7 +66,7 @@ class StepRecord:
     grad_norm: float | None = None
     """Norm of the whole reduced gradient before clipping; None where it was not measured."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Training metrics by name, such as ``accuracy``, since the last logged step."""
+    """Training metrics by name, such as ``accuracy``, of this step's global batch."""
 
 
 @dataclass(frozen=True)
