@@ -1,10 +1,17 @@
-"""Step time of hvdtrain against a plain hand-written loop, the sides in turn in fresh processes.
+"""Step time of hvdtrain against a plain hand-written loop, both sides in turn.
 
     python benchmarks/step_time.py --controllers mpirun gloo --models digits resnet20 --rounds 5
 
-A round runs every side once, in turn; a side's figure for a round is the median over windows of ten steps (each
-with one logged step) after the warm-up. Ratios are formed within a round; their median and range are reported.
-Nothing else may run on the machine meanwhile.
+Two ratios for every model and controller:
+
+    defaults  the plain loop at Horovod's own settings. They are read when a process starts, so the sides take turns
+              in processes of their own.
+    settings  the plain loop with hvdtrain's settings of the exchange (with one process: without Horovod). Both sides
+              take turns in the same processes, a window of ten steps each, so that neither placement nor the
+              machine's mood tells them apart.
+
+A round's ratio is the median window of hvdtrain over that of the plain loop, each window with one logged step; the
+median and the range over the rounds are reported. Nothing else may run on the machine meanwhile.
 """
 
 import argparse
@@ -21,7 +28,6 @@ import numpy as np
 
 HERE = Path(__file__).parent
 SIDES = HERE / "sides.py"
-WARM_UP, WINDOW = 20, 10
 LIMIT_S = 300
 
 
@@ -33,41 +39,49 @@ def launcher(controller: str, size: int) -> list[str]:
     return ["horovodrun", "--gloo", "-np", str(size)]
 
 
-def run_side(side: str, model: str, controller: str, size: int, batch: int, steps: int) -> float:
-    """Return the side's median time of a step in milliseconds."""
-    command = [*launcher(controller, size), sys.executable, str(SIDES), side, model]
-    command += ["--batch", str(batch), "--steps", str(steps)]
+def run(kind: str, model: str, controller: str, size: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Return each side's windows in milliseconds a step."""
+    command = [*launcher(controller, size), sys.executable, str(SIDES), kind, model]
+    command += ["--batch", str(arguments.batch), "--windows", str(arguments.windows)]
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if os.geteuid() == 0:
         environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    found = re.search(r"ENDS (\[.*\])", done.stdout)
+    found = re.search(r"WINDOWS ({.*})", done.stdout)
     if done.returncode or found is None:
         sys.exit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    ends = np.array(json.loads(found[1]))[WARM_UP:]
-    windows = ends[: len(ends) // WINDOW * WINDOW : WINDOW]
-    return float(1000.0 * np.median(np.diff(windows)) / WINDOW)
+    return dict(json.loads(found[1]))
 
 
-def compare(model: str, controller: str, sides: list[str], arguments: argparse.Namespace) -> dict[str, object]:
-    """Run all rounds of one comparison and print its table."""
+def one_round(
+    kind: str, model: str, controller: str, size: int, number: int, arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Return the median window of each side."""
+    if kind == "settings":
+        windows = run("paired", model, controller, size, arguments)
+    else:
+        sides = ("plain", "hvdtrain") if number % 2 == 0 else ("hvdtrain", "plain")
+        windows = {side: run(side, model, controller, size, arguments)[side] for side in sides}
+    return {side: float(np.median(values)) for side, values in windows.items()}
+
+
+def compare(kind: str, model: str, controller: str, arguments: argparse.Namespace) -> dict[str, object]:
+    """Run all rounds of one comparison and print its line."""
     size = 1 if controller == "none" else arguments.ranks
-    rounds: list[dict[str, float]] = []
-    for number in range(arguments.rounds):
-        order = sides if number % 2 == 0 else sides[::-1]
-        rounds.append({s: run_side(s, model, controller, size, arguments.batch, arguments.steps) for s in order})
-    print(f"\n{model}, {size} rank(s), {controller}, global batch {arguments.batch}, {arguments.rounds} rounds")
-    result: dict[str, object] = {"model": model, "controller": controller, "ranks": size, "rounds_ms": rounds}
-    for side in sides:
-        times = [r[side] for r in rounds]
-        ratios = [r["hvdtrain"] / r[side] for r in rounds]
-        low, middle, high = (float(v) for v in (min(ratios), np.median(ratios), max(ratios)))
-        result[f"hvdtrain/{side}"] = {"median": middle, "min": low, "max": high}
-        print(
-            f"  {side:9} {np.median(times):8.2f} ms   hvdtrain / {side}: {middle:.3f} ({low:.3f} .. {high:.3f})",
-            flush=True,
-        )
-    return result
+    rounds = [one_round(kind, model, controller, size, number, arguments) for number in range(arguments.rounds)]
+    ratios = [r["hvdtrain"] / r["plain"] for r in rounds]
+    low, middle, high = (float(v) for v in (min(ratios), np.median(ratios), max(ratios)))
+    ours, plain = (float(np.median([r[side] for r in rounds])) for side in ("hvdtrain", "plain"))
+    against = "bare loop" if size == 1 else f"plain loop, {'our settings' if kind == 'settings' else 'defaults'}"
+    print(
+        f"{model:9} {controller:6} {size} rank(s)  {against:26} {plain:8.2f} ms  hvdtrain {ours:8.2f} ms"
+        f"  ratio {middle:.3f} ({low:.3f} .. {high:.3f})",
+        flush=True,
+    )
+    return {
+        **{"model": model, "controller": controller, "ranks": size, "against": against, "rounds_ms": rounds},
+        "ratio": {"median": middle, "min": low, "max": high},
+    }
 
 
 def main() -> None:
@@ -76,19 +90,15 @@ def main() -> None:
     parser.add_argument("--controllers", nargs="+", default=["mpirun", "gloo", "none"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--windows", type=int, default=24, help="windows of ten steps, the first four not counted")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
     arguments = parser.parse_args()
     results = [
-        compare(
-            model,
-            controller,
-            ["bare", "hvdtrain"] if controller == "none" else ["plain", "tuned", "hvdtrain"],
-            arguments,
-        )
+        compare(kind, model, controller, arguments)
         for model in arguments.models
         for controller in arguments.controllers
+        for kind in (("settings",) if controller == "none" else ("defaults", "settings"))
     ]
     if arguments.out:
         settings = {key: value for key, value in vars(arguments).items() if key != "out"}

@@ -31,8 +31,15 @@ class ArraySource:
         if self.size == 0:
             raise DataError(f"{name} holds no samples.")
         self.name = name
+        self.finite = all(_is_finite(array) for array in tf.nest.flatten(arrays[:2]))
+        """Whether inputs and targets were seen to be finite: looked at once here, not in every step."""
         self.elements = tf.nest.map_structure(tf.constant, arrays)
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, ...]:
         """Return the samples at `indices` [n], stacked along dim 0."""
         return tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), self.elements)
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Tell whether `array` is certainly finite; a sum that overflows leaves it open."""
+    return not np.issubdtype(array.dtype, np.inexact) or bool(np.isfinite(array.sum(dtype=np.float64)))

@@ -8,16 +8,22 @@ from hvdtrain.config.errors import ConfigError
 
 
 class Batch(NamedTuple):
-    """What one replica trains on in one step."""
+    """What one replica trains on in one step.
+
+    `present`, `global_samples` and `finite` are Python values where they are known before the step is compiled: what
+    is computed from them costs nothing then.
+    """
 
     inputs: Any
     targets: Any
     sample_weight: Any
     """One weight for each sample, or None."""
-    present: tf.Tensor
+    present: tf.Tensor | float
     """1, or 0 for a replica that gets no sample of a short batch: it holds one sample that does not count."""
-    global_samples: tf.Tensor
+    global_samples: tf.Tensor | int
     """Samples of the global batch, over all replicas."""
+    finite: bool | None = None
+    """True where inputs and targets are known to hold neither NaN nor infinite values; None where nobody looked."""
 
 
 def part_of(total: Any, index: int, size: int) -> tuple[Any, Any]:
@@ -45,25 +51,27 @@ def per_replica(batch: int, size: int) -> int:
     return batch // size
 
 
-def slice_bounds(total: tf.Tensor, index: int, size: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def slice_bounds(total: int, index: int, size: int) -> tuple[int, int, float]:
     """Return first and last + 1 of the samples a replica holds of a batch of `total`, and whether they count.
 
     A replica without samples holds a neighbour's and does not count it: layers never see an empty batch.
     """
     begin, end = part_of(total, index, size)
-    first = tf.minimum(begin, total - 1)
-    return first, tf.maximum(end, first + 1), tf.cast(end > begin, tf.float32)
+    first = min(begin, total - 1)
+    return first, max(end, first + 1), float(end > begin)
 
 
-def as_batch(elements: tuple[Any, ...], present: tf.Tensor, total: tf.Tensor) -> Batch:
+def as_batch(elements: tuple[Any, ...], present: Any, total: Any, *, finite: bool | None = None) -> Batch:
     """Name the parts of (inputs, targets[, sample weights])."""
     inputs, targets, *weights = elements
-    return Batch(inputs, targets, weights[0] if weights else None, present, tf.cast(total, tf.int32))
+    return Batch(inputs, targets, weights[0] if weights else None, present, total, finite)
 
 
 def slice_batch(elements: tuple[Any, ...], index: int, size: int) -> Batch:
     """Cut this replica's part out of a global batch (inputs, targets[, sample weights]) of tensors [samples, …]."""
     total = tf.shape(tf.nest.flatten(elements)[0], out_type=tf.int64)[0]
-    first, last, present = slice_bounds(total, index, size)
+    begin, end = part_of(total, index, size)
+    first = tf.minimum(begin, total - 1)
+    last = tf.maximum(end, first + 1)
     part = tf.nest.map_structure(lambda tensor: tensor[first:last], tuple(elements))
-    return as_batch(part, present, total)
+    return as_batch(part, tf.cast(end > begin, tf.float32), tf.cast(total, tf.int32))

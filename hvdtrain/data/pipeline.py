@@ -4,6 +4,7 @@ Which samples form a global batch is a function of (seed, epoch, step) alone, so
 depend on the number of replicas, and any step can be reached without reading those before it.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import Batch, as_batch, part_of, per_replica, slice_batch, slice_bounds
+from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_batch, slice_bounds
 
 PREFETCH = 4
 
@@ -58,26 +59,31 @@ class ArrayTraining:
         self._shuffle = shuffle
 
     def batches(self, start_step: int) -> Iterator[Batch]:
-        """See `TrainingData.batches`."""
-        epoch, within = divmod(start_step, self.steps_per_epoch)
-        indices = tf.data.Dataset.range(epoch, tf.int64.max).flat_map(_plain(self._indices_of)).skip(within)
-        return iter(indices.map(_plain(self._gather)).prefetch(PREFETCH))
+        """See `TrainingData.batches`.
 
-    def _indices_of(self, epoch: tf.Tensor) -> tf.data.Dataset:
-        """Return this replica's sample numbers of each step of an epoch, whether they count, and the samples of all.
-
-        Formed for the whole epoch at once: what is left to do for a step is to gather its samples.
+        An epoch's last, short batch comes from a stream of its own: every stream has one static shape, and what is
+        known about its batches is known when the step is compiled.
         """
         full, tail = divmod(self._source.size, self.batch)
-        order = self._order(epoch)
-        begin, end = part_of(self.batch, self._index, self._size)
-        mine = tf.reshape(order[: full * self.batch], [full, self.batch])[:, begin:end]
-        steps = tf.data.Dataset.from_tensor_slices((mine, tf.ones([full]), tf.fill([full], self.batch)))
-        if tail == 0:
-            return steps
-        first, last, present = slice_bounds(tf.constant(tail, tf.int64), self._index, self._size)
-        rest = order[full * self.batch :][first:last]
-        return steps.concatenate(tf.data.Dataset.from_tensors((rest, present, tf.constant(tail))))
+        epoch, within = divmod(start_step, self.steps_per_epoch)
+        whole = self._stream(epoch, within, 0, full, self.batch) if full else iter(())
+        rest = self._stream(epoch, 0, full, 1, tail) if tail else iter(())
+        for step in itertools.count(within):
+            yield next(whole if step % self.steps_per_epoch < full else rest)
+
+    def _stream(self, epoch: int, skip: int, first: int, steps: int, samples: int) -> Iterator[Batch]:
+        """Return this replica's batches of `samples` each: steps `first` … `first + steps - 1` of every epoch."""
+        begin, end, present = slice_bounds(samples, self._index, self._size)
+        span = slice(first * self.batch, first * self.batch + steps * samples)
+
+        def numbers_of(epoch: tf.Tensor) -> tf.data.Dataset:
+            # Formed for the whole epoch at once: what is left to do for a step is to gather its samples.
+            mine = tf.reshape(self._order(epoch)[span], [steps, samples])[:, begin:end]
+            return tf.data.Dataset.from_tensor_slices(mine)
+
+        epochs = tf.data.Dataset.range(epoch, tf.int64.max)
+        elements = epochs.flat_map(_plain(numbers_of)).skip(skip).map(_plain(self._source.gather)).prefetch(PREFETCH)
+        return (as_batch(part, present, samples, finite=self._source.finite or None) for part in elements)
 
     def _order(self, epoch: tf.Tensor) -> tf.Tensor:
         """Return the sample numbers [samples] in the order of `epoch`."""
@@ -86,9 +92,6 @@ class ArrayTraining:
             return places
         key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
         return tf.random.experimental.index_shuffle(places, key, self._source.size - 1)
-
-    def _gather(self, indices: tf.Tensor, present: tf.Tensor, total: tf.Tensor) -> Batch:
-        return as_batch(self._source.gather(indices), present, total)
 
 
 class DatasetTraining:
@@ -112,16 +115,23 @@ class DatasetTraining:
         self.batch = batch
         self.steps_per_epoch = steps_per_epoch or count_batches(dataset)
         self._dataset = dataset
+        self._one_shape = all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
         self._index = index
         self._size = size
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
         stream = self._dataset.repeat().skip(start_step)
-        return iter(stream.map(_plain(self._cut)).prefetch(PREFETCH))
+        return map(self._settled, stream.map(_plain(self._cut)).prefetch(PREFETCH))
 
     def _cut(self, *elements: Any) -> Batch:
         return slice_batch(elements, self._index, self._size)
+
+    def _settled(self, batch: Batch) -> Batch:
+        """Say in Python values what all full batches have in common, if their shapes are the same."""
+        if not self._one_shape or int(batch.global_samples) != self.batch:
+            return batch
+        return batch._replace(present=1.0, global_samples=self.batch)
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:

@@ -74,7 +74,6 @@ class TrainingLoop:
             saves = self._save_is_due(plan, done, epoch_ends)
             # A logged step is looked at before it is saved: no checkpoint holds what is not finite.
             logged = epoch_ends or saves or done % plan.log_every == 0 or done == first + 1
-            rate = self._learning_rate() if logged else 0.0
             batch = next(batches)
             result = self._step(batch, measure=logged)
             self.ledger.note(result.totals)
@@ -83,7 +82,7 @@ class TrainingLoop:
             scalars.epoch = done // self._data.steps_per_epoch
             self._observers.on_progress(done)
             if logged:
-                self._log(epoch, result.measured, rate)
+                self._log(epoch, result.measured)
             if epoch_ends:
                 self._end_epoch(epoch)
             if saves:
@@ -103,15 +102,12 @@ class TrainingLoop:
         due = epoch_ends if plan.checkpoint_every is None else done % plan.checkpoint_every == 0
         return due or done == plan.total_steps
 
-    def _learning_rate(self) -> float:
-        return float(self._state.optimizer.learning_rate)
-
-    def _log(self, epoch: int, measured: Measured | None, rate: float) -> None:
+    def _log(self, epoch: int, measured: Measured | None) -> None:
         assert measured is not None, "logged steps are measured"
         loss = self.ledger.settle(finite_parameters=bool(measured.finite))
         throughput = self.clock.samples_per_second()
         step = self._state.scalars.step
-        norm = float(measured.grad_norm)
+        rate, norm = float(measured.learning_rate), float(measured.grad_norm)
         metrics = {name: float(value) for name, value in measured.metrics.items()}
         self._observers.on_step(StepRecord(step, epoch, loss, rate, throughput, norm, metrics))
 

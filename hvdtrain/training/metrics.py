@@ -37,16 +37,21 @@ class MetricSet:
         for metric in self.metrics:
             metric.reset_state()
 
-    def update(self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor) -> None:
+    def update(self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor | float) -> None:
         """Count a batch on this replica, unless it is the placeholder of a replica without samples."""
+
+        if not self.metrics:
+            return
 
         def count() -> tf.Tensor:
             for metric in self.metrics:
                 metric.update_state(targets, outputs, sample_weight=sample_weight)
             return tf.constant(True)
 
-        if self.metrics:
+        if tf.is_tensor(present):
             tf.cond(present > 0, count, lambda: tf.constant(False))
+        elif present:
+            count()
 
     def reduce(self, role: str) -> None:
         """Replace every metric's variables by their sums over the replicas, within a compiled function."""
@@ -60,7 +65,9 @@ class MetricSet:
         """Return each metric's value by name."""
         return {metric.name: float(metric.result()) for metric in self.metrics}
 
-    def measure(self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor) -> dict[str, tf.Tensor]:
+    def measure(
+        self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor | float
+    ) -> dict[str, tf.Tensor]:
         """Return the metrics of one global batch, of which each replica has its part, within a compiled function."""
         self.reset()
         self.update(targets, outputs, sample_weight, present)

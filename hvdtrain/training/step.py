@@ -1,5 +1,6 @@
 """One optimizer step as one compiled function: forward, backward, exchange, update."""
 
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +40,8 @@ class StepResult(NamedTuple):
 class Measured(NamedTuple):
     """What costs a pass over memory or a message of its own."""
 
+    learning_rate: tf.Tensor
+    """The rate of this update."""
     grad_norm: tf.Tensor
     """Global L2 norm of the reduced gradient."""
     metrics: dict[str, tf.Tensor]
@@ -115,33 +118,52 @@ class TrainStep:
         self._loss = loss
         self._metrics = metrics
         self._rule = rule
-        # Two graphs, with what is measured and without: a condition in one graph costs 5 % of a small step. The full
-        # batch keeps its static shape, which is worth another 5 %; the last one of an epoch is traced once more.
-        self._compiled = {
+        # With what is measured and without are two graphs: a condition in one graph costs 5 % of a small step.
+        self._general = {
             measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
             for measure in (False, True)
         }
+        # So does a batch whose size is not static, another 5 % a whole Batch as the argument, and 2 % the search for
+        # the graph that fits the arguments: all of that is settled once for each kind of batch.
+        self._special: dict[Hashable, Callable[..., StepResult]] = {}
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` asks for what `Measured` holds."""
-        return self._compiled[measure](batch)
+        inputs, targets, weights, *share = batch
+        if tf.is_tensor(batch.global_samples):
+            return self._general[measure](batch)
+        parts = (inputs, targets) if weights is None else (inputs, targets, weights)
+        key = (measure, *share, *((part.shape, part.dtype) for part in tf.nest.flatten(parts)))
+        if key not in self._special:
+            self._special[key] = self._specialize(parts, share, measure)
+        return self._special[key](*parts)
+
+    def _specialize(self, parts: tuple[Any, ...], share: list[Any], measure: bool) -> Callable[..., StepResult]:
+        """Compile the step for batches that have `share`, the fields behind the tensors, in common."""
+
+        def run(*parts: Any) -> StepResult:
+            batch = Batch(parts[0], parts[1], parts[2] if parts[2:] else None, *share)
+            return self._run(batch, measure=measure)
+
+        return tf.function(run, autograph=False).get_concrete_function(*parts)
 
     def _run(self, batch: Batch, *, measure: bool) -> StepResult:
         return self._backend.run(self._replica_step, batch, measure)
 
     def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
         self._state.seed_generators(self._backend.index)
+        rate = tf.convert_to_tensor(self._state.optimizer.learning_rate)
         local, outputs = self.forward_backward(batch)
         totals, norm = self._rule.update(local, measure=measure)
         if not measure:
             return StepResult(totals, None)
         metrics = self._metrics.measure(batch.targets, outputs, batch.sample_weight, batch.present)
         finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
-        return StepResult(totals, Measured(norm, metrics, finite))
+        return StepResult(totals, Measured(rate, norm, metrics, finite))
 
     def forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
         """Run one microbatch; a replica whose batch is a placeholder contributes zeros."""
-        poison = zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
+        poison = tf.constant(0.0) if batch.finite else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
         with tf.GradientTape() as tape:
             outputs = self._state.model(batch.inputs, training=True)
             part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._state.model)
