@@ -1,5 +1,6 @@
 """Options of the optimizer and its learning rate."""
 
+import itertools
 import math
 from dataclasses import field
 from typing import Literal
@@ -8,24 +9,109 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.section import section
 
+ScalingName = Literal["none", "linear", "sqrt"]
+ScheduleName = Literal["constant", "cosine", "step", "polynomial"]
+
+SCHEDULES_OF = {
+    "final_rate": ("cosine", "polynomial"),
+    "decay_power": ("polynomial",),
+    "decay_at": ("step",),
+    "decay_factor": ("step",),
+}
+"""Options that only some schedules read."""
+
 
 @section
 class OptimConfig:
     """Which optimizer moves the parameters, and how fast."""
 
     optimizer: str = "adam"
-    """Name of a Keras optimizer, in lower case."""
+    """Name of a Keras optimizer in lower case, or lars."""
     optimizer_args: dict[str, Scalar] = field(default_factory=dict)
     """Further arguments of the optimizer, as NAME VALUE pairs."""
     learning_rate: float = 1e-3
-    """Peak learning rate; it is used as given, whatever the number of ranks."""
-    schedule: Literal["constant", "cosine"] = "constant"
+    """Peak learning rate, before any scaling by the batch."""
+    lr_scaling: ScalingName = "none"
+    """Multiply the learning rate by batch / base_batch (linear) or by the root of that (sqrt)."""
+    base_batch: int | None = None
+    """The batch (samples per step over all ranks) that the learning rate was tuned for."""
+    schedule: ScheduleName = "constant"
     """How the learning rate moves after the warm-up."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from zero to its peak."""
+    final_rate: float = 0.0
+    """Where cosine and polynomial end, as a share of the peak."""
+    decay_power: float = 1.0
+    """Exponent of the polynomial schedule; 1 falls linearly."""
+    decay_at: tuple[float, ...] = ()
+    """Where the step schedule lowers the rate, as shares of the run: 0.5 0.75."""
+    decay_factor: float = 0.1
+    """What the step schedule multiplies the rate by, each time."""
+    weight_decay: float | None = None
+    """Decay of weights, but not of biases and normalization parameters; by default the optimizer's own."""
+    ema: float = 0.0
+    """Momentum of an average of the weights that is evaluated and kept in their place; 0 for none."""
+    clip_norm: float | None = None
+    """Bound on the L2 norm of the whole gradient."""
+    clip_value: float | None = None
+    """Bound on the size of each of the gradient's elements."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ConfigError(f"--learning-rate must be a positive number. Received: {self.learning_rate}.")
+        _check_positive("--learning-rate", self.learning_rate)
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps must not be negative. Received: {self.warmup_steps}.")
+        self._check_scaling()
+        self._check_schedule()
+        self._check_update()
+
+    def _check_scaling(self) -> None:
+        if self.base_batch is not None and self.base_batch < 1:
+            raise ConfigError(f"--base-batch must be at least 1. Received: {self.base_batch}.")
+        if self.lr_scaling == "none" and self.base_batch is not None:
+            raise ConfigError("--base-batch has no effect without --lr-scaling linear or sqrt: leave it out.")
+        if self.lr_scaling != "none" and self.base_batch is None:
+            raise ConfigError(
+                f"--lr-scaling {self.lr_scaling} needs the batch that --learning-rate {self.learning_rate:g} was "
+                "tuned for: add --base-batch."
+            )
+
+    def _check_schedule(self) -> None:
+        if not 0.0 <= self.final_rate <= 1.0:
+            raise ConfigError(f"--final-rate must lie in [0, 1]. Received: {self.final_rate}.")
+        _check_positive("--decay-power", self.decay_power)
+        if not 0.0 < self.decay_factor < 1.0:
+            raise ConfigError(f"--decay-factor must lie in (0, 1). Received: {self.decay_factor}.")
+        if not _rises_within_run(self.decay_at):
+            raise ConfigError(
+                f"--decay-at must be shares of the run between 0 and 1, in rising order. Received: {self.decay_at}."
+            )
+        for name, schedules in SCHEDULES_OF.items():
+            if self.schedule not in schedules and getattr(self, name) != getattr(OptimConfig, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} has no effect with --schedule {self.schedule}: leave it out, or use "
+                    f"--schedule {' or '.join(schedules)}."
+                )
+        if self.schedule == "step" and not self.decay_at:
+            raise ConfigError("--schedule step needs to know where the rate falls: add --decay-at, such as 0.5 0.75.")
+
+    def _check_update(self) -> None:
+        if self.weight_decay is not None and not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ConfigError(f"--weight-decay must be a number from 0. Received: {self.weight_decay}.")
+        if not 0.0 <= self.ema < 1.0:
+            raise ConfigError(f"--ema must lie in [0, 1). Received: {self.ema}.")
+        if self.clip_norm is not None:
+            _check_positive("--clip-norm", self.clip_norm)
+        if self.clip_value is not None:
+            _check_positive("--clip-value", self.clip_value)
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ConfigError("Clip by norm or by value, not both: leave out --clip-norm or --clip-value.")
+
+
+def _check_positive(option: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{option} must be a positive number. Received: {value}.")
+
+
+def _rises_within_run(shares: tuple[float, ...]) -> bool:
+    bounds = (0.0, *shares, 1.0)
+    return all(before < after for before, after in itertools.pairwise(bounds))

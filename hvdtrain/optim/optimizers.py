@@ -1,4 +1,4 @@
-"""Keras optimizers by name."""
+"""Optimizers by name: Keras' own, and LARS."""
 
 import inspect
 from typing import Any
@@ -6,38 +6,104 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.model import Scalar
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.registry import check_arguments, suggestion
+from hvdtrain.optim.lars import LARS
+from hvdtrain.optim.scaling import scaled_learning_rate
 from hvdtrain.optim.schedules import learning_rate
+from hvdtrain.optim.weight_decay import decaying_weights_only
 
 NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 """The base class, and those that wrap other optimizers."""
+REFUSED = {
+    "schedulefreeadamw": "Keras computes it wrongly on TensorFlow: it takes the momentum after a step for the one "
+    "before it, and evaluates other weights than the averaged ones. --optimizer adamw with --ema comes near it"
+}
+"""Keras optimizers that are not offered, and why."""
+OWN_OPTIONS = {
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+    "adam_weight_decay": "weight_decay",
+    "use_ema": "ema",
+    "ema_momentum": "ema",
+    "clipnorm": "clip_norm",
+    "global_clipnorm": "clip_norm",
+    "clipvalue": "clip_value",
+}
+"""Arguments of optimizers, and the option that does the same."""
 
 
 def known_optimizers() -> dict[str, Any]:
-    """Return every optimizer class of Keras by its name in lower case."""
-    return {
+    """Return every optimizer class that is offered, by its name in lower case."""
+    classes = {
         name.lower(): cls
         for name, cls in vars(keras.optimizers).items()
         if inspect.isclass(cls) and issubclass(cls, keras.optimizers.Optimizer) and name not in NOT_BY_NAME
     }
+    return {name: cls for name, cls in {**classes, "lars": LARS}.items() if name not in REFUSED}
 
 
-def build_optimizer(config: OptimConfig, total_steps: int) -> Any:
-    """Build the Keras optimizer that `config` names; its schedule spans `total_steps`.
+def build_optimizer(config: OptimConfig, total_steps: int, batch: int) -> Any:
+    """Build the optimizer that `config` names, for `batch` samples per step over all ranks.
+
+    Its schedule spans `total_steps`. Weight decay leaves out biases and normalization parameters. It is Keras'
+    decoupled one (Loshchilov and Hutter 2019, arXiv:1711.05101), w <- w - learning_rate x decay x w, for all but
+    LARS; so also for LAMB, in whose paper (You et al. 2019, arXiv:1904.00962) it is part of the trust ratio.
 
     Raises:
-        ConfigError: unknown optimizer or argument.
+        ConfigError: unknown optimizer or argument, or options that do not fit together.
     """
-    known = known_optimizers()
-    if config.optimizer not in known:
-        names = dict.fromkeys(known, "")
-        raise ConfigError(f"Unknown optimizer {config.optimizer!r}.{suggestion(config.optimizer, names)}")
-    cls = known[config.optimizer]
-    if "learning_rate" in config.optimizer_args:
-        raise ConfigError("The learning rate is an option of its own: use --learning-rate.")
+    cls = _class(config.optimizer)
+    _refuse_twice(config)
     check_arguments("optimizer", config.optimizer, cls, config.optimizer_args)
+    rate = learning_rate(config, total_steps, scaled_learning_rate(config, batch))
     try:
-        return cls(learning_rate=learning_rate(config, total_steps), **config.optimizer_args)
+        optimizer = cls(learning_rate=rate, **_arguments(config, cls))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"The optimizer {config.optimizer!r} cannot be built: {error}") from error
+    return decaying_weights_only(optimizer)
+
+
+def _class(name: str) -> Any:
+    known = known_optimizers()
+    if name in REFUSED:
+        raise ConfigError(f"The optimizer {name!r} is not offered: {REFUSED[name]}.")
+    if name not in known:
+        raise ConfigError(f"Unknown optimizer {name!r}.{suggestion(name, dict.fromkeys(known, ''))}")
+    return known[name]
+
+
+def _refuse_twice(config: OptimConfig) -> None:
+    """Refuse arguments whose option is used as well."""
+    if "learning_rate" in config.optimizer_args:
+        raise ConfigError("The learning rate is an option of its own: use --learning-rate.")
+    for argument in config.optimizer_args:
+        option = OWN_OPTIONS.get(argument)
+        if option is not None and getattr(config, option) != getattr(OptimConfig, option):
+            raise ConfigError(
+                f"--{option.replace('_', '-')} and the argument {argument!r} of the optimizer {config.optimizer!r} "
+                "do the same: leave out one of them."
+            )
+
+
+def _arguments(config: OptimConfig, cls: type) -> dict[str, Any]:
+    arguments: dict[str, Any] = dict(config.optimizer_args)
+    if config.weight_decay is not None:
+        arguments["weight_decay"] = config.weight_decay
+    if config.ema:
+        arguments |= {"use_ema": True, "ema_momentum": config.ema}
+    if cls is keras.optimizers.Muon:
+        arguments |= _muon_arguments(config)
+    return arguments
+
+
+def _muon_arguments(config: OptimConfig) -> dict[str, Any]:
+    """Let one weight decay hold for both kinds of weights, and cut the list of layers, of which Keras wants a list."""
+    arguments: dict[str, Any] = {}
+    if config.weight_decay is not None:
+        arguments["adam_weight_decay"] = config.weight_decay
+    layers: Scalar | None = config.optimizer_args.get("exclude_layers")
+    if layers is not None:
+        arguments["exclude_layers"] = [name.strip() for name in str(layers).split(",")]
+    return arguments

@@ -1,0 +1,50 @@
+"""The exponential moving average of the weights, in their place for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+
+def averages_weights(optimizer: Any) -> bool:
+    """Tell whether `optimizer`, possibly within others such as a LossScaleOptimizer, keeps averages of the weights."""
+    return bool(_inner(optimizer).use_ema)
+
+
+@contextmanager
+def averaged_weights(optimizer: Any, model: Any) -> Iterator[None]:
+    """Give `model` the averages that `optimizer` keeps of its trainable weights, and its own weights back on exit.
+
+    Optimizers without averages, and those that took no step yet, change nothing. Every rank holds the same averages,
+    so nothing is exchanged. Statistics of BatchNormalization, which are averages themselves, stay what they are. The
+    model must not be trained within. It takes one more copy of the weights.
+
+    Keras' average a of weights w with momentum m is a <- m a + (1 - m) w after each step, and a = w after the first:
+    neither the zeros it is created with nor weights from before a broadcast enter it.
+    """
+    inner = _inner(optimizer)
+    if not (inner.use_ema and inner.built and int(inner.iterations) > 0):
+        yield
+        return
+    variables = [variable for variable in model.trainable_variables if _average(inner, variable) is not None]
+    own = [tf.identity(variable.value) for variable in variables]
+    try:
+        for variable in variables:
+            variable.assign(_average(inner, variable))
+        yield
+    finally:
+        for variable, value in zip(variables, own, strict=True):
+            variable.assign(value)
+
+
+def _inner(optimizer: Any) -> Any:
+    """Return the optimizer within those that wrap it."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def _average(optimizer: Any, variable: Any) -> Any:
+    """Return the average of `variable`; None for those that Keras overwrites in place of training them."""
+    return optimizer._model_variables_moving_average[optimizer._get_variable_index(variable)]

@@ -1,0 +1,135 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.config.optim import OptimConfig
+from hvdtrain.optim.optimizers import build_optimizer, known_optimizers
+from hvdtrain.optim.weight_decay import decays
+
+RATE, DECAY = 0.1, 0.5
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Layers whose biases and normalization parameters have one dim, and some with two."""
+    layers = keras.layers
+    inputs = keras.Input((6, 8))
+    x = layers.Dense(8, name="beta")(inputs)  # the layer's name says nothing about its kernel
+    x = layers.MultiHeadAttention(2, 4)(x, x)
+    x = layers.LayerNormalization(axis=[1, 2])(x)
+    x = layers.BatchNormalization()(layers.Conv1D(8, 3, name="bias_free")(x))
+    x = layers.GRU(4)(x)
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
+def after_one_step(optimizer, model):
+    """Take a step whose gradients are zero and back, and return (path, before, after) of every variable."""
+    before = [v.numpy() for v in model.trainable_variables]
+    optimizer.build(model.trainable_variables)
+    optimizer.apply([np.zeros(v.shape, "float32") for v in model.trainable_variables], model.trainable_variables)
+    after = [v.numpy() for v in model.trainable_variables]
+    for variable, value in zip(model.trainable_variables, before, strict=True):
+        variable.assign(value)
+    return [(v.path, old, new) for v, old, new in zip(model.trainable_variables, before, after, strict=True)]
+
+
+def ones(model):
+    for variable in model.trainable_variables:
+        variable.assign(np.ones(variable.shape, "float32"))
+
+
+def optimizer_named(name, **options):
+    return build_optimizer(OptimConfig(name, learning_rate=RATE, **options), 10, 64)
+
+
+def test_the_model_has_exempt_variables_of_two_dims(model):
+    exempt = {v.name for v in model.trainable_variables if len(v.shape) >= 2 and not decays(v)}
+    assert exempt == {"bias", "gamma", "beta"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("kernel", (3, 3), True),
+        ("embeddings", (9, 3), True),
+        ("kernel", (3, 3, 1, 1), True),
+        ("scale", (3,), False),  # of one dim, whatever its name
+        ("kernel", (), False),
+        ("bias", (2, 4), False),  # a bias, however many dims it has
+        ("gamma", (6, 8), False),
+        ("bias_free", (3, 3), True),
+        ("beta_kernel", (3, 3), True),
+    ],
+)
+def test_a_weight_is_known_by_its_dims_and_its_name(name, shape, expected):
+    value = np.zeros(shape, "float32")
+    assert decays(keras.Variable(value, name=name)) is expected
+    assert decays(tf.Variable(value, name=name)) is expected
+    assert decays(tf.Variable(value, name=f"gamma/{name}")) is expected
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["plain", "loss scaling"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "muon"])
+def test_weights_decay_and_biases_and_normalizations_do_not(model, name, within):
+    ones(model)
+    optimizer = optimizer_named(name, weight_decay=DECAY)
+    seen = set()
+    for path, before, after in after_one_step(
+        keras.optimizers.LossScaleOptimizer(optimizer) if within else optimizer, model
+    ):
+        kind = path.split("/")[-1]
+        weight = kind in ("kernel", "recurrent_kernel")
+        expected = 1 - RATE * DECAY if weight else 1.0
+        assert after == pytest.approx(before * expected, rel=1e-6), path
+        seen.add(kind)
+    assert seen == {"kernel", "recurrent_kernel", "bias", "gamma", "beta"}
+
+
+def test_lars_decays_weights_within_its_ratio_and_leaves_the_others(model):
+    ones(model)
+    for path, before, after in after_one_step(optimizer_named("lars", weight_decay=DECAY), model):
+        weight = path.split("/")[-1] in ("kernel", "recurrent_kernel")
+        assert after == pytest.approx(before * (1 - RATE * DECAY if weight else 1.0), rel=1e-6), path
+
+
+def test_an_optimizers_own_decay_skips_biases_too(model):
+    ones(model)
+    moved = {p.split("/")[-1]: (a != b).any() for p, b, a in after_one_step(optimizer_named("adamw"), model)}
+    assert moved == {"kernel": True, "recurrent_kernel": True, "bias": False, "gamma": False, "beta": False}
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.0}, {"optimizer_args": {"weight_decay": 0.0}}])
+def test_an_optimizers_own_decay_can_be_turned_off(model, options):
+    ones(model)
+    assert all((a == b).all() for _, b, a in after_one_step(optimizer_named("adamw", **options), model))
+
+
+def test_decay_as_an_argument_is_the_same_as_the_option(model):
+    ones(model)
+    as_option = after_one_step(optimizer_named("adamw", weight_decay=DECAY), model)
+    as_argument = after_one_step(optimizer_named("adamw", optimizer_args={"weight_decay": DECAY}), model)
+    assert all((a[2] == b[2]).all() for a, b in zip(as_option, as_argument, strict=True))
+
+
+@pytest.mark.parametrize("name", known_optimizers())
+def test_the_option_reaches_every_optimizer(name):
+    assert optimizer_named(name, weight_decay=DECAY).weight_decay == DECAY
+    expected = {"adamw": 0.004, "muon": 0.004, "lars": 0.0}.get(name)
+    assert optimizer_named(name).weight_decay == expected
+
+
+def test_the_first_step_builds_with_the_exclusion_too():
+    bias, kernel = (keras.Variable(np.ones(s, "float32"), name=n) for s, n in (((3,), "bias"), ((3, 3), "kernel")))
+    optimizer = optimizer_named("sgd", weight_decay=DECAY)
+    optimizer.apply([np.zeros(3, "float32"), np.zeros((3, 3), "float32")], [bias, kernel])
+    assert (bias.numpy() == 1).all()
+    assert kernel.numpy() == pytest.approx(np.full((3, 3), 1 - RATE * DECAY))
+
+
+def test_optimizers_that_others_make_are_left_alone():
+    bias = keras.Variable(np.ones(3, "float32"), name="bias")
+    optimizer = keras.optimizers.AdamW(RATE, weight_decay=DECAY)
+    optimizer.build([bias])
+    optimizer.apply([np.zeros(3, "float32")], [bias])
+    assert bias.numpy() == pytest.approx(np.full(3, 1 - RATE * DECAY))
