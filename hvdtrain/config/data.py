@@ -11,9 +11,9 @@ from hvdtrain.config.section import section
 class DataConfig:
     """Where samples come from and how they form batches."""
 
-    dataset: str = "digits"
-    """Name of the data source."""
-    dataset_args: dict[str, Scalar] = field(default_factory=dict)
+    data: str = "digits"
+    """Name of a data source, or PACKAGE.MODULE:FUNCTION of your own, which returns (train, validation)."""
+    data_args: dict[str, Scalar] = field(default_factory=dict)
     """Arguments of the data source, as NAME VALUE pairs."""
     batch: int = 64
     """Samples per optimizer step over all ranks (the global batch)."""

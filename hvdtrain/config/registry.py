@@ -10,7 +10,9 @@ from hvdtrain.config.errors import ConfigError
 
 
 def suggestion(name: str, known: Mapping[str, str]) -> str:
-    """Return " Perhaps you meant: X." for a near miss, else the list of what there is."""
+    """Return " Perhaps you meant: X." for a near miss, else the list of what there is, if there is anything."""
+    if not known:
+        return ""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Perhaps you meant: {near[0]}." if near else f" Available: {', '.join(sorted(known))}."
 
@@ -43,12 +45,18 @@ def check_arguments(kind: str, name: str, function: Callable[..., Any], given: M
         if argument not in accepted:
             names = dict.fromkeys(accepted, "")
             raise ConfigError(f"The {kind} {name!r} takes no argument {argument!r}.{suggestion(argument, names)}")
-        default = accepted[argument].default
-        if default is not None and not _fits(value, default):
-            raise ConfigError(
-                f"The argument {argument!r} of the {kind} {name!r} must be {type(default).__name__}. "
-                f"Received: {value!r}."
-            )
+        check_type(f"argument {argument!r} of the {kind} {name!r}", value, accepted[argument].default)
+
+
+def check_type(what: str, value: Any, default: Any) -> None:
+    """Refuse a value whose type differs from its default's; no default, or None, says nothing about the type.
+
+    Raises:
+        ConfigError: naming `what`, the type and the value.
+    """
+    says_type = default is not None and default is not inspect.Parameter.empty
+    if says_type and not _fits(value, default):
+        raise ConfigError(f"The {what} must be {type(default).__name__}. Received: {value!r}.")
 
 
 def _fits(value: Any, default: Any) -> bool:

@@ -22,8 +22,8 @@ class ArraySource:
     def __init__(self, elements: tuple[Any, ...], name: str = "data") -> None:
         if not isinstance(elements, tuple | list) or len(elements) not in (2, 3):
             raise DataError(f"{name} must be (inputs, targets) or (inputs, targets, sample_weight).")
-        parts = tuple(np.asarray(part) if isinstance(part, list) else part for part in elements)
-        arrays = tf.nest.map_structure(np.asarray, parts)
+        parts = tuple(np.asarray(part) if _is_list_of_numbers(part) else part for part in elements)
+        arrays = _without_lists(tf.nest.map_structure(np.asarray, parts))
         lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
         if len(lengths) != 1:
             raise DataError(f"The arrays of {name} differ in length: {', '.join(map(str, sorted(lengths)))} samples.")
@@ -38,6 +38,18 @@ class ArraySource:
     def gather(self, indices: tf.Tensor) -> tuple[Any, ...]:
         """Return the samples at `indices` [n], stacked along dim 0."""
         return tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), self.elements)
+
+
+def _without_lists(nest: Any) -> Any:
+    """Turn lists into tuples: tf.data takes a list for a tensor."""
+    if isinstance(nest, dict):
+        return {key: _without_lists(value) for key, value in nest.items()}
+    return tuple(map(_without_lists, nest)) if isinstance(nest, list | tuple) else nest
+
+
+def _is_list_of_numbers(part: Any) -> bool:
+    """Tell a list of numbers, which is an array, from a list of arrays, which are several inputs."""
+    return isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part)
 
 
 def _is_finite(array: np.ndarray) -> bool:

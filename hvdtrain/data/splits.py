@@ -1,6 +1,7 @@
-"""Training and validation samples of a named data source."""
+"""Training and validation samples of a data source."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from hvdtrain.data.arrays import ArraySource
 
@@ -11,7 +12,7 @@ class DataSplits:
 
     train: ArraySource
     validation: ArraySource
-    sample_shape: tuple[int, ...]
-    """Shape of one input."""
-    classes: int
-    """Number of classes."""
+    sample_shape: Any
+    """Shape of one input: a tuple, or a nest of them like the inputs."""
+    classes: int | None
+    """Number of classes; None where the targets do not tell."""

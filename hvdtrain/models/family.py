@@ -15,7 +15,11 @@ class ModelFamily:
     build: Callable[..., keras.Model]
     """(input shape, classes, seed, **arguments) -> a built model."""
     loss: Callable[[], Any]
-    metrics: Callable[[], list[Any]]
+    """Gives what `Trainer` takes as its loss."""
+    metrics: Callable[[], Any]
+    """Gives what `Trainer` takes as its metrics, new at each call."""
+    sample_dims: tuple[str, ...] | None = None
+    """What the dims of one sample are; None for a model that takes any."""
 
 
 def glorot(seed: int, path: str) -> keras.initializers.Initializer:

@@ -1,28 +1,85 @@
-"""Model families by name."""
+"""Models by name: a family's, or a user's own function."""
+
+from typing import Any
 
 import keras
 
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.registry import check_arguments, resolve
+from hvdtrain.config.user_code import is_user_code
 from hvdtrain.models.family import ModelFamily
+from hvdtrain.models.objective import check_probabilities, named_loss, named_metrics, on_logits
+from hvdtrain.models.user_model import user_family
 
 MODELS = {
     "small_cnn": "hvdtrain.models.small_cnn.model:FAMILY",
     "resnet": "hvdtrain.models.resnet.model:FAMILY",
+    "mlp": "hvdtrain.models.mlp.model:FAMILY",
+    "transformer": "hvdtrain.models.transformer.model:FAMILY",
 }
 
 
 def model_family(config: ModelConfig) -> ModelFamily:
-    """Return the family that `config` names, after checking its arguments.
+    """Return the family that `config` names, with the loss and metrics it names in place of the family's own.
 
     Raises:
-        ConfigError: unknown model or argument.
+        ConfigError: unknown model, argument, loss or metric; a user's model without a loss; see `user_family`.
     """
+    own = is_user_code(config.model)
+    family = user_family(config) if own else _known_family(config)
+    loss = _loss(config, family) if own else on_logits(_loss(config, family))
+    metrics = config.metrics
+    if metrics is not None:
+        named_metrics(metrics)  # a wrong name is refused before anything is built
+    return ModelFamily(
+        build=family.build,
+        loss=lambda: loss,
+        metrics=family.metrics if metrics is None else lambda: named_metrics(metrics),
+        sample_dims=family.sample_dims,
+    )
+
+
+def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int) -> keras.Model:
+    """Build the model that `config` names.
+
+    Args:
+        config: model and arguments.
+        shape: shape of one sample, or a nest of shapes like the inputs.
+        classes: number of labels; None where the data do not tell.
+        seed: initial values are a function of it.
+
+    Raises:
+        ConfigError: see `model_family`; or the family does not take such samples.
+    """
+    family = model_family(config)
+    if is_user_code(config.model):
+        model = family.build(shape, classes, seed, **config.model_args)
+        check_probabilities(model, family.loss())
+        return model
+    _check_samples(config.model, family, shape)
+    if classes is None:
+        raise ConfigError(
+            f"The model {config.model!r} needs the number of classes, which the data do not tell: their targets are no "
+            "integer labels. Give --model a function of your own, or let --data return labels."
+        )
+    return family.build(shape, classes, seed, **config.model_args)
+
+
+def _known_family(config: ModelConfig) -> ModelFamily:
     family: ModelFamily = resolve("model", config.model, MODELS)
     check_arguments("model", config.model, family.build, config.model_args)
     return family
 
 
-def build_model(config: ModelConfig, shape: tuple[int, ...], classes: int, seed: int) -> keras.Model:
-    """Build the model that `config` names for inputs of `shape`."""
-    return model_family(config).build(shape, classes, seed, **config.model_args)
+def _loss(config: ModelConfig, family: ModelFamily) -> Any:
+    return family.loss() if config.loss is None else named_loss(config.loss)
+
+
+def _check_samples(name: str, family: ModelFamily, shape: Any) -> None:
+    plain = isinstance(shape, tuple) and all(isinstance(dim, int) for dim in shape)
+    wanted = family.sample_dims
+    if plain and (wanted is None or len(wanted) == len(shape)):
+        return
+    dims = "of one array" if wanted is None else f"[{', '.join(wanted)}]"
+    raise ConfigError(f"The model {name!r} takes samples {dims}; the data's are of shape {shape}. See --model, --data.")

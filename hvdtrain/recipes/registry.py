@@ -5,6 +5,9 @@ from hvdtrain.config.run import Config
 
 RECIPES = {
     "digits": "hvdtrain.recipes.digits:digits",
+    "resnet_synthetic": "hvdtrain.recipes.synthetic:resnet_synthetic",
+    "lm_synthetic": "hvdtrain.recipes.synthetic:lm_synthetic",
+    "mlp_synthetic": "hvdtrain.recipes.synthetic:mlp_synthetic",
 }
 DEFAULT = "digits"
 

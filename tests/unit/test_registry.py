@@ -42,6 +42,10 @@ def test_one_suggestion_is_made():
     assert suggestion("digit", {"digits": "", "digits2": "", "cifar": ""}) == " Perhaps you meant: digits."
 
 
+def test_nothing_is_suggested_where_there_is_nothing():
+    assert suggestion("digit", {}) == ""
+
+
 def builder(shape, *more, width: int = 8, rate: float = 0.1, flag: bool = False, kind: str = "a", seed=None, **rest):
     raise AssertionError("checking arguments calls nothing")
 

@@ -62,4 +62,5 @@ FAMILY = ModelFamily(
     build=build,
     loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    sample_dims=("height", "width", "channels"),
 )

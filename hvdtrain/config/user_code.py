@@ -1,0 +1,130 @@
+"""A user's own code, named PACKAGE.MODULE:ATTRIBUTE; its own exceptions pass through with their tracebacks."""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.registry import check_type, suggestion
+
+
+def is_user_code(name: str) -> bool:
+    """Tell whether `name` is of a user's code and not of a table."""
+    return ":" in name
+
+
+def load_attribute(option: str, name: str) -> Any:
+    """Import what `name`, MODULE:ATTRIBUTE, stands for; the working folder is searched first.
+
+    Args:
+        option: the flag that gave the name.
+        name: the module's dotted name, and a name in it.
+
+    Raises:
+        ConfigError: no such form, module or attribute.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise ConfigError(f"{option} takes PACKAGE.MODULE:ATTRIBUTE, with dots and no .py. Received: {name!r}.")
+    module = _import(option, module_name)
+    if not hasattr(module, attribute):
+        public = {known: "" for known in vars(module) if not known.startswith("_")}
+        where = getattr(module, "__file__", None) or "which has no file"
+        raise ConfigError(
+            f"{option} {name}: the module {module_name} ({where}) has no {attribute!r}.{suggestion(attribute, public)}"
+        )
+    return getattr(module, attribute)
+
+
+def load_function(option: str, name: str) -> Callable[..., Any]:
+    """Import the function or class that `name`, MODULE:FUNCTION, stands for.
+
+    Raises:
+        ConfigError: see `load_attribute`; or it cannot be called.
+    """
+    function = load_attribute(option, name)
+    if not callable(function):
+        raise ConfigError(f"{option} {name} must be a function. Received: a {type(function).__name__}.")
+    return function
+
+
+def arguments_for(
+    option: str, name: str, function: Callable[..., Any], offered: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments to call `function` with, all by name: what it takes of `offered`, and over it `given`.
+
+    Args:
+        option: the flag that named the function; `option`-args is the one that gives it arguments.
+        name: the function's name there.
+        function: what will be called.
+        offered: values for the parameters of these names, if there are any; None for one that is not known.
+        given: values the user chose.
+
+    Raises:
+        ConfigError: a signature that these do not fill, or given values that it does not take.
+    """
+    parameters = _parameters(function)
+    by_name = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    for key, value in given.items():
+        if key in by_name:
+            check_type(f"argument {key!r} of {option} {name}", value, by_name[key].default)
+        elif not takes_any:
+            known = dict.fromkeys(by_name, "")
+            raise ConfigError(f"{option} {name} takes no argument {key!r}.{suggestion(key, known)}")
+    arguments = {key: value for key, value in offered.items() if key in by_name and value is not None} | dict(given)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in several]
+    missing = [key for key in required if key not in arguments or key not in by_name]
+    if missing:
+        raise ConfigError(_unfilled(option, name, function, offered, missing))
+    return arguments
+
+
+def _import(option: str, module_name: str) -> Any:
+    """Import a module as `python -m` would from here."""
+    folder = os.getcwd()
+    if "" not in sys.path and folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that the user's own module misses is the user's traceback to read.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{option} {module_name}:…: there is no module {error.name!r}. Modules are searched from the working "
+            f"folder, {folder}, and in the environment.{_neighbour(error.name, folder)}"
+        ) from None
+
+
+def _neighbour(module_name: str, folder: str) -> str:
+    """Name a module or package beside the one that is missing, if one is spelled alike."""
+    parent, _, last = module_name.rpartition(".")
+    places = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [folder]
+    found = {entry.removesuffix(".py") for place in places if os.path.isdir(place) for entry in os.listdir(place)}
+    near = difflib.get_close_matches(last, sorted(found), n=1, cutoff=0.5)
+    return f" Perhaps you meant: {f'{parent}.' if parent else ''}{near[0]}." if near else ""
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # written in C, and silent about what it takes
+        return {}
+
+
+def _unfilled(
+    option: str, name: str, function: Callable[..., Any], offered: Mapping[str, Any], missing: list[str]
+) -> str:
+    unknown = [key for key in missing if key in offered]
+    why = f" The data do not tell {', '.join(unknown)}." if unknown else ""
+    gives = ", ".join(offered)
+    return (
+        f"{option} {name} takes {inspect.signature(function)}; {', '.join(missing)} would have no value.{why} "
+        f"It is called with those of ({gives}) that it names, and with {option}-args NAME VALUE …."
+    )

@@ -1,0 +1,111 @@
+"""Whether data and model fit together, before a step is compiled and answers with a page of its own."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.targets import Shape, check_targets
+
+
+def check_shapes(model: keras.Model, splits: DataSplits, loss: Any = None) -> None:
+    """Refuse data that do not fit the inputs and outputs of `model`, as far as both are known.
+
+    A model that is only built by its first batch says nothing of its shapes yet: it takes what comes.
+
+    Args:
+        model: the model, its variables built or not.
+        splits: the data; training and validation are looked at.
+        loss: the loss that training uses, or a dict or list of them; None where it is not known.
+
+    Raises:
+        DataError: the shapes of both, or the labels and outputs that do not fit.
+    """
+    for source in (splits.train, splits.validation):
+        inputs, targets = source.elements[:2]
+        _check_inputs(_inputs(model), inputs, source.name)
+        specs = _outputs(model)
+        for output, array in _paired(specs, targets):
+            one, known = _loss_of(loss, list(specs), output)
+            if known:
+                check_targets(array, specs[output], one, source=source.name, output=_label(specs, output))
+
+
+def _inputs(model: keras.Model) -> dict[str, Shape]:
+    """Return the shapes of a functional model's inputs by name; of others nothing is known."""
+    return {tensor.name: tuple(tensor.shape) for tensor in _tensors(model, "inputs")}
+
+
+def _outputs(model: keras.Model) -> dict[str, Shape]:
+    """Return the shapes of a functional model's outputs by name; of others nothing is known."""
+    tensors = _tensors(model, "outputs")
+    names = getattr(model, "output_names", None) or [""] * len(tensors)
+    return {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
+
+
+def _tensors(model: keras.Model, side: str) -> list[Any]:
+    try:
+        return list(getattr(model, side, None) or [])
+    except ValueError:  # a Sequential that has not seen a batch
+        return []
+
+
+def _check_inputs(specs: dict[str, Shape], arrays: Any, source: str) -> None:
+    flat = tf.nest.flatten(arrays)
+    pairs = list(_paired(specs, arrays))
+    if specs and not len(pairs) == len(flat) == len(specs):
+        has = _listed(arrays) if isinstance(arrays, dict) else f"{len(flat)} without names"
+        raise DataError(f"The model has the inputs {_listed(specs)}; {source} has {has}. See --model and --data.")
+    for name, array in pairs:
+        if not _fed(specs[name], array.shape):
+            raise DataError(
+                f"The model takes inputs{_label(specs, name)} of shape {specs[name]}; the inputs of {source} are "
+                f"{(None, *array.shape[1:])}. See --model and --data."
+            )
+
+
+def _paired(specs: dict[str, Shape], arrays: Any) -> Iterator[tuple[str, tf.Tensor]]:
+    """Give each of the model's tensors its array: by name where the data have names, else in order."""
+    flat = tf.nest.flatten(arrays)
+    if len(specs) == len(flat) == 1:
+        yield next(iter(specs)), flat[0]
+    elif isinstance(arrays, dict):
+        yield from ((name, array) for name, array in arrays.items() if name in specs)
+    elif len(specs) == len(flat):
+        yield from zip(specs, flat, strict=True)
+
+
+def _loss_of(loss: Any, outputs: list[str], output: str) -> tuple[Any, bool]:
+    """Return the loss of one output, and whether it has one."""
+    if isinstance(loss, dict):
+        return loss.get(output), loss.get(output) is not None
+    if isinstance(loss, list | tuple):
+        one = loss[outputs.index(output)] if len(loss) == len(outputs) else None
+        return one, one is not None
+    return loss, True
+
+
+def _fed(takes: Shape, shape: Iterable[int]) -> bool:
+    """Tell whether Keras feeds an array of `shape` to an input: it adds or takes away a last dim of 1."""
+    given = tuple(shape)
+    return (
+        _same(takes, given)
+        or (takes[-1] == 1 and _same(takes[:-1], given))
+        or (given[-1] == 1 and _same(takes, given[:-1]))
+    )
+
+
+def _same(takes: Shape, given: tuple[int, ...]) -> bool:
+    """Compare shapes but for the first dim, which counts samples; None stands for any number."""
+    return len(takes) == len(given) and all(a in (None, b) for a, b in zip(takes[1:], given[1:], strict=True))
+
+
+def _label(specs: dict[str, Shape], name: str) -> str:
+    return f" {name!r}" if len(specs) > 1 else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,91 @@
+"""A user's own data: a function that returns them, named MODULE:FUNCTION."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import DataError
+from hvdtrain.config.user_code import arguments_for, load_function
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.splits import DataSplits
+
+OPTION = "--data"
+
+
+def user_splits(config: DataConfig, seed: int) -> DataSplits:
+    """Call the function `config.data` and return its data.
+
+    It returns `(train, validation)`, each `(inputs, targets)` or `(inputs, targets, sample_weight)` of arrays or nests
+    of arrays, or a `DataSplits`. It is called on every rank, with `seed` if that is a name of its parameters and with
+    `config.data_args`. Python's, NumPy's and TensorFlow's generators start from the seed, so that what they draw is
+    the same on all ranks.
+
+    Raises:
+        ConfigError: no such function, or one that cannot be called so.
+        DataError: it returns something else, or data that cannot be used.
+    """
+    function = load_function(OPTION, config.data)
+    arguments = arguments_for(OPTION, config.data, function, {"seed": seed}, config.data_args)
+    keras.utils.set_random_seed(seed)
+    return splits_of(function(**arguments), config.data)
+
+
+def splits_of(returned: Any, name: str) -> DataSplits:
+    """Make what a user's function returned a `DataSplits`; `name` is the function's.
+
+    Raises:
+        DataError: it is something else, or training and validation samples differ in shape.
+    """
+    if isinstance(returned, DataSplits):
+        return returned
+    if not (_is_sequence(returned, 2) and all(_is_sequence(part, 2, 3) for part in returned)):
+        raise DataError(
+            f"{OPTION} {name} must return (train, validation), each (inputs, targets) or (inputs, targets, "
+            f"sample_weight) of arrays. Received: {_described(returned)}."
+        )
+    train = ArraySource(tuple(returned[0]), f"{OPTION} {name} (training)")
+    validation = ArraySource(tuple(returned[1]), f"{OPTION} {name} (validation)")
+    return DataSplits(train, validation, sample_shape(train), classes_of([train, validation]))
+
+
+def sample_shape(source: ArraySource) -> Any:
+    """Return the shape of one input, as a nest like the inputs."""
+    return tf.nest.map_structure(lambda tensor: tuple(tensor.shape[1:]), source.elements[0])
+
+
+def classes_of(sources: list[ArraySource]) -> int | None:
+    """Return the number of classes in the targets: of integer labels or one-hot rows; None if they are neither."""
+    targets = [source.elements[1] for source in sources]
+    if any(tf.nest.is_nested(target) for target in targets):
+        return None
+    arrays = [target.numpy() for target in targets]
+    if all(is_one_hot(array) for array in arrays):
+        return int(arrays[0].shape[1])
+    if not all(np.issubdtype(array.dtype, np.integer) for array in arrays):
+        return None
+    return max(0, *(int(array.max(initial=0)) for array in arrays)) + 1
+
+
+def is_one_hot(array: np.ndarray) -> bool:
+    """Tell whether `array` [samples, classes] holds a single 1 in each row, and 0 else."""
+    if array.ndim != 2 or array.shape[1] < 2 or not np.issubdtype(array.dtype, np.number):
+        return False
+    return bool(((array == 0) | (array == 1)).all() and (array.sum(axis=1) == 1).all())
+
+
+def _is_sequence(thing: Any, *lengths: int) -> bool:
+    return isinstance(thing, tuple | list) and len(thing) in lengths
+
+
+def _described(thing: Any, depth: int = 2) -> str:
+    """Say in a few words what `thing` is, and what it holds."""
+    if isinstance(thing, tuple | list):
+        kind = type(thing).__name__
+        inner = ", ".join(_described(part, depth - 1) for part in thing[:4]) if depth else ""
+        return f"{kind} of {len(thing)}" + (f" ({inner}{', …' * (len(thing) > 4)})" if inner else "")
+    if hasattr(thing, "shape"):
+        return f"{type(thing).__name__} of shape {tuple(thing.shape)}"
+    return "None" if thing is None else type(thing).__name__

@@ -1,0 +1,44 @@
+"""A multilayer perceptron: flat samples, equal hidden layers; few large parameters, so that the exchange is seen."""
+
+from typing import Any
+
+import keras
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.models.family import ModelFamily, path_seed
+
+
+def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 3, width: int = 1024) -> keras.Model:
+    """Return a classifier of samples of any `shape`, which it flattens, that gives logits [classes].
+
+    Args:
+        shape: shape of one sample.
+        classes: number of labels.
+        seed: initial values are a function of it and of each variable's path.
+        depth: hidden layers.
+        width: units of each hidden layer.
+
+    Raises:
+        ConfigError: a depth or width that is not positive.
+    """
+    if depth < 1 or width < 1:
+        raise ConfigError(f"mlp needs a positive depth and width. Received: depth={depth}, width={width}.")
+    samples = keras.Input(shape, name="samples")
+    x = keras.layers.Flatten(name="flatten")(samples)
+    for number in range(depth):
+        x = _dense(x, width, seed, f"hidden{number}", activation="relu")
+    logits = _dense(x, classes, seed, "logits", dtype="float32")
+    return keras.Model(samples, logits, name="mlp")
+
+
+def _dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
+    # He et al. 2015, "Delving Deep into Rectifiers": keeps the size of activations over any number of layers.
+    initializer = keras.initializers.HeNormal(seed=path_seed(seed, name))
+    return keras.layers.Dense(units, kernel_initializer=initializer, name=name, **options)(x)
+
+
+FAMILY = ModelFamily(
+    build=build,
+    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+)

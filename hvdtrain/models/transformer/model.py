@@ -1,0 +1,113 @@
+"""A decoder-only transformer with normalization before each block, as in GPT-2 (Radford et al. 2019, section 2.3).
+
+It is made of Keras' own layers, so that a saved model loads without this package.
+"""
+
+import math
+from typing import Any
+
+import keras
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.models.family import ModelFamily, path_seed
+
+STDDEV = 0.02
+"""Standard deviation of initial kernels and embeddings, as in GPT-2."""
+RESIDUAL_ENDS = ("attention_output/kernel", "mlp_out/kernel")
+
+
+def build(
+    shape: tuple[int, ...],
+    classes: int,
+    seed: int,
+    *,
+    depth: int = 6,
+    width: int = 320,
+    heads: int = 5,
+    dropout: float = 0.0,
+) -> keras.Model:
+    """Return a causal language model: tokens [length] give the logits [length, vocabulary] of each next token.
+
+    With vocabulary V and length L it has 2 V width + V + L width + 2 width + depth (12 width^2 + 13 width) parameters:
+    12.7 million at the defaults, 8192 tokens and a length of 128.
+
+    Args:
+        shape: (length,) of one sequence of token numbers.
+        classes: number of tokens in the vocabulary.
+        seed: initial values are a function of it and of each variable's path.
+        depth: blocks of attention and MLP.
+        width: size of a token's representation.
+        heads: attention heads; they divide the width.
+        dropout: share of the embeddings and of each block's output that is dropped in training.
+
+    Raises:
+        ConfigError: sizes that are not positive or do not divide, or a dropout outside of [0, 1).
+    """
+    _check(depth, width, heads, dropout)
+    tokens = keras.Input(shape, dtype="int32", name="tokens")
+    x = _embedded(tokens, shape[0], classes, width)
+    x = _dropped(x, dropout, seed, "embedding")
+    for number in range(depth):
+        x = _block(x, width, heads, dropout, seed, f"block{number}")
+    x = keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm")(x)
+    logits = keras.layers.Dense(classes, dtype="float32", name="logits")(x)
+    model = keras.Model(tokens, logits, name="transformer")
+    _draw(model, seed, depth)
+    return model
+
+
+def _check(depth: int, width: int, heads: int, dropout: float) -> None:
+    if min(depth, width, heads) < 1 or width % heads:
+        raise ConfigError(
+            "transformer needs a positive depth, width and heads, and heads that divide the width. "
+            f"Received: depth={depth}, width={width}, heads={heads}."
+        )
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"transformer needs a dropout in [0, 1). Received: dropout={dropout}.")
+
+
+def _embedded(tokens: Any, length: int, vocabulary: int, width: int) -> Any:
+    """Add up the embeddings of tokens [batch, length] and of their positions."""
+    # Numbered over one sequence only: the gradient of the positions is as large as their table, whatever the batch.
+    one = keras.ops.slice(tokens, (0, 0), (1, length))
+    positions = keras.ops.cumsum(keras.ops.ones_like(one), axis=1) - 1
+    of_tokens = keras.layers.Embedding(vocabulary, width, name="tokens_embedding")(tokens)
+    of_positions = keras.layers.Embedding(length, width, name="positions_embedding")(positions)
+    return of_tokens + of_positions
+
+
+def _block(x: Any, width: int, heads: int, dropout: float, seed: int, name: str) -> Any:
+    layers = keras.layers
+    y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_attention_norm")(x)
+    attention = layers.MultiHeadAttention(heads, width // heads, name=f"{name}_attention")
+    y = attention(y, y, use_causal_mask=True)
+    x = layers.Add(name=f"{name}_attention_add")([x, _dropped(y, dropout, seed, f"{name}_attention")])
+    y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_mlp_norm")(x)
+    y = layers.Dense(4 * width, activation="gelu", name=f"{name}_mlp_in")(y)
+    y = layers.Dense(width, name=f"{name}_mlp_out")(y)
+    return layers.Add(name=f"{name}_mlp_add")([x, _dropped(y, dropout, seed, f"{name}_mlp")])
+
+
+def _dropped(x: Any, rate: float, seed: int, name: str) -> Any:
+    name = f"{name}_dropout"
+    return keras.layers.Dropout(rate, seed=path_seed(seed, name), name=name)(x) if rate else x
+
+
+def _draw(model: keras.Model, seed: int, depth: int) -> None:
+    """Give each matrix values of its own; with a seeded initializer, Keras' attention starts query and key alike.
+
+    What ends a residual branch is scaled by 1 / sqrt(2 depth): the sum of all branches keeps its size.
+    """
+    for variable in model.trainable_variables:
+        if variable.path.endswith(("kernel", "embeddings")):
+            scale = 1 / math.sqrt(2 * depth) if variable.path.endswith(RESIDUAL_ENDS) else 1.0
+            draw = keras.initializers.RandomNormal(stddev=STDDEV * scale, seed=path_seed(seed, variable.path))
+            variable.assign(draw(variable.shape, dtype=variable.dtype))
+
+
+FAMILY = ModelFamily(
+    build=build,
+    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    sample_dims=("length",),
+)

@@ -1,0 +1,57 @@
+"""A user's own model: a function that returns it, named MODULE:FUNCTION."""
+
+from typing import Any
+
+import keras
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.model import ModelConfig
+from hvdtrain.config.user_code import arguments_for, load_function
+from hvdtrain.models.family import ModelFamily
+
+OPTION = "--model"
+
+
+def user_family(config: ModelConfig) -> ModelFamily:
+    """Return what the function `config.model` builds, and is trained with, as a family.
+
+    The function is called with those of `sample_shape`, `classes` and `seed` that are names of its parameters, and
+    with `config.model_args`. Python's, NumPy's and Keras' generators start from the seed, so that plain Keras layers
+    begin alike on every rank and in every run. Its attributes `loss` and `metrics`, if it has them, are what it is
+    trained with: whatever `keras.Model.compile` takes. `config.loss` and `config.metrics` go before them.
+
+    Raises:
+        ConfigError: no such function, or there is no loss.
+    """
+    function = load_function(OPTION, config.model)
+    if isinstance(function, keras.Model):
+        raise ConfigError(f"{OPTION} {config.model} is a model: name a function that returns it. Received: {function}.")
+    said = getattr(function, "__dict__", {})
+    if said.get("loss") is None and config.loss is None:
+        last = config.model.rpartition(":")[2]
+        raise ConfigError(
+            f"{OPTION} {config.model} says nothing of its loss: give --loss NAME, such as --loss "
+            f'sparse_categorical_crossentropy, or write {last}.loss = "NAME" below the function.'
+        )
+
+    def build(shape: Any, classes: int | None, seed: int, /, **arguments: Any) -> keras.Model:
+        offered = {"sample_shape": shape, "classes": classes, "seed": seed}
+        values = arguments_for(OPTION, config.model, function, offered, arguments)
+        keras.utils.set_random_seed(seed)
+        return _checked(config.model, function(**values))
+
+    return ModelFamily(build, loss=lambda: said.get("loss"), metrics=lambda: said.get("metrics") or [])
+
+
+def _checked(name: str, model: Any) -> keras.Model:
+    if not isinstance(model, keras.Model):
+        raise ConfigError(
+            f"{OPTION} {name} must return a keras.Model. Received: {model!r}, of type "
+            f"{type(model).__module__}.{type(model).__qualname__}."
+        )
+    if model.compiled:
+        raise ConfigError(
+            f"{OPTION} {name} returns a compiled model, and what it was compiled with would have no effect: leave out "
+            "compile(), and give --loss, --metrics and --optimizer."
+        )
+    return model

@@ -1,0 +1,128 @@
+"""A user's own model and data, from files in the folder where the command is typed."""
+
+import json
+import re
+import textwrap
+
+import pytest
+
+from tests.launching import hvdtrain
+
+MODEL = """\
+    import keras
+
+    def build(sample_shape, classes, width=16):
+        return keras.Sequential([
+            keras.Input(sample_shape),
+            keras.layers.Dense(width, activation="relu"),
+            keras.layers.Dense(classes, activation="softmax"),
+        ])
+
+    build.loss = "sparse_categorical_crossentropy"
+    build.metrics = ["accuracy"]
+
+    def broken():
+        raise OSError("no such weights")
+
+    def nothing():
+        pass
+"""
+DATA = """\
+    import os
+
+    import numpy as np
+
+    def build(samples=512, shift=0):
+        x = np.random.random((samples, 4)).astype("float32")
+        y = x.argmax(axis=1) + shift
+        return (x[64:], y[64:]), (x[:64], y[:64])
+
+    def by_rank():
+        x = np.random.default_rng(os.getpid()).random((64, 4))
+        return (x, x.argmax(axis=1)), (x, x.argmax(axis=1))
+"""
+OWN = ("train", "--model", "mypkg.mymodel:build", "--data", "mypkg.mydata:build")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    package = tmp_path / "mypkg"
+    package.mkdir()
+    (package / "mymodel.py").write_text(textwrap.dedent(MODEL))
+    (package / "mydata.py").write_text(textwrap.dedent(DATA))
+    return tmp_path
+
+
+def run(folder, controller, size, *words):
+    job = hvdtrain(controller, size, *OWN, *words, cwd=folder)
+    assert job.code == 0, job.text[-4000:]
+    return job
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_own_code_trains_alike_on_one_rank_and_on_two(folder):
+    words = ("--epochs", "1", "--batch", "32", "--run-dir")
+    run(folder, "none", 1, *words, "one")
+    run(folder, "mpirun", 2, *words, "two")
+    one, two = summary_of(folder / "one"), summary_of(folder / "two")
+    assert (one["steps"], two["steps"], two["world_size"]) == (14, 14, 2)
+    assert (one["parameters"], two["parameters"]) == (4 * 16 + 16 + 16 * 4 + 4,) * 2
+    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
+    assert two["val_accuracy"] == pytest.approx(one["val_accuracy"], abs=1 / 64 + 1e-9)
+    evaluated = hvdtrain("none", 1, "evaluate", "two", cwd=folder)
+    assert f"val_accuracy {two['val_accuracy']:.4f}" in evaluated.out, evaluated.text[-4000:]
+
+
+def test_arguments_loss_and_metrics_are_the_users(folder):
+    words = ("--model-args", "width", "8", "--data-args", "samples", "128", "shift", "1")
+    words += ("--metrics", "SparseTopKCategoricalAccuracy")
+    run(folder, "none", 1, *words, "--epochs", "1", "--run-dir", "run")
+    summary = summary_of(folder / "run")
+    assert summary["parameters"] == 4 * 8 + 8 + 8 * 5 + 5  # labels 0 to 4
+    assert "val_accuracy" not in summary
+    assert 0 < summary["val_sparse_top_k_categorical_accuracy"] <= 1
+    assert summary["steps"] == 1
+
+
+def test_the_recipes_arguments_are_for_the_recipes_model_and_data(folder):
+    job = hvdtrain("none", 1, "lm_synthetic", *OWN[1:], "--epochs", "2", "--run-dir", "run", cwd=folder)
+    assert job.code == 0, job.text[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "mypkg.mymodle:build"], ["no module 'mypkg.mymodle'", "working folder", "mypkg.mymodel."]),
+        (["--model", "mypkg.mymodel:buidl"], ["has no 'buidl'", "Perhaps you meant: build."]),
+        (["--model", "mypkg.mymodel:nothing", "--loss", "mse"], ["must return a keras.Model", "Received: None"]),
+        (["--model", "mypkg.mymodel:broken"], ["says nothing of its loss", "--loss"]),
+        (["--model-args", "wdth", "8"], ["takes no argument 'wdth'", "Perhaps you meant: width."]),
+        (["--model", "small_cnn"], ["[height, width, channels]", "(4,)"]),
+        (["--model-args", "classes", "3"], ["labels of --data mypkg.mydata:build (training) reach 3", "3 outputs"]),
+    ],
+)
+def test_mistakes_in_it_are_said_once_and_without_a_traceback(folder, words, said):
+    job = hvdtrain("none", 1, *OWN, *words, "--run-dir", "run", cwd=folder)
+    assert job.code == 2, job.text[-4000:]
+    assert job.err.count("hvdtrain: error:") == 1, job.text[-4000:]
+    assert all(word in job.err for word in said), job.text[-4000:]
+    assert "Traceback" not in job.err
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(("controller", "size"), [("none", 1), ("mpirun", 2)])
+def test_its_own_exception_shows_its_own_line(folder, controller, size):
+    words = ("--model", "mypkg.mymodel:broken", "--loss", "mse")
+    job = hvdtrain(controller, size, *OWN, *words, cwd=folder)
+    assert job.code not in (0, 2)
+    assert job.err.count("OSError: no such weights") == 1, job.text[-4000:]
+    assert re.search(r'mypkg/mymodel\.py", line \d+, in broken', job.err)
+
+
+def test_data_that_differ_by_rank_are_refused(folder):
+    job = hvdtrain("mpirun", 2, *OWN, "--data", "mypkg.mydata:by_rank", cwd=folder)
+    assert job.code == 2, job.text[-4000:]
+    assert job.err.count("The training samples of rank 1 are not those of rank 0") == 1, job.text[-4000:]
