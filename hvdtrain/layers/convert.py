@@ -1,0 +1,85 @@
+"""Exchange a model's BatchNormalization layers for synchronized ones."""
+
+from typing import Any
+
+import keras
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
+
+
+def with_sync_batch_norm(model: Any) -> Any:
+    """Return a copy of `model` with SyncBatchNormalization in place of every `keras.layers.BatchNormalization`.
+
+    Functional and Sequential models, nested ones too. Names, paths, values and the order of all weights stay;
+    nothing is shared with `model`.
+
+    Raises:
+        ConfigError: `model` has no BatchNormalization, is not built, or holds one where it cannot be replaced: within
+            a subclassed model or layer, a wrapper, or with `renorm` or `synchronized`; or a layer cannot be copied.
+    """
+    if not _holds_batch_norm(model):
+        raise ConfigError(
+            "Synchronized batch normalization has no effect: the model has no BatchNormalization layer. "
+            f"Received: {_described(model)}. Leave the option out."
+        )
+    if not model.built:
+        raise ConfigError(
+            "A model must be built before its BatchNormalization layers are replaced. Received: "
+            f"{_described(model)}, not built. Give it a keras.Input, or call build() first."
+        )
+    copy = _Replacement()(model)
+    if [v.path for v in copy.weights] != [v.path for v in model.weights]:
+        raise ConfigError(
+            f"Replacing the BatchNormalization layers would change the names of the weights of {_described(model)}. "
+            "Use hvdtrain.SyncBatchNormalization in the model's code instead."
+        )
+    # `variables` has the states of random generators besides, which Keras numbers over all models.
+    for new, old in zip(copy.variables, model.variables, strict=True):
+        new.assign(old)
+    return copy
+
+
+class _Replacement:
+    """Copies layers and models, each one once: a layer that is shared stays shared."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, Any] = {}
+
+    def __call__(self, layer: Any) -> Any:
+        if id(layer) not in self._done:
+            self._done[id(layer)] = self._copy(layer)
+        return self._done[id(layer)]
+
+    def _copy(self, layer: Any) -> Any:
+        if isinstance(layer, keras.Model) and _is_of_keras(layer):
+            return keras.models.clone_model(layer, clone_function=self)
+        if type(layer) is keras.layers.BatchNormalization:
+            return SyncBatchNormalization(**layer.get_config())
+        if _holds_batch_norm(layer):
+            raise ConfigError(
+                "A BatchNormalization layer can be replaced in Functional and Sequential models only. Received: "
+                f"{_described(layer)}, which holds one inside. Use hvdtrain.SyncBatchNormalization in its code."
+            )
+        try:
+            return type(layer).from_config(layer.get_config())
+        except (NotImplementedError, TypeError) as error:
+            raise ConfigError(
+                f"A model cannot be copied without get_config() of all of its layers. Received: {_described(layer)}: "
+                f"{error} Use hvdtrain.SyncBatchNormalization in the model's code instead."
+            ) from error
+
+
+def _holds_batch_norm(operation: Any) -> bool:
+    # What a Functional model computes with keras.ops is an operation, but no layer.
+    inner = operation._flatten_layers() if isinstance(operation, keras.layers.Layer) else []
+    return any(type(layer) is keras.layers.BatchNormalization for layer in inner)
+
+
+def _is_of_keras(layer: Any) -> bool:
+    """Whether the layer's own class is one of Keras: a subclass may do more than its graph says."""
+    return type(layer).__module__.split(".")[0] == "keras"
+
+
+def _described(layer: Any) -> str:
+    return f"{type(layer).__name__} {layer.name!r}"
