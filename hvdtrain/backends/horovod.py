@@ -58,6 +58,10 @@ class HorovodBackend:
         """Concatenate the ranks' tensors along dim 0."""
         return self._collectives.all_gather(tensor, name=self._name(name))
 
+    def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Send rank i the i-th of equal parts along dim 0, and concatenate what came."""
+        return self._collectives.all_to_all(tensor, name=self._name(name))
+
     def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
         """Give every rank the values of `root`, all in one compiled call so that names, not order, match them."""
 

@@ -33,6 +33,9 @@ class Exchange(Protocol):
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate along dim 0."""
 
+    def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Send the i-th of equal parts along dim 0 to replica i, and concatenate what came."""
+
 
 class Backend(Exchange, Protocol):
     """The seam between the loop and its distribution engine."""

@@ -1,7 +1,7 @@
 """Choose the backend that fits a session."""
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.runtime.session import Session
+from hvdtrain.runtime.session import Session, current
 
 
 def backend_for(session: Session) -> Backend:
@@ -13,3 +13,12 @@ def backend_for(session: Session) -> Backend:
     from hvdtrain.backends.horovod import HorovodBackend
 
     return HorovodBackend(session, session.collectives)
+
+
+def current_exchange() -> Backend:
+    """Return the backend of the current session.
+
+    Raises:
+        LaunchError: `hvdtrain.init()` was not called.
+    """
+    return backend_for(current())

@@ -98,6 +98,14 @@ class Collectives:
         """Concatenate the ranks' tensors along dim 0, where their sizes may differ."""
         return _unmergeable(mpi_ops.allgather(_guarded(tensor), name=name, ignore_name_scope=True), name)
 
+    def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Cut `tensor` into equal parts along dim 0, send part i to rank i, and line up what came, by rank.
+
+        Dim 0 must be the same multiple of the axis' size on all ranks; the result has the shape of `tensor`.
+        """
+        output = mpi_ops.alltoall(_guarded(tensor), name=name, ignore_name_scope=True)
+        return tf.ensure_shape(_unmergeable(output, name), tensor.shape)
+
     def broadcast(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
         """Return `root`'s tensor on every rank; dtypes that Horovod does not move travel as bits."""
         if tensor.dtype == tf.bfloat16:

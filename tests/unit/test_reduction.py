@@ -1,5 +1,4 @@
 import re
-import threading
 from collections import Counter
 
 import numpy as np
@@ -7,80 +6,8 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.training.reduction import GradientReducer, ReductionOptions
-from tests.unit.threaded_ranks import on_threads
-
-
-class Meeting:
-    """Where the replicas of one process, each on a thread, put their tensors together."""
-
-    def __init__(self, size):
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=20)
-        self.brought = [None] * size
-        self.log = []
-
-    def put_together(self, index, what, tensors):
-        """Return every replica's tensors; all must have come for the same reason."""
-        self.brought[index] = (what, [(t.dtype, *t.shape[1:]) for t in tensors], tensors)
-        self.barrier.wait()
-        brought = list(self.brought)
-        self.barrier.wait()
-        if index == 0:
-            self.log.append(what)
-        assert len({str(each[:2]) for each in brought}) == 1, "the replicas' messages do not match"
-        return [each[2] for each in brought]
-
-
-class Replica:
-    """An exchange that adds in the tensors' own precision, as Horovod does."""
-
-    def __init__(self, meeting, index):
-        self._meeting = meeting
-        self.index = index
-        self.size = meeting.size
-
-    def _sum(self, what, tensors, prescale, postscale):
-        scaled = [t * tf.cast(prescale, t.dtype) for t in tensors]
-        parts = self._meeting.put_together(self.index, (*what, prescale, postscale), scaled)
-        sums = []
-        for column in zip(*parts, strict=True):
-            total = column[0]
-            for tensor in column[1:]:
-                total = total + tensor
-            sums.append(total * tf.cast(postscale, total.dtype))
-        return sums
-
-    def all_reduce(self, tensor, *, name, op="sum", prescale=1.0, postscale=1.0):
-        return self._sum((op, name), [tensor], prescale, postscale)[0]
-
-    def grouped_all_reduce(self, tensors, *, name, prescale=1.0, postscale=1.0):
-        assert tensors, "a message without tensors"
-        return self._sum(("group", name, len(tensors)), tensors, prescale, postscale)
-
-    def all_gather(self, tensor, *, name):
-        return tf.concat([t for (t,) in self._meeting.put_together(self.index, ("gather", name), [tensor])], 0)
-
-
-def reduce_on(size, gradients, paths, role="gradient", **options):
-    """Reduce `gradients(rank)` on every replica; return rank 0's result and what was sent."""
-    meeting = Meeting(size)
-
-    def body(rank):
-        reducer = GradientReducer(Replica(meeting, rank), ReductionOptions(**options))
-        return reducer.reduce(gradients(rank), paths, role=role)
-
-    outcomes = on_threads(size, body)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-        for mine, first in zip(outcome, outcomes[0], strict=True):
-            if first is None:
-                assert mine is None
-            else:
-                np.testing.assert_array_equal(tf.convert_to_tensor(mine), tf.convert_to_tensor(first))
-    return outcomes[0], meeting.log
-
+from hvdtrain.training.reduction import ReductionOptions
+from tests.unit.threaded_exchange import reduce_on
 
 PATHS = ["a", "b", "c", "d", "e"]
 
@@ -150,39 +77,93 @@ def test_predivide_divides_before_and_after():
     assert {what[2:] for what in log} == {(0.25, 2.0)}
 
 
-# -- 16 bits on the wire --
+# -- 16 bits on the wire (the arithmetic is in test_compression.py) --
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+def many(rank):
+    """Dense gradients of every float dtype, and one that is missing."""
+    dtypes = [tf.float32, tf.float64, tf.float16, None, tf.bfloat16, tf.float32]
+    return [None if dtype is None else tf.cast(tf.fill([i + 1], rank + 1.0), dtype) for i, dtype in enumerate(dtypes)]
+
+
+LETTERS = list("abcdef")
+
+
+def scattered(log):
+    return [what[1] for what in log if what[0] == "scatter"]
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("op", ["sum", "average"])
+@pytest.mark.parametrize("groups", [0, 2, 99, (("a", "c"), ("f",)), (("d",),)])
+def test_compressed_gradients_come_back_in_their_places(compression, size, op, groups):
+    reduced, log = reduce_on(size, many, LETTERS, op=op, groups=groups, compression=compression)
+    factor = size * (size + 1) / 2 / (size if op == "average" else 1)
+    for value, like in zip(reduced, many(0), strict=True):
+        if like is None:
+            assert value is None
+        else:
+            assert (value.dtype, value.shape) == (like.dtype, like.shape)
+            # Small integers and halves of them are exact in 16 bits.
+            np.testing.assert_allclose(tf.cast(value, tf.float64), factor, rtol=1e-7)
+    names = [what[1] for what in log]
+    assert len(set(names)) == len(names), "two messages share a name"
+
+
+@pytest.mark.parametrize(
+    ("groups", "names"),
+    [
+        (0, ["compressed/float32", "compressed/float64"]),
+        (1, ["group0/compressed/float32", "group0/compressed/float64"]),
+        (
+            (("b", "f"),),
+            ["group0/compressed/float64", "group0/compressed/float32", "compressed/float32"],
+        ),
+    ],
+)
+def test_compressed_gradients_share_a_message_per_dtype_and_group(groups, names):
+    _, log = reduce_on(2, many, LETTERS, role="first", groups=groups, compression="bf16")
+    assert sorted(scattered(log)) == sorted(f"first/{name}/scatter" for name in names)
+    gathered = [what[1] for what in log if what[0] == "gather"]
+    assert sorted(gathered) == sorted(f"first/{name}/gather" for name in names)
+
+
 @pytest.mark.parametrize("groups", [0, 1])
-def test_half_precision_does_not_overflow_in_the_sum(size, op, groups):
-    values = [60000.0, -60000.0, 1.0]
+def test_what_is_exact_and_what_has_16_bits_travels_as_it_is(groups):
+    odd = 1.0 + 2.0**-20
 
     def gradients(rank):
-        return [tf.constant(values), tf.constant(values, tf.float64), tf.constant([1.0, 2.0], tf.float16)]
+        return [tf.fill([3], odd), tf.constant(odd), tf.ones(2, tf.float16), tf.constant([7], tf.int32)]
 
-    reduced, _ = reduce_on(size, gradients, ["a", "b", "c"], op=op, compression="fp16", groups=groups)
-    factor = size if op == "sum" else 1
-    assert [value.dtype for value in reduced] == [tf.float32, tf.float64, tf.float16]
-    for value in reduced[:2]:
-        np.testing.assert_allclose(value, np.array(values) * factor, rtol=2**-10)
-    np.testing.assert_allclose(reduced[2], np.array([1.0, 2.0]) * factor)
+    reduced, log = reduce_on(
+        2, gradients, ["w", "totals", "half", "whole"], op="sum", groups=groups, compression="bf16", exact=("totals",)
+    )
+    np.testing.assert_array_equal(reduced[0], 2.0)
+    np.testing.assert_array_equal(reduced[1], np.float32(2 * odd))
+    np.testing.assert_array_equal(reduced[2], 2.0)
+    np.testing.assert_array_equal(reduced[3], 14)
+    assert len(scattered(log)) == 1
 
 
-def test_half_precision_is_what_travels():
-    seen = []
+def test_one_replica_rounds_nothing():
+    odd = 1.0 + 2.0**-20
+    reduced, log = reduce_on(1, lambda rank: [tf.constant([odd])], ["w"], compression="bf16")
+    np.testing.assert_array_equal(reduced[0], np.float32([odd]))
+    assert scattered(log) == []
 
-    class Wire(Replica):
-        def _sum(self, what, tensors, prescale, postscale):
-            seen.extend(tensor.dtype for tensor in tensors)
-            return super()._sum(what, tensors, prescale, postscale)
 
-    gradients = [tf.ones(2), tf.ones(2, tf.float64), tf.ones(2, tf.bfloat16)]
-    for compression in ("none", "fp16"):
-        reducer = GradientReducer(Wire(Meeting(1), 0), ReductionOptions(compression=compression))
-        reducer.reduce(gradients, ["a", "b", "c"])
-    assert seen == [tf.float32, tf.float64, tf.bfloat16, tf.float16, tf.float16, tf.bfloat16]
+@pytest.mark.parametrize("dense", [None, False, True])
+def test_rows_are_compressed_where_they_are_made_dense(dense):
+    large = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([10_000, 2]))
+    reduced, log = reduce_on(2, lambda rank: [large], ["t"], op="sum", sparse_as_dense=dense, compression="fp16")
+    assert bool(scattered(log)) == (dense is True)
+    np.testing.assert_array_equal(tf.convert_to_tensor(reduced[0])[:3], [[0, 0], [2, 2], [0, 0]])
+
+
+def test_nothing_to_compress_sends_nothing():
+    assert reduce_on(2, lambda rank: [], [], compression="fp16") == ([], [])
+    assert reduce_on(2, lambda rank: [None, None], ["a", "b"], compression="fp16") == ([None, None], [])
 
 
 # -- rows --
@@ -218,11 +199,31 @@ def test_rows_and_dense_gradients_keep_their_places():
     def gradients(rank):
         return [None, *rows(rank), tf.fill([2], rank + 1.0)]
 
-    reduced, log = reduce_on(2, gradients, ["x", "table", "y"], op="sum")
+    reduced, log = reduce_on(2, gradients, ["x", "table", "y"], op="sum", sparse_as_dense=False)
     assert reduced[0] is None
     np.testing.assert_allclose(tf.convert_to_tensor(reduced[1]), dense_rows(2))
     np.testing.assert_allclose(reduced[2], [3, 3])
     assert {what[1] for what in log} == {"gradient/table/values", "gradient/table/indices", "gradient/y"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "touched", "sent"),
+    [
+        (100, 1, {"gradient/t"}),  # small: dense, and nobody asks
+        (100_000, 10, {"gradient/rows", "gradient/t/values", "gradient/t/indices"}),
+        (100_000, 90_000, {"gradient/rows", "gradient/t/dense"}),
+    ],
+)
+def test_tables_travel_as_what_is_smaller(rows, touched, sent):
+    def gradients(rank):
+        return [tf.IndexedSlices(tf.ones([touched, 2]), tf.range(touched), tf.constant([rows, 2]))]
+
+    # Eagerly: each replica must come to the same answer.
+    reduced, log = reduce_on(2, gradients, ["t"], op="sum")
+    assert {what[1] for what in log} == sent
+    total = tf.convert_to_tensor(reduced[0]).numpy()
+    np.testing.assert_array_equal(total[:touched], 2)
+    np.testing.assert_array_equal(total[touched:], 0)
 
 
 # -- Adasum --
@@ -235,7 +236,7 @@ def test_adasum_leaves_the_arithmetic_to_the_exchange():
 
 def test_adasum_of_rows_is_refused():
     with pytest.raises(ConfigError, match="sparse_as_dense=True"):
-        reduce_on(1, rows, ["table"], op="adasum")
+        reduce_on(1, rows, ["table"], op="adasum", sparse_as_dense=False)
     reduce_on(1, rows, ["table"], op="adasum", sparse_as_dense=True)
 
 
@@ -246,12 +247,17 @@ def test_adasum_of_rows_is_refused():
     ("options", "cause"),
     [
         ({"op": "mean"}, "op must be one of average, sum, adasum. Received: 'mean'."),
-        ({"compression": "int8"}, "compression must be none or fp16. Received: 'int8'."),
+        ({"compression": "int8"}, "compression must be one of none, fp16, bf16. Received: 'int8'."),
         ({"groups": -1}, "groups must not be negative. Received: -1."),
         ({"predivide": 0.0}, "gradient_predivide_factor must be positive. Received: 0.0."),
         ({"predivide": -2.0}, "gradient_predivide_factor must be positive. Received: -2.0."),
-        ({"predivide": 2.0, "op": "sum"}, "gradient_predivide_factor needs op average. Received: op 'sum'."),
-        ({"predivide": 2.0, "op": "adasum"}, "gradient_predivide_factor needs op average."),
+        (
+            {"predivide": 2.0, "op": "adasum"},
+            "gradient_predivide_factor is for sums and averages. Received: op 'adasum'.",
+        ),
+        ({"compression": "fp16", "op": "adasum"}, "Adasum is not compressed: use compression none."),
+        ({"compression": "bf16", "op": "adasum"}, "Adasum is not compressed: use compression none."),
+        ({"groups": (("a", "b"), ("c", "a"))}, "groups must not share a variable. Received: 'a' more than once."),
         ({"groups": 2, "op": "adasum"}, "Adasum reduces each gradient by itself: groups must be 0."),
         ({"groups": (("a",),), "op": "adasum"}, "Adasum reduces each gradient by itself"),
     ],
