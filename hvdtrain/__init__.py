@@ -11,11 +11,17 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hvdtrain.api import broadcast_variables, init, local_rank, rank, size
+    from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
+    from hvdtrain.training.accumulation import GradientAccumulator
+    from hvdtrain.training.optimizer import DistributedOptimizer
     from hvdtrain.training.tape import DistributedGradientTape
     from hvdtrain.training.trainer import Trainer
 
 _PUBLIC = {
     "DistributedGradientTape": "hvdtrain.training.tape",
+    "DistributedOptimizer": "hvdtrain.training.optimizer",
+    "GradientAccumulator": "hvdtrain.training.accumulation",
+    "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
     "Trainer": "hvdtrain.training.trainer",
     "broadcast_variables": "hvdtrain.api",
     "init": "hvdtrain.api",
@@ -26,6 +32,9 @@ _PUBLIC = {
 
 __all__ = [
     "DistributedGradientTape",
+    "DistributedOptimizer",
+    "GradientAccumulator",
+    "SyncBatchNormalization",
     "Trainer",
     "broadcast_variables",
     "init",

@@ -40,8 +40,17 @@ class RunInfo:
     """Steps that were finished before this run began (it resumes), else 0."""
     run_dir: Path | None = None
     """Folder the run writes to, where there is one."""
+    accumulate: int = 1
+    """Microbatches that a rank's part of the batch is cut into."""
+    learning_rate: str = ""
+    """The learning rate in one phrase: its peak, what that was scaled from, warm-up, schedule."""
     threads: int | None = None
     """Threads an operation may use on each rank, where it is known."""
+
+    @property
+    def microbatch(self) -> int:
+        """Samples that go through a rank's model at once."""
+        return self.per_replica_batch // self.accumulate
 
     @property
     def epochs(self) -> int:
@@ -65,6 +74,8 @@ class StepRecord:
     """Samples trained per second over all ranks since the last logged step."""
     grad_norm: float | None = None
     """Norm of the whole reduced gradient before clipping; None where it was not measured."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by after this step; None without loss scaling."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Training metrics by name, such as ``accuracy``, of this step's global batch."""
 

@@ -92,8 +92,14 @@ def _backend(info: RunInfo) -> str:
 
 
 def _batch(info: RunInfo) -> str:
-    share = f", {info.per_replica_batch:,} per rank" if info.world_size > 1 else ""
-    return plural(info.global_batch, "sample") + share
+    parts = [plural(info.global_batch, "sample")]
+    if info.world_size > 1:
+        parts.append(f"{info.per_replica_batch:,} per rank")
+    if info.accumulate > 1:
+        parts.append(f"in {info.accumulate} microbatches of {info.microbatch:,}")
+    if info.learning_rate:
+        parts.append(f"learning rate {info.learning_rate}")
+    return ", ".join(parts)
 
 
 def _steps(info: RunInfo) -> str:

@@ -1,7 +1,7 @@
 """Evaluation over all replicas: every sample counts once, whatever their number."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
+from hvdtrain.training.heads import inputs_for
 from hvdtrain.training.losses import LossFunction, with_model_losses
 from hvdtrain.training.metrics import MetricSet
 
@@ -30,14 +31,14 @@ class Evaluator:
         backend: the replicas.
         model: a built Keras model.
         loss: the loss as sum and weight.
-        metrics: fresh Keras metrics, not shared with training.
+        metrics: fresh metrics, not shared with training.
     """
 
-    def __init__(self, backend: Backend, model: Any, loss: LossFunction, metrics: Sequence[Any]) -> None:
+    def __init__(self, backend: Backend, model: Any, loss: LossFunction, metrics: MetricSet) -> None:
         self._backend = backend
         self._model = model
         self._loss = loss
-        self._metrics = MetricSet(metrics, backend)
+        self._metrics = metrics
         self._sums = tf.Variable(tf.zeros([2], tf.float64), trainable=False)
         self._update = tf.function(self._update_batch, autograph=False, reduce_retracing=True)
         self._reduce = tf.function(self._reduce_all, autograph=False)
@@ -63,7 +64,7 @@ class Evaluator:
         self._backend.run(self._update_replica, batch)
 
     def _update_replica(self, batch: Batch) -> None:
-        outputs = self._model(batch.inputs, training=False)
+        outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
         part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._model)
         share = tf.cast(tf.stack([part.total, part.weight]), tf.float64)
         # A placeholder's loss may be anything: it is left out, not multiplied by zero.

@@ -1,9 +1,10 @@
 """What `fit` and `evaluate` accept as data, brought into the form that the loop reads."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
@@ -50,6 +51,42 @@ def training_data(
     _check_same_order(first, backend)
     size = batch or int(tf.nest.flatten(first)[0].shape[0])
     return DatasetTraining(dataset, batch=size, index=backend.index, size=backend.size, steps_per_epoch=steps_per_epoch)
+
+
+def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> Any:
+    """Return `data` with sample weights that are multiplied by what each sample's class counts.
+
+    Args:
+        data: what `training_data` takes, with integer or one-hot targets.
+        class_weight: weights by label; labels that are not in it count 1.
+
+    Raises:
+        ConfigError: targets that are no labels.
+    """
+    if class_weight is None:
+        return data
+    table = np.ones(1 + max(int(label) for label in class_weight), np.float32)
+    for label, weight in class_weight.items():
+        table[int(label)] = weight
+    if isinstance(data, tf.data.Dataset):
+        return data.map(lambda *elements: _weighted(elements, table))
+    elements = data.elements if isinstance(data, ArraySource) else tuple(data)
+    return tf.nest.map_structure(np.asarray, _weighted(elements, table))
+
+
+def _weighted(elements: tuple[Any, ...], table: np.ndarray) -> tuple[Any, ...]:
+    inputs, targets, *weights = elements
+    if tf.nest.is_nested(targets):
+        raise ConfigError("class_weight is for models with one output: give sample weights instead.")
+    labels = tf.convert_to_tensor(targets)
+    if labels.dtype.is_floating or (labels.shape.rank is not None and labels.shape.rank > 1 and labels.shape[-1] > 1):
+        if labels.shape.rank != 2:
+            raise ConfigError(f"class_weight needs labels or one-hot targets. Received: targets of {labels.shape}.")
+        labels = tf.argmax(labels, -1)
+    labels = tf.reshape(labels, [-1])
+    known = tf.gather(table, tf.minimum(tf.cast(labels, tf.int64), len(table) - 1))
+    factor = tf.where(tf.cast(labels, tf.int64) < len(table), known, tf.ones_like(known))
+    return inputs, targets, factor * tf.cast(weights[0], tf.float32) if weights else factor
 
 
 def validation_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[Batch]:

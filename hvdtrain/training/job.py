@@ -1,7 +1,7 @@
 """A run from its configuration: what `train` and `evaluate` do on every rank."""
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.batch import per_replica
 from hvdtrain.data.pipeline import ArrayTraining, evaluation_batches
 from hvdtrain.data.registry import load_splits
+from hvdtrain.data.shapes import check_shapes
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.observability.console import make_console
@@ -22,12 +24,18 @@ from hvdtrain.observability.jsonl import JsonlWriter
 from hvdtrain.observability.plots import draw_curves
 from hvdtrain.observability.summary import write_json
 from hvdtrain.observability.tensorboard import TensorBoardWriter
+from hvdtrain.observability.wording import plural
+from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.optim.optimizers import build_optimizer
+from hvdtrain.optim.scaling import describe_rate, scaled_learning_rate
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.terminal import on_terminal
+from hvdtrain.training.compression_probe import compression_cost, compression_warning
 from hvdtrain.training.folder import RunFolder, create
 from hvdtrain.training.loop import Plan
+from hvdtrain.training.microbatches import per_microbatch
+from hvdtrain.training.options import StepOptions
 from hvdtrain.training.result import FitResult, summary_of
 from hvdtrain.training.trainer import Trainer
 
@@ -61,12 +69,13 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
         create(path)
     trainer.broadcast_state()
     _refuse_finished(trainer, plan)
+    cost = compression_cost(backend, trainer.state.parameters(), config.exchange.compression)
     observers = _observers(config, session, folder) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
     try:
         if first:
             _write_start(folder, config)
-        _warn(observers, info)
+        _warn(observers, config, info, cost)
         result = trainer.train(
             data,
             plan,
@@ -112,6 +121,8 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
 
 
 def _batches(config: Config, source: ArraySource, backend: Backend) -> ArrayTraining:
+    per_replica(config.data.batch, backend.size)
+    per_microbatch(config.data.batch, backend.size, config.training.accumulate)
     return ArrayTraining(
         source,
         batch=config.data.batch,
@@ -135,16 +146,34 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
 def _trainer(config: Config, splits: DataSplits, backend: Backend) -> Trainer:
     family = model_family(config.model)
     seed = config.training.seed
-    # The schedule spans all epochs, also where --max-steps ends the run before: the rest may follow.
-    total_steps = config.training.epochs * -(-splits.train.size // config.data.batch)
-    return Trainer(
+    trainer = Trainer(
         lambda: build_model(config.model, splits.sample_shape, splits.classes, seed),
-        lambda: build_optimizer(config.optim, total_steps),
+        lambda: build_optimizer(config.optim, _schedule_steps(config, splits), config.data.batch),
         family.loss(),
         family.metrics(),
         seed=seed,
         backend=backend,
+        **_step_options(config),
     )
+    check_shapes(trainer.model, splits, family.loss())
+    return trainer
+
+
+def _schedule_steps(config: Config, splits: DataSplits) -> int:
+    """Return the steps of all epochs: the schedule spans them also where --max-steps ends the run before."""
+    return config.training.epochs * -(-splits.train.size // config.data.batch)
+
+
+def _step_options(config: Config) -> dict[str, Any]:
+    training = asdict(config.training)
+    names = {field.name for field in fields(StepOptions)}
+    options = {name: value for name, value in training.items() if name in names}
+    return {
+        **options,
+        **asdict(config.exchange),
+        "clip_norm": config.optim.clip_norm,
+        "clip_value": config.optim.clip_value,
+    }
 
 
 def _observers(config: Config, session: Session, folder: RunFolder) -> Observers:
@@ -176,6 +205,8 @@ def _info(
         steps_per_epoch=data.steps_per_epoch,
         parameters=trainer.state.parameters(),
         start_step=trainer.state.scalars.step,
+        accumulate=config.training.accumulate,
+        learning_rate=describe_rate(config.optim, data.batch, config.training.epochs * data.steps_per_epoch),
         run_dir=folder.path,
         threads=session.plan.threads,
     )
@@ -190,12 +221,17 @@ def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
         )
 
 
-def _warn(observers: Observer, info: RunInfo) -> None:
-    if info.per_replica_batch < TINY_BATCH:
+def _warn(observers: Observer, config: Config, info: RunInfo, compression_cost: float) -> None:
+    """Say what a user would want to know before the first step: it is not wrong, but slow."""
+    if info.microbatch < TINY_BATCH:
+        remedy = "a smaller --accumulate, a larger --batch" if info.accumulate > 1 else "a larger --batch"
         observers.on_message(
-            f"warning: {info.per_replica_batch} samples per rank and step are few: the exchange will take most of "
-            "the time. A larger --batch or fewer ranks use the machine better."
+            f"warning: {plural(info.microbatch, 'sample')} at a time on each rank are too few to keep it busy: "
+            f"overhead and exchange take most of the time. What helps: {remedy}, or fewer ranks."
         )
+    slower = compression_warning(config.exchange.compression, compression_cost)
+    if slower is not None:
+        observers.on_message(slower)
 
 
 def _save(checkpoints: Checkpointer, state: Any) -> None:
@@ -210,7 +246,8 @@ def _write_start(folder: RunFolder, config: Config) -> None:
 def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:
     # Keras chooses the format by the suffix; the draft keeps it, and the name appears with a whole file only.
     draft = folder.path / f".{folder.model.name}.{os.getpid()}.keras"
-    trainer.model.save(draft)
+    with averaged_weights(trainer.optimizer, trainer.model):
+        trainer.model.save(draft)
     os.replace(draft, folder.model)
     if config.observability.plots:
         draw_curves(folder.metrics, folder.curves, title=_title(summary))
@@ -235,6 +272,9 @@ def _summary(
         "controller": session.environment.controller,
         "global_batch": config.data.batch,
         "per_replica_batch": config.data.batch // backend.size,
+        "accumulate": config.training.accumulate,
+        "precision": config.training.precision,
+        "peak_learning_rate": scaled_learning_rate(config.optim, config.data.batch),
         "resumed_from": resumed_from,
         **summary_of(result),
         "parameters": state.parameters(),

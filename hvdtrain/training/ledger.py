@@ -8,6 +8,9 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import NonFiniteError
 
+MIN_LOSS_SCALE = 1.0
+"""Below it nothing is left that scaling could do: what overflows then overflows without it."""
+
 
 class Ledger:
     """Collects the totals of every step: [weighted loss, weight, poison] over all replicas.
@@ -15,11 +18,13 @@ class Ledger:
     Args:
         steps_per_epoch: to name a step's epoch.
         start_step: steps that were finished before the first that is noted.
+        skips: whether steps that overflow are skipped, by a dynamic loss scale: their loss counts nothing then.
     """
 
-    def __init__(self, steps_per_epoch: int, start_step: int = 0) -> None:
+    def __init__(self, steps_per_epoch: int, start_step: int = 0, *, skips: bool = False) -> None:
         self._steps_per_epoch = steps_per_epoch
         self._settled = start_step
+        self._skips = skips
         self._pending: list[tf.Tensor] = []
         self._bad_data: int | None = None
         self._epoch = np.zeros(2)
@@ -30,11 +35,12 @@ class Ledger:
         """Keep the totals of the step that was just started."""
         self._pending.append(totals)
 
-    def settle(self, *, finite_parameters: bool) -> float:
+    def settle(self, *, finite_parameters: bool, loss_scale: float | None = None) -> float:
         """Read what is pending, look whether all is finite, and return the mean loss since the last call.
 
         Args:
             finite_parameters: whether the parameters are finite by now.
+            loss_scale: the dynamic loss scale by now.
 
         Raises:
             NonFiniteError: the loss or a parameter is NaN or infinite. Data that are not finite are blamed for that,
@@ -44,7 +50,12 @@ class Ledger:
         first, self._settled = self._settled, self._settled + len(rows)
         self._pending.clear()
         self._look(rows, first, finite_parameters)
-        window = rows[:, :2].sum(axis=0)
+        if loss_scale is not None and loss_scale < MIN_LOSS_SCALE:
+            raise NonFiniteError(
+                f"The loss scale fell to {loss_scale:g} by {self._place(self._settled - 1)}, and gradients overflow "
+                "still: a lower --learning-rate, --clip-norm or --precision mixed_bfloat16 may help."
+            )
+        window = rows[np.isfinite(rows[:, 0]), :2].sum(axis=0)
         self._epoch += window
         return _mean(window)
 
@@ -57,6 +68,8 @@ class Ledger:
         if self._bad_data is None:
             self._bad_data = _first_bad(rows[:, 2], first)
         bad_loss = _first_bad(rows[:, 0], first)
+        if self._skips and self._bad_data is None:
+            bad_loss = None
         # An activation can hide it from the loss: ReLU makes zeros of NaN.
         if bad_loss is None and finite_parameters:
             return

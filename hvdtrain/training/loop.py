@@ -8,9 +8,11 @@ from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
 from hvdtrain.training.clock import StepClock
 from hvdtrain.training.evaluate import Evaluation
+from hvdtrain.training.hooks import Hooks, NoHooks
 from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.precision import has_dynamic_scale
 from hvdtrain.training.state import TrainState
-from hvdtrain.training.step import Measured, TrainStep
+from hvdtrain.training.step import CompiledStep, Measured
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,20 @@ class TrainingLoop:
         observers: who is told what happens.
         evaluate: evaluates at the end of an epoch; None where there is no validation data.
         save: saves the state; None where nothing is saved.
+        hooks: may look in and end training.
     """
 
     def __init__(
         self,
         backend: Backend,
         state: TrainState,
-        step: TrainStep,
+        step: CompiledStep,
         data: TrainingData,
         observers: Observer,
         *,
         evaluate: Callable[[], Evaluation] | None,
         save: Callable[[], None] | None,
+        hooks: Hooks | None = None,
     ) -> None:
         self._backend = backend
         self._state = state
@@ -54,8 +58,9 @@ class TrainingLoop:
         self._observers = observers
         self._evaluate = evaluate
         self._save = save
+        self._hooks = hooks or NoHooks()
         self.clock = StepClock(data.batch)
-        self.ledger = Ledger(data.steps_per_epoch, state.scalars.step)
+        self.ledger = Ledger(data.steps_per_epoch, state.scalars.step, skips=has_dynamic_scale(state.optimizer))
         self.evaluations: list[EvaluationRecord] = []
 
     def run(self, plan: Plan) -> None:
@@ -70,23 +75,30 @@ class TrainingLoop:
         self.clock.resume()
         while scalars.step < plan.total_steps:
             done = scalars.step + 1
+            epoch, within = divmod(scalars.step, self._data.steps_per_epoch)
             epoch_ends = done % self._data.steps_per_epoch == 0 or done == plan.total_steps
             saves = self._save_is_due(plan, done, epoch_ends)
             # A logged step is looked at before it is saved: no checkpoint holds what is not finite.
             logged = epoch_ends or saves or done % plan.log_every == 0 or done == first + 1
+            if within == 0 or done == first + 1:
+                self._hooks.begin_epoch(epoch)
+            self._hooks.begin_step(within)
             batch = next(batches)
             result = self._step(batch, measure=logged)
             self.ledger.note(result.totals)
             self.clock.tick()
-            epoch, scalars.step = scalars.epoch, done
-            scalars.epoch = done // self._data.steps_per_epoch
+            scalars.step, scalars.epoch = done, done // self._data.steps_per_epoch
             self._observers.on_progress(done)
+            self._hooks.end_step(within, result.totals)
             if logged:
                 self._log(epoch, result.measured)
             if epoch_ends:
                 self._end_epoch(epoch)
-            if saves:
+            stops = logged and self._hooks.stops()
+            if saves or stops:
                 self._save_state()
+            if stops:
+                return
             if logged:
                 self.clock.resume()
 
@@ -104,20 +116,23 @@ class TrainingLoop:
 
     def _log(self, epoch: int, measured: Measured | None) -> None:
         assert measured is not None, "logged steps are measured"
-        loss = self.ledger.settle(finite_parameters=bool(measured.finite))
+        scale = None if measured.loss_scale is None else float(measured.loss_scale)
+        loss = self.ledger.settle(finite_parameters=bool(measured.finite), loss_scale=scale)
         throughput = self.clock.samples_per_second()
         step = self._state.scalars.step
         rate, norm = float(measured.learning_rate), float(measured.grad_norm)
         metrics = {name: float(value) for name, value in measured.metrics.items()}
-        self._observers.on_step(StepRecord(step, epoch, loss, rate, throughput, norm, metrics))
+        self._observers.on_step(StepRecord(step, epoch, loss, rate, throughput, norm, scale, metrics))
 
     def _end_epoch(self, epoch: int) -> None:
         self.ledger.end_epoch()
-        if self._evaluate is None:
-            return
-        self._state.average_statistics(self._backend)
-        outcome = self._evaluate()
-        step = self._state.scalars.step
-        record = EvaluationRecord(step, epoch, outcome.loss, outcome.seconds, outcome.metrics)
-        self.evaluations.append(record)
-        self._observers.on_evaluation(record)
+        logs = {"loss": self.ledger.epoch_loss, **self._step.epoch_metrics()}
+        if self._evaluate is not None:
+            self._state.average_statistics(self._backend)
+            outcome = self._evaluate()
+            step = self._state.scalars.step
+            record = EvaluationRecord(step, epoch, outcome.loss, outcome.seconds, outcome.metrics)
+            self.evaluations.append(record)
+            self._observers.on_evaluation(record)
+            logs |= {"val_loss": outcome.loss, **{f"val_{k}": v for k, v in outcome.metrics.items()}}
+        self._hooks.end_epoch(epoch, logs)

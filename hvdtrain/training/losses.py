@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.training.heads import heads_of, spread
 
 
 class LossSum(NamedTuple):
@@ -30,12 +31,55 @@ _COUNTED = ("sum_over_batch_size", "mean", "auto")
 _WEIGHTED = "mean_with_sample_weight"
 
 
-def summed_loss(loss: Any) -> LossFunction:
-    """Turn a Keras loss, its name, or a function `f(y_true, y_pred)` of per-sample values into a LossFunction.
+def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = lambda: None) -> LossFunction:
+    """Turn what `Model.compile` takes as its loss into a LossFunction.
+
+    Args:
+        loss: a Keras loss, its name, or a function `f(y_true, y_pred)` of per-sample values; for several outputs one
+            for all of them, or a dict or list of them, with None for an output without a loss.
+        loss_weights: numbers, in a dict or list like the losses.
+        names: tells the names of the model's outputs, once it is built.
 
     Raises:
-        ConfigError: the loss has a reduction that is no mean over samples.
+        ConfigError: a loss has a reduction that is no mean over samples, or the structure is not the outputs'.
     """
+    nested = isinstance(loss, dict | list | tuple)
+    known = tf.nest.map_structure(lambda one: None if nested and one is None else _one_loss(one), loss)
+
+    def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
+        if callable(known) and loss_weights is None and not isinstance(outputs, dict | list | tuple):
+            return known(targets, outputs, sample_weight)
+        return _several(known, loss_weights, heads_of(outputs, names()), targets, sample_weight)
+
+    return loss_sum
+
+
+def _several(losses: Any, loss_weights: Any, heads: dict[str, Any], targets: Any, sample_weight: Any) -> LossSum:
+    """Add up the means of several outputs' losses, in units of samples: the weight is their number."""
+    per_head = spread("loss", losses, list(heads), to_all=True)
+    factors = spread("loss_weights", loss_weights, list(heads), to_all=True)
+    labels = spread("The target", targets, list(heads), to_all=False)
+    weights = spread("sample_weight", sample_weight, list(heads), to_all=True)
+    means = []
+    for head, loss in per_head.items():
+        if loss is None:
+            continue
+        part = loss(labels[head], heads[head], weights[head])
+        if not part.uniform:
+            raise ConfigError(
+                f"The loss of the output {head!r} is divided by its own weights (a mask, or the reduction "
+                f"{_WEIGHTED}): with several outputs that is not exact over ranks. Give it plain sample weights."
+            )
+        factor = 1.0 if factors[head] is None else float(factors[head])
+        means.append(part.total * factor / part.elements_per_sample)
+    if not means:
+        raise ConfigError(f"None of the outputs {', '.join(heads)} has a loss.")
+    total = tf.add_n([tf.cast(mean, means[0].dtype) for mean in means])
+    samples = tf.cast(tf.shape(next(iter(heads.values())))[0], total.dtype)
+    return LossSum(total, samples, tf.ones_like(samples), uniform=True)
+
+
+def _one_loss(loss: Any) -> LossFunction:
     keras_loss = _known(loss)
     reduction = getattr(keras_loss, "reduction", "sum_over_batch_size")
     if reduction not in (*_COUNTED, _WEIGHTED):

@@ -1,51 +1,62 @@
 """Keras metrics over all replicas: their variables are added up, never their results."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.training.heads import heads_of, spread
 from hvdtrain.training.variables import unwrap
 
-ACCURACY = "accuracy"
+
+class BoundMetric(NamedTuple):
+    """A metric and what it is about."""
+
+    name: str
+    """What its value is called."""
+    metric: Any
+    head: str
+    """Name of the model's output that it is given."""
+    weighted: bool
+    """Whether it is given the sample weights."""
 
 
 class MetricSet:
-    """A list of metrics that is updated by each replica and read as one.
+    """Metrics that are updated by each replica and read as one.
 
     Args:
-        metrics: Keras metrics or their names; which accuracy `accuracy` means, the first batch tells (`settle`).
+        bound: the metrics.
         backend: the replicas whose variables are added up.
-
-    Raises:
-        ConfigError: an unknown name, or two metrics of one name.
+        names: tells the names of the model's outputs.
     """
 
-    def __init__(self, metrics: Sequence[Any], backend: Backend) -> None:
-        self.metrics: list[Any] = [_metric(metric) for metric in metrics]
-        names = [_name(metric) for metric in self.metrics]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise ConfigError(f"Two metrics are named {twice[0]!r}: give one another name.")
+    def __init__(self, bound: Sequence[BoundMetric], backend: Backend, names: Callable[[], Any] = lambda: None) -> None:
+        self.bound = list(bound)
         self._backend = backend
+        self._names = names
+
+    def fresh(self) -> "MetricSet":
+        """Return the same metrics with nothing counted, for evaluation beside training.
+
+        Raises:
+            ConfigError: a metric that cannot be made from its own configuration.
+        """
+        return MetricSet([b._replace(metric=_copy(b.metric)) for b in self.bound], self._backend, self._names)
 
     def reset(self) -> None:
         """Forget everything that was counted."""
-        for metric in self.metrics:
-            metric.reset_state()
+        for bound in self.bound:
+            bound.metric.reset_state()
 
     def update(self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor | float) -> None:
         """Count a batch on this replica, unless it is the placeholder of a replica without samples."""
-
-        if not self.metrics:
+        if not self.bound:
             return
 
         def count() -> tf.Tensor:
-            for metric in self.metrics:
-                metric.update_state(targets, outputs, sample_weight=sample_weight)
+            self._count(targets, outputs, sample_weight)
             return tf.constant(True)
 
         if tf.is_tensor(present):
@@ -53,53 +64,65 @@ class MetricSet:
         elif present:
             count()
 
+    def _count(self, targets: Any, outputs: Any, sample_weight: Any) -> None:
+        heads = heads_of(outputs, self._names())
+        labels = spread("The target", targets, list(heads), to_all=False)
+        weights = spread("sample_weight", sample_weight, list(heads), to_all=True)
+        for _, metric, head, weighted in self.bound:
+            metric.update_state(labels[head], heads[head], sample_weight=weights[head] if weighted else None)
+
     def reduce(self, role: str) -> None:
         """Replace every metric's variables by their sums over the replicas, within a compiled function."""
-        for number, metric in enumerate(self.metrics):
-            for place, variable in enumerate(metric.variables):
+        for number, bound in enumerate(self.bound):
+            for place, variable in enumerate(bound.metric.variables):
                 tensor = unwrap(variable)
-                name = f"{role}/{number}.{metric.name}/{place}"
+                name = f"{role}/{number}.{bound.name}/{place}"
                 tensor.assign(self._backend.all_reduce(tensor.read_value(), name=name))
 
     def results(self) -> dict[str, float]:
         """Return each metric's value by name."""
-        return {metric.name: float(metric.result()) for metric in self.metrics}
+        return {bound.name: float(bound.metric.result()) for bound in self.bound}
 
-    def measure(
-        self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor | float
-    ) -> dict[str, tf.Tensor]:
-        """Return the metrics of one global batch, of which each replica has its part, within a compiled function."""
-        self.reset()
-        self.update(targets, outputs, sample_weight, present)
-        self.reduce("train_metric")
-        return {metric.name: tf.convert_to_tensor(metric.result()) for metric in self.metrics}
+    def reduced_results(self, role: str) -> dict[str, tf.Tensor]:
+        """Return each metric's value over all replicas, within a compiled function."""
+        self.reduce(role)
+        return {bound.name: tf.convert_to_tensor(bound.metric.result()) for bound in self.bound}
 
-    def settle(self, targets: Any, outputs: Any) -> None:
-        """Choose the accuracy that fits a first batch, and refuse a metric whose state is no sum.
-
-        One that counts A, then B, must hold the sum of what it holds after A and after B alone.
+    def check_sums(self, targets: Any, outputs: Any) -> None:
+        """Refuse a metric whose state is no sum: after A and B it must hold what it holds after A plus that after B.
 
         Args:
-            targets: targets of a batch, with at least two samples for the check.
+            targets: targets of a batch; with one sample there is nothing to compare.
             outputs: the model's outputs for them.
 
         Raises:
             ConfigError: naming the metric.
         """
-        self.metrics = [_accuracy_for(targets, outputs) if metric == ACCURACY else metric for metric in self.metrics]
         half = int(tf.nest.flatten(outputs)[0].shape[0]) // 2
         if half == 0:
             return
         parts = [tf.nest.map_structure(lambda t, s=s: t[s], (targets, outputs)) for s in _halves(half)]
-        for metric in self.metrics:
-            if type(metric).__module__.split(".")[0] == "keras":
+        for number, bound in enumerate(self.bound):
+            if type(bound.metric).__module__.split(".")[0] == "keras":
                 continue
-            first, second, both = (_state_after(metric, batches) for batches in ([parts[0]], [parts[1]], parts))
+            first, second, both = (self._state_after(number, p) for p in ([parts[0]], [parts[1]], parts))
             if not all(_close(a + b, c) for a, b, c in zip(first, second, both, strict=True)):
                 raise ConfigError(
-                    f"The metric {metric.name!r} cannot be added up over ranks: its state is no sum over samples. "
+                    f"The metric {bound.name!r} cannot be added up over ranks: its state is no sum over samples. "
                     "Keep sums and counts in its variables and form the value in result()."
                 )
+
+    def _state_after(self, number: int, batches: Sequence[tuple[Any, Any]]) -> list[tf.Tensor]:
+        """Return a metric's state after `batches`, less what it holds when empty."""
+        one = MetricSet([self.bound[number]], self._backend, self._names)
+        metric = one.bound[0].metric
+        metric.reset_state()
+        empty = [tf.cast(unwrap(v), tf.float64) for v in metric.variables]
+        for targets, outputs in batches:
+            one.update(targets, outputs, None, 1.0)
+        state = [tf.cast(unwrap(v), tf.float64) - zero for v, zero in zip(metric.variables, empty, strict=True)]
+        metric.reset_state()
+        return state
 
 
 def _close(a: tf.Tensor, b: tf.Tensor) -> bool:
@@ -110,55 +133,11 @@ def _halves(half: int) -> tuple[slice, slice]:
     return slice(0, half), slice(half, 2 * half)
 
 
-def _state_after(metric: Any, batches: Sequence[tuple[Any, Any]]) -> list[tf.Tensor]:
-    """Return the metric's state after `batches`, less what it holds when empty."""
-    metric.reset_state()
-    empty = [tf.cast(unwrap(v), tf.float64) for v in metric.variables]
-    for targets, outputs in batches:
-        metric.update_state(targets, outputs)
-    state = [tf.cast(unwrap(v), tf.float64) - zero for v, zero in zip(metric.variables, empty, strict=True)]
-    metric.reset_state()
-    return state
-
-
-def _name(metric: Any) -> str:
-    return metric if isinstance(metric, str) else str(metric.name)
-
-
-def _accuracy_for(targets: Any, outputs: Any) -> Any:
-    """Return the accuracy that Keras means by the name: binary, categorical or sparse, by the shapes."""
-    if outputs.shape[-1] == 1:
-        return keras.metrics.BinaryAccuracy(name=ACCURACY)
-    if targets.shape.rank == outputs.shape.rank and targets.shape[-1] == outputs.shape[-1]:
-        return keras.metrics.CategoricalAccuracy(name=ACCURACY)
-    return keras.metrics.SparseCategoricalAccuracy(name=ACCURACY)
-
-
-def _metric(metric: Any) -> Any:
-    if metric in (ACCURACY, "acc"):
-        return ACCURACY
+def _copy(metric: Any) -> Any:
     try:
-        built = keras.metrics.get(metric)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"Unknown metric {metric!r}: {error}") from error
-    if isinstance(built, keras.metrics.Metric):
-        return built
-    return keras.metrics.MeanMetricWrapper(built, name=getattr(built, "__name__", str(metric)))
-
-
-def fresh_metrics(metrics: Sequence[Any]) -> list[Any]:
-    """Return new metrics with the configuration of `metrics` and nothing counted.
-
-    Raises:
-        ConfigError: a metric that cannot be made from its own configuration.
-    """
-    fresh = []
-    for metric in metrics:
-        try:
-            fresh.append(type(metric).from_config(metric.get_config()))
-        except (TypeError, NotImplementedError, ValueError) as error:
-            raise ConfigError(
-                f"The metric {metric.name!r} cannot be copied for evaluation: give {type(metric).__name__} a "
-                f"get_config() with its constructor's arguments ({error})."
-            ) from error
-    return fresh
+        return type(metric).from_config(metric.get_config())
+    except (TypeError, NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"The metric {metric.name!r} cannot be copied for evaluation: give {type(metric).__name__} a "
+            f"get_config() with its constructor's arguments ({error})."
+        ) from error

@@ -1,7 +1,7 @@
 """What a training run came to."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.observability.events import EvaluationRecord
@@ -24,6 +24,8 @@ class FitResult:
     step_ms: Mapping[str, float | None]
     """Median and 90th percentile of the steady steps' wall time."""
     wall_seconds: float
+    history: Mapping[str, list[float]] = field(default_factory=dict)
+    """Figures of each epoch, where there were Keras callbacks."""
 
 
 def summary_of(result: FitResult) -> dict[str, Any]:

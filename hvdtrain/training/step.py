@@ -1,4 +1,4 @@
-"""One optimizer step as one compiled function: forward, backward, exchange, update."""
+"""One optimizer step as one compiled function: microbatches forward and backward, exchange, update."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -8,9 +8,13 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
+from hvdtrain.training.accumulation import GradientSum
+from hvdtrain.training.heads import inputs_for
 from hvdtrain.training.losses import LossFunction, with_model_losses
 from hvdtrain.training.metrics import MetricSet
-from hvdtrain.training.reduction import Gradient, GradientReducer, ReductionOptions
+from hvdtrain.training.microbatches import Microbatches
+from hvdtrain.training.precision import has_dynamic_scale, loss_scale_of
+from hvdtrain.training.reduction import Gradient
 from hvdtrain.training.state import TrainState
 
 
@@ -18,7 +22,7 @@ class LocalSums(NamedTuple):
     """What one replica knows after its backward pass; the sums over all replicas give the step."""
 
     gradients: list[Gradient]
-    """Gradients of total / nominal."""
+    """Gradients of loss scale x total / nominal."""
     totals: tf.Tensor
     """[3]: sum of the weighted losses, sum of the weights, and zero or, where this replica's inputs or targets are
     not finite, NaN: all three are added up over the replicas."""
@@ -43,11 +47,23 @@ class Measured(NamedTuple):
     learning_rate: tf.Tensor
     """The rate of this update."""
     grad_norm: tf.Tensor
-    """Global L2 norm of the reduced gradient."""
+    """Global L2 norm of the reduced gradient before clipping."""
+    loss_scale: tf.Tensor | None
+    """The dynamic loss scale after this step."""
     metrics: dict[str, tf.Tensor]
     """Training metrics of this global batch, by name."""
     finite: tf.Tensor
     """Whether all parameters are finite after the update."""
+
+
+class CompiledStep(Protocol):
+    """What the loop calls for each batch."""
+
+    def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
+        """Train on `batch`; `measure` asks for what `Measured` holds."""
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """Return the metrics over all samples since the last call, where somebody asked for them."""
 
 
 class UpdateRule(Protocol):
@@ -57,67 +73,42 @@ class UpdateRule(Protocol):
         """Apply one step; return the totals over all replicas, and the gradient's norm if `measure` asks for it."""
 
 
-class AllReduceUpdate:
-    """Synchronous data parallelism: sum over the replicas, divide by the weight, the same update everywhere."""
-
-    def __init__(self, backend: Backend, state: TrainState) -> None:
-        self._backend = backend
-        self._optimizer = state.optimizer
-        self._paths = list(state.trainable)
-        self._variables = state.model.trainable_variables
-        self._reducer = GradientReducer(backend, ReductionOptions(op="sum"))
-
-    def update(self, local: LocalSums, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Exchange the totals along with the gradients, then let the optimizer apply the mean."""
-        *gradients, totals = self._reducer.reduce(
-            [*local.gradients, _after(local.totals, local.gradients)], [*self._paths, "totals"]
-        )
-        # Dividing here would be one more pass over all gradients: where it can be, it was done to the loss.
-        mean = gradients if local.uniform else _rescale(gradients, local.nominal, totals[1])
-        norm = _global_norm(mean) if measure else None
-        self._optimizer.apply(mean, self._variables)
-        return totals, norm
-
-
-def _after(totals: tf.Tensor, gradients: list[Gradient]) -> tf.Tensor:
-    """Hold the totals back until the last gradient is there.
-
-    Sent as soon as the loss is known, they would make a message of their own: on a step of 4 ms that costs 5 %.
-    """
-    last = next((g for g in gradients if g is not None), totals)
-    with tf.control_dependencies([last.values if isinstance(last, tf.IndexedSlices) else last]):
-        return tf.identity(totals)
-
-
-def _rescale(gradients: list[Gradient], nominal: tf.Tensor, weight: tf.Tensor) -> list[Gradient]:
-    """Turn gradients of sum / nominal into gradients of sum / weight."""
-    factor = tf.math.divide_no_nan(nominal, weight)
-    return [None if g is None else _times(g, factor) for g in gradients]
-
-
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.values.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
-
-
-def _global_norm(gradients: list[Gradient]) -> tf.Tensor:
-    parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
-    return tf.sqrt(tf.add_n([tf.cast(tf.reduce_sum(tf.square(p)), tf.float64) for p in parts]))
-
-
 class TrainStep:
-    """The compiled step of one replica."""
+    """The compiled step of one replica.
+
+    Args:
+        backend: the replicas.
+        state: what is trained.
+        loss: the loss as sum and weight.
+        metrics: measured on logged steps.
+        rule: applies the sums.
+        microbatch: samples that go through the model at once; a larger batch is accumulated. None: the whole batch.
+        epoch_metrics: whether the metrics are counted over whole epochs as well, which costs a pass in each step.
+        jit: compile forward and backward pass with XLA.
+    """
 
     def __init__(
-        self, backend: Backend, state: TrainState, loss: LossFunction, metrics: MetricSet, rule: UpdateRule
+        self,
+        backend: Backend,
+        state: TrainState,
+        loss: LossFunction,
+        metrics: MetricSet,
+        rule: UpdateRule,
+        *,
+        microbatch: int | None = None,
+        epoch_metrics: bool = False,
+        jit: bool = False,
     ) -> None:
         self._backend = backend
         self._state = state
         self._loss = loss
         self._metrics = metrics
         self._rule = rule
+        self._microbatch = microbatch
+        self._sum = GradientSum(list(state.trainable.values()))
+        self._epoch = metrics.fresh() if epoch_metrics else None
+        self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
+        self._jit = jit
         # With what is measured and without are two graphs: a condition in one graph costs 5 % of a small step.
         self._general = {
             measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
@@ -153,25 +144,88 @@ class TrainStep:
     def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
         self._state.seed_generators(self._backend.index)
         rate = tf.convert_to_tensor(self._state.optimizer.learning_rate)
-        local, outputs = self.forward_backward(batch)
+        if measure:
+            self._metrics.reset()
+        local = self._local_sums(batch, measure=measure)
         totals, norm = self._rule.update(local, measure=measure)
         if not measure:
             return StepResult(totals, None)
-        metrics = self._metrics.measure(batch.targets, outputs, batch.sample_weight, batch.present)
+        metrics = self._metrics.reduced_results("train_metric")
         finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
-        return StepResult(totals, Measured(rate, norm, metrics, finite))
+        scale = loss_scale_of(self._state.optimizer) if has_dynamic_scale(self._state.optimizer) else None
+        return StepResult(totals, Measured(rate, norm, scale, metrics, finite))
+
+    def _local_sums(self, batch: Batch, *, measure: bool) -> LocalSums:
+        """Run the batch at once, or its microbatches one after another."""
+
+        counted = [known for known in (self._metrics if measure else None, self._epoch) if known is not None]
+
+        def run(part: Batch) -> LocalSums:
+            local, outputs = self._forward_backward(part)
+            for metrics in counted:
+                metrics.update(part.targets, outputs, part.sample_weight, part.present)
+            return local
+
+        if self._microbatch is None:
+            return run(batch)
+        parts = Microbatches(batch, self._backend.size, self._microbatch)
+        return run(parts.take(0)) if parts.single else self._accumulated(parts, run)
+
+    def _accumulated(self, parts: Microbatches, run: Callable[[Batch], LocalSums]) -> LocalSums:
+        """Add up the microbatches: the first tells what there is to add, the others are a loop in the graph."""
+        local = run(parts.take(0))
+        self._sum.add(local.gradients, first=True)
+
+        def body(number: tf.Tensor, totals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            more = run(parts.take(number))
+            self._sum.add(more.gradients, first=False)
+            return number + 1, totals + more.totals
+
+        # One after the other: their activations must not be in memory together.
+        _, totals = tf.while_loop(
+            lambda number, _: number < parts.count, body, (tf.constant(1), local.totals), parallel_iterations=1
+        )
+        return local._replace(gradients=self._sum.read(), totals=totals)
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """See `CompiledStep`."""
+        if self._epoch is None:
+            return {}
+        self._reduce_epoch()
+        results = self._epoch.results()
+        self._epoch.reset()
+        return results
+
+    def _reduce_epoch_metrics(self) -> None:
+        if self._epoch is not None:
+            self._epoch.reduce("epoch_metric")
+
+    def _forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
+        if not self._jit:
+            return self.forward_backward(batch)
+        tensors = batch[:-1]
+        uniform: list[bool] = []
+
+        def compiled(*parts: Any) -> tuple[Any, ...]:
+            local, outputs = self.forward_backward(Batch(*parts, batch.finite))  # type: ignore[call-arg]
+            uniform.append(local.uniform)
+            return local.gradients, local.totals, local.nominal, outputs
+
+        gradients, totals, nominal, outputs = tf.function(compiled, autograph=False, jit_compile=True)(*tensors)
+        return LocalSums(gradients, totals, nominal, uniform[-1]), outputs
 
     def forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
-        """Run one microbatch; a replica whose batch is a placeholder contributes zeros."""
+        """Run one microbatch; a replica whose part of it is a placeholder contributes zeros."""
         poison = tf.constant(0.0) if batch.finite else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
         with tf.GradientTape() as tape:
-            outputs = self._state.model(batch.inputs, training=True)
+            outputs = self._state.model(inputs_for(self._state.model, batch.inputs), training=True)
             part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._state.model)
         dtype = part.total.dtype
         present = tf.cast(batch.present, dtype)
         nominal = part.elements_per_sample * tf.cast(batch.global_samples, dtype)
         # The scale enters as the seed of the backward pass: as a part of the loss it would have gradients of its own.
-        gradients = tape.gradient(part.total, list(self._state.trainable.values()), output_gradients=present / nominal)
+        seed = present / nominal * tf.cast(loss_scale_of(self._state.optimizer), dtype)
+        gradients = tape.gradient(part.total, list(self._state.trainable.values()), output_gradients=seed)
         totals = tf.stack([part.total, part.weight, tf.cast(poison, dtype)]) * present
         return LocalSums(gradients, totals, nominal, part.uniform), outputs
 

@@ -7,8 +7,9 @@ from typing import Any, Self
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Exchange, ReduceOp
+from hvdtrain.backends.select import current_exchange
 from hvdtrain.training.reduction import Compression, GradientReducer, ReductionOptions
-from hvdtrain.training.variables import path_of, unwrap
+from hvdtrain.training.variables import path_of, unique_paths, unwrap
 
 
 class DistributedGradientTape:
@@ -20,10 +21,11 @@ class DistributedGradientTape:
     Args:
         tape: the tape to wrap; one that was recorded already, or a fresh one used as `with`.
         op: `average` (default), `sum`, or `adasum` (MPI only).
-        compression: `none` or `fp16` on the wire.
+        compression: `none`, `fp16` or `bf16` on the wire.
         groups: 0 lets every gradient leave as soon as it is there; n forms n groups that leave whole; lists of
             variables name the groups.
-        sparse_as_dense: turn IndexedSlices into dense tensors before the exchange.
+        sparse_as_dense: True turns tf.IndexedSlices into dense tensors before the exchange, False gathers their rows;
+            None does, step by step, what moves fewer bytes.
         gradient_predivide_factor: with `average`, divide by it before the sum and by size / factor after.
         exchange: the replicas; the current session's ranks if None.
 
@@ -39,14 +41,14 @@ class DistributedGradientTape:
         op: ReduceOp = "average",
         compression: Compression = "none",
         groups: int | Sequence[Sequence[Any]] = 0,
-        sparse_as_dense: bool = False,
+        sparse_as_dense: bool | None = None,
         gradient_predivide_factor: float = 1.0,
         exchange: Exchange | None = None,
     ) -> None:
         named = groups if isinstance(groups, int) else tuple(tuple(path_of(v) for v in group) for group in groups)
         options = ReductionOptions(op, compression, named, sparse_as_dense, gradient_predivide_factor)
         self._tape = tape if tape is not None else tf.GradientTape()
-        self._reducer = GradientReducer(exchange or _current_exchange(), options)
+        self._reducer = GradientReducer(exchange or current_exchange(), options)
 
     def __enter__(self) -> Self:
         self._tape.__enter__()
@@ -65,26 +67,9 @@ class DistributedGradientTape:
         """Return d target / d sources, reduced over all ranks, in the structure of `sources`."""
         flat = tf.nest.flatten(sources)
         local = self._tape.gradient(target, [_watched(source) for source in flat], output_gradients)
-        reduced = self._reducer.reduce(local, _paths(flat))
+        reduced = self._reducer.reduce(local, unique_paths(flat))
         return tf.nest.pack_sequence_as(sources, reduced)
 
 
 def _watched(source: Any) -> Any:
     return source if tf.is_tensor(source) else unwrap(source)
-
-
-def _paths(sources: Sequence[Any]) -> list[str]:
-    """Name each source by its path, or by its place if it has none (a tensor) or shares it with another."""
-    paths: list[str] = []
-    for place, source in enumerate(sources):
-        named = not tf.is_tensor(source) or isinstance(source, tf.Variable)
-        path = path_of(source) if named else f"source{place}"
-        paths.append(path if path not in paths else f"{path}#{place}")
-    return paths
-
-
-def _current_exchange() -> Exchange:
-    from hvdtrain.backends.select import backend_for
-    from hvdtrain.runtime.session import current
-
-    return backend_for(current())

@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import keras
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
@@ -18,16 +16,21 @@ from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.observability.summary import median_p90
+from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
-from hvdtrain.training.evaluate import Evaluation, Evaluator
-from hvdtrain.training.inputs import training_data, validation_batches
+from hvdtrain.training.assembly import built_model, built_optimizer
+from hvdtrain.training.callbacks import KerasCallbacks
+from hvdtrain.training.custom import has_own_step
+from hvdtrain.training.evaluate import Evaluation
+from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.loop import Plan, TrainingLoop
-from hvdtrain.training.losses import summed_loss
-from hvdtrain.training.metrics import MetricSet, fresh_metrics
+from hvdtrain.training.options import step_options
+from hvdtrain.training.precision import with_loss_scaling
+from hvdtrain.training.predict import Predictor, prediction_batches
 from hvdtrain.training.result import FitResult, summary_of
 from hvdtrain.training.state import TrainState
-from hvdtrain.training.step import AllReduceUpdate, TrainStep
+from hvdtrain.training.steps import KerasSteps, Objective, OurSteps, Steps
 
 STATE_TIMEOUT_S = 600.0
 
@@ -36,15 +39,22 @@ class Trainer:
     """Trains a Keras model on every rank of the session.
 
     Args:
-        model: a Keras model, or a function without arguments that builds one.
+        model: a Keras model, or a function without arguments that builds one. One with a `train_step` of its own is
+            trained by it.
         optimizer: a Keras optimizer, its name, or a function that builds one.
-        loss: a Keras loss, its name, or a function `f(y_true, y_pred)` that returns one value for each sample.
-        metrics: Keras metrics or their names; `accuracy` is the share of samples whose largest output is the label.
+        loss: a Keras loss, its name, or a function `f(y_true, y_pred)` that returns one value for each sample; for
+            several outputs a dict or list of them.
+        metrics: Keras metrics or their names; for several outputs a dict or list. `accuracy` is the share of samples
+            whose largest output is the label.
+        loss_weights: numbers that several losses are multiplied by, in a dict or list.
+        weighted_metrics: metrics that count sample weights.
         seed: the order of samples and the draws of dropout are functions of it.
         backend: who distributes; the session's by default.
+        options: fields of `hvdtrain.training.options.StepOptions`: `accumulate=4`, `precision="mixed_bfloat16"`,
+            `clip_norm=1.0`, `compression="bf16"` …
 
     Raises:
-        ConfigError: a loss or metric that cannot be combined over ranks.
+        ConfigError: options, a loss or a metric that cannot be combined over ranks.
         LaunchError: `hvdtrain.init()` was not called.
     """
 
@@ -52,22 +62,27 @@ class Trainer:
         self,
         model: Any,
         optimizer: Any,
-        loss: Any,
-        metrics: Sequence[Any] = (),
+        loss: Any = None,
+        metrics: Any = (),
         *,
+        loss_weights: Any = None,
+        weighted_metrics: Any = (),
         seed: int = 0,
         backend: Backend | None = None,
+        **options: Any,
     ) -> None:
         self.backend = backend or backend_for(current())
+        self.options = step_options(options)
+        self.options.check_world(self.backend.size, current().environment.controller)
         self._seed = seed
-        self._loss = summed_loss(loss)
-        self._metrics = MetricSet(metrics, self.backend)
         with self.backend.scope():
-            self.model = _built(model, keras.Model)
-            self.optimizer = _checked(_built(optimizer, keras.optimizers.Optimizer))
+            self.model = built_model(model, self.options)
+            self.optimizer = with_loss_scaling(built_optimizer(optimizer), self.model)
+        objective = Objective(loss, metrics, loss_weights, weighted_metrics)
+        kind = KerasSteps if has_own_step(self.model) else OurSteps
+        self._steps: Steps = kind(self.backend, self.model, self.optimizer, objective, self.options)
         self._state: TrainState | None = None
-        self._step: TrainStep | None = None
-        self._evaluator: Evaluator | None = None
+        self._predictor = Predictor(self.backend, self.model)
 
     @property
     def state(self) -> TrainState:
@@ -86,6 +101,8 @@ class Trainer:
         validation_batch: int = 256,
         steps_per_epoch: int | None = None,
         shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+        callbacks: Sequence[Any] = (),
         log_every: int = 10,
         verbose: bool = True,
     ) -> FitResult:
@@ -100,6 +117,9 @@ class Trainer:
             validation_batch: samples per evaluation step over all ranks, for arrays.
             steps_per_epoch: needed for a Dataset that does not end.
             shuffle: whether arrays are visited in a new order every epoch.
+            class_weight: what the samples of each class count, by label; they multiply sample weights.
+            callbacks: Keras callbacks. They run on every rank, with figures over all ranks, and those that write
+                files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor) on rank 0 only.
             log_every: steps between two logged steps.
             verbose: show the progress on rank 0.
 
@@ -112,7 +132,7 @@ class Trainer:
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1. Received: {value}.")
         data = training_data(
-            dataset,
+            with_class_weights(dataset, class_weight),
             self.backend,
             batch=batch,
             seed=self._seed,
@@ -133,7 +153,7 @@ class Trainer:
         if verbose and self.backend.index == 0:
             observers = make_console(live=on_terminal(current().environment))
         try:
-            result = self.train(data, plan, validation=validation, observers=observers)
+            result = self.train(data, plan, validation=validation, observers=observers, callbacks=callbacks)
             observers.on_end(summary_of(result))
         finally:
             observers.close()
@@ -147,16 +167,24 @@ class Trainer:
             break
         return self._evaluate(batches)
 
+    def predict(self, inputs: Any, *, batch: int = 256) -> Any:
+        """Return the model's outputs for `inputs`, in their order, as NumPy arrays on every rank.
+
+        Args:
+            inputs: arrays [samples, …], a nest of them, or a batched tf.data.Dataset whose elements are inputs or
+                begin with them; the whole data on every rank.
+            batch: samples per step over all ranks, for arrays.
+        """
+        return self._predictor(prediction_batches(inputs, self.backend, batch=batch))
+
     def build(self, data: TrainingData) -> None:
-        """Create the variables of model and optimizer, if they are not there, and check the metrics."""
+        """Create the variables of model and optimizer, if they are not there, and check loss and metrics."""
         self.build_on(next(iter(data.batches(0))))
 
     def build_on(self, batch: Batch) -> None:
         """Do what `build` does, on a batch that is like those to come."""
-        outputs = self.model(batch.inputs, training=False)
-        self._metrics.settle(batch.targets, outputs)
-        fresh_metrics(self._metrics.metrics)  # what cannot be copied is refused now, not at the first evaluation
         with self.backend.scope():
+            self._steps.build(batch)
             _ = self.state
 
     def broadcast_state(self) -> None:
@@ -180,6 +208,7 @@ class Trainer:
         observers: Observer | None = None,
         info: RunInfo | None = None,
         save: Callable[[TrainState], None] | None = None,
+        callbacks: Sequence[Any] = (),
     ) -> FitResult:
         """Broadcast the state of rank 0 and train until `plan.total_steps`.
 
@@ -190,21 +219,28 @@ class Trainer:
             observers: told what happens; rank 0's only.
             info: what the observers are told at the start.
             save: writes the state; called on rank 0 only, while the others wait.
+            callbacks: see `fit`.
         """
         begin = time.perf_counter()
+        hooks = self._hooks(callbacks, data, plan)
         self.broadcast_state()
         observers = observers or BaseObserver()
         observers.on_start(info or self._info(data, plan))
         loop = TrainingLoop(
             self.backend,
             self.state,
-            self._train_step(),
+            self._steps.train_step(self.state, data.batch, epoch_metrics=hooks is not None),
             data,
             observers,
             evaluate=None if validation is None else lambda: self._evaluate(validation),
             save=None if save is None else lambda: self._save_on_first(save),
+            hooks=hooks,
         )
+        if hooks is not None:
+            hooks.begin()
         loop.run(plan)
+        if hooks is not None:
+            hooks.end()
         scalars = self.state.scalars
         return FitResult(
             steps=scalars.step,
@@ -214,19 +250,19 @@ class Trainer:
             samples_per_second=loop.clock.steady_samples_per_second(),
             step_ms=median_p90(loop.clock.steady_ms()),
             wall_seconds=time.perf_counter() - begin,
+            history=hooks.history if hooks is not None else {},
         )
 
-    def _train_step(self) -> TrainStep:
-        if self._step is None:
-            rule = AllReduceUpdate(self.backend, self.state)
-            self._step = TrainStep(self.backend, self.state, self._loss, self._metrics, rule)
-        return self._step
+    def _hooks(self, callbacks: Sequence[Any], data: TrainingData, plan: Plan) -> KerasCallbacks | None:
+        if not callbacks:
+            return None
+        self._steps.compile_for_callbacks()
+        epochs = -(-plan.total_steps // data.steps_per_epoch)
+        return KerasCallbacks(callbacks, self.model, self.backend, epochs=epochs, steps=data.steps_per_epoch)
 
     def _evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        if self._evaluator is None:
-            metrics = fresh_metrics(self._metrics.metrics)
-            self._evaluator = Evaluator(self.backend, self.model, self._loss, metrics)
-        return self._evaluator(batches)
+        with averaged_weights(self.optimizer, self.model):
+            return self._steps.evaluator()(batches)
 
     def _save_on_first(self, save: Callable[[TrainState], None]) -> None:
         if self.backend.index == 0:
@@ -246,30 +282,6 @@ class Trainer:
             steps_per_epoch=data.steps_per_epoch,
             parameters=self.state.parameters(),
             start_step=self.state.scalars.step,
+            accumulate=self.options.accumulate,
             threads=session.plan.threads,
         )
-
-
-def _built(thing: Any, kind: type) -> Any:
-    """Return `thing` itself, what its name stands for, or what it builds."""
-    if isinstance(thing, str) and kind is keras.optimizers.Optimizer:
-        try:
-            thing = keras.optimizers.get(thing)
-        except ValueError as error:
-            raise ConfigError(f"Unknown optimizer {thing!r}: {error}") from error
-    if not isinstance(thing, kind) and callable(thing):
-        thing = thing()
-    if not isinstance(thing, kind):
-        raise ConfigError(f"A Keras {kind.__name__} or a function that builds one is needed. Received: {thing!r}.")
-    return thing
-
-
-def _checked(optimizer: Any) -> Any:
-    """Refuse what an optimizer would do to gradients that are reduced and whose loss is not scaled."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
-        raise ConfigError("Loss scaling needs a scaled loss, which hvdtrain does not have yet: leave it out.")
-    if optimizer.gradient_accumulation_steps:
-        raise ConfigError(
-            "Keras' gradient_accumulation_steps would exchange every microbatch: use a larger batch instead."
-        )
-    return optimizer

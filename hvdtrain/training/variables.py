@@ -1,6 +1,6 @@
 """The door at which Keras variables stop: below it everything is a tf.Variable."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -36,3 +36,13 @@ def by_path(variables: Iterable[Any], prefix: str = "") -> dict[str, tf.Variable
             count += 1
         named[key] = tensor
     return named
+
+
+def unique_paths(sources: Sequence[Any]) -> list[str]:
+    """Name each variable by its path, or by its place if it has none (a tensor) or shares it with another."""
+    paths: list[str] = []
+    for place, source in enumerate(sources):
+        named = not tf.is_tensor(source) or isinstance(source, tf.Variable)
+        path = path_of(source) if named else f"source{place}"
+        paths.append(path if path not in paths else f"{path}#{place}")
+    return paths

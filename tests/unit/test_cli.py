@@ -95,7 +95,7 @@ def test_arguments_are_pairs_whose_types_are_read_off():
     ("argv", "parts"),
     [
         (["digit"], ["Unknown recipe 'digit'. Perhaps you meant: digits."]),
-        (["zzz"], ["Unknown recipe 'zzz'. Available: digits."]),
+        (["zzz"], ["Unknown recipe 'zzz'. Available: digits, "]),
         (["--epoch", "3"], ["Unrecognized options: --epoch", "Perhaps you meant: --epochs INT"]),
         (["--learning-rat=3"], ["Unrecognized options: --learning-rat", "Perhaps you meant: --learning-rate FLOAT"]),
         (["digits", "extra"], ["Unrecognized options: extra"]),
@@ -128,7 +128,7 @@ def test_a_file_of_another_recipe_is_refused(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("recipe: cifar\n", encoding="utf-8")
     assert said("digits", "--config", file) == f"--config {file} is of the recipe 'cifar', not of 'digits'."
-    assert said("--config", file) == "Unknown recipe 'cifar'. Available: digits."
+    assert said("--config", file).startswith("Unknown recipe 'cifar'. Available: digits, ")
 
 
 # -- train: going on with a run --
@@ -289,7 +289,7 @@ def test_recipes_are_listed_in_a_line_each(capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(RECIPES)
-    assert lines[0].startswith("digits  Small CNN")
+    assert lines[0].split(maxsplit=1)[1].startswith("Small CNN")
 
 
 def test_the_options_help_shows_the_recipes_own_values(capsys):

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import typing
 
@@ -7,6 +8,7 @@ from hvdtrain.cli.train import Files
 from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.files import apply_values, digest, read_values, to_yaml
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.observability import ObservabilityConfig
@@ -19,13 +21,33 @@ BASE = Config("digits")
 ARGUMENTS = {"flag": True, "count": 3, "tiny": 1e-7, "whole": 2.0, "text": "größe: #1", "digits": "12", "word": "yes"}
 OTHER = Config(
     "another",
-    ModelConfig("resnet", ARGUMENTS),
+    ModelConfig("resnet", ARGUMENTS, loss="mse", metrics=("mae", "package.module:Metric")),
     DataConfig("synthetic_images", {"size": 8}, batch=48, eval_batch=100, shuffle=False),
-    OptimConfig("sgd", {"momentum": 0.9}, learning_rate=0.25, schedule="cosine", warmup_steps=7),
-    TrainingConfig(epochs=3, max_steps=11, seed=5),
+    OptimConfig(
+        "sgd",
+        {"momentum": 0.9},
+        learning_rate=0.25,
+        lr_scaling="sqrt",
+        base_batch=16,
+        schedule="polynomial",
+        warmup_steps=7,
+        final_rate=0.1,
+        decay_power=2.0,
+        weight_decay=1e-4,
+        ema=0.9,
+        clip_norm=1.0,
+    ),
+    TrainingConfig(epochs=3, max_steps=11, seed=5, accumulate=2, precision="mixed_bfloat16", recompute=True, jit=True),
+    ExchangeConfig("sum", "bf16", "dense", gradient_groups=3, predivide=2.0),
     CheckpointConfig(checkpoint_every=4, keep=1),
     ObservabilityConfig(log_every=2, tensorboard=False, plots=False),
     RuntimeConfig("single", threads=2, pin=False, start_timeout=9.5),
+)
+# Options that go with none of those of OTHER.
+THIRD = dataclasses.replace(
+    OTHER,
+    optim=OptimConfig(schedule="step", decay_at=(0.25, 0.5), decay_factor=0.5, clip_value=2.0),
+    training=TrainingConfig(sync_batch_norm=True),
 )
 
 
@@ -48,12 +70,25 @@ def values_of(section, option, value):
 # -- YAML in and out --
 
 
-def test_this_files_other_configuration_changes_every_option():
-    same = [name for (_, name, _, a), (_, _, _, b) in zip(leaves(BASE), leaves(OTHER), strict=True) if a == b]
+def changed_option(section, option):
+    """The option's value in the configuration of this file that changes it."""
+    values = [getattr(getattr(c, section) if section else c, option) for c in (BASE, OTHER, THIRD)]
+    return values[1] if values[1] != values[0] else values[2]
+
+
+def changed(config, section, option, value):
+    """A copy with one option changed, unchecked: some options need another beside them."""
+    part = copy.copy(getattr(config, section) if section else config)
+    object.__setattr__(part, option, value)
+    return dataclasses.replace(config, **{section: part}) if section else part
+
+
+def test_this_files_other_configurations_change_every_option():
+    same = [option for section, option, _, value in leaves(BASE) if changed_option(section, option) == value]
     assert same == []
 
 
-@pytest.mark.parametrize("config", [BASE, OTHER], ids=["defaults", "other"])
+@pytest.mark.parametrize("config", [BASE, OTHER, THIRD], ids=["defaults", "other", "third"])
 @pytest.mark.parametrize("base", [BASE, OTHER], ids=["over defaults", "over other"])
 def test_what_is_written_is_read_back(tmp_path, config, base):
     file = tmp_path / "config.yaml"
@@ -76,8 +111,8 @@ def test_equal_configurations_have_equal_digests():
 
 @pytest.mark.parametrize(("section", "option"), [(section, option) for section, option, _, _ in leaves(BASE)])
 def test_every_option_changes_the_digest(section, option):
-    value = getattr(getattr(OTHER, section) if section else OTHER, option)
-    assert digest(apply_values(BASE, values_of(section, option, value), "file")) != digest(BASE)
+    value = changed_option(section, option)
+    assert digest(changed(BASE, section, option, value)) != digest(BASE)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +164,7 @@ def test_a_file_can_set_an_option_back_to_none():
 @pytest.mark.parametrize("section", ["model", "data", "optim"])
 def test_arguments_replace_one_another_as_a_set(section):
     # What another model, source or optimizer would not take must not stay behind.
-    name = {"model": "model_args", "data": "dataset_args", "optim": "optimizer_args"}[section]
+    name = {"model": "model_args", "data": "data_args", "optim": "optimizer_args"}[section]
     merged = apply_values(OTHER, {section: {name: {"new": 1}}}, "file")
     assert getattr(getattr(merged, section), name) == {"new": 1}
     assert getattr(getattr(apply_values(OTHER, {section: {name: {}}}, "file"), section), name) == {}
@@ -169,9 +204,9 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path):
         ({"training": {"epochs": {"a": 1}}}, "training.epochs: "),
         ({"data": {"shuffle": "maybe"}}, "data.shuffle: "),
         ({"data": {"shuffle": 2}}, "data.shuffle: "),
-        ({"data": {"dataset": 3}}, "data.dataset: "),
-        ({"data": {"dataset_args": None}}, "data.dataset_args: "),
-        ({"data": {"dataset_args": [1]}}, "data.dataset_args: "),
+        ({"data": {"data": 3}}, "data.data: "),
+        ({"data": {"data_args": None}}, "data.data_args: "),
+        ({"data": {"data_args": [1]}}, "data.data_args: "),
         ({"model": {"model_args": {"width": [1]}}}, "model.model_args.width."),
         ({"model": {"model_args": {1: 2}}}, "model.model_args.1."),
         ({"optim": {"learning_rate": "fast"}}, "optim.learning_rate: "),
@@ -205,14 +240,34 @@ LIMITS = {
     "eval_batch": ([0, -1], [1]),
     "learning_rate": ([0, 0.0, -1e-3, NAN, INF, -INF], [1e-12, 100.0]),
     "warmup_steps": ([-1], [0]),
+    "base_batch": ([0, -1], [1]),
+    "final_rate": ([-0.1, 1.1, NAN], [0.0, 1.0]),
+    "decay_power": ([0.0, -1.0, NAN, INF], [1e-3]),
+    "decay_at": ([(0.0,), (1.0,), (0.5, 0.5), (NAN,)], [(0.001, 0.999)]),
+    "decay_factor": ([0.0, 1.0, NAN], [0.999]),
+    "weight_decay": ([-0.1, NAN, INF], [0.0, None]),
+    "ema": ([-0.1, 1.0, NAN], [0.0, 0.999]),
+    "clip_norm": ([0.0, -1.0, NAN, INF], [1e-9, None]),
+    "clip_value": ([0.0, -1.0, NAN, INF], [1e-9, None]),
     "epochs": ([0, -1], [1]),
     "max_steps": ([0, -1], [1, None]),
     "seed": ([-1, 2**31], [0, 2**31 - 1]),
+    "accumulate": ([0, -1], [1]),
+    "gradient_groups": ([-1], [0]),
+    "predivide": ([0.0, -1.0, NAN, INF], [1e-3]),
     "checkpoint_every": ([0, -1], [1, None]),
     "keep": ([0, -1], [1]),
     "log_every": ([0, -1], [1]),
     "threads": ([0, -1], [1, None]),
     "start_timeout": ([0, -1.0, NAN], [0.1]),
+}
+# What an option needs beside it to have an effect.
+BESIDE = {
+    "base_batch": {"lr_scaling": "linear"},
+    "final_rate": {"schedule": "cosine"},
+    "decay_power": {"schedule": "polynomial"},
+    "decay_at": {"schedule": "step"},
+    "decay_factor": {"schedule": "step", "decay_at": (0.5,)},
 }
 NUMBERS = {
     option: section
@@ -228,14 +283,15 @@ def test_every_number_among_the_options_has_limits():
 @pytest.mark.parametrize(("option", "value"), [(name, value) for name, (bad, _) in LIMITS.items() for value in bad])
 def test_a_number_out_of_range_is_refused_by_its_flag(option, value):
     with pytest.raises(ConfigError) as raised:
-        apply_values(BASE, values_of(NUMBERS[option], option, value), "file")
+        apply_values(BASE, {NUMBERS[option]: {**BESIDE.get(option, {}), option: value}}, "file")
     assert f"--{option.replace('_', '-')} must" in str(raised.value)
-    assert f"Received: {value}" in str(raised.value) or f"Received: {float(value)}" in str(raised.value)
+    shown = {str(value), str(value if isinstance(value, tuple) else float(value))}
+    assert any(f"Received: {text}" in str(raised.value) for text in shown)
 
 
 @pytest.mark.parametrize(("option", "value"), [(name, value) for name, (_, good) in LIMITS.items() for value in good])
 def test_a_number_at_the_edge_is_taken(option, value):
-    config = apply_values(BASE, values_of(NUMBERS[option], option, value), "file")
+    config = apply_values(BASE, {NUMBERS[option]: {**BESIDE.get(option, {}), option: value}}, "file")
     assert getattr(getattr(config, NUMBERS[option]), option) == value
 
 

@@ -48,6 +48,7 @@ def test_each_record_is_one_object_with_its_metrics_beside_its_fields(tmp_path: 
             "learning_rate": 1e-3,
             "samples_per_second": 1000.0,
             "grad_norm": None,
+            "loss_scale": None,
             "accuracy": 0.25,
         },
         {"kind": "evaluation", "step": 23, "epoch": 0, "loss": 0.4, "seconds": 0.1, "accuracy": 0.5},

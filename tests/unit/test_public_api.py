@@ -29,6 +29,9 @@ def test_importing_the_package_imports_neither_tensorflow_nor_horovod():
 def test_the_public_names_are_those_that_are_promised():
     assert set(hvdtrain.__all__) == {
         "DistributedGradientTape",
+        "DistributedOptimizer",
+        "GradientAccumulator",
+        "SyncBatchNormalization",
         "Trainer",
         "broadcast_variables",
         "init",
@@ -53,8 +56,8 @@ def test_a_star_import_brings_them_all():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'hvdtrain' has no attribute 'DistributedOptimizer'"):
-        hvdtrain.DistributedOptimizer  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'hvdtrain' has no attribute 'DistributedOptimiser'"):
+        hvdtrain.DistributedOptimiser  # noqa: B018
     assert not hasattr(hvdtrain, "nothing")
     with pytest.raises(ImportError, match="nothing"):
         exec("from hvdtrain import nothing")

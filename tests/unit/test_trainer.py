@@ -459,7 +459,6 @@ def test_accuracy_means_what_the_shapes_say():
         ({"loss": "mze"}, "Unknown loss 'mze'"),
         ({"loss": None}, "A loss is needed"),
         ({"metrics": ["accuracy", "accuracy"]}, "Two metrics are named 'accuracy'"),
-        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, "Loss scaling"),
         ({"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=4)}, "gradient_accumulation_steps"),
     ],
 )

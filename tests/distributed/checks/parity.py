@@ -30,7 +30,7 @@ def embedding_model(dtype: str, seed: int) -> keras.Model:
         [
             keras.Input((5,), dtype="int32"),
             keras.layers.Embedding(11, 8, dtype=dtype),
-            keras.layers.Flatten(),
+            keras.layers.Flatten(dtype=dtype),
             keras.layers.Dense(3, dtype=dtype),
         ]
     )
@@ -63,19 +63,23 @@ def batches_of(x: np.ndarray, y: np.ndarray) -> list[tuple[np.ndarray, np.ndarra
     return one * EPOCHS
 
 
-def train(world: World, model: keras.Model, optimizer: Any, data: tuple[np.ndarray, ...], backend: Any = None) -> Any:
-    trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=backend or world.backend)
+def train(
+    world: World, model: keras.Model, optimizer: Any, data: tuple[np.ndarray, ...], backend: Any = None, **options: Any
+) -> Any:
+    trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=backend or world.backend, **options)
     trainer.fit(data, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
     return trainer
 
 
-def parity_error(world: World, kind: str, optimizer: str, dtype: str, *, backend: Any = None, drop: int = 0) -> float:
+def parity_error(
+    world: World, kind: str, optimizer: str, dtype: str, *, backend: Any = None, drop: int = 0, **options: Any
+) -> float:
     """Train on all ranks, compare with one process, and return the relative error (on every rank)."""
     build, data = MODELS[kind]
     x, y = data(dtype)
     kept = (np.delete(x, range(drop), axis=0), np.delete(y, range(drop), axis=0)) if drop else (x, y)
     # Each rank starts from values of its own: the broadcast must undo that.
-    trainer = train(world, build(dtype, seed=world.rank), OPTIMIZERS[optimizer](), kept, backend)
+    trainer = train(world, build(dtype, seed=world.rank), OPTIMIZERS[optimizer](), kept, backend, **options)
     weights = trainer.model.get_weights()
     if backend is None:
         assert world.same_everywhere(flat_bytes(weights)), "the ranks' weights differ"
@@ -86,9 +90,9 @@ def parity_error(world: World, kind: str, optimizer: str, dtype: str, *, backend
     return relative_error(weights, result)
 
 
-def assert_parity(world: World, kind: str, optimizer: str, dtype: str) -> None:
-    error = parity_error(world, kind, optimizer, dtype)
-    assert error <= TOLERANCE[dtype], f"{kind} {optimizer} {dtype}: {error:.2e}"
+def assert_parity(world: World, kind: str, optimizer: str, dtype: str, **options: Any) -> None:
+    error = parity_error(world, kind, optimizer, dtype, **options)
+    assert error <= TOLERANCE[dtype], f"{kind} {optimizer} {dtype} {options}: {error:.2e}"
 
 
 def check_dense_sgd_float64(world: World) -> None:

@@ -1,0 +1,226 @@
+"""Activations computed again in the backward pass, instead of kept from the forward pass to then."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError
+
+_MASK = "_keras_mask"
+"""Where Keras keeps the mask of a tensor."""
+
+
+@keras.saving.register_keras_serializable(package="hvdtrain")
+class Recompute(keras.layers.Wrapper):
+    """Calls a layer and keeps little of what happens within for the backward pass.
+
+    A Functional or Sequential model of n operations is cut into about sqrt(n) segments, where one tensor alone leads
+    from one to the next. What is kept are the tensors at the cuts; the backward pass runs the forward pass of one
+    segment after the other once more (Chen et al., "Training deep nets with sublinear memory cost", 2016). Any other
+    layer, such as a block of a subclassed model, is one segment.
+
+    Values and gradients are those of the layer itself: the second pass sees the random numbers of the first one, if
+    they come from the layers' own Keras seed generators, and updates no statistics. Outside of training, nothing
+    changes. Inputs and outputs are those of the layer: tensors or nests of tensors.
+
+    Args:
+        layer: a layer or model.
+
+    Raises:
+        ConfigError: when it is called, if a layer within adds a loss: its gradient would be lost.
+    """
+
+    def __init__(self, layer: Any, **kwargs: Any) -> None:
+        super().__init__(layer, autocast=False, **kwargs)
+        self.supports_masking = True
+        self._plan: _Plan | None = None
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """Call the layer; in training, segment by segment."""
+        if not training:
+            return self.layer(inputs, training=training)
+        if self._plan is None:
+            self._plan = _Plan(_segments(self.layer) if _is_graph(self.layer) else [self.layer])
+        *first, last = self._plan.segments
+        if not first:
+            return _recomputed(last, inputs)
+        for segment in first:
+            inputs = _recomputed(segment, inputs)
+        # What the last one keeps is wanted at once.
+        return last(inputs, training=True)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
+        """Set no mask: the layer has set its own."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        config = super().get_config()
+        config.pop("autocast", None)
+        return config
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Segments out of the sight of Keras, which would take them for new layers of its model."""
+
+    segments: list[Any]
+
+
+def recomputed_model(model: Any) -> Recompute:
+    """Return `model` in segments.
+
+    Raises:
+        ConfigError: it is no Functional or Sequential model, or nowhere does one tensor alone lead on: it would be one
+            segment, and the peak would stay what it is.
+    """
+    if not _is_graph(model):
+        raise ConfigError(
+            "--recompute cuts Functional and Sequential models into segments. Received: "
+            f"{type(model).__name__} {model.name!r}. Wrap its blocks in hvdtrain.Recompute in its own code."
+        )
+    if len(_segments(model)) < 2:
+        raise ConfigError(
+            f"--recompute saves nothing on {type(model).__name__} {model.name!r}: it is too short, or two and more "
+            "tensors lead on everywhere. Leave it out."
+        )
+    return Recompute(model, name=f"{model.name}_recomputed")
+
+
+class _Segment(keras.layers.Layer):
+    """A part of a model's graph as a layer that hands `training` on: a keras.Function remembers what it was at first."""
+
+    def __init__(self, function: Any) -> None:
+        # The name that Keras would derive from an underscored class is no valid scope.
+        super().__init__(autocast=False, name="segment")
+        self.function = function
+        self.inner = [operation for operation in function.operations if isinstance(operation, keras.layers.Layer)]
+        self.supports_masking = True
+        self.built = True
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        def in_phase(operation: Any) -> Callable[..., Any]:
+            if not isinstance(operation, keras.layers.Layer):
+                return operation
+            return lambda *args, **kwargs: operation(*args, **{**kwargs, "training": training})
+
+        return self.function._run_through_graph(inputs, operation_fn=in_phase)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
+        """Set no mask: the layers within have set theirs."""
+
+
+def _is_graph(layer: Any) -> bool:
+    return isinstance(layer, keras.Sequential) or hasattr(layer, "operations")
+
+
+def _segments(model: Any) -> list[Any]:
+    """Cut `model` into layers that follow one another; the first takes what `model` takes."""
+    cuts = [tensor for tensor in map(_output, model.operations) if tensor is not None and _leads_on(tensor, model)]
+    wanted = math.sqrt(len(model.operations))
+    segments: list[Any] = []
+    begin = None
+    for cut in cuts:
+        segment = keras.Model(model.input, cut) if begin is None else keras.Function(begin, cut)
+        if len(segment.operations) >= wanted:
+            segments.append(segment if begin is None else _Segment(segment))
+            begin = cut
+    return [model] if begin is None else [*segments, _Segment(keras.Function(begin, model.output))]
+
+
+def _output(operation: Any) -> Any:
+    """Return what comes out of an operation, if it is one tensor of floats, and the operation is used once."""
+    try:
+        tensor = operation.output
+    except (AttributeError, ValueError):
+        return None
+    floats = isinstance(tensor, keras.KerasTensor) and keras.backend.is_float_dtype(tensor.dtype)
+    return tensor if floats and not isinstance(operation, keras.layers.InputLayer) else None
+
+
+def _leads_on(tensor: Any, model: Any) -> bool:
+    """Tell whether the model's outputs follow from `tensor` alone, and are not it."""
+    if any(tensor is output for output in model.outputs):
+        return False
+    try:
+        keras.Function(tensor, model.output)
+    except ValueError:  # disconnected
+        return False
+    return True
+
+
+def _recomputed(layer: Any, inputs: Any) -> Any:
+    """Call `layer` in training, with a gradient that calls it again."""
+    flat = tf.nest.flatten(inputs)
+    masks = [getattr(tensor, _MASK, None) for tensor in flat]
+    volatile = [_unwrapped(variable) for variable in layer.non_trainable_variables]
+    results: list[Any] = []
+
+    def run(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        masked = [_masked(tf.identity(tensor), mask) for tensor, mask in zip(tensors, masks, strict=True)]
+        results.append(layer(tf.nest.pack_sequence_as(inputs, masked), training=True))
+        _refuse_losses(layer)
+        return tf.nest.flatten(results[-1])
+
+    @tf.custom_gradient
+    def compute(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+        before = [variable.read_value() for variable in volatile]
+        return run(tensors), partial(_gradient, run, tensors, volatile, before)
+
+    outputs = tf.nest.flatten(compute(*flat))
+    first = tf.nest.flatten(results[0])
+    outputs = [_masked(new, getattr(old, _MASK, None)) for new, old in zip(outputs, first, strict=True)]
+    return tf.nest.pack_sequence_as(results[0], outputs)
+
+
+def _gradient(
+    run: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
+    tensors: Sequence[tf.Tensor],
+    volatile: Sequence[tf.Variable],
+    before: Sequence[tf.Tensor],
+    *upstream: tf.Tensor,
+    variables: Sequence[tf.Variable] = (),
+) -> Any:
+    """Return the gradients by `tensors`, and by `variables` if there are any, of what `run` computes."""
+    after = [variable.read_value() for variable in volatile]
+    _assign(volatile, before)
+    # Without this, the second pass could begin along with the first one, and be merged with it.
+    with tf.control_dependencies(upstream):
+        again = [tf.identity(tensor) for tensor in tensors]
+    watched = [tensor for tensor in again if tensor.dtype.is_floating]
+    with tf.GradientTape() as tape:
+        tape.watch([*watched, *variables])
+        outputs = run(again)
+    _assign(volatile, after)
+    found = iter(tape.gradient(outputs, [*watched, *variables], output_gradients=list(upstream)))
+    own = [next(found) if tensor.dtype.is_floating else None for tensor in again]
+    return (own, list(found)) if variables else own
+
+
+def _masked(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
+    if mask is not None:
+        setattr(tensor, _MASK, mask)
+    return tensor
+
+
+def _unwrapped(variable: Any) -> tf.Variable:
+    """Return the tf.Variable behind a Keras variable."""
+    return getattr(variable, "value", variable)
+
+
+def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _refuse_losses(layer: Any) -> None:
+    for inner in layer._flatten_layers():
+        if inner._losses:
+            raise ConfigError(
+                f"Recomputing would lose the gradient of the loss that {type(inner).__name__} {inner.name!r} adds "
+                "(by add_loss or activity_regularizer): leave --recompute out."
+            )

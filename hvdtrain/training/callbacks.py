@@ -1,0 +1,121 @@
+"""Keras callbacks in the training loop, through Keras' own CallbackList."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+
+_callbacks = keras.callbacks
+WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
+"""They act on the first replica only; all others act on every one, where they see the same figures."""
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+class KerasCallbacks:
+    """Calls a list of Keras callbacks as `Model.fit` would.
+
+    Every replica calls them with the same figures, which are over all replicas, so that they decide alike. Where one
+    asks to stop, all stop together: at the end of an epoch, or at a logged step.
+
+    Args:
+        callbacks: what `Model.fit` takes.
+        model: its optimizer is the one in use.
+        backend: the replicas.
+        epochs: epochs of the run.
+        steps: steps of an epoch.
+
+    Raises:
+        ConfigError: a callback that cannot work here.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], model: Any, backend: Backend, *, epochs: int, steps: int) -> None:
+        mine = [callback for callback in tf.nest.flatten(list(callbacks)) if _acts(callback, backend.index)]
+        self._backend = backend
+        self._model = model
+        self._list = _callbacks.CallbackList(mine, add_history=True, model=model, epochs=epochs, steps=steps, verbose=0)
+        # Figures of each step have to be waited for: that is done only for somebody who asks for them.
+        self._batches = any(_asks_for_batches(callback) for callback in mine)
+        self._sums = np.zeros(2)
+        self._gather = tf.function(lambda mine: backend.all_gather(mine, name="callbacks/agreement"), autograph=False)
+        model.stop_training = False
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """Figures of each epoch, as Keras' History keeps them."""
+        return dict(self._model.history.history)
+
+    def begin(self) -> None:
+        """Begin training."""
+        self._list.on_train_begin()
+
+    def end(self) -> None:
+        """End training."""
+        self._list.on_train_end(None)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """See `Hooks`."""
+        self._sums = np.zeros(2)
+        self._list.on_epoch_begin(epoch)
+
+    def begin_step(self, number: int) -> None:
+        """See `Hooks`."""
+        if self._batches:
+            self._list.on_train_batch_begin(number)
+
+    def end_step(self, number: int, totals: tf.Tensor) -> None:
+        """See `Hooks`; the loss is the epoch's so far."""
+        if self._batches:
+            self._sums += totals.numpy()[:2]
+            self._list.on_train_batch_end(number, {"loss": float(self._sums[0] / self._sums[1])})
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
+        """See `Hooks`."""
+        self._list.on_epoch_end(epoch, dict(logs))
+
+    def stops(self) -> bool:
+        """See `Hooks`.
+
+        Raises:
+            ConfigError: a callback gave the replicas different learning rates.
+        """
+        rate = float(self._model.optimizer.learning_rate)
+        mine = tf.Variable([[float(self._model.stop_training), rate]], dtype=tf.float64)
+        all_of_them = self._gather(mine.read_value()).numpy()
+        rates = all_of_them[:, 1]
+        if (rates != rates[0]).any():
+            other = int(np.flatnonzero(rates != rates[0])[0])
+            raise ConfigError(
+                f"A callback set the learning rate {rates[other]:g} on rank {other} and {rates[0]:g} on rank 0: "
+                "callbacks must decide alike on every rank, from the figures that they are given."
+            )
+        return bool(all_of_them[:, 0].any())
+
+
+def _acts(callback: Any, index: int) -> bool:
+    if isinstance(callback, _callbacks.BackupAndRestore):
+        raise ConfigError(
+            "BackupAndRestore would restore rank 0 alone: a run is continued from a checkpoint, "
+            "`python -m hvdtrain --resume RUN_DIR`."
+        )
+    if not isinstance(callback, _callbacks.Callback):
+        raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {callback!r}.")
+    if index > 0:
+        if isinstance(callback, WRITERS):
+            return False
+        if hasattr(callback, "verbose"):
+            callback.verbose = 0
+    return True
+
+
+def _asks_for_batches(callback: Any) -> bool:
+    """Tell whether it does something at each step; Keras' own default methods are marked as such."""
+    if isinstance(callback, _callbacks.ModelCheckpoint):
+        return bool(callback.save_freq != "epoch")
+    if isinstance(callback, _callbacks.TensorBoard):
+        return callback.update_freq != "epoch" or bool(getattr(callback, "_should_trace", False))
+    return any(not getattr(getattr(callback, hook), "_is_default", False) for hook in _BATCH_HOOKS)

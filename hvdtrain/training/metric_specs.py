@@ -1,0 +1,107 @@
+"""Metrics as `Model.compile` takes them: names, functions, objects, in lists or by output."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.training.heads import ONLY, heads_of, spread
+from hvdtrain.training.metrics import BoundMetric, MetricSet
+
+ACCURACY = "accuracy"
+
+
+class MetricSpec:
+    """What a user asked to be measured; a first batch tells what it means.
+
+    Args:
+        metrics: Keras metrics or their names; for several outputs a dict or list with one or several for each.
+        weighted: those that count sample weights.
+
+    Raises:
+        ConfigError: an unknown name, or two metrics of one name.
+    """
+
+    def __init__(self, metrics: Any, weighted: Any) -> None:
+        self._given = [(_resolved(metrics), False), (_resolved(weighted), True)]
+        if not any(_by_output(spec) for spec, _ in self._given):
+            _refuse_twins([_name(metric) for spec, _ in self._given for metric in spec])
+
+    def settle(self, targets: Any, outputs: Any, backend: Backend, names: Callable[[], Any]) -> MetricSet:
+        """Give each output its metrics and choose the accuracy that fits.
+
+        Args:
+            targets: targets of a batch.
+            outputs: the model's outputs for them.
+            backend: the replicas.
+            names: tells the names of the model's outputs.
+
+        Raises:
+            ConfigError: metrics that cannot be added up over replicas, or that fit no output.
+        """
+        heads = heads_of(outputs, names())
+        labels = spread("The target", targets, list(heads), to_all=False)
+        bound = []
+        for spec, weighted in self._given:
+            for head, metrics in _for_heads(spec, list(heads)).items():
+                for metric in metrics:
+                    made = _accuracy_for(labels[head], heads[head]) if metric == ACCURACY else metric
+                    name = made.name if head == ONLY else f"{head}_{made.name}"
+                    bound.append(BoundMetric(name, made, head, weighted))
+        _refuse_twins([b.name for b in bound])
+        known = MetricSet(bound, backend, names)
+        known.check_sums(targets, outputs)
+        known.fresh()  # what cannot be copied is refused now, not at the first evaluation
+        return known
+
+
+def _for_heads(spec: Any, heads: list[str]) -> dict[str, list[Any]]:
+    if heads == [ONLY] and not isinstance(spec, dict):
+        return {ONLY: tf.nest.flatten(spec)}
+    if not spec:
+        return {}
+    given = spread("metrics", spec, heads, to_all=False)
+    return {head: [] if metrics is None else tf.nest.flatten(metrics) for head, metrics in given.items()}
+
+
+def _by_output(spec: Any) -> bool:
+    return isinstance(spec, dict) or any(isinstance(entry, list | tuple | dict) for entry in spec)
+
+
+def _resolved(given: Any) -> Any:
+    structure = given if isinstance(given, dict | list | tuple) else [given]
+    return tf.nest.map_structure(lambda one: None if one is None else _metric(one), structure)
+
+
+def _refuse_twins(names: list[str]) -> None:
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"Two metrics are named {twice[0]!r}: give one another name.")
+
+
+def _name(metric: Any) -> str:
+    return metric if isinstance(metric, str) else str(metric.name)
+
+
+def _accuracy_for(targets: Any, outputs: Any) -> Any:
+    """Return the accuracy that Keras means by the name: binary, categorical or sparse, by the shapes."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.BinaryAccuracy(name=ACCURACY)
+    if targets.shape.rank == outputs.shape.rank and targets.shape[-1] == outputs.shape[-1]:
+        return keras.metrics.CategoricalAccuracy(name=ACCURACY)
+    return keras.metrics.SparseCategoricalAccuracy(name=ACCURACY)
+
+
+def _metric(metric: Any) -> Any:
+    if metric in (ACCURACY, "acc"):
+        return ACCURACY
+    try:
+        built = keras.metrics.get(metric)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"Unknown metric {metric!r}: {error}") from error
+    if isinstance(built, keras.metrics.Metric):
+        return built
+    return keras.metrics.MeanMetricWrapper(built, name=getattr(built, "__name__", str(metric)))

@@ -1,0 +1,120 @@
+"""A Keras optimizer that is given local gradients and applies those of all replicas."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Exchange
+from hvdtrain.backends.select import current_exchange
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.optim.clipping import Clipping, global_norm
+from hvdtrain.training.precision import loss_scale_of
+from hvdtrain.training.reduction import GradientReducer, ReductionOptions, scaled
+from hvdtrain.training.variables import unique_paths
+
+
+@keras.saving.register_keras_serializable(package="hvdtrain")
+class DistributedOptimizer(keras.optimizers.Optimizer):
+    """Wraps a Keras optimizer: `apply` exchanges the gradients first, so that a `train_step` of any shape may call it.
+
+    Args:
+        inner_optimizer: applies the reduced gradients; a LossScaleOptimizer is given them scaled still.
+        options: how gradients travel.
+        clipping: bounds on the reduced gradient.
+        exchange: the replicas; the current session's ranks if None, when gradients are applied.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        options: ReductionOptions | None = None,
+        clipping: Clipping | None = None,
+        exchange: Exchange | None = None,
+        name: str = "distributed",
+    ) -> None:
+        if inner_optimizer.gradient_accumulation_steps:
+            raise ConfigError(
+                "Keras' gradient_accumulation_steps would exchange every microbatch: add up gradients with "
+                "hvdtrain.GradientAccumulator, which exchanges once."
+            )
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.local_weight: Any = None
+        """What this replica's gradients count, such as its samples: a scalar tensor; None: all replicas alike."""
+        self.norm: tf.Tensor | None = None
+        """Norm of the reduced gradient that was applied last, before clipping."""
+        self._options = options or ReductionOptions()
+        self._clipping = clipping or Clipping()
+        self._exchange = exchange
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the inner optimizer's variables."""
+        self.inner_optimizer.build(variables)
+        super().build(variables)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The inner optimizer's variables."""
+        return list(self.inner_optimizer.variables)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Exchange `grads` and let the inner optimizer apply the result; every replica must call it."""
+        variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
+        if not self.built:
+            with tf.init_scope():
+                self.build(variables)
+        reduced = self._clipped(self._reduced(list(grads), unique_paths(variables)))
+        self.inner_optimizer.apply(reduced, variables)
+
+    def _reduced(self, gradients: list[Any], paths: list[str]) -> list[Any]:
+        exchange = self._exchange or current_exchange()
+        if self.local_weight is None or self._options.op != "average":
+            return GradientReducer(exchange, self._options).reduce(gradients, paths)
+        reducer = GradientReducer(exchange, replace(self._options, op="sum"))
+        weight = tf.cast(self.local_weight, tf.float32)
+        *sums, total = reducer.reduce(
+            [*(scaled(g, weight) for g in gradients), weight], [*paths, "weight"], exact=["weight"]
+        )
+        factor = tf.math.reciprocal_no_nan(tf.cast(total, tf.float64))
+        return [scaled(gradient, factor) for gradient in sums]
+
+    def _clipped(self, gradients: list[Any]) -> list[Any]:
+        scale = loss_scale_of(self.inner_optimizer)
+        norm = global_norm(gradients)
+        self.norm = norm / tf.cast(scale, norm.dtype)
+        return self._clipping.apply(gradients, norm, scale)
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's count of updates."""
+        return self.inner_optimizer.iterations
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale the loss as the inner optimizer wants it."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Let the inner optimizer put in the averaged weights."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor that a saved model keeps; the exchange is the session's."""
+        return {"name": self.name, "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "DistributedOptimizer":
+        """Make one from its configuration."""
+        inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
+        return cls(inner, **config)

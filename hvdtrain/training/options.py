@@ -1,0 +1,88 @@
+"""What a training step may do besides the plain one: the same names as the flags of the command line."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.exchange import CompressionName, ExchangeConfig, ReduceOpName, SparseName
+from hvdtrain.config.precision import PrecisionName
+from hvdtrain.config.registry import suggestion
+from hvdtrain.optim.clipping import Clipping
+from hvdtrain.training.reduction import ReductionOptions
+
+_SPARSE_AS_DENSE = {"auto": None, "gather": False, "dense": True}
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of the training step."""
+
+    accumulate: int = 1
+    """Microbatches that a rank's part of the batch is cut into; their gradients are exchanged once."""
+    precision: PrecisionName | None = None
+    """Dtype policy that a model's builder runs with; None leaves Keras' own."""
+    clip_norm: float | None = None
+    """Bound on the L2 norm of the whole gradient."""
+    clip_value: float | None = None
+    """Bound on each element of the gradient."""
+    reduce_op: ReduceOpName = "average"
+    """What is made of the ranks' gradients: `average`, `sum` or `adasum`."""
+    compression: CompressionName = "none"
+    """Gradients on the wire: `none`, `fp16` or `bf16`."""
+    sparse_gradients: SparseName = "auto"
+    """Rows of embeddings: `gather`, `dense`, or `auto`: what moves fewer bytes."""
+    gradient_groups: int = 0
+    """Gradients leave in so many groups; 0: each as soon as it is there."""
+    predivide: float = 1.0
+    """Divide gradients by this before the sum and the rest after it."""
+    sync_batch_norm: bool = False
+    """Give BatchNormalization the statistics of the whole batch."""
+    jit: bool = False
+    """Compile forward and backward pass with XLA."""
+    recompute: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ConfigError(f"--accumulate must be at least 1. Received: {self.accumulate}.")
+        Clipping(self.clip_norm, self.clip_value)
+        ExchangeConfig(self.reduce_op, self.compression, self.sparse_gradients, self.gradient_groups, self.predivide)
+        if self.jit and self.sync_batch_norm:
+            raise ConfigError("--jit cannot hold the exchange of --sync-batch-norm: leave out one of them.")
+
+    def check_world(self, size: int, controller: str) -> None:
+        """Refuse what these ranks cannot do.
+
+        Raises:
+            ConfigError: Adasum without MPI, or on a number of ranks that is no power of two.
+        """
+        if self.reduce_op != "adasum" or size == 1:
+            return
+        if controller != "mpi":
+            raise ConfigError("--reduce-op adasum needs MPI: start with mpirun, or horovodrun --mpi.")
+        if size & (size - 1):
+            raise ConfigError(f"--reduce-op adasum needs 2, 4, 8 … ranks. Received: {size}.")
+
+    @property
+    def clipping(self) -> Clipping:
+        """The bounds on the gradient."""
+        return Clipping(self.clip_norm, self.clip_value)
+
+    @property
+    def reduction(self) -> ReductionOptions:
+        """How gradients travel."""
+        dense = _SPARSE_AS_DENSE[self.sparse_gradients]
+        return ReductionOptions(self.reduce_op, self.compression, self.gradient_groups, dense, self.predivide)
+
+
+def step_options(given: dict[str, Any]) -> StepOptions:
+    """Return the options named in `given`.
+
+    Raises:
+        ConfigError: an unknown name, or options that exclude one another.
+    """
+    known = {field.name: "" for field in fields(StepOptions)}
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"Trainer takes no option {name!r}.{suggestion(name, known)}")
+    return StepOptions(**given)

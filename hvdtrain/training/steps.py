@@ -1,0 +1,163 @@
+"""The compiled pieces of a model's training: our own step, or that of a model with a `train_step` of its own."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import Batch
+from hvdtrain.training.custom import KerasEvaluator, KerasTrainStep, keras_data
+from hvdtrain.training.evaluate import Evaluation, Evaluator
+from hvdtrain.training.heads import inputs_for
+from hvdtrain.training.losses import summed_loss
+from hvdtrain.training.metric_specs import MetricSpec
+from hvdtrain.training.metrics import MetricSet
+from hvdtrain.training.microbatches import per_microbatch
+from hvdtrain.training.optimizer import DistributedOptimizer
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.state import TrainState
+from hvdtrain.training.step import CompiledStep, TrainStep
+from hvdtrain.training.update import AllReduceUpdate
+
+Evaluate = Callable[[Iterable[Batch]], Evaluation]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model is trained for, as `Model.compile` takes it."""
+
+    loss: Any
+    metrics: Any = ()
+    loss_weights: Any = None
+    weighted_metrics: Any = ()
+
+
+class Steps(Protocol):
+    """Makes what the loop calls."""
+
+    def build(self, batch: Batch) -> None:
+        """Create the model's variables and check loss and metrics on a batch like those to come."""
+
+    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> CompiledStep:
+        """Return the compiled step for global batches of `batch` samples."""
+
+    def evaluator(self) -> Evaluate:
+        """Return what evaluates the model."""
+
+    def compile_for_callbacks(self) -> None:
+        """Give the model the optimizer that callbacks look for."""
+
+
+class OurSteps:
+    """hvdtrain's own step, with all of its options."""
+
+    def __init__(
+        self, backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
+    ) -> None:
+        self._backend = backend
+        self._model = model
+        self._optimizer = optimizer
+        self._objective = objective
+        self._options = options
+        self._loss = summed_loss(objective.loss, objective.loss_weights, self._names)
+        self._spec = MetricSpec(objective.metrics, objective.weighted_metrics)
+        self._metrics: MetricSet | None = None
+        self._evaluator: Evaluator | None = None
+        self._known: dict[tuple[int | None, bool], TrainStep] = {}
+
+    def _names(self) -> Any:
+        return getattr(self._model, "output_names", None)
+
+    def build(self, batch: Batch) -> None:
+        """See `Steps`."""
+        outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
+        if self._metrics is None:
+            self._metrics = self._spec.settle(batch.targets, outputs, self._backend, self._names)
+
+    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> TrainStep:
+        """See `Steps`."""
+        options = self._options
+        length = per_microbatch(batch, self._backend.size, options.accumulate) if options.accumulate > 1 else None
+        key = (length, epoch_metrics)
+        if key not in self._known:
+            assert self._metrics is not None, "build comes first"
+            rule = AllReduceUpdate(self._backend, state, options.reduction, options.clipping)
+            self._known[key] = TrainStep(
+                self._backend,
+                state,
+                self._loss,
+                self._metrics,
+                rule,
+                microbatch=length,
+                epoch_metrics=epoch_metrics,
+                jit=options.jit,
+            )
+        return self._known[key]
+
+    def evaluator(self) -> Evaluator:
+        """See `Steps`."""
+        if self._evaluator is None:
+            assert self._metrics is not None, "build comes first"
+            self._evaluator = Evaluator(self._backend, self._model, self._loss, self._metrics.fresh())
+        return self._evaluator
+
+    def compile_for_callbacks(self) -> None:
+        """See `Steps`."""
+        given = self._objective
+        self._model.compile(
+            self._optimizer, given.loss, loss_weights=given.loss_weights, jit_compile=False, auto_scale_loss=False
+        )
+
+
+class KerasSteps:
+    """The model's own `train_step` and `test_step`, through an optimizer that exchanges gradients.
+
+    Raises:
+        ConfigError: an option that only hvdtrain's own step has.
+    """
+
+    def __init__(
+        self, backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
+    ) -> None:
+        for name, used in {"accumulate": options.accumulate > 1, "jit": options.jit}.items():
+            if used:
+                raise ConfigError(
+                    f"{type(model).__name__} has a step of its own, in which {name} can do nothing: leave it out"
+                    + (", or use hvdtrain.GradientAccumulator in a loop of your own." if name == "accumulate" else ".")
+                )
+        self._backend = backend
+        self._model = model
+        self._optimizer = DistributedOptimizer(optimizer, options.reduction, options.clipping, backend)
+        model.compile(
+            self._optimizer,
+            objective.loss,
+            loss_weights=objective.loss_weights,
+            metrics=list(objective.metrics) if isinstance(objective.metrics, tuple) else objective.metrics,
+            weighted_metrics=list(objective.weighted_metrics) or None,
+            jit_compile=False,
+            auto_scale_loss=False,
+        )
+        self._step: KerasTrainStep | None = None
+        self._evaluator: KerasEvaluator | None = None
+
+    def build(self, batch: Batch) -> None:
+        """See `Steps`: a test step creates what the model and its metrics need."""
+        if self._evaluator is None:
+            self._model(batch.inputs, training=False)
+            self._model.test_step(keras_data(batch))
+            self._evaluator = KerasEvaluator(self._backend, self._model)
+
+    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> KerasTrainStep:
+        """See `Steps`."""
+        if self._step is None:
+            self._step = KerasTrainStep(self._backend, state, self._optimizer)
+        return self._step
+
+    def evaluator(self) -> KerasEvaluator:
+        """See `Steps`."""
+        assert self._evaluator is not None, "build comes first"
+        return self._evaluator
+
+    def compile_for_callbacks(self) -> None:
+        """See `Steps`: the model is compiled already."""

@@ -1,0 +1,176 @@
+"""K microbatches and one exchange are one large batch, in the trainer and in a user's own loop."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks.parity import (
+    MODELS,
+    OPTIMIZERS,
+    SAMPLES,
+    TOLERANCE,
+    Sabotaged,
+    assert_parity,
+    dense_data,
+    dense_model,
+    parity_error,
+    per_sample,
+)
+from world import World, flat_bytes, moved, plain_training, relative_error
+
+import hvdtrain
+
+
+def check_trainer_dense_and_sparse(world: World) -> None:
+    """A batch of 16 in two or four microbatches on each rank, with a tail of 6 that does not divide."""
+    for kind in MODELS:
+        for optimizer in OPTIMIZERS:
+            assert_parity(world, kind, optimizer, "float64", accumulate=4)
+    assert_parity(world, "dense", "adam", "float32", accumulate=2)
+    assert_parity(world, "embedding", "adam", "float32", accumulate=2)
+
+
+def check_the_comparison_notices(world: World) -> None:
+    backend = Sabotaged(world.backend, 2.0)
+    error = parity_error(world, "dense", "sgd", "float32", backend=backend, accumulate=2)
+    assert error > 1e3 * TOLERANCE["float32"], f"{error:.2e}"
+    error = parity_error(world, "dense", "sgd", "float32", drop=1, accumulate=2)
+    assert error > 1e3 * TOLERANCE["float32"], f"{error:.2e}"
+
+
+def check_sparse_gradients_either_way(world: World) -> None:
+    for way in ("gather", "dense", "auto"):
+        assert_parity(world, "embedding", "adam", "float64", sparse_gradients=way)
+        assert_parity(world, "embedding", "adam", "float64", sparse_gradients=way, accumulate=2)
+
+
+def large_table(world: World, rows: int, touched: int) -> float:
+    """Train an embedding that is too large to travel dense unasked; return the relative error."""
+    rng = np.random.default_rng(7)
+    x = rng.integers(0, touched, (SAMPLES, 5)).astype("int32")
+    y = rng.integers(0, 3, SAMPLES)
+
+    def build(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        layers = [keras.layers.Embedding(rows, 16, dtype="float64"), keras.layers.Flatten(dtype="float64")]
+        return keras.Sequential([keras.Input((5,), dtype="int32"), *layers, keras.layers.Dense(3, dtype="float64")])
+
+    trainer = hvdtrain.Trainer(build(world.rank), keras.optimizers.Adam(0.01), per_sample, backend=world.backend)
+    trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False)
+    assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+    batches = [(x[i : i + 16], y[i : i + 16]) for i in range(0, SAMPLES, 16)] * 2
+    return relative_error(
+        trainer.model.get_weights(), plain_training(build(0), keras.optimizers.Adam(0.01), per_sample, batches)
+    )
+
+
+def check_a_large_table_with_few_rows_touched(world: World) -> None:
+    assert large_table(world, rows=5000, touched=40) <= 1e-9
+
+
+def check_a_large_table_with_most_rows_touched(world: World) -> None:
+    assert large_table(world, rows=600, touched=600) <= 1e-9
+
+
+def own_loop(world: World, *, compiled: bool, sparse: bool) -> None:
+    """Each rank adds three microbatches of different sizes, then a group that is not complete."""
+    build, data = MODELS["embedding" if sparse else "dense"]
+    x, y = data("float64")
+    model, optimizer = build("float64", seed=0), keras.optimizers.Adam(0.01)
+    start = [np.array(w) for w in model.get_weights()]
+    variables = model.trainable_variables
+    accumulator = hvdtrain.GradientAccumulator(variables, steps=3)
+
+    def microbatch(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(per_sample(targets, model(inputs, training=True)))
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        return accumulator.step(gradients, optimizer, weight=tf.shape(inputs)[0])
+
+    run = tf.function(microbatch, autograph=False, reduce_retracing=True) if compiled else microbatch
+    flush = (
+        tf.function(lambda: accumulator.flush(optimizer), autograph=False)
+        if compiled
+        else lambda: accumulator.flush(optimizer)
+    )
+    sizes = [1, 2, 3]
+    batches, at, applied = [], 0, []
+    for group in range(6):
+        parts = sizes if group < 5 else sizes[:2]
+        begin = at
+        for size in parts:
+            for rank in range(world.size):
+                if rank == world.rank:
+                    rows = [i % SAMPLES for i in range(at, at + size)]
+                    applied.append(bool(run(tf.constant(x[rows]), tf.constant(y[rows]))))
+                at += size
+        rows = [i % SAMPLES for i in range(begin, at)]
+        batches.append((x[rows], y[rows]))
+    assert applied == [False, False, True] * 5 + [False, False], applied
+    assert bool(flush())
+    assert not bool(flush()), "there was nothing left"
+    assert world.same_everywhere(flat_bytes(model.get_weights()))
+    reference = build("float64", seed=0)
+    expected = plain_training(reference, keras.optimizers.Adam(0.01), per_sample, batches)
+    assert moved(expected, start) >= 1e-2
+    error = relative_error(model.get_weights(), expected)
+    assert error <= TOLERANCE["float64"], f"{error:.2e}"
+
+
+def check_own_loop_compiled(world: World) -> None:
+    own_loop(world, compiled=True, sparse=False)
+
+
+def check_own_loop_eager(world: World) -> None:
+    own_loop(world, compiled=False, sparse=False)
+
+
+def check_own_loop_sparse(world: World) -> None:
+    own_loop(world, compiled=True, sparse=True)
+
+
+class Counting:
+    """A backend that counts what is exchanged each time the step runs, not each time it is traced."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.count = tf.Variable(0, trainable=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def all_reduce(self, tensor: tf.Tensor, *, name: str, **options: Any) -> tf.Tensor:
+        if name.startswith("gradient/"):
+            self.count.assign_add(1)
+        return self._backend.all_reduce(tensor, name=name, **options)
+
+
+def check_k_microbatches_are_exchanged_once(world: World) -> None:
+    x, y = dense_data("float32")
+    for accumulate in (1, 2, 4):
+        backend = Counting(world.backend)
+        model = dense_model("float32", 0)
+        trainer = hvdtrain.Trainer(model, "sgd", per_sample, backend=backend, accumulate=accumulate)
+        trainer.fit((x, y), batch=16, epochs=1, shuffle=False, verbose=False)
+        messages = len(model.trainable_variables) + 1  # the sums of loss and weight travel along
+        assert int(backend.count) == 5 * messages, f"{int(backend.count)} exchanges in 5 steps"
+
+
+def check_batch_norm_sees_microbatches(world: World) -> None:
+    """Statistics are those of one microbatch after another: moving averages move K times in a step."""
+    x, y = dense_data("float32")
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((6,)), norm, keras.layers.Dense(3)])
+    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.0), per_sample, backend=world.backend, accumulate=2)
+    trainer.fit((x[:16], y[:16]), batch=16, epochs=1, shuffle=False, verbose=False)
+    trainer.state.average_statistics(world.backend)
+    each = 16 // world.size // 2
+    moving = []
+    for rank in range(world.size):
+        mean = np.zeros(6)
+        for part in (0, 1):
+            first = rank * 2 * each + part * each
+            mean = 0.5 * mean + 0.5 * x[first : first + each].mean(axis=0)
+        moving.append(mean)
+    np.testing.assert_allclose(norm.moving_mean.numpy(), np.mean(moving, axis=0), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,96 @@
+"""Mixed precision: 32-bit master weights, and steps that all ranks skip together."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks.parity import per_sample
+from world import World, flat_bytes, moved
+
+import hvdtrain
+
+RNG = np.random.default_rng(11)
+X = RNG.standard_normal((64, 6)).astype("float32")
+Y = np.argmax(X[:, :3], axis=1)
+
+
+def build(seed: int) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    hidden = keras.layers.Dense(24, activation="relu")
+    return keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(3, dtype="float32")])
+
+
+def trained(world: World, name: str, x: np.ndarray, epochs: int, **options: Any) -> Any:
+    trainer = hvdtrain.Trainer(
+        lambda: build(world.rank),
+        keras.optimizers.SGD(0.2),
+        per_sample,
+        backend=world.backend,
+        precision=name,
+        **options,
+    )
+    trainer.fit((x, Y), batch=16, epochs=epochs, shuffle=False, verbose=False)
+    return trainer
+
+
+def check_master_weights_are_float32_and_training_follows_float32(world: World) -> None:
+    weights = {}
+    for name in ("float32", "mixed_float16", "mixed_bfloat16"):
+        for accumulate in (1, 2):
+            trainer = trained(world, name, X, 5, accumulate=accumulate)
+            assert {v.dtype for v in trainer.model.weights} == {"float32"}
+            assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+            layer = trainer.model.layers[0]
+            assert layer.compute_dtype == {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}.get(name, name)
+            weights[name, accumulate] = trainer.model.get_weights()
+    reference = weights["float32", 1]
+    largest = max(float(np.abs(w).max()) for w in reference)
+    # 20 steps at rate 0.2 of gradients that are rounded to u each: the weights may part by 20 x 0.2 x |g| x u and
+    # what the path makes of it; u is 2^-11 and 2^-8.
+    for (name, accumulate), values in weights.items():
+        bound = {"float32": 1e-6, "mixed_float16": 4 * 2**-11, "mixed_bfloat16": 4 * 2**-8}[name]
+        error = moved(values, reference) / largest
+        assert error <= bound, f"{name} x {accumulate}: {error:.2e}"
+    assert not np.array_equal(weights["mixed_bfloat16", 1][0], reference[0]), "nothing was computed in 16 bits"
+
+
+def check_an_overflow_on_one_rank_is_skipped_by_all(world: World) -> None:
+    """A sample so large that its gradients overflow in fp16, though it is a finite float32."""
+    for accumulate in (1, 2):
+        poisoned = X.copy()
+        poisoned[-1] = 3e4  # the last rank's, in the last microbatch of the last step
+        trainer = trained(world, "mixed_float16", poisoned, 1, accumulate=accumulate)
+        optimizer = trainer.optimizer
+        assert int(optimizer.iterations) == 3, f"of 4 steps {int(optimizer.iterations)} were applied"
+        assert float(optimizer.dynamic_scale) == 2.0**14, float(optimizer.dynamic_scale)
+        state = [v.numpy() for v in trainer.state.variables().values()]
+        assert all(np.isfinite(value).all() for value in state if value.dtype.kind == "f")
+        assert world.same_everywhere(flat_bytes(state))
+
+
+def check_own_loop_with_loss_scaling(world: World) -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = build(0)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.2), initial_scale=1024.0)
+    optimizer.build(model.trainable_variables)
+    variables = model.trainable_variables
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_mean(per_sample(y, model(x, training=True))))
+        gradients = hvdtrain.DistributedGradientTape(tape).gradient(loss, variables)
+        optimizer.apply(gradients, variables)
+
+    step(tf.constant(X[:8]), tf.constant(Y[:8]))
+    before = model.get_weights()
+    x = X[:8].copy()
+    if world.rank == world.size - 1:
+        x[0, 0] = np.inf
+    step(tf.constant(x), tf.constant(Y[:8]))
+    assert float(optimizer.dynamic_scale) == 512.0
+    assert moved(model.get_weights(), before) == 0.0

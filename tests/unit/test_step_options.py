@@ -1,0 +1,321 @@
+"""Options of the training step: each wrong one is refused before anything is trained."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError, NonFiniteError
+from hvdtrain.config.exchange import ExchangeConfig
+from hvdtrain.config.training import TrainingConfig
+from hvdtrain.optim.clipping import Clipping, clip_by_norm, clip_by_value, global_norm
+from hvdtrain.training.accumulation import GradientAccumulator
+from hvdtrain.training.heads import heads_of, spread
+from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.microbatches import per_microbatch
+from hvdtrain.training.optimizer import DistributedOptimizer
+from hvdtrain.training.options import StepOptions, step_options
+from hvdtrain.training.precision import LossScaleOptimizer, computes_in_float16, loss_scale_of, with_loss_scaling
+from hvdtrain.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("session")
+
+X = np.random.default_rng(0).standard_normal((32, 4)).astype("float32")
+Y = X.argmax(axis=1)
+
+
+def model(**options):
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, **options)])
+
+
+def trainer(**options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return Trainer(options.pop("model", model)(), options.pop("optimizer", "sgd"), loss, **options)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return {"accuracy": 1.0}
+
+    def call(self, inputs):
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"acumulate": 2}, "Trainer takes no option 'acumulate'. Perhaps you meant: accumulate."),
+        ({"accumulate": 0}, "--accumulate must be at least 1. Received: 0."),
+        ({"clip_norm": 0.0}, "--clip-norm must be a positive number. Received: 0.0."),
+        ({"clip_value": float("nan")}, "--clip-value must be a positive number. Received: nan."),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "Clip by norm or by value, not both"),
+        ({"gradient_groups": -1}, "--gradient-groups must not be negative. Received: -1."),
+        ({"predivide": 0.0}, "--predivide must be a positive number. Received: 0.0."),
+        ({"reduce_op": "adasum", "compression": "bf16"}, "by itself: leave out --compression"),
+        ({"reduce_op": "adasum", "gradient_groups": 2}, "by itself: leave out --gradient-groups"),
+        ({"reduce_op": "adasum", "predivide": 2.0}, "by itself: leave out --predivide"),
+        ({"reduce_op": "adasum", "sparse_gradients": "gather"}, "by itself: leave out --sparse-gradients gather"),
+        ({"jit": True, "sync_batch_norm": True}, "--jit cannot hold the exchange of --sync-batch-norm"),
+        ({"model": OwnStep, "accumulate": 2}, "OwnStep has a step of its own, in which accumulate can do nothing"),
+        ({"model": OwnStep, "jit": True}, "OwnStep has a step of its own, in which jit can do nothing"),
+        ({"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)}, "accumulate=K"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        trainer(**options)
+
+
+def test_a_built_model_keeps_its_precision():
+    built = model()
+    with pytest.raises(ConfigError, match="was built with the dtype policy float32"):
+        Trainer(built, "sgd", "mse", precision="mixed_bfloat16")
+    assert Trainer(model, "sgd", "mse", precision="mixed_bfloat16").model.layers[0].compute_dtype == "bfloat16"
+    assert keras.config.dtype_policy().name == "float32"
+
+
+@pytest.mark.parametrize(
+    ("size", "controller", "said"),
+    [(2, "gloo", "--reduce-op adasum needs MPI"), (6, "mpi", "--reduce-op adasum needs 2, 4, 8 … ranks. Received: 6.")],
+)
+def test_adasum_needs_mpi_and_a_power_of_two(size, controller, said):
+    with pytest.raises(ConfigError, match=said):
+        StepOptions(reduce_op="adasum").check_world(size, controller)
+    StepOptions(reduce_op="adasum").check_world(1, controller)
+    StepOptions(reduce_op="adasum").check_world(4, "mpi")
+    StepOptions().check_world(size, controller)
+
+
+@pytest.mark.parametrize("section", [TrainingConfig, ExchangeConfig])
+def test_flags_and_options_have_the_same_names_and_defaults(section):
+    options = StepOptions()
+    shared = {name: value for name, value in vars(section()).items() if hasattr(options, name)}
+    assert shared
+    shared.pop("precision", None)  # a builder's precision is Keras' own unless it is asked for
+    assert step_options(shared) == options
+
+
+@pytest.mark.parametrize(("batch", "replicas", "accumulate", "samples"), [(64, 2, 4, 8), (64, 1, 1, 64), (6, 3, 2, 1)])
+def test_a_microbatch_is_the_batch_by_ranks_and_pieces(batch, replicas, accumulate, samples):
+    assert per_microbatch(batch, replicas, accumulate) == samples
+
+
+def test_a_microbatch_must_divide():
+    with pytest.raises(ConfigError, match=r"The 32 samples .* 64 do not divide into 3 .*--batch 60 or --batch 66"):
+        per_microbatch(64, 2, 3)
+    with pytest.raises(ConfigError, match="--accumulate must be at least 1"):
+        per_microbatch(64, 2, 0)
+
+
+# -- clipping --
+
+
+def gradients():
+    rows = tf.IndexedSlices(tf.constant([[3.0, 0.0]]), tf.constant([1]), tf.constant([4, 2]))
+    return [tf.constant([0.0, -4.0]), None, rows]
+
+
+def test_the_norm_is_over_all_gradients_dense_and_sparse():
+    assert float(global_norm(gradients())) == 5.0
+
+
+@pytest.mark.parametrize(("bound", "norm"), [(1.0, 1.0), (5.0, 5.0), (9.0, 5.0)])
+def test_clipping_by_norm_keeps_the_direction(bound, norm):
+    clipped = clip_by_norm(gradients(), global_norm(gradients()), bound)
+    np.testing.assert_allclose(float(global_norm(clipped)), norm, rtol=1e-6)
+    np.testing.assert_allclose(clipped[0], np.array([0.0, -4.0]) * norm / 5, rtol=1e-6)
+    assert clipped[1] is None
+    assert clipped[2].indices.numpy().tolist() == [1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_clipping_hides_nothing_that_is_not_finite(bad):
+    broken = [tf.constant([bad, 1.0])]
+    assert not np.isfinite(clip_by_norm(broken, global_norm(broken), 1.0)[0].numpy()).all()
+
+
+def test_clipping_by_value_bounds_each_element():
+    dense, _, rows = clip_by_value(gradients(), 2.0)
+    assert dense.numpy().tolist() == [0.0, -2.0]
+    assert rows.values.numpy().tolist() == [[2.0, 0.0]]
+    assert Clipping().apply(gradients(), None)[0].numpy().tolist() == [0.0, -4.0]
+
+
+@pytest.mark.parametrize(("option", "reference"), [("clip_norm", "global_clipnorm"), ("clip_value", "clipvalue")])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_clipping_is_what_keras_does_with_dense_gradients(option, reference, scaled):
+    def run(**options):
+        keras.utils.set_random_seed(0)
+        inner = keras.optimizers.SGD(0.5, **{k: v for k, v in options.items() if k == reference})
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=256.0) if scaled else inner
+        mine = trainer(optimizer=optimizer, **{k: v for k, v in options.items() if k == option})
+        mine.fit((X, Y), batch=8, epochs=1, shuffle=False, verbose=False)
+        return mine.model.get_weights()
+
+    for ours, keras_own, free in zip(run(**{option: 0.05}), run(**{reference: 0.05}), run(), strict=True):
+        np.testing.assert_allclose(ours, keras_own, rtol=1e-5, atol=1e-7)
+        assert not np.allclose(ours, free, rtol=1e-3)
+
+
+# -- precision --
+
+
+def test_fp16_models_get_loss_scaling_and_others_do_not():
+    half = Trainer(model, "sgd", "mse", precision="mixed_float16")
+    assert isinstance(half.optimizer, LossScaleOptimizer)
+    assert computes_in_float16(half.model)
+    own = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    assert with_loss_scaling(own, half.model) is own
+    assert not isinstance(Trainer(model, "sgd", "mse").optimizer, LossScaleOptimizer)
+    assert loss_scale_of(keras.optimizers.SGD()) == 1.0
+    assert loss_scale_of(keras.optimizers.SGD(loss_scale_factor=8.0)) == 8.0
+
+
+def test_a_fixed_loss_scale_changes_nothing():
+    def run(**options):
+        keras.utils.set_random_seed(0)
+        mine = trainer(optimizer=keras.optimizers.SGD(0.5, **options))
+        mine.fit((X, Y), batch=8, epochs=1, shuffle=False, verbose=False)
+        return mine.model.get_weights()
+
+    for scaled, plain in zip(run(loss_scale_factor=512.0), run(), strict=True):
+        np.testing.assert_allclose(scaled, plain, rtol=1e-6)
+
+
+def test_loss_scaling_looks_at_rows_without_making_them_dense():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD())
+    table = [tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([0, 10**9]), tf.constant([2 * 10**9, 1]))]
+    assert bool(optimizer.check_finite([*table, None]))
+    table[0] = tf.IndexedSlices(tf.constant([[1.0], [np.inf]]), tf.constant([0, 5]), tf.constant([9, 1]))
+    assert not bool(optimizer.check_finite(table))
+
+
+def settle(rows, **options):
+    ledger = Ledger(10, skips=True)
+    for row in rows:
+        ledger.note(tf.constant(row))
+    return ledger.settle(finite_parameters=True, **options)
+
+
+def test_a_skipped_step_counts_nothing():
+    assert settle([[4.0, 2.0, 0.0], [float("inf"), 2.0, 0.0], [8.0, 2.0, 0.0]], loss_scale=512.0) == 3.0
+
+
+def test_bad_data_are_named_with_loss_scaling_too():
+    with pytest.raises(NonFiniteError, match="The data hold NaN or infinite values at step 2"):
+        settle([[4.0, 2.0, 0.0], [float("nan"), 2.0, float("nan")]], loss_scale=512.0)
+
+
+def test_a_scale_that_keeps_falling_is_an_error():
+    with pytest.raises(NonFiniteError, match=r"The loss scale fell to 0\.5 by step 1"):
+        settle([[float("inf"), 2.0, 0.0]], loss_scale=0.5)
+
+
+# -- accumulation and the distributing optimizer --
+
+
+def test_nothing_can_be_reduced_before_something_was_added():
+    variable = tf.Variable([1.0])
+    with pytest.raises(ConfigError, match="There is nothing to reduce: add the gradients of a microbatch first"):
+        GradientAccumulator([variable], steps=2).reduce()
+    with pytest.raises(ConfigError, match=r"steps must be at least 1\. Received: 0\."):
+        GradientAccumulator([variable], steps=0)
+
+
+def test_the_buffer_is_as_large_as_the_gradients():
+    built = model()
+    accumulator = GradientAccumulator(built.trainable_variables, steps=2)
+    accumulator.add([tf.zeros(v.shape) for v in built.trainable_variables])
+    buffers = [b for b in accumulator._sum._buffers if b is not None]
+    size = sum(int(np.prod(b.read().shape)) for b in buffers)
+    assert size == sum(int(np.prod(v.shape)) for v in built.trainable_variables)
+
+
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_weights_count(op):
+    variable = tf.Variable([0.0])
+    accumulator = GradientAccumulator([variable], steps=2, op=op)
+    assert not bool(accumulator.add([tf.constant([1.0])], weight=1))
+    assert bool(accumulator.add([tf.constant([5.0])], weight=3))
+    assert float(accumulator.reduce()[0][0]) == (4.0 if op == "average" else 16.0)
+    accumulator.add([tf.constant([7.0])])
+    assert float(accumulator.reduce()[0][0]) == 7.0, "the next group starts anew"
+
+
+def test_the_distributing_optimizer_is_its_inner_one():
+    inner = keras.optimizers.Adam(0.25)
+    optimizer = DistributedOptimizer(inner)
+    variable = keras.Variable([1.0, 2.0])
+    optimizer.apply([tf.constant([1.0, 0.0])], [variable])
+    assert optimizer.variables == inner.variables
+    assert int(optimizer.iterations) == 1
+    assert float(optimizer.learning_rate) == 0.25
+    optimizer.learning_rate = 0.5
+    assert float(inner.learning_rate) == 0.5
+    np.testing.assert_allclose(variable.numpy(), [0.75, 2.0], rtol=1e-5)
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
+    assert isinstance(again, DistributedOptimizer)
+    assert isinstance(again.inner_optimizer, keras.optimizers.Adam)
+    with pytest.raises(ConfigError, match=r"hvdtrain.GradientAccumulator, which exchanges once"):
+        DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))
+
+
+def test_a_train_step_must_tell_its_loss():
+    mine = Trainer(OwnStep(), "sgd", "mse")
+    with pytest.raises(ConfigError, match="train_step must return a dict with 'loss' in it"):
+        mine.fit((X, X), batch=8, verbose=False)
+
+
+# -- outputs by name --
+
+
+def test_outputs_are_named_by_keys_names_or_places():
+    assert heads_of(1) == {"": 1}
+    assert heads_of({"a": 1}) == {"a": 1}
+    assert heads_of([1, 2], ["x", "y"]) == {"x": 1, "y": 2}
+    assert heads_of([1, 2]) == {"output0": 1, "output1": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"c": 1}, "loss names 'c'; the model's outputs are a, b."),
+        ([1], "loss has 1 entries for the 2 outputs a, b: give one for each."),
+        (5, "loss must be a dict or list with one entry for each of the outputs a, b."),
+    ],
+)
+def test_what_fits_no_output_is_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        spread("loss", given, ["a", "b"], to_all=False)
+
+
+def two_heads():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, {name: keras.layers.Dense(2, name=name)(inputs) for name in ("a", "b")})
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ({"a": None, "b": None}, "None of the outputs a, b has a loss"),
+        ({"a": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")}, "output 'a' is divided by its own"),
+        ({"a": "mse", "z": "mse"}, "loss names 'z'"),
+    ],
+)
+def test_losses_of_outputs_that_cannot_be_added_up(loss, said):
+    data = (X, {"a": X[:, :2], "b": X[:, 2:]}, {"a": X[:, 0], "b": X[:, 0]})
+    with pytest.raises(ConfigError, match=said):
+        Trainer(two_heads(), "sgd", loss).fit(data, batch=8, verbose=False)
+
+
+def test_metrics_of_several_outputs_need_their_names():
+    data = (X, {"a": X[:, :2], "b": X[:, 2:]})
+    with pytest.raises(ConfigError, match="metrics has 1 entries for the 2 outputs a, b"):
+        Trainer(two_heads(), "sgd", "mse", ["mae"]).evaluate(data)
+
+
+def test_class_weights_need_labels():
+    with pytest.raises(ConfigError, match="class_weight is for models with one output"):
+        Trainer(two_heads(), "sgd", "mse").fit((X, {"a": Y, "b": Y}), batch=8, class_weight={0: 1.0}, verbose=False)
+    with pytest.raises(ConfigError, match="class_weight needs labels or one-hot targets"):
+        trainer().fit((X, X[:, 0]), batch=8, class_weight={0: 1.0}, verbose=False)
