@@ -5,11 +5,13 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
+from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization, sync_layers
 
 
 def with_sync_batch_norm(model: Any) -> Any:
     """Return a copy of `model` with SyncBatchNormalization in place of every `keras.layers.BatchNormalization`.
+
+    A model that holds the former only is returned as it is.
 
     Functional and Sequential models, nested ones too. Names, paths, values and the order of all weights stay;
     nothing is shared with `model`.
@@ -18,6 +20,8 @@ def with_sync_batch_norm(model: Any) -> Any:
         ConfigError: `model` has no BatchNormalization, is not built, or holds one where it cannot be replaced: within
             a subclassed model or layer, a wrapper, or with `renorm` or `synchronized`; or a layer cannot be copied.
     """
+    if not _holds_batch_norm(model) and sync_layers(model):
+        return model
     if not _holds_batch_norm(model):
         raise ConfigError(
             "Synchronized batch normalization has no effect: the model has no BatchNormalization layer. "

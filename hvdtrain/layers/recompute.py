@@ -45,7 +45,7 @@ class Recompute(keras.layers.Wrapper):
         if not training:
             return self.layer(inputs, training=training)
         if self._plan is None:
-            self._plan = _Plan(_segments(self.layer) if _is_graph(self.layer) else [self.layer])
+            self._plan = _Plan(_segments(self.layer))
         *first, last = self._plan.segments
         if not first:
             return _recomputed(last, inputs)
@@ -78,7 +78,7 @@ def recomputed_model(model: Any) -> Recompute:
         ConfigError: it is no Functional or Sequential model, or nowhere does one tensor alone lead on: it would be one
             segment, and the peak would stay what it is.
     """
-    if not _is_graph(model):
+    if _graph(model) is None:
         raise ConfigError(
             "--recompute cuts Functional and Sequential models into segments. Received: "
             f"{type(model).__name__} {model.name!r}. Wrap its blocks in hvdtrain.Recompute in its own code."
@@ -92,7 +92,7 @@ def recomputed_model(model: Any) -> Recompute:
 
 
 class _Segment(keras.layers.Layer):
-    """A part of a model's graph as a layer that hands `training` on: a keras.Function remembers what it was at first."""
+    """A part of a model's graph that hands `training` on, which a keras.Function takes from when it was built."""
 
     def __init__(self, function: Any) -> None:
         # The name that Keras would derive from an underscored class is no valid scope.
@@ -114,22 +114,37 @@ class _Segment(keras.layers.Layer):
         """Set no mask: the layers within have set theirs."""
 
 
-def _is_graph(layer: Any) -> bool:
-    return isinstance(layer, keras.Sequential) or hasattr(layer, "operations")
+def _graph(layer: Any) -> Any:
+    """Return the operations of a built Functional or Sequential model; a subclass of theirs may do more than these."""
+    if type(layer).__module__.partition(".")[0] != "keras" or not isinstance(layer, keras.Model) or not layer.built:
+        return None
+    return keras.Function(*_ends(layer))
 
 
-def _segments(model: Any) -> list[Any]:
-    """Cut `model` into layers that follow one another; the first takes what `model` takes."""
-    cuts = [tensor for tensor in map(_output, model.operations) if tensor is not None and _leads_on(tensor, model)]
-    wanted = math.sqrt(len(model.operations))
+def _ends(model: Any) -> tuple[Any, Any]:
+    """Return the symbolic inputs and outputs of a model, nested as it takes and returns them."""
+    if isinstance(model, keras.Sequential):
+        return model.inputs[0], model.outputs[0]
+    return model.input, model.output
+
+
+def _segments(layer: Any) -> list[Any]:
+    """Cut a model into layers that follow one another, the first of which takes what it takes; others stay whole."""
+    graph = _graph(layer)
+    if graph is None:
+        return [layer]
+    wanted = math.sqrt(len(graph.operations))
+    inputs, outputs = _ends(layer)
     segments: list[Any] = []
     begin = None
-    for cut in cuts:
-        segment = keras.Model(model.input, cut) if begin is None else keras.Function(begin, cut)
+    for cut in map(_output, graph.operations):
+        if cut is None or not _leads_on(cut, outputs):
+            continue
+        segment = keras.Model(inputs, cut) if begin is None else keras.Function(begin, cut)
         if len(segment.operations) >= wanted:
             segments.append(segment if begin is None else _Segment(segment))
             begin = cut
-    return [model] if begin is None else [*segments, _Segment(keras.Function(begin, model.output))]
+    return [layer] if begin is None else [*segments, _Segment(keras.Function(begin, outputs))]
 
 
 def _output(operation: Any) -> Any:
@@ -142,12 +157,12 @@ def _output(operation: Any) -> Any:
     return tensor if floats and not isinstance(operation, keras.layers.InputLayer) else None
 
 
-def _leads_on(tensor: Any, model: Any) -> bool:
-    """Tell whether the model's outputs follow from `tensor` alone, and are not it."""
-    if any(tensor is output for output in model.outputs):
+def _leads_on(tensor: Any, outputs: Any) -> bool:
+    """Tell whether all of `outputs` follow from `tensor` alone, and are not it."""
+    if any(tensor is output for output in tf.nest.flatten(outputs)):
         return False
     try:
-        keras.Function(tensor, model.output)
+        keras.Function(tensor, outputs)
     except ValueError:  # disconnected
         return False
     return True

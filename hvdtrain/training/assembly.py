@@ -6,6 +6,8 @@ import keras
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import suggestion
+from hvdtrain.layers.convert import with_sync_batch_norm
+from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.optimizers import known_optimizers
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.precision import precision
@@ -19,14 +21,35 @@ def built_model(model: Any, options: StepOptions) -> Any:
     """
     if options.precision is not None and not isinstance(model, keras.Model) and callable(model):
         with precision(options.precision):
-            return _checked_kind(model(), keras.Model)
-    built = _built(model, keras.Model)
+            built = _checked_kind(model(), keras.Model)
+    else:
+        built = _built(model, keras.Model)
     if options.precision is not None and built.dtype_policy.name != options.precision:
         raise ConfigError(
             f"The model was built with the dtype policy {built.dtype_policy.name}; precision={options.precision!r} "
             "needs a function that builds it, or keras.config.set_dtype_policy() before."
         )
-    return built
+    return with_sync_batch_norm(built) if options.sync_batch_norm else built
+
+
+def check_layers(model: Any, options: StepOptions) -> None:
+    """Refuse options that the layers of `model` leave no room for.
+
+    Raises:
+        ConfigError: naming the option and the layer.
+    """
+    synchronized = sync_layers(model)
+    if not synchronized:
+        return
+    if options.jit:
+        raise ConfigError(
+            f"XLA cannot hold the exchange of SyncBatchNormalization {synchronized[0].name!r}: leave out --jit."
+        )
+    if options.reduce_op == "adasum":
+        raise ConfigError(
+            "Adasum combines gradients of one rank each, and SyncBatchNormalization "
+            f"{synchronized[0].name!r} gives every rank a part of the others': leave out --reduce-op adasum."
+        )
 
 
 def built_optimizer(optimizer: Any) -> Any:

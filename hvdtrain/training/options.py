@@ -49,6 +49,8 @@ class StepOptions:
         ExchangeConfig(self.reduce_op, self.compression, self.sparse_gradients, self.gradient_groups, self.predivide)
         if self.jit and self.sync_batch_norm:
             raise ConfigError("--jit cannot hold the exchange of --sync-batch-norm: leave out one of them.")
+        if self.jit and self.recompute:
+            raise ConfigError("XLA merges the second forward pass of --recompute with the first: leave out --jit.")
 
     def check_world(self, size: int, controller: str) -> None:
         """Refuse what these ranks cannot do.

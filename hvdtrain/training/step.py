@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
+from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
 from hvdtrain.training.accumulation import GradientSum
 from hvdtrain.training.heads import inputs_for
 from hvdtrain.training.losses import LossFunction, with_model_losses
@@ -82,6 +83,7 @@ class TrainStep:
         loss: the loss as sum and weight.
         metrics: measured on logged steps.
         rule: applies the sums.
+        forward: calls the model in training; by default the model itself.
         microbatch: samples that go through the model at once; a larger batch is accumulated. None: the whole batch.
         epoch_metrics: whether the metrics are counted over whole epochs as well, which costs a pass in each step.
         jit: compile forward and backward pass with XLA.
@@ -95,6 +97,7 @@ class TrainStep:
         metrics: MetricSet,
         rule: UpdateRule,
         *,
+        forward: Callable[..., Any] | None = None,
         microbatch: int | None = None,
         epoch_metrics: bool = False,
         jit: bool = False,
@@ -104,6 +107,8 @@ class TrainStep:
         self._loss = loss
         self._metrics = metrics
         self._rule = rule
+        self._forward = forward or state.model
+        self._synchronized = sync_layers(state.model)
         self._microbatch = microbatch
         self._sum = GradientSum(list(state.trainable.values()))
         self._epoch = metrics.fresh() if epoch_metrics else None
@@ -216,9 +221,14 @@ class TrainStep:
 
     def forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
         """Run one microbatch; a replica whose part of it is a placeholder contributes zeros."""
+        # Both passes, as both exchange something.
+        with replicas_of(self._synchronized, self._backend, batch.present):
+            return self._both_passes(batch)
+
+    def _both_passes(self, batch: Batch) -> tuple[LocalSums, Any]:
         poison = tf.constant(0.0) if batch.finite else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
         with tf.GradientTape() as tape:
-            outputs = self._state.model(inputs_for(self._state.model, batch.inputs), training=True)
+            outputs = self._forward(inputs_for(self._state.model, batch.inputs), training=True)
             part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._state.model)
         dtype = part.total.dtype
         present = tf.cast(batch.present, dtype)

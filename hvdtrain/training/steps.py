@@ -7,6 +7,9 @@ from typing import Any, Protocol
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
+from hvdtrain.layers.recompute import recomputed_model
+from hvdtrain.layers.sync_batch_norm import sync_layers
+from hvdtrain.training.assembly import check_layers
 from hvdtrain.training.custom import KerasEvaluator, KerasTrainStep, keras_data
 from hvdtrain.training.evaluate import Evaluation, Evaluator
 from hvdtrain.training.heads import inputs_for
@@ -60,6 +63,8 @@ class OurSteps:
         self._optimizer = optimizer
         self._objective = objective
         self._options = options
+        check_layers(model, options)
+        self._forward = recomputed_model(model) if options.recompute else model
         self._loss = summed_loss(objective.loss, objective.loss_weights, self._names)
         self._spec = MetricSpec(objective.metrics, objective.weighted_metrics)
         self._metrics: MetricSet | None = None
@@ -89,6 +94,7 @@ class OurSteps:
                 self._loss,
                 self._metrics,
                 rule,
+                forward=self._forward,
                 microbatch=length,
                 epoch_metrics=epoch_metrics,
                 jit=options.jit,
@@ -120,7 +126,14 @@ class KerasSteps:
     def __init__(
         self, backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
     ) -> None:
-        for name, used in {"accumulate": options.accumulate > 1, "jit": options.jit}.items():
+        unfit = {
+            "accumulate": options.accumulate > 1,
+            "jit": options.jit,
+            "recompute": options.recompute,
+            # The gradients that ranks owe one another would count by the samples of the wrong rank.
+            "SyncBatchNormalization": bool(sync_layers(model)),
+        }
+        for name, used in unfit.items():
             if used:
                 raise ConfigError(
                     f"{type(model).__name__} has a step of its own, in which {name} can do nothing: leave it out"

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdtrain
 from hvdtrain.config.errors import ConfigError, NonFiniteError
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.training import TrainingConfig
@@ -33,12 +34,28 @@ def trainer(**options):
     return Trainer(options.pop("model", model)(), options.pop("optimizer", "sgd"), loss, **options)
 
 
+def synchronized():
+    norm = hvdtrain.SyncBatchNormalization(name="norm")
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), norm])
+
+
+class Subclassed(keras.Model):
+    def call(self, inputs):
+        return inputs
+
+
 class OwnStep(keras.Model):
     def train_step(self, data):
         return {"accuracy": 1.0}
 
     def call(self, inputs):
         return inputs
+
+
+class OwnStepOfNorms(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.norm = hvdtrain.SyncBatchNormalization()
 
 
 @pytest.mark.parametrize(
@@ -56,6 +73,14 @@ class OwnStep(keras.Model):
         ({"reduce_op": "adasum", "predivide": 2.0}, "by itself: leave out --predivide"),
         ({"reduce_op": "adasum", "sparse_gradients": "gather"}, "by itself: leave out --sparse-gradients gather"),
         ({"jit": True, "sync_batch_norm": True}, "--jit cannot hold the exchange of --sync-batch-norm"),
+        ({"jit": True, "recompute": True}, "XLA merges the second forward pass of --recompute with the first"),
+        ({"model": synchronized, "jit": True}, "XLA cannot hold the exchange of SyncBatchNormalization 'norm'"),
+        ({"model": synchronized, "reduce_op": "adasum"}, "SyncBatchNormalization 'norm' gives every rank a part"),
+        ({"sync_batch_norm": True}, "has no effect: the model has no BatchNormalization layer"),
+        ({"recompute": True}, "--recompute saves nothing on Sequential"),
+        ({"model": Subclassed, "recompute": True}, "--recompute cuts Functional and Sequential models into segments"),
+        ({"model": OwnStep, "recompute": True}, "OwnStep has a step of its own, in which recompute can do nothing"),
+        ({"model": OwnStepOfNorms}, "a step of its own, in which SyncBatchNormalization can do nothing"),
         ({"model": OwnStep, "accumulate": 2}, "OwnStep has a step of its own, in which accumulate can do nothing"),
         ({"model": OwnStep, "jit": True}, "OwnStep has a step of its own, in which jit can do nothing"),
         ({"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)}, "accumulate=K"),
