@@ -344,3 +344,19 @@ def test_class_weights_need_labels():
         Trainer(two_heads(), "sgd", "mse").fit((X, {"a": Y, "b": Y}), batch=8, class_weight={0: 1.0}, verbose=False)
     with pytest.raises(ConfigError, match="class_weight needs labels or one-hot targets"):
         trainer().fit((X, X[:, 0]), batch=8, class_weight={0: 1.0}, verbose=False)
+
+
+def test_what_xla_draws_at_random_can_be_repeated():
+    """Its numbers are not those of TensorFlow's own kernels, but the same ones each time."""
+
+    def weights(rate):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(8), keras.layers.Dropout(rate, seed=1), keras.layers.Dense(4)]
+        one = trainer(model=lambda: keras.Sequential([keras.Input((4,)), *layers]), jit=True, accumulate=2)
+        one.fit((X, Y), batch=16, epochs=2, verbose=False, log_every=100)
+        return np.concatenate([w.ravel() for w in one.model.get_weights()])
+
+    first = weights(0.5)
+    np.testing.assert_array_equal(weights(0.5), first)
+    assert np.abs(weights(0.0) - first).max() > 1e-3, "nothing was dropped"

@@ -1,0 +1,121 @@
+"""Options of the step together: normalization over all ranks, accumulation, recomputation and 16-bit layers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks.parity import per_sample
+from keras import layers
+from world import World, flat_bytes, moved, relative_error
+
+import hvdtrain
+from hvdtrain.data.batch import part_of
+from hvdtrain.training.precision import precision
+
+SAMPLES, BATCH, EPOCHS = 39, 16, 7  # two full batches and one of 7 samples: 21 steps
+# One launch runs many checks: of all combinations, those in which each option is on and off beside each other one.
+IN_64_BITS = [
+    {"accumulate": 1, "recompute": False},
+    {"accumulate": 2, "recompute": False},
+    {"accumulate": 2, "recompute": True},
+]
+IN_16_BITS = [
+    ("mixed_float16", 2**-11, {"accumulate": 2, "recompute": True}),
+    ("mixed_bfloat16", 2**-8, {"accumulate": 1, "recompute": True}),
+    ("mixed_bfloat16", 2**-8, {"accumulate": 2, "recompute": False}),
+]
+
+
+def build(seed: int) -> keras.Model:
+    """Return a model with statistics, long enough to be cut into segments; its layers take the policy of the day."""
+    keras.utils.set_random_seed(seed)
+    inputs = x = keras.Input((6,))
+    for number in range(2):
+        x = layers.Dense(8, use_bias=False, name=f"dense{number}")(x)
+        x = layers.BatchNormalization(momentum=0.9, name=f"norm{number}")(x)
+        x = layers.Activation("tanh", name=f"tanh{number}")(x)
+    last = "float64" if keras.config.dtype_policy().name == "float64" else "float32"
+    return keras.Model(inputs, layers.Dense(3, name="top", dtype=last)(x))
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """Return samples whose mean drifts, so that no rank and no microbatch has the statistics of another."""
+    rng = np.random.default_rng(21)
+    drift = np.linspace(-1.0, 2.0, SAMPLES)[:, np.newaxis]
+    return (rng.standard_normal((SAMPLES, 6)) + drift).astype("float32"), rng.integers(0, 3, SAMPLES)
+
+
+def optimizer() -> Any:
+    return keras.optimizers.SGD(0.0625, momentum=0.875)
+
+
+def microbatches(total: int, size: int, accumulate: int) -> Iterator[list[int]]:
+    """Which samples of a global batch go through the model at the same time, on all ranks together."""
+    length = BATCH // size // accumulate
+    parts = [range(*part_of(total, rank, size)) for rank in range(size)]
+    for number in range(-(-max(map(len, parts)) // length)):
+        yield [i for part in parts for i in part[number * length : (number + 1) * length]]
+
+
+def reference(size: int, accumulate: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Train in one process, one microbatch of all ranks after the other; return the weights before and after."""
+    (x, y), model, rule = data(), build(0), optimizer()
+    start = [np.array(w) for w in model.get_weights()]
+    rule.build(model.trainable_variables)
+    variables = [v.value for v in model.trainable_variables]
+    for first in [*range(0, SAMPLES, BATCH)] * EPOCHS:
+        batch, labels = x[first : first + BATCH], y[first : first + BATCH]
+        total = [tf.zeros_like(v) for v in variables]
+        for rows in microbatches(len(batch), size, accumulate):
+            with tf.GradientTape() as tape:
+                losses = per_sample(labels[rows], model(batch[rows], training=True))
+                loss = tf.reduce_sum(losses) / len(batch)
+            total = [a + b for a, b in zip(total, tape.gradient(loss, variables), strict=True)]
+        rule.apply(total, model.trainable_variables)
+    return start, model.get_weights()
+
+
+def trained(world: World, name: str, **options: Any) -> list[np.ndarray]:
+    trainer = hvdtrain.Trainer(
+        lambda: build(world.rank),
+        optimizer(),
+        per_sample,
+        backend=world.backend,
+        precision=name,
+        sync_batch_norm=True,
+        **options,
+    )
+    trainer.fit(data(), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, log_every=100)
+    assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), options
+    return trainer.model.get_weights()
+
+
+def check_synchronized_accumulated_and_recomputed_in_float64(world: World) -> None:
+    """Weights and moving statistics are those of one process."""
+    for options in IN_64_BITS:
+        with precision("float64"):
+            start, expected = reference(world.size, options["accumulate"])
+        assert moved(expected, start) > 1e-2
+        error = relative_error(trained(world, "float64", **options), expected)
+        assert error < 1e-9, (options, error)
+
+
+def check_synchronized_accumulated_and_recomputed_in_16_bits(world: World) -> None:
+    """Layers that compute in 16 bits stay near those in 32, with statistics and weights in 32."""
+    for name, unit, options in IN_16_BITS:
+        exact = reference(world.size, options["accumulate"])[1]
+        largest = max(float(np.abs(w).max()) for w in exact)
+        weights = trained(world, name, **options)
+        assert {w.dtype for w in weights} == {np.dtype("float32")}
+        error = moved(weights, exact) / largest
+        assert 0 < error < 16 * unit, (name, options, error)
+
+
+def check_the_comparison_notices(world: World) -> None:
+    """With the statistics of each rank and microbatch alone, the result is another one."""
+    with precision("float64"):
+        _, expected = reference(world.size, 1)
+        _, other = reference(world.size, 2)
+    assert relative_error(other, expected) > 1e-3
