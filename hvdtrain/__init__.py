@@ -11,9 +11,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hvdtrain.api import broadcast_variables, init, local_rank, rank, size
+    from hvdtrain.layers.recompute import Recompute
     from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
+    from hvdtrain.optim.lars import LARS
     from hvdtrain.training.accumulation import GradientAccumulator
     from hvdtrain.training.optimizer import DistributedOptimizer
+    from hvdtrain.training.precision import LossScaleOptimizer
     from hvdtrain.training.tape import DistributedGradientTape
     from hvdtrain.training.trainer import Trainer
 
@@ -21,6 +24,9 @@ _PUBLIC = {
     "DistributedGradientTape": "hvdtrain.training.tape",
     "DistributedOptimizer": "hvdtrain.training.optimizer",
     "GradientAccumulator": "hvdtrain.training.accumulation",
+    "LARS": "hvdtrain.optim.lars",
+    "LossScaleOptimizer": "hvdtrain.training.precision",
+    "Recompute": "hvdtrain.layers.recompute",
     "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
     "Trainer": "hvdtrain.training.trainer",
     "broadcast_variables": "hvdtrain.api",
@@ -34,6 +40,9 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "GradientAccumulator",
+    "LARS",
+    "LossScaleOptimizer",
+    "Recompute",
     "SyncBatchNormalization",
     "Trainer",
     "broadcast_variables",

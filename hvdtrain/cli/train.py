@@ -13,7 +13,7 @@ import tyro
 from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import apply_values, digest, read_values
-from hvdtrain.config.run import Config
+from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, with_arguments_of, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes.registry import DEFAULT, RECIPES, recipe
 from hvdtrain.runtime.agreement import on_first
@@ -88,13 +88,17 @@ def _base(name: str | None, files: Files) -> Config:
     declared = values.get("recipe", name or DEFAULT)
     if name is not None and declared != name:
         raise ConfigError(f"--config {files.config_file} is of the recipe {declared!r}, not of {name!r}.")
-    return apply_values(recipe(str(declared)), values, f"--config {files.config_file}")
+    base, origin = recipe(str(declared)), f"--config {files.config_file}"
+    return apply_values(without_foreign_arguments(base, apply_values(base, values, origin)), values, origin)
 
 
 def _parse_config(base: Config, flags: list[str], program: str = "python -m hvdtrain train") -> Config:
     marks = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
     kind = Annotated[Config, tyro.conf.arg(name="")]
-    config = tyro.cli(kind, args=flags, default=base, prog=program, config=marks)
+    # Pairs that are there already would become flags of their own: --model-args.depth 8.
+    blank = {part: replace(getattr(base, part), **{args: {}}) for part, _, args in NAMED_WITH_ARGUMENTS}
+    config = tyro.cli(kind, args=flags, default=replace(base, **blank), prog=program, config=marks)
+    config = with_arguments_of(config, without_foreign_arguments(base, config))
     if config.recipe != base.recipe:
         raise ConfigError(f"The recipe is the first word: python -m hvdtrain {config.recipe}.")
     return config
@@ -155,4 +159,17 @@ def _help(argv: list[str]) -> int:
                     _parse_config(recipe(name or DEFAULT), ["--help"])
         except SystemExit:
             print(text.getvalue())
+    own = _arguments(recipe(name or DEFAULT))
+    if own:
+        print(f"This recipe's own arguments: {own}")
     return 0
+
+
+def _arguments(config: Config) -> str:
+    """Return a configuration's arguments as one would type them."""
+    words = []
+    for part, _, name in NAMED_WITH_ARGUMENTS:
+        pairs = getattr(getattr(config, part), name).items()
+        if pairs:
+            words += [f"--{name.replace('_', '-')}", *(str(word) for pair in pairs for word in pair)]
+    return " ".join(words)

@@ -1,6 +1,6 @@
 """The whole configuration of a run."""
 
-from dataclasses import field
+from dataclasses import field, replace
 
 from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
@@ -27,3 +27,29 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+
+NAMED_WITH_ARGUMENTS = (
+    ("model", "model", "model_args"),
+    ("data", "data", "data_args"),
+    ("optim", "optimizer", "optimizer_args"),
+)
+"""Section, option and arguments of what is named in the configuration."""
+
+
+def without_foreign_arguments(base: Config, chosen: Config) -> Config:
+    """Return `base` without the arguments of a model, data source or optimizer in whose place `chosen` has another."""
+    for part, name, arguments in NAMED_WITH_ARGUMENTS:
+        old = getattr(base, part)
+        if getattr(old, name) != getattr(getattr(chosen, part), name):
+            base = replace(base, **{part: replace(old, **{arguments: {}})})
+    return base
+
+
+def with_arguments_of(config: Config, other: Config) -> Config:
+    """Return `config` with the arguments of `other` where it has none of its own."""
+    for part, _, arguments in NAMED_WITH_ARGUMENTS:
+        mine, theirs = getattr(config, part), getattr(getattr(other, part), arguments)
+        if not getattr(mine, arguments) and theirs:
+            config = replace(config, **{part: replace(mine, **{arguments: theirs})})
+    return config

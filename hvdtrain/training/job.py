@@ -11,6 +11,8 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
+from hvdtrain.config.user_code import is_user_code
+from hvdtrain.data.agreement import check_same_data
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import per_replica
 from hvdtrain.data.pipeline import ArrayTraining, evaluation_batches
@@ -56,7 +58,7 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
         UserError: options, data or a checkpoint that cannot be used.
     """
     backend = backend_for(session)
-    splits = load_splits(config.data)
+    splits = _splits(config, backend)
     data = _batches(config, splits.train, backend)
     plan = _plan(config, data.steps_per_epoch)
     trainer = _trainer(config, splits, backend)
@@ -100,7 +102,7 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
         CheckpointError: there is no checkpoint, or it does not fit the configuration.
     """
     backend = backend_for(session)
-    splits = load_splits(config.data)
+    splits = _splits(config, backend)
     trainer = _trainer(config, splits, backend)
     trainer.build_on(next(iter(_evaluation(config, splits, backend))))
     if backend.index == 0:
@@ -118,6 +120,13 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
     if backend.index == 0:
         write_json(folder.evaluation, figures)
     return figures
+
+
+def _splits(config: Config, backend: Backend) -> DataSplits:
+    splits = load_splits(config.data, config.training.seed)
+    if is_user_code(config.data.data):
+        check_same_data(splits, backend)
+    return splits
 
 
 def _batches(config: Config, source: ArraySource, backend: Backend) -> ArrayTraining:

@@ -7,12 +7,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Exchange
+from hvdtrain.backends.protocol import Exchange, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.clipping import Clipping, global_norm
 from hvdtrain.training.precision import loss_scale_of
-from hvdtrain.training.reduction import GradientReducer, ReductionOptions, scaled
+from hvdtrain.training.reduction import Compression, GradientReducer, ReductionOptions, scaled
 from hvdtrain.training.variables import unique_paths
 
 
@@ -22,16 +22,30 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: applies the reduced gradients; a LossScaleOptimizer is given them scaled still.
-        options: how gradients travel.
-        clipping: bounds on the reduced gradient.
+        op: `average` (default), `sum`, or `adasum` (MPI only).
+        compression: `none`, `fp16` or `bf16` on the wire.
+        groups: see `DistributedGradientTape`.
+        sparse_as_dense: see `DistributedGradientTape`.
+        gradient_predivide_factor: divide by it before the sum, and by size / factor after.
+        clip_norm: bound on the L2 norm of the whole reduced gradient.
+        clip_value: bound on each of its elements.
         exchange: the replicas; the current session's ranks if None, when gradients are applied.
+
+    Raises:
+        ConfigError: options that exclude one another, or an optimizer with `gradient_accumulation_steps`.
     """
 
     def __init__(
         self,
         inner_optimizer: Any,
-        options: ReductionOptions | None = None,
-        clipping: Clipping | None = None,
+        *,
+        op: ReduceOp = "average",
+        compression: Compression = "none",
+        groups: int = 0,
+        sparse_as_dense: bool | None = None,
+        gradient_predivide_factor: float = 1.0,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
         exchange: Exchange | None = None,
         name: str = "distributed",
     ) -> None:
@@ -46,8 +60,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """What this replica's gradients count, such as its samples: a scalar tensor; None: all replicas alike."""
         self.norm: tf.Tensor | None = None
         """Norm of the reduced gradient that was applied last, before clipping."""
-        self._options = options or ReductionOptions()
-        self._clipping = clipping or Clipping()
+        self._options = ReductionOptions(op, compression, groups, sparse_as_dense, gradient_predivide_factor)
+        self._clipping = Clipping(clip_norm, clip_value)
         self._exchange = exchange
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -111,7 +125,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor that a saved model keeps; the exchange is the session's."""
-        return {"name": self.name, "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer)}
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "op": self._options.op,
+            "compression": self._options.compression,
+            "groups": self._options.groups,
+            "sparse_as_dense": self._options.sparse_as_dense,
+            "gradient_predivide_factor": self._options.predivide,
+            "clip_norm": self._clipping.norm,
+            "clip_value": self._clipping.value,
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "DistributedOptimizer":

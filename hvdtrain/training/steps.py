@@ -141,7 +141,18 @@ class KerasSteps:
                 )
         self._backend = backend
         self._model = model
-        self._optimizer = DistributedOptimizer(optimizer, options.reduction, options.clipping, backend)
+        reduction = options.reduction
+        self._optimizer = DistributedOptimizer(
+            optimizer,
+            op=reduction.op,
+            compression=reduction.compression,
+            groups=options.gradient_groups,
+            sparse_as_dense=reduction.sparse_as_dense,
+            gradient_predivide_factor=reduction.predivide,
+            clip_norm=options.clip_norm,
+            clip_value=options.clip_value,
+            exchange=backend,
+        )
         model.compile(
             self._optimizer,
             objective.loss,

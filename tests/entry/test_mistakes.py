@@ -47,7 +47,7 @@ def test_a_batch_that_does_not_divide(tmp_path, controller, size):
         (["--model", "smal_cnn"], ["'smal_cnn'", "Perhaps you meant: small_cnn"]),
         (["--model-args", "widht", "8"], ["'widht'", "Perhaps you meant: width"]),
         (["--optimizer", "adm"], ["'adm'", "Perhaps you meant: adam"]),
-        (["--dataset", "digit"], ["'digit'", "Perhaps you meant: digits"]),
+        (["--data", "digit"], ["'digit'", "Perhaps you meant: digits"]),
         (["--config", "missing.yaml"], ["missing.yaml", "No such file"]),
         (["--resume", "missing"], ["--resume missing", "no run"]),
         (["evaluate", "missing"], ["missing", "no run"]),
@@ -77,7 +77,7 @@ def test_a_run_folder_that_is_taken_or_impossible(tmp_path):
 
 @pytest.mark.parametrize(("controller", "size"), LAUNCHERS)
 def test_a_nan_in_the_data_is_named_with_its_step(tmp_path, controller, size):
-    words = ["--dataset", "synthetic_images", "--dataset-args", "size", "8", "channels", "1", "samples", "256"]
+    words = ["--data", "synthetic_images", "--data-args", "size", "8", "channels", "1", "samples", "256"]
     words += ["nan_at", "70", "--shuffle", "False", "--run-dir", "run"]
     # A checkpoint is due before the next logged step: it must not hold what the NaN left.
     words += ["--checkpoint-every", "3"]

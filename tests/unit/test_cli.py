@@ -88,6 +88,21 @@ def test_arguments_are_pairs_whose_types_are_read_off():
     assert type(config.model.model_args["width"]) is int
 
 
+def test_another_model_data_source_or_optimizer_does_not_get_the_recipes_arguments(tmp_path):
+    base = recipe("resnet_synthetic")
+    config = parse(["resnet_synthetic", "--model", "mlp", "--optimizer", "adam"]).config
+    assert (config.model.model_args, config.optim.optimizer_args) == ({}, {})
+    assert parse(["resnet_synthetic", "--model-args", "depth", "14"]).config.model.model_args == {"depth": 14}
+    assert parse(["resnet_synthetic"]).config == base
+    assert config.data == base.data
+    config = parse(["resnet_synthetic", "--model", "other:build", "--model-args", "depth", "8"]).config
+    assert config.model.model_args == {"depth": 8}, "given for it, though the recipe has the same"
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: resnet_synthetic\ndata: {data: digits}\n", encoding="utf-8")
+    assert parse(["--config", str(file)]).config.data.data_args == {}
+    assert parse(["--config", str(file), "--batch", "32"]).config.model == base.model
+
+
 # -- train: what is refused --
 
 
@@ -290,6 +305,13 @@ def test_recipes_are_listed_in_a_line_each(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(RECIPES)
     assert lines[0].split(maxsplit=1)[1].startswith("Small CNN")
+
+
+def test_the_options_help_shows_the_recipes_own_arguments_as_one_would_type_them(capsys):
+    assert main(["resnet_synthetic", "--help"]) == 0
+    typed = capsys.readouterr().out.split("This recipe's own arguments: ")[1].split()
+    assert parse(["resnet_synthetic", *typed]).config == recipe("resnet_synthetic")
+    assert "--model-args depth 8" in " ".join(typed)
 
 
 def test_the_options_help_shows_the_recipes_own_values(capsys):

@@ -269,7 +269,7 @@ def test_weights_count(op):
 
 def test_the_distributing_optimizer_is_its_inner_one():
     inner = keras.optimizers.Adam(0.25)
-    optimizer = DistributedOptimizer(inner)
+    optimizer = DistributedOptimizer(inner, compression="bf16", gradient_predivide_factor=2.0, clip_norm=9.0)
     variable = keras.Variable([1.0, 2.0])
     optimizer.apply([tf.constant([1.0, 0.0])], [variable])
     assert optimizer.variables == inner.variables
@@ -281,6 +281,7 @@ def test_the_distributing_optimizer_is_its_inner_one():
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
     assert isinstance(again, DistributedOptimizer)
     assert isinstance(again.inner_optimizer, keras.optimizers.Adam)
+    assert again.get_config() == optimizer.get_config()
     with pytest.raises(ConfigError, match=r"hvdtrain.GradientAccumulator, which exchanges once"):
         DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))
 

@@ -7,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 from checks.parity import (
     MODELS,
-    OPTIMIZERS,
     SAMPLES,
     TOLERANCE,
     Sabotaged,
@@ -25,10 +24,8 @@ import hvdtrain
 def check_trainer_dense_and_sparse(world: World) -> None:
     """A batch of 16 in two or four microbatches on each rank, with a tail of 6 that does not divide."""
     for kind in MODELS:
-        for optimizer in OPTIMIZERS:
-            assert_parity(world, kind, optimizer, "float64", accumulate=4)
-    assert_parity(world, "dense", "adam", "float32", accumulate=2)
-    assert_parity(world, "embedding", "adam", "float32", accumulate=2)
+        assert_parity(world, kind, "adam", "float64", accumulate=4)
+        assert_parity(world, kind, "sgd", "float32", accumulate=2)
 
 
 def check_the_comparison_notices(world: World) -> None:
@@ -40,9 +37,8 @@ def check_the_comparison_notices(world: World) -> None:
 
 
 def check_sparse_gradients_either_way(world: World) -> None:
-    for way in ("gather", "dense", "auto"):
-        assert_parity(world, "embedding", "adam", "float64", sparse_gradients=way)
-        assert_parity(world, "embedding", "adam", "float64", sparse_gradients=way, accumulate=2)
+    for way, accumulate in (("gather", 2), ("dense", 2), ("gather", 1)):
+        assert_parity(world, "embedding", "adam", "float64", sparse_gradients=way, accumulate=accumulate)
 
 
 def large_table(world: World, rows: int, touched: int) -> float:
@@ -57,7 +53,7 @@ def large_table(world: World, rows: int, touched: int) -> float:
         return keras.Sequential([keras.Input((5,), dtype="int32"), *layers, keras.layers.Dense(3, dtype="float64")])
 
     trainer = hvdtrain.Trainer(build(world.rank), keras.optimizers.Adam(0.01), per_sample, backend=world.backend)
-    trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False)
+    trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False, log_every=1)
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
     batches = [(x[i : i + 16], y[i : i + 16]) for i in range(0, SAMPLES, 16)] * 2
     return relative_error(

@@ -15,16 +15,14 @@ from hvdtrain.data.batch import part_of
 from hvdtrain.training.precision import precision
 
 SAMPLES, BATCH, EPOCHS = 39, 16, 7  # two full batches and one of 7 samples: 21 steps
-# One launch runs many checks: of all combinations, those in which each option is on and off beside each other one.
+# One launch runs many checks: of all combinations, those in which every two options meet.
 IN_64_BITS = [
     {"accumulate": 1, "recompute": False},
-    {"accumulate": 2, "recompute": False},
     {"accumulate": 2, "recompute": True},
 ]
 IN_16_BITS = [
-    ("mixed_float16", 2**-11, {"accumulate": 2, "recompute": True}),
+    ("mixed_float16", 2**-11, {"accumulate": 2, "recompute": False}),
     ("mixed_bfloat16", 2**-8, {"accumulate": 1, "recompute": True}),
-    ("mixed_bfloat16", 2**-8, {"accumulate": 2, "recompute": False}),
 ]
 
 
@@ -87,7 +85,7 @@ def trained(world: World, name: str, **options: Any) -> list[np.ndarray]:
         sync_batch_norm=True,
         **options,
     )
-    trainer.fit(data(), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, log_every=100)
+    trainer.fit(data(), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, log_every=1)
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), options
     return trainer.model.get_weights()
 

@@ -26,7 +26,8 @@ def check_equal_inputs_are_not_merged_and_constants_not_folded(world: World) -> 
         return [first, second, constant]
 
     x = tf.fill([2], float(world.rank + 1))
-    left = optimized_collectives(reduce_all, x)
+    # Earlier checks' functions are among them.
+    left = [name for name in optimized_collectives(reduce_all, x) if "trap" in name]
     if world.size > 1:
         assert len(set(left)) == 3, left
     for _ in range(3):

@@ -35,7 +35,7 @@ def trained(world: World, *, jit: bool) -> list[np.ndarray]:
         jit=jit,
         accumulate=2,
     )
-    trainer.fit(dense_data("float32"), batch=16, epochs=2, shuffle=False, verbose=False, log_every=100)
+    trainer.fit(dense_data("float32"), batch=16, epochs=2, shuffle=False, verbose=False, log_every=1)
     trainer.state.average_statistics(world.backend)
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
     return trainer.model.get_weights()

@@ -71,7 +71,9 @@ def compare(
         model = build()
         options = {"accumulate": pieces} if pieces > 1 else {}
         trainer = hvdtrain.Trainer(model, optimizer(), loss, backend=world.backend, **compile_options, **options)
-        trainer.fit(data, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, class_weight=class_weight)
+        trainer.fit(
+            data, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, class_weight=class_weight, log_every=1
+        )
         assert world.same_everywhere(flat_bytes(model.get_weights())), "the ranks' weights differ"
         error = relative_error(model.get_weights(), expected)
         assert error <= tolerance, f"accumulate={pieces}: {error:.2e}"

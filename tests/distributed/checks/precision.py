@@ -30,7 +30,7 @@ def trained(world: World, name: str, x: np.ndarray, epochs: int, **options: Any)
         precision=name,
         **options,
     )
-    trainer.fit((x, Y), batch=16, epochs=epochs, shuffle=False, verbose=False)
+    trainer.fit((x, Y), batch=16, epochs=epochs, shuffle=False, verbose=False, log_every=1)
     return trainer
 
 
