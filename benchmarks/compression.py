@@ -10,16 +10,13 @@ Nothing else may run on the machine meanwhile.
 
 import argparse
 import json
-import os
-import platform
-import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import launcher, printed, write
 
 KIB = 1024
 SIZES = {"64 KB": 64 * KIB, "1 MB": KIB**2, "16 MB": 16 * KIB**2, "64 MB": 64 * KIB**2}
@@ -73,17 +70,8 @@ def measure(rounds: int) -> None:
 
 def launch(controller: str, arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Return milliseconds of each round, by size and kind."""
-    mpirun = ["mpirun", "--bind-to", "none", "--oversubscribe"]
-    command = mpirun if controller == "mpirun" else ["horovodrun", "--gloo"]
-    command += ["-np", str(arguments.ranks), sys.executable, __file__, "--rank", "--rounds", str(arguments.rounds)]
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    if os.geteuid() == 0:
-        environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    found = re.search(r"TIMES ({.*})", done.stdout)
-    if done.returncode or found is None:
-        sys.exit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return dict(json.loads(found[1]))
+    command = [*launcher(controller, arguments.ranks), sys.executable, __file__, "--rank"]
+    return dict(printed([*command, "--rounds", str(arguments.rounds)], "TIMES", limit_s=LIMIT_S))
 
 
 def report(controller: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -115,11 +103,7 @@ def main() -> None:
         measure(arguments.rounds)
         return
     results = [row for controller in arguments.controllers for row in report(controller, arguments)]
-    if arguments.out:
-        settings = {"ranks": arguments.ranks, "rounds": arguments.rounds}
-        host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-        figures = {"date": time.strftime("%Y-%m-%d"), "host": host, "settings": settings, "results": results}
-        arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
+    write(arguments, results)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,7 @@ prints the peak memory of one process with and without accumulation and recomput
 
 import argparse
 import json
-import os
-import platform
-import re
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import launcher, printed, write
 
 LIMIT_S = 900
 MODELS = {
@@ -164,28 +161,11 @@ def measure(name: str, steps: int, rounds: int) -> None:
         print("TIMES " + json.dumps(slowest), flush=True)
 
 
-def environ() -> dict[str, str]:
-    known = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    if os.geteuid() == 0:
-        known.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    return known
-
-
-def launched(command: list[str], found: str) -> Any:
-    """Run a command and return the JSON that it prints behind the word `found`."""
-    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    line = re.search(rf"{found} (.*)", done.stdout)
-    if done.returncode or line is None:
-        sys.exit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(line[1])
-
-
 def report(name: str, controller: str, arguments: argparse.Namespace) -> dict[str, object]:
     """Measure one model under one controller and print a line for each variant."""
-    mpirun = ["mpirun", "--bind-to", "none", "--oversubscribe"]
-    command = mpirun if controller == "mpirun" else ["horovodrun", "--gloo"]
-    command += ["-np", str(arguments.ranks), sys.executable, __file__, "--rank", name]
-    times = launched([*command, "--steps", str(arguments.steps), "--rounds", str(arguments.rounds)], "TIMES")
+    command = [*launcher(controller, arguments.ranks), sys.executable, __file__, "--rank", name]
+    command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
+    times = printed(command, "TIMES", limit_s=LIMIT_S)
     samples = MODELS[name][4] * arguments.ranks
     medians = {variant: float(np.median(values)) for variant, values in times.items()}
     rows: dict[str, object] = {}
@@ -226,7 +206,7 @@ def use_memory(variant: str) -> None:
 def report_memory() -> list[dict[str, object]]:
     rows = []
     for variant in MEMORY:
-        found = launched([sys.executable, __file__, "--memory-of", variant], "MEMORY")
+        found = printed([sys.executable, __file__, "--memory-of", variant], "MEMORY", limit_s=LIMIT_S)
         print(
             f"{variant:20} peak {found['peak_mib']:7.0f} MiB   parameters {found['parameters_mib']:6.1f} MiB   "
             f"{found['ms']:8.1f} ms a step",
@@ -258,11 +238,7 @@ def main() -> None:
         results: list[Any] = report_memory()
     else:
         results = [report(name, kind, arguments) for name in arguments.models for kind in arguments.controllers]
-    if arguments.out:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "rank", "memory_of")}
-        host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-        figures = {"date": time.strftime("%Y-%m-%d"), "host": host, "settings": settings, "results": results}
-        arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
+    write(arguments, results)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,12 @@ of the validation accuracy and loss at the end. Nothing else may run on the mach
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
+from harness import launcher, printed, write
 
 RUNS = {
     "digits cnn": ("digits",),
@@ -31,15 +28,10 @@ LIMIT_S = 600
 def run(words: tuple[str, ...], precision: str, seed: int, ranks: int, folder: Path) -> dict[str, float]:
     """Return the run's summary."""
     place = folder / f"{len(list(folder.iterdir()))}"
-    command = ["mpirun", "--bind-to", "none", "--oversubscribe", "-np", str(ranks), sys.executable, "-m", "hvdtrain"]
+    command = [*launcher("mpirun", ranks), sys.executable, "-m", "hvdtrain"]
     command += [*words, "--precision", precision, "--seed", str(seed), "--run-dir", str(place)]
     command += ["--tensorboard", "False", "--plots", "False"]
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    if os.geteuid() == 0:
-        environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    printed(command, "", limit_s=LIMIT_S)
     summary = json.loads((place / "summary.json").read_text())
     return {"step_ms": summary["step_ms"]["median"], **{k: summary[k] for k in ("val_accuracy", "val_loss")}}
 
@@ -73,11 +65,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = [row for name in arguments.runs for row in compare(name, arguments, Path(folder))]
-    if arguments.out:
-        settings = {key: value for key, value in vars(arguments).items() if key != "out"}
-        host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-        figures = {"date": time.strftime("%Y-%m-%d"), "host": host, "settings": settings, "results": results}
-        arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
+    write(arguments, results)
 
 
 if __name__ == "__main__":

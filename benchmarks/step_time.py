@@ -15,42 +15,22 @@ median and the range over the rounds are reported. Nothing else may run on the m
 """
 
 import argparse
-import json
-import os
-import platform
-import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
+from harness import launcher, printed, write
 
 HERE = Path(__file__).parent
 SIDES = HERE / "sides.py"
 LIMIT_S = 300
 
 
-def launcher(controller: str, size: int) -> list[str]:
-    if controller == "none":
-        return []
-    if controller == "mpirun":
-        return ["mpirun", "--bind-to", "none", "--oversubscribe", "-np", str(size)]
-    return ["horovodrun", "--gloo", "-np", str(size)]
-
-
 def run(kind: str, model: str, controller: str, size: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Return each side's windows in milliseconds a step."""
     command = [*launcher(controller, size), sys.executable, str(SIDES), kind, model]
     command += ["--batch", str(arguments.batch), "--windows", str(arguments.windows)]
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    if os.geteuid() == 0:
-        environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    found = re.search(r"WINDOWS ({.*})", done.stdout)
-    if done.returncode or found is None:
-        sys.exit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return dict(json.loads(found[1]))
+    return dict(printed(command, "WINDOWS", limit_s=LIMIT_S))
 
 
 def one_round(
@@ -100,11 +80,7 @@ def main() -> None:
         for controller in arguments.controllers
         for kind in (("settings",) if controller == "none" else ("defaults", "settings"))
     ]
-    if arguments.out:
-        settings = {key: value for key, value in vars(arguments).items() if key != "out"}
-        host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-        report = {"date": time.strftime("%Y-%m-%d"), "host": host, "settings": settings, "results": results}
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments, results)
 
 
 if __name__ == "__main__":

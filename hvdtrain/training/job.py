@@ -34,7 +34,7 @@ from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.compression_probe import compression_cost, compression_warning
-from hvdtrain.training.folder import RunFolder, create
+from hvdtrain.training.folder import RunFolder, create, opened
 from hvdtrain.training.loop import Plan
 from hvdtrain.training.microbatches import per_microbatch
 from hvdtrain.training.options import StepOptions
@@ -74,10 +74,13 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
     cost = compression_cost(backend, trainer.state.parameters(), config.exchange.compression)
     observers = _observers(config, session, folder) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
+    stretched = stretched_schedule(config, opened(path, "--resume")[1]) if first and resume else None
     try:
         if first:
             _write_start(folder, config)
-        _warn(observers, config, info, cost)
+        for line in (*warnings(config, info, cost), stretched):
+            if line is not None:
+                observers.on_message(line)
         result = trainer.train(
             data,
             plan,
@@ -230,17 +233,27 @@ def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
         )
 
 
-def _warn(observers: Observer, config: Config, info: RunInfo, compression_cost: float) -> None:
-    """Say what a user would want to know before the first step: it is not wrong, but slow."""
+def warnings(config: Config, info: RunInfo, compression_cost: float) -> list[str | None]:
+    """Return what a user would want to know before the first step: it is not wrong, but slow."""
+    tiny = None
     if info.microbatch < TINY_BATCH:
         remedy = "a smaller --accumulate, a larger --batch" if info.accumulate > 1 else "a larger --batch"
-        observers.on_message(
+        tiny = (
             f"warning: {plural(info.microbatch, 'sample')} at a time on each rank are too few to keep it busy: "
             f"overhead and exchange take most of the time. What helps: {remedy}, or fewer ranks."
         )
-    slower = compression_warning(config.exchange.compression, compression_cost)
-    if slower is not None:
-        observers.on_message(slower)
+    return [tiny, compression_warning(config.exchange.compression, compression_cost)]
+
+
+def stretched_schedule(config: Config, earlier: Config) -> str | None:
+    """Return what to say of a resumed run whose learning rate leaves the course that it was on; None if it does not."""
+    epochs, before = config.training.epochs, earlier.training.epochs
+    if config.optim.schedule == "constant" or epochs == before:
+        return None
+    return (
+        f"warning: the {config.optim.schedule} schedule spans {plural(epochs, 'epoch')} now and spanned {before} "
+        "before: the learning rate goes on where the longer or shorter course is at this step."
+    )
 
 
 def _save(checkpoints: Checkpointer, state: Any) -> None:

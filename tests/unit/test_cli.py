@@ -360,3 +360,14 @@ def test_what_must_agree_among_the_ranks(run_dir):
 def test_errors_of_the_command_line_are_the_users():
     assert issubclass(ConfigError, UserError)
     assert isinstance(parse([]).config, Config)
+
+
+def test_a_schedule_that_a_resumed_run_stretches_is_said(run_dir):
+    from hvdtrain.training.job import stretched_schedule
+
+    before = changed("training", epochs=3, seed=4)
+    more = parse(["--resume", str(run_dir), "--epochs", "5"]).config
+    assert "the cosine schedule spans 5 epochs now and spanned 3 before" in stretched_schedule(more, before)
+    assert stretched_schedule(before, before) is None
+    constant = replace(more, optim=replace(more.optim, schedule="constant"))
+    assert stretched_schedule(constant, replace(before, optim=constant.optim)) is None
