@@ -4,7 +4,7 @@ import difflib
 import io
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -97,11 +97,32 @@ def _parse_config(base: Config, flags: list[str], program: str = "python -m hvdt
     kind = Annotated[Config, tyro.conf.arg(name="")]
     # Pairs that are there already would become flags of their own: --model-args.depth 8.
     blank = {part: replace(getattr(base, part), **{args: {}}) for part, _, args in NAMED_WITH_ARGUMENTS}
-    config = tyro.cli(kind, args=flags, default=replace(base, **blank), prog=program, config=marks)
+    config = tyro.cli(kind, args=with_values(flags), default=replace(base, **blank), prog=program, config=marks)
     config = with_arguments_of(config, without_foreign_arguments(base, config))
     if config.recipe != base.recipe:
         raise ConfigError(f"The recipe is the first word: python -m hvdtrain {config.recipe}.")
     return config
+
+
+def with_values(flags: list[str]) -> list[str]:
+    """Give switches that stand alone (--jit) the value that they mean, and lower-case ones the case that is read."""
+    switches = {
+        f"--{option.name.replace('_', '-')}"
+        for section in vars(Config("")).values()
+        if is_dataclass(section)
+        for option in fields(section)
+        if isinstance(getattr(section, option.name), bool)
+    }
+    spelled: list[str] = []
+    for place, word in enumerate(flags):
+        after = flags[place + 1 : place + 2]
+        if word in switches and (not after or after[0].startswith("--")):
+            spelled += [word, "True"]
+        elif spelled and spelled[-1] in switches and word in ("true", "false"):
+            spelled.append(word.capitalize())
+        else:
+            spelled.append(word)
+    return spelled
 
 
 def _check_resume(base: Config, config: Config, files: Files) -> None:

@@ -56,11 +56,11 @@ def clip_by_norm(gradients: Sequence[Any], norm: Any, bound: Any) -> list[Any]:
 
 
 def clip_by_value(gradients: Sequence[Any], bound: Any) -> list[Any]:
-    """Bring each element into [-bound, bound]."""
+    """Bring each element into [-bound, bound]; NaN and inf stay what they are, by which an overflow is known."""
 
     def clip(tensor: tf.Tensor) -> tf.Tensor:
         limit = tf.cast(bound, tensor.dtype)
-        return tf.clip_by_value(tensor, -limit, limit)
+        return tf.where(tf.math.is_finite(tensor), tf.clip_by_value(tensor, -limit, limit), tensor)
 
     return [_on_values(gradient, clip) for gradient in gradients]
 

@@ -14,6 +14,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from tensorflow.core.framework import attr_value_pb2
 
+from hvdtrain.config.errors import ConfigError
+
 ReduceOp = Literal["sum", "average", "adasum"]
 
 _OPS = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}
@@ -70,6 +72,8 @@ class Collectives:
             wide = tf.cast(tensor, tf.float32)
             wide = self.all_reduce(wide, name=name, op=op, prescale=prescale, postscale=postscale)
             return tf.cast(wide, tensor.dtype)
+        if op == "adasum" and not hvd.mpi_enabled():
+            raise ConfigError("Adasum needs MPI: start with mpirun, or horovodrun --mpi.")
         output = mpi_ops._allreduce(
             _guarded(tensor),
             name=name,
@@ -96,6 +100,8 @@ class Collectives:
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate the ranks' tensors along dim 0, where their sizes may differ."""
+        if tensor.dtype == tf.bfloat16:
+            return tf.bitcast(self.all_gather(tf.bitcast(tensor, tf.uint16), name=name), tf.bfloat16)
         return _unmergeable(mpi_ops.allgather(_guarded(tensor), name=name, ignore_name_scope=True), name)
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:

@@ -8,8 +8,10 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Exchange, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.training.optimizer import refuse_exchange_of_microbatches
 from hvdtrain.training.reduction import Compression, Gradient, GradientReducer, ReductionOptions, scaled
-from hvdtrain.training.variables import unique_paths, unwrap
+from hvdtrain.training.sparse import sum_duplicates
+from hvdtrain.training.variables import as_written, unique_paths, unwrap
 
 ROLE = "accumulated_gradient"
 """Tells its exchanges from those of a tape on the same variables."""
@@ -18,8 +20,8 @@ ROLE = "accumulated_gradient"
 class GradientSum:
     """A running sum of gradients on this replica, in one buffer for each variable.
 
-    A group's first gradients take the buffer's place, so nothing has to be set to zero. Rows of sparse gradients are
-    lined up behind one another; those that share an index are added up by the exchange.
+    A group's first gradients take the buffer's place, so nothing has to be set to zero. Of sparse gradients the rows
+    that were touched are kept, each once: never more than the table.
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:
@@ -80,8 +82,13 @@ class _RowList:
         self._indices = tf.Variable(none, trainable=False, shape=tf.TensorShape([None]), name="gradient_indices")
 
     def add(self, gradient: tf.IndexedSlices, *, first: bool) -> None:
-        for buffer, part in ((self._values, gradient.values), (self._indices, gradient.indices)):
-            buffer.assign(part if first else tf.concat([buffer.read_value(), part], 0))
+        if not first:
+            values = tf.concat([self._values.read_value(), gradient.values], 0)
+            indices = tf.concat([self._indices.read_value(), gradient.indices], 0)
+            gradient = tf.IndexedSlices(values, indices, gradient.dense_shape)
+        rows = sum_duplicates(gradient)
+        self._values.assign(rows.values)
+        self._indices.assign(rows.indices)
 
     def read(self) -> tf.IndexedSlices:
         return tf.IndexedSlices(self._values.read_value(), self._indices.read_value(), tf.constant(self._whole))
@@ -145,6 +152,7 @@ class GradientAccumulator:
         """Microbatches that were added since the last exchange."""
         self._weight = tf.Variable(0.0, trainable=False, name="weight")
 
+    @as_written
     def add(self, gradients: Sequence[Gradient], weight: Any = 1.0) -> tf.Tensor:
         """Add the local gradients of a microbatch and tell whether the group is complete.
 
@@ -158,18 +166,22 @@ class GradientAccumulator:
         self._weight.assign(tf.where(first, weight, self._weight + weight))
         return tf.greater_equal(self.count.assign_add(1), self.steps)
 
+    @as_written
     def reduce(self) -> list[Gradient]:
         """Exchange what was added, on all ranks, and return the gradients of the whole; the next group starts anew."""
         local, weight = self._sum.read(), self._weight.read_value()
         self.count.assign(0)
         if self._op == "adasum":
-            return self._reducer.reduce([scaled(g, 1.0 / weight) for g in local], self._paths, role=ROLE)
+            return self._reducer.reduce(
+                [scaled(g, tf.math.reciprocal_no_nan(weight)) for g in local], self._paths, role=ROLE
+            )
         *reduced, weight = self._reducer.reduce([*local, weight], [*self._paths, "weight"], role=ROLE, exact=["weight"])
         if self._op == "sum":
             return list(reduced)
         factor = tf.math.reciprocal_no_nan(tf.cast(weight, tf.float64))
         return [scaled(gradient, factor) for gradient in reduced]
 
+    @as_written
     def step(self, gradients: Sequence[Gradient], optimizer: Any, weight: Any = 1.0) -> tf.Tensor:
         """Add a microbatch; with the group's last one exchange and let `optimizer` apply the result.
 
@@ -178,6 +190,7 @@ class GradientAccumulator:
         self._build(optimizer)
         return tf.cond(self.add(gradients, weight), lambda: self._apply(optimizer), lambda: tf.constant(False))
 
+    @as_written
     def flush(self, optimizer: Any) -> tf.Tensor:
         """Apply a group that is not complete, at the end of an epoch: with the right scale, since weights are counted.
 
@@ -188,6 +201,7 @@ class GradientAccumulator:
 
     def _build(self, optimizer: Any) -> None:
         """Create the optimizer's variables here: within a branch of a graph they cannot be."""
+        refuse_exchange_of_microbatches(optimizer, "GradientAccumulator")
         if not optimizer.built:
             with tf.init_scope():
                 optimizer.build(self.variables)

@@ -7,8 +7,10 @@ import keras
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.layers.convert import with_sync_batch_norm
+from hvdtrain.layers.recompute import Recompute
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.optimizers import known_optimizers
+from hvdtrain.training.optimizer import refuse_exchange_of_microbatches
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.precision import precision
 
@@ -38,6 +40,8 @@ def check_layers(model: Any, options: StepOptions) -> None:
     Raises:
         ConfigError: naming the option and the layer.
     """
+    if options.jit and any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
+        raise ConfigError("XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out --jit.")
     synchronized = sync_layers(model)
     if not synchronized:
         return
@@ -56,7 +60,7 @@ def built_optimizer(optimizer: Any) -> Any:
     """Return `optimizer` itself, what its name stands for, or what it builds.
 
     Raises:
-        ConfigError: no optimizer, or one that would exchange every microbatch.
+        ConfigError: no optimizer, or one that would exchange gradients once more or for every microbatch.
     """
     if isinstance(optimizer, str):
         known = known_optimizers()
@@ -66,11 +70,7 @@ def built_optimizer(optimizer: Any) -> Any:
             )
         optimizer = known[optimizer.lower()]
     built = _built(optimizer, keras.optimizers.Optimizer)
-    if getattr(built, "inner_optimizer", built).gradient_accumulation_steps:
-        raise ConfigError(
-            "Keras' gradient_accumulation_steps would exchange the gradients of every microbatch: use "
-            "Trainer(..., accumulate=K) or --accumulate K, which exchange once for K microbatches."
-        )
+    refuse_exchange_of_microbatches(built, "Trainer")
     return built
 
 

@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.optim.averaging import averaged_weights
+from hvdtrain.training.precision import has_dynamic_scale
 
 _callbacks = keras.callbacks
 WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
@@ -41,6 +43,7 @@ class KerasCallbacks:
         # Figures of each step have to be waited for: that is done only for somebody who asks for them.
         self._batches = any(_asks_for_batches(callback) for callback in mine)
         self._sums = np.zeros(2)
+        self._logs: dict[str, float] = {}
         self._gather = tf.function(lambda mine: backend.all_gather(mine, name="callbacks/agreement"), autograph=False)
         model.stop_training = False
 
@@ -55,7 +58,7 @@ class KerasCallbacks:
 
     def end(self) -> None:
         """End training."""
-        self._list.on_train_end(None)
+        self._list.on_train_end(dict(self._logs))
 
     def begin_epoch(self, epoch: int) -> None:
         """See `Hooks`."""
@@ -70,12 +73,25 @@ class KerasCallbacks:
     def end_step(self, number: int, totals: tf.Tensor) -> None:
         """See `Hooks`; the loss is the epoch's so far."""
         if self._batches:
-            self._sums += totals.numpy()[:2]
+            sums = totals.numpy()[:2]
+            # A step that was skipped for its overflow is none.
+            self._sums += sums if np.isfinite(sums).all() or not has_dynamic_scale(self._model.optimizer) else 0.0
             self._list.on_train_batch_end(number, {"loss": float(self._sums[0] / self._sums[1])})
+
+    def begin_evaluation(self) -> None:
+        """See `Hooks`."""
+        self._list.on_test_begin()
+
+    def end_evaluation(self, logs: Mapping[str, float]) -> None:
+        """See `Hooks`; batches of an evaluation are not shown one by one."""
+        self._list.on_test_end(dict(logs))
 
     def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
         """See `Hooks`."""
-        self._list.on_epoch_end(epoch, dict(logs))
+        self._logs = dict(logs)
+        # What a callback keeps at this figure are the weights that earned it.
+        with averaged_weights(self._model.optimizer, self._model):
+            self._list.on_epoch_end(epoch, dict(logs))
 
     def stops(self) -> bool:
         """See `Hooks`.
@@ -101,6 +117,11 @@ def _acts(callback: Any, index: int) -> bool:
         raise ConfigError(
             "BackupAndRestore would restore rank 0 alone: a run is continued from a checkpoint, "
             "`python -m hvdtrain --resume RUN_DIR`."
+        )
+    if isinstance(callback, _callbacks.SwapEMAWeights):
+        raise ConfigError(
+            "SwapEMAWeights is not needed: where the optimizer keeps averages (use_ema=True), it is they that are "
+            "evaluated and predict."
         )
     if not isinstance(callback, _callbacks.Callback):
         raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {callback!r}.")

@@ -61,9 +61,14 @@ class KerasTrainStep:
         rate = tf.convert_to_tensor(optimizer.learning_rate)
         samples = _samples(batch)
         self._metrics.reset()
-        optimizer.local_weight = samples
-        logs = model.train_step(keras_data(batch))
-        optimizer.local_weight = None
+        step = getattr(model.train_step, "python_function", model.train_step)
+        with optimizer.counting(samples):
+            logs = step(keras_data(batch))
+        if optimizer.norm is None:
+            raise ConfigError(
+                f"train_step of {type(model).__name__} must apply its gradients with self.optimizer, which exchanges "
+                "them: what it changes otherwise differs from rank to rank."
+            )
         totals = self._totals(batch, logs, samples)
         if not measure:
             return StepResult(totals, None)

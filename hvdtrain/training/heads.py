@@ -31,8 +31,10 @@ def spread(what: str, given: Any, heads: Sequence[str], *, to_all: bool) -> dict
     Raises:
         ConfigError: another number, or a name that no output has.
     """
-    if list(heads) == [ONLY] or given is None:
-        return dict.fromkeys(heads, given)
+    if given is None:
+        return dict.fromkeys(heads)
+    if list(heads) == [ONLY]:
+        return {ONLY: _the_one(what, given) if to_all else given}
     if isinstance(given, dict):
         strangers = [key for key in given if key not in heads]
         if strangers:
@@ -47,6 +49,16 @@ def spread(what: str, given: Any, heads: Sequence[str], *, to_all: bool) -> dict
     if not to_all and len(heads) > 1:
         raise ConfigError(f"{what} must be a dict or list with one entry for each of the outputs {', '.join(heads)}.")
     return dict.fromkeys(heads, given)
+
+
+def _the_one(what: str, given: Any) -> Any:
+    """Return what is meant for a model's one output: the thing itself, or all that a list or dict holds."""
+    if not isinstance(given, dict | list | tuple):
+        return given
+    entries = list(given.values()) if isinstance(given, dict) else list(given)
+    if len(entries) != 1:
+        raise ConfigError(f"{what} has {len(entries)} entries, and the model has one output.")
+    return entries[0]
 
 
 def inputs_for(model: Any, inputs: Any) -> Any:

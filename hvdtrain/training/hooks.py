@@ -18,6 +18,12 @@ class Hooks(Protocol):
     def end_step(self, number: int, totals: tf.Tensor) -> None:
         """Receive a finished step and its totals: weighted loss and weight come first."""
 
+    def begin_evaluation(self) -> None:
+        """Notice that the validation data are about to be evaluated."""
+
+    def end_evaluation(self, logs: Mapping[str, float]) -> None:
+        """Receive the evaluation's loss and metrics."""
+
     def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Receive an epoch's loss and metrics, those of its evaluation with `val_` before their names."""
 
@@ -36,6 +42,12 @@ class NoHooks:
 
     def end_step(self, number: int, totals: tf.Tensor) -> None:
         """Ignore the step."""
+
+    def begin_evaluation(self) -> None:
+        """Ignore the evaluation."""
+
+    def end_evaluation(self, logs: Mapping[str, float]) -> None:
+        """Ignore the evaluation."""
 
     def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Ignore the epoch."""

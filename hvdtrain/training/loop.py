@@ -126,10 +126,13 @@ class TrainingLoop:
 
     def _end_epoch(self, epoch: int) -> None:
         self.ledger.end_epoch()
+        if self._evaluate is not None or not isinstance(self._hooks, NoHooks):
+            self._state.average_statistics(self._backend)
         logs = {"loss": self.ledger.epoch_loss, **self._step.epoch_metrics()}
         if self._evaluate is not None:
-            self._state.average_statistics(self._backend)
+            self._hooks.begin_evaluation()
             outcome = self._evaluate()
+            self._hooks.end_evaluation({"loss": outcome.loss, **outcome.metrics})
             step = self._state.scalars.step
             record = EvaluationRecord(step, epoch, outcome.loss, outcome.seconds, outcome.metrics)
             self.evaluations.append(record)

@@ -90,7 +90,7 @@ def _one_loss(loss: Any) -> LossFunction:
     values_of = keras_loss.call if isinstance(keras_loss, keras.losses.Loss) else keras_loss
 
     def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
-        values = tf.convert_to_tensor(values_of(targets, _at_least_float32(outputs)))
+        values = tf.convert_to_tensor(values_of(*_aligned(targets, _at_least_float32(outputs))))
         return _weighted_sum(values, sample_weight, _mask_of(outputs, values), divide_by_weights=reduction == _WEIGHTED)
 
     return loss_sum
@@ -124,6 +124,25 @@ def _at_least_float32(outputs: Any) -> Any:
     )
 
 
+def _aligned(targets: Any, outputs: Any) -> tuple[Any, Any]:
+    """Give targets the outputs' dtype, and both one rank where a last dim of 1 tells them apart, as Keras does."""
+    if tf.nest.is_nested(targets) or tf.nest.is_nested(outputs):
+        return targets, outputs
+    targets = tf.convert_to_tensor(targets)
+    if targets.dtype != outputs.dtype and targets.dtype != tf.string:
+        targets = tf.cast(targets, outputs.dtype)
+    ranks = targets.shape.rank, outputs.shape.rank
+    if ranks == (1, 2) and outputs.shape[-1] == 1:
+        targets = targets[:, tf.newaxis]
+    elif ranks == (2, 1) and targets.shape[-1] == 1:
+        outputs = outputs[:, tf.newaxis]
+    elif None not in ranks and ranks[0] == ranks[1] + 1 and targets.shape[-1] == 1:
+        targets = tf.squeeze(targets, -1)
+    elif None not in ranks and ranks[1] == ranks[0] + 1 and outputs.shape[-1] == 1:
+        outputs = tf.squeeze(outputs, -1)
+    return targets, outputs
+
+
 def _mask_of(outputs: Any, values: tf.Tensor) -> Any:
     """Return what layers (`mask_zero`) and the loss (`ignore_class`) leave out, or None."""
     masks = [getattr(tensor, "_keras_mask", None) for tensor in (outputs, values)]
@@ -154,6 +173,13 @@ def _weighted_sum(values: tf.Tensor, sample_weight: Any, mask: Any, *, divide_by
 
 def _broadcast(factor: Any, values: tf.Tensor) -> tf.Tensor:
     factor = tf.cast(factor, values.dtype)
+    if factor.shape.rank == values.shape.rank + 1 and factor.shape[-1] == 1:
+        factor = tf.squeeze(factor, -1)
+    if factor.shape.rank > values.shape.rank:
+        raise ConfigError(
+            f"Sample weights or masks of shape {tuple(factor.shape)} do not fit losses of shape {tuple(values.shape)}: "
+            "one for each sample is needed."
+        )
     while factor.shape.rank < values.shape.rank:
         factor = factor[..., tf.newaxis]
     return tf.broadcast_to(factor, tf.shape(values))

@@ -11,7 +11,8 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.heads import ONLY, heads_of, spread
 from hvdtrain.training.metrics import BoundMetric, MetricSet
 
-ACCURACY = "accuracy"
+ACCURACIES = ("accuracy", "acc")
+"""Names whose meaning depends on targets and outputs."""
 
 
 class MetricSpec:
@@ -48,7 +49,7 @@ class MetricSpec:
         for spec, weighted in self._given:
             for head, metrics in _for_heads(spec, list(heads)).items():
                 for metric in metrics:
-                    made = _accuracy_for(labels[head], heads[head]) if metric == ACCURACY else metric
+                    made = _accuracy_for(metric, labels[head], heads[head]) if isinstance(metric, str) else metric
                     name = made.name if head == ONLY else f"{head}_{made.name}"
                     bound.append(BoundMetric(name, made, head, weighted))
         _refuse_twins([b.name for b in bound])
@@ -86,22 +87,24 @@ def _name(metric: Any) -> str:
     return metric if isinstance(metric, str) else str(metric.name)
 
 
-def _accuracy_for(targets: Any, outputs: Any) -> Any:
+def _accuracy_for(name: str, targets: Any, outputs: Any) -> Any:
     """Return the accuracy that Keras means by the name: binary, categorical or sparse, by the shapes."""
     if outputs.shape[-1] == 1:
-        return keras.metrics.BinaryAccuracy(name=ACCURACY)
+        return keras.metrics.BinaryAccuracy(name=name)
     if targets.shape.rank == outputs.shape.rank and targets.shape[-1] == outputs.shape[-1]:
-        return keras.metrics.CategoricalAccuracy(name=ACCURACY)
-    return keras.metrics.SparseCategoricalAccuracy(name=ACCURACY)
+        return keras.metrics.CategoricalAccuracy(name=name)
+    return keras.metrics.SparseCategoricalAccuracy(name=name)
 
 
 def _metric(metric: Any) -> Any:
-    if metric in (ACCURACY, "acc"):
-        return ACCURACY
+    if metric in ACCURACIES:
+        return metric
     try:
         built = keras.metrics.get(metric)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"Unknown metric {metric!r}: {error}") from error
-    if isinstance(built, keras.metrics.Metric):
-        return built
-    return keras.metrics.MeanMetricWrapper(built, name=getattr(built, "__name__", str(metric)))
+    name = metric if isinstance(metric, str) else getattr(built, "__name__", None)
+    if not isinstance(built, keras.metrics.Metric):
+        return keras.metrics.MeanMetricWrapper(built, name=name or str(metric))
+    # As in Model.compile: what was asked for as "mae" is called so in the logs.
+    return type(built).from_config({**built.get_config(), "name": name}) if isinstance(metric, str) else built

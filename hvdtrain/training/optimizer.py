@@ -1,6 +1,7 @@
 """A Keras optimizer that is given local gradients and applies those of all replicas."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.clipping import Clipping, global_norm
 from hvdtrain.training.precision import loss_scale_of
 from hvdtrain.training.reduction import Compression, GradientReducer, ReductionOptions, scaled
-from hvdtrain.training.variables import unique_paths
+from hvdtrain.training.variables import as_written, unique_paths
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -49,11 +50,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         exchange: Exchange | None = None,
         name: str = "distributed",
     ) -> None:
-        if inner_optimizer.gradient_accumulation_steps:
-            raise ConfigError(
-                "Keras' gradient_accumulation_steps would exchange every microbatch: add up gradients with "
-                "hvdtrain.GradientAccumulator, which exchanges once."
-            )
+        refuse_exchange_of_microbatches(inner_optimizer, "DistributedOptimizer")
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.local_weight: Any = None
@@ -66,7 +63,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables."""
-        self.inner_optimizer.build(variables)
+        # Keras' LossScaleOptimizer would make its scale anew.
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
         super().build(variables)
 
     @property
@@ -74,6 +73,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """The inner optimizer's variables."""
         return list(self.inner_optimizer.variables)
 
+    @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchange `grads` and let the inner optimizer apply the result; every replica must call it."""
         variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
@@ -83,16 +83,29 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         reduced = self._clipped(self._reduced(list(grads), unique_paths(variables)))
         self.inner_optimizer.apply(reduced, variables)
 
+    @contextmanager
+    def counting(self, weight: tf.Tensor) -> Iterator[None]:
+        """Let this replica's gradients count `weight` for a while, at whose end `norm` tells whether there were any."""
+        self.local_weight, self.norm = weight, None
+        try:
+            yield
+        finally:
+            self.local_weight = None
+
     def _reduced(self, gradients: list[Any], paths: list[str]) -> list[Any]:
         exchange = self._exchange or current_exchange()
-        if self.local_weight is None or self._options.op != "average":
+        if self.local_weight is None:
             return GradientReducer(exchange, self._options).reduce(gradients, paths)
+        if self._options.op == "adasum":
+            present = tf.cast(self.local_weight > 0, tf.float32)
+            return GradientReducer(exchange, self._options).reduce([scaled(g, present) for g in gradients], paths)
         reducer = GradientReducer(exchange, replace(self._options, op="sum"))
         weight = tf.cast(self.local_weight, tf.float32)
         *sums, total = reducer.reduce(
             [*(scaled(g, weight) for g in gradients), weight], [*paths, "weight"], exact=["weight"]
         )
-        factor = tf.math.reciprocal_no_nan(tf.cast(total, tf.float64))
+        times = exchange.size if self._options.op == "sum" else 1
+        factor = times * tf.math.reciprocal_no_nan(tf.cast(total, tf.float64))
         return [scaled(gradient, factor) for gradient in sums]
 
     def _clipped(self, gradients: list[Any]) -> list[Any]:
@@ -142,3 +155,23 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """Make one from its configuration."""
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
         return cls(inner, **config)
+
+
+def refuse_exchange_of_microbatches(optimizer: Any, within: str) -> None:
+    """Refuse an optimizer that would exchange gradients, or gather microbatches, where `within` does both.
+
+    Raises:
+        ConfigError: a DistributedOptimizer, or one with Keras' `gradient_accumulation_steps`.
+    """
+    while optimizer is not None:
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ConfigError(
+                f"{within} exchanges gradients, and DistributedOptimizer would do it again: pass its inner optimizer."
+            )
+        if optimizer.gradient_accumulation_steps:
+            raise ConfigError(
+                "Keras' gradient_accumulation_steps would exchange the gradients of every microbatch: use "
+                "Trainer(..., accumulate=K), --accumulate K or hvdtrain.GradientAccumulator, which exchange once for K "
+                "microbatches."
+            )
+        optimizer = getattr(optimizer, "inner_optimizer", None)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.exchange import CompressionName, ExchangeConfig, ReduceOpName, SparseName
 from hvdtrain.config.precision import PrecisionName
@@ -81,10 +83,21 @@ def step_options(given: dict[str, Any]) -> StepOptions:
     """Return the options named in `given`.
 
     Raises:
-        ConfigError: an unknown name, or options that exclude one another.
+        ConfigError: an unknown name, a value that is none of its option's, or options that exclude one another.
     """
     known = {field.name: "" for field in fields(StepOptions)}
     for name in given:
         if name not in known:
             raise ConfigError(f"Trainer takes no option {name!r}.{suggestion(name, known)}")
-    return StepOptions(**given)
+    try:
+        return TypeAdapter(StepOptions).validate_python(given)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(detail) for detail in error.errors())) from error
+
+
+def _line(detail: Any) -> str:
+    name = ".".join(str(key) for key in detail["loc"])
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    return f"{name}: {detail['msg']}. Received: {detail['input']!r}."

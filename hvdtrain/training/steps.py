@@ -82,6 +82,8 @@ class OurSteps:
 
     def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> TrainStep:
         """See `Steps`."""
+        if not self._model.trainable_variables:
+            raise ConfigError(f"{type(self._model).__name__} {self._model.name!r} has no trainable variables.")
         options = self._options
         length = per_microbatch(batch, self._backend.size, options.accumulate) if options.accumulate > 1 else None
         key = (length, epoch_metrics)
@@ -157,8 +159,8 @@ class KerasSteps:
             self._optimizer,
             objective.loss,
             loss_weights=objective.loss_weights,
-            metrics=list(objective.metrics) if isinstance(objective.metrics, tuple) else objective.metrics,
-            weighted_metrics=list(objective.weighted_metrics) or None,
+            metrics=_as_list(objective.metrics),
+            weighted_metrics=_as_list(objective.weighted_metrics) or None,
             jit_compile=False,
             auto_scale_loss=False,
         )
@@ -185,3 +187,7 @@ class KerasSteps:
 
     def compile_for_callbacks(self) -> None:
         """See `Steps`: the model is compiled already."""
+
+
+def _as_list(given: Any) -> Any:
+    return list(given) if isinstance(given, tuple) else given

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Exchange, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.training.reduction import Compression, GradientReducer, ReductionOptions
-from hvdtrain.training.variables import path_of, unique_paths, unwrap
+from hvdtrain.training.variables import as_written, path_of, unique_paths, unwrap
 
 
 class DistributedGradientTape:
@@ -63,6 +63,7 @@ class DistributedGradientTape:
         """Pass `watch`, `stop_recording` and the like on to the wrapped tape."""
         return getattr(self._tape, name)
 
+    @as_written
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
         """Return d target / d sources, reduced over all ranks, in the structure of `sources`."""
         flat = tf.nest.flatten(sources)

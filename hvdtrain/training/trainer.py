@@ -175,7 +175,8 @@ class Trainer:
                 begin with them; the whole data on every rank.
             batch: samples per step over all ranks, for arrays.
         """
-        return self._predictor(prediction_batches(inputs, self.backend, batch=batch))
+        with averaged_weights(self.optimizer, self.model):
+            return self._predictor(prediction_batches(inputs, self.backend, batch=batch))
 
     def build(self, data: TrainingData) -> None:
         """Create the variables of model and optimizer, if they are not there, and check loss and metrics."""
@@ -226,10 +227,11 @@ class Trainer:
         self.broadcast_state()
         observers = observers or BaseObserver()
         observers.on_start(info or self._info(data, plan))
+        step = self._steps.train_step(self.state, data.batch, epoch_metrics=hooks is not None)
         loop = TrainingLoop(
             self.backend,
             self.state,
-            self._steps.train_step(self.state, data.batch, epoch_metrics=hooks is not None),
+            step,
             data,
             observers,
             evaluate=None if validation is None else lambda: self._evaluate(validation),
@@ -238,7 +240,9 @@ class Trainer:
         )
         if hooks is not None:
             hooks.begin()
+        step.epoch_metrics()  # an earlier training may have ended within an epoch
         loop.run(plan)
+        self.state.average_statistics(self.backend)
         if hooks is not None:
             hooks.end()
         scalars = self.state.scalars

@@ -1,9 +1,16 @@
 """The door at which Keras variables stop: below it everything is a tf.Variable."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import tensorflow as tf
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def as_written(function: F) -> F:
+    """Keep AutoGraph, which a user's `tf.function` brings along, from rewriting `function` and all that it calls."""
+    return cast(F, tf.autograph.experimental.do_not_convert(function))
 
 
 def unwrap(variable: Any) -> tf.Variable:

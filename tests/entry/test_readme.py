@@ -90,6 +90,7 @@ def test_each_piece_trains_in_a_loop_of_ones_own(tmp_path, controller, size):
     assert all(fell == "True" for _, fell, _ in found), found
     assert len({(number, weights) for number, _, weights in found}) == 7, "the ranks drifted apart"
     assert job.out.count("OPTIONS True") == size, job.text[-4000:]
+    assert "WARNING" not in job.text.replace("WARNING: All log messages before absl", "")
 
 
 def test_own_model_and_data(tmp_path):

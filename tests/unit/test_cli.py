@@ -371,3 +371,10 @@ def test_a_schedule_that_a_resumed_run_stretches_is_said(run_dir):
     assert stretched_schedule(before, before) is None
     constant = replace(more, optim=replace(more.optim, schedule="constant"))
     assert stretched_schedule(constant, replace(before, optim=constant.optim)) is None
+
+
+def test_switches_may_stand_alone():
+    config = parse(["--jit", "--epochs", "3", "--recompute=False", "--shuffle", "false", "--sync-batch-norm"]).config
+    training = config.training
+    assert (training.jit, training.recompute, training.sync_batch_norm, training.epochs) == (True, False, True, 3)
+    assert config.data.shuffle is False

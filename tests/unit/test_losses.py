@@ -145,3 +145,40 @@ def test_the_gradient_is_that_of_kerass_mean():
         got = summed_loss(loss)(LABELS, logits, WEIGHTS["one per sample"])
         ours, theirs = got.total / got.weight, loss(LABELS, logits, sample_weight=WEIGHTS["one per sample"])
     np.testing.assert_allclose(tape.gradient(ours, logits), tape.gradient(theirs, logits), rtol=1e-5, atol=1e-8)
+
+
+RANKS = [([8], [8, 1]), ([8, 1], [8]), ([8, 1], [8, 1]), ([8, 5], [8, 5]), ([8, 5, 1], [8, 5])]
+
+
+@pytest.mark.parametrize(("targets", "outputs"), RANKS)
+@pytest.mark.parametrize(
+    "loss",
+    ["hinge", "squared_hinge", "poisson", "kl_divergence", "binary_crossentropy", "mse", lambda a, b: (a - b) ** 2],
+)
+@pytest.mark.parametrize("dtype", ["float32", "int64", "float64"])
+def test_targets_of_another_rank_and_type_are_taken_as_keras_takes_them(loss, targets, outputs, dtype):
+    rng = np.random.default_rng(4)
+    y = (rng.random(targets) > 0.5).astype(dtype)
+    x = tf.constant(rng.random(outputs), tf.float32)
+    model = keras.Sequential([keras.Input(outputs[1:]), keras.layers.Identity()])
+    model.compile("sgd", loss, auto_scale_loss=False)
+    expected = float(model.evaluate(x, y, batch_size=8, verbose=0))
+    part = summed_loss(loss)(tf.constant(y), x, None)
+    assert float(part.total / part.weight) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_sample_weights_may_have_a_last_dim_of_one_and_must_fit():
+    x, y = tf.constant([[1.0], [2.0]]), tf.constant([[0.0], [0.0]])
+    part = summed_loss("mse")(y, x, tf.constant([[2.0], [1.0]]))
+    assert float(part.total) == 2.0 * 1.0 + 1.0 * 4.0
+    with pytest.raises(ConfigError, match=r"of shape \(2, 3\) do not fit losses of shape \(2,\)"):
+        summed_loss("mse")(y, x, tf.ones([2, 3]))
+
+
+@pytest.mark.parametrize("loss", [["mse"], {"out": "mse"}])
+def test_the_loss_of_one_output_may_stand_in_a_list_or_dict(loss):
+    x, y = tf.constant([[1.0], [2.0]]), tf.constant([[0.0], [0.0]])
+    part = summed_loss(loss, [2.0])(y, x, None)
+    assert float(part.total / part.weight) == 5.0
+    with pytest.raises(ConfigError, match="loss has 2 entries, and the model has one output"):
+        summed_loss(["mse", "mae"])(y, x, None)

@@ -39,17 +39,48 @@ def synchronized():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), norm])
 
 
+def recomputing():
+    return keras.Sequential([keras.Input((4,)), hvdtrain.Recompute(keras.layers.Dense(4))])
+
+
 class Subclassed(keras.Model):
     def call(self, inputs):
         return inputs
 
 
 class OwnStep(keras.Model):
-    def train_step(self, data):
-        return {"accuracy": 1.0}
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
 
     def call(self, inputs):
-        return inputs
+        return self.dense(inputs)
+
+    def gradients(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(data[0])))
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, data):
+        _, gradients = self.gradients(data)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"accuracy": 1.0}
+
+
+class OwnStepByHand(OwnStep):
+    def train_step(self, data):
+        loss, gradients = self.gradients(data)
+        for variable, gradient in zip(self.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.1 * gradient)
+        return {"loss": loss}
+
+
+class OwnStepCompiled(OwnStep):
+    @tf.function
+    def train_step(self, data):
+        loss, gradients = self.gradients(data)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
 
 
 class OwnStepOfNorms(OwnStep):
@@ -84,6 +115,19 @@ class OwnStepOfNorms(OwnStep):
         ({"model": OwnStep, "accumulate": 2}, "OwnStep has a step of its own, in which accumulate can do nothing"),
         ({"model": OwnStep, "jit": True}, "OwnStep has a step of its own, in which jit can do nothing"),
         ({"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)}, "accumulate=K"),
+        ({"optimizer": LossScaleOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))}, "accumulate=K"),
+        ({"optimizer": DistributedOptimizer(keras.optimizers.SGD())}, "Trainer exchanges gradients, and Distributed"),
+        (
+            {"model": recomputing, "jit": True},
+            "XLA merges the second forward pass of hvdtrain.Recompute with the first",
+        ),
+        ({"precision": "float16"}, "precision: Input should be 'float32', 'mixed_float16' or 'mixed_bfloat16'"),
+        ({"jit": "perhaps"}, "jit: Input should be a valid boolean"),
+        ({"sparse_gradients": "x"}, "sparse_gradients: Input should be 'auto', 'gather' or 'dense'. Received: 'x'."),
+        ({"accumulate": 2.5}, "accumulate: Input should be a valid integer"),
+        ({"clip_norm": "much"}, "clip_norm: Input should be a valid number"),
+        ({"reduce_op": "mean"}, "reduce_op: Input should be 'average', 'sum' or 'adasum'. Received: 'mean'."),
+        ({"compression": "int8"}, "compression: Input should be 'none', 'fp16' or 'bf16'. Received: 'int8'."),
     ],
 )
 def test_what_cannot_work_is_refused(options, said):
@@ -282,8 +326,101 @@ def test_the_distributing_optimizer_is_its_inner_one():
     assert isinstance(again, DistributedOptimizer)
     assert isinstance(again.inner_optimizer, keras.optimizers.Adam)
     assert again.get_config() == optimizer.get_config()
-    with pytest.raises(ConfigError, match=r"hvdtrain.GradientAccumulator, which exchanges once"):
+    with pytest.raises(ConfigError, match=r"hvdtrain.GradientAccumulator, which exchange once"):
         DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))
+
+
+def test_a_train_step_must_use_the_optimizer_that_exchanges():
+    with pytest.raises(ConfigError, match=r"train_step of OwnStepByHand must apply its gradients with self\.optimizer"):
+        Trainer(OwnStepByHand(), "sgd", "mse").fit((X, X), batch=16, verbose=False)
+
+
+def test_a_train_step_may_be_a_tf_function():
+    mine = Trainer(OwnStepCompiled(), "sgd", "mse", weighted_metrics=["mae"])
+    before = mine.evaluate((X, 0 * X)).loss
+    mine.fit((X, 0 * X), batch=16, epochs=5, verbose=False)
+    assert mine.evaluate((X, 0 * X)).loss < before
+
+
+def test_a_train_steps_loss_scale_is_in_the_state():
+    mine = Trainer(OwnStepCompiled(), LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    mine.fit((X, X), batch=16, verbose=False)
+    assert any(v is mine.optimizer.dynamic_scale.value for v in mine.state.variables().values())
+
+
+def test_nothing_to_train_is_said():
+    frozen = model()
+    frozen.trainable = False
+    with pytest.raises(ConfigError, match="has no trainable variables"):
+        Trainer(frozen, "sgd", "mse").fit((X, X), batch=16, verbose=False)
+
+
+@pytest.mark.parametrize("bound", [{"clip_norm": 1.0}, {"clip_value": 1.0}])
+def test_bounds_do_not_hide_an_overflow(bound):
+    large = 1e4 * X
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    scales = []
+    for options in ({}, bound):
+        each = Trainer(model, "sgd", loss, precision="mixed_float16", **options)
+        each.fit((large, Y), batch=16, epochs=1, verbose=False)
+        scales.append((float(each.optimizer.dynamic_scale), int(each.optimizer.inner_optimizer.iterations)))
+    assert scales[0] == scales[1]
+    assert scales[0][0] < LossScaleOptimizer(keras.optimizers.SGD()).initial_scale, "nothing overflowed"
+
+
+def test_an_accumulator_refuses_an_optimizer_that_exchanges():
+    variable = keras.Variable([1.0])
+    accumulator = GradientAccumulator([variable], steps=2)
+    with pytest.raises(ConfigError, match="GradientAccumulator exchanges gradients, and DistributedOptimizer would"):
+        accumulator.step([tf.constant([1.0])], DistributedOptimizer(keras.optimizers.SGD()))
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps would exchange"):
+        accumulator.step([tf.constant([1.0])], keras.optimizers.SGD(gradient_accumulation_steps=2))
+
+
+def test_rows_are_kept_once():
+    """Ten thousand look-ups in a table of a hundred rows never take more than the table."""
+    table = keras.Variable(np.zeros((100, 4), "float32"))
+    accumulator = GradientAccumulator([table], steps=8, sparse_as_dense=False)
+    rows = np.random.default_rng(0).integers(0, 100, 10000)
+    for _ in range(8):
+        accumulator.add([tf.IndexedSlices(tf.ones([10000, 4]), tf.constant(rows), tf.constant([100, 4]))])
+        (buffer,) = accumulator._sum._buffers
+        assert (
+            buffer._values.shape[0] <= 100 if buffer._values.shape[0] else buffer._values.read_value().shape[0] <= 100
+        )
+    (gradient,) = accumulator.reduce()
+    dense = tf.convert_to_tensor(gradient)
+    np.testing.assert_allclose(dense[:, 0], np.bincount(rows, minlength=100))
+
+
+def test_predictions_are_those_of_what_is_evaluated():
+    """Both of the averages, where the optimizer keeps some."""
+    one = Trainer(model(), keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9), "mse")
+    one.fit((X, X), batch=8, epochs=2, verbose=False)
+    predicted = one.predict(X)
+    assert float(np.mean((predicted - X) ** 2)) == pytest.approx(one.evaluate((X, X)).loss, rel=1e-5)
+    assert float(np.mean((np.asarray(one.model(X)) - X) ** 2)) != pytest.approx(one.evaluate((X, X)).loss, rel=1e-5)
+
+
+def test_metrics_are_called_what_they_were_asked_for_as():
+    """As Model.fit does, so that callbacks find them."""
+    one = Trainer(model(), "sgd", "mse", metrics=["mae", "MeanSquaredError"])
+    stop = keras.callbacks.EarlyStopping("val_mae", patience=0, min_delta=100.0, mode="min")
+    result = one.fit((X, X), batch=16, epochs=5, validation_data=(X, X), callbacks=[stop], verbose=False)
+    assert result.steps == 4
+    assert {"mae", "val_mae", "MeanSquaredError", "val_loss"} <= set(result.history)
+
+
+def test_callbacks_hear_of_evaluations_and_of_the_end():
+    heard = []
+    note = keras.callbacks.LambdaCallback(on_train_end=lambda logs: heard.append(("end", set(logs))))
+    note.on_test_begin = lambda logs=None: heard.append("test begins")
+    note.on_test_end = lambda logs=None: heard.append(("test ends", set(logs)))
+    trainer(metrics=["accuracy"]).fit((X, Y), batch=16, validation_data=(X, Y), callbacks=[note], verbose=False)
+    names = {"loss", "accuracy"}
+    assert heard == ["test begins", ("test ends", names), ("end", names | {"val_loss", "val_accuracy"})]
+    with pytest.raises(ConfigError, match="SwapEMAWeights is not needed"):
+        trainer().fit((X, Y), batch=16, callbacks=[keras.callbacks.SwapEMAWeights()], verbose=False)
 
 
 def test_a_train_step_must_tell_its_loss():
