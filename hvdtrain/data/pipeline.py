@@ -52,7 +52,7 @@ class ArrayTraining:
         per_replica(batch, size)
         self.batch = batch
         self.steps_per_epoch = -(-source.size // batch)
-        self._source = source
+        self.source = source
         self._index = index
         self._size = size
         self._seed = seed
@@ -64,7 +64,7 @@ class ArrayTraining:
         An epoch's last, short batch comes from a stream of its own: every stream has one static shape, and what is
         known about its batches is known when the step is compiled.
         """
-        full, tail = divmod(self._source.size, self.batch)
+        full, tail = divmod(self.source.size, self.batch)
         epoch, within = divmod(start_step, self.steps_per_epoch)
         whole = self._stream(epoch, within, 0, full, self.batch) if full else iter(())
         rest = self._stream(epoch, 0, full, 1, tail) if tail else iter(())
@@ -82,16 +82,16 @@ class ArrayTraining:
             return tf.data.Dataset.from_tensor_slices(mine)
 
         epochs = tf.data.Dataset.range(epoch, tf.int64.max)
-        elements = epochs.flat_map(_plain(numbers_of)).skip(skip).map(_plain(self._source.gather)).prefetch(PREFETCH)
-        return (as_batch(part, present, samples, finite=self._source.finite or None) for part in elements)
+        elements = epochs.flat_map(_plain(numbers_of)).skip(skip).map(_plain(self.source.gather)).prefetch(PREFETCH)
+        return (as_batch(part, present, samples, finite=self.source.finite or None) for part in elements)
 
     def _order(self, epoch: tf.Tensor) -> tf.Tensor:
         """Return the sample numbers [samples] in the order of `epoch`."""
-        places = tf.range(tf.constant(self._source.size, tf.int64))
+        places = tf.range(tf.constant(self.source.size, tf.int64))
         if not self._shuffle:
             return places
         key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
-        return tf.random.experimental.index_shuffle(places, key, self._source.size - 1)
+        return tf.random.experimental.index_shuffle(places, key, self.source.size - 1)
 
 
 class DatasetTraining:

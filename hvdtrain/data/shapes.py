@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
+from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.data.targets import Shape, check_targets
 
@@ -25,13 +26,18 @@ def check_shapes(model: keras.Model, splits: DataSplits, loss: Any = None) -> No
         DataError: the shapes of both, or the labels and outputs that do not fit.
     """
     for source in (splits.train, splits.validation):
-        inputs, targets = source.elements[:2]
-        _check_inputs(_inputs(model), inputs, source.name)
-        specs = _outputs(model)
-        for output, array in _paired(specs, targets):
-            one, known = _loss_of(loss, list(specs), output)
-            if known:
-                check_targets(array, specs[output], one, source=source.name, output=_label(specs, output))
+        check_source(model, source, loss)
+
+
+def check_source(model: keras.Model, source: ArraySource, loss: Any = None) -> None:
+    """Do what `check_shapes` does, for training or validation samples alone."""
+    inputs, targets = source.elements[:2]
+    _check_inputs(_inputs(model), inputs, source.name)
+    specs = _outputs(model)
+    for output, array in _paired(specs, targets):
+        one, known = _loss_of(loss, list(specs), output)
+        if known:
+            check_targets(array, specs[output], one, source=source.name, output=_label(specs, output))
 
 
 def _inputs(model: keras.Model) -> dict[str, Shape]:

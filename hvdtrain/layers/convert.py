@@ -20,9 +20,9 @@ def with_sync_batch_norm(model: Any) -> Any:
         ConfigError: `model` has no BatchNormalization, is not built, or holds one where it cannot be replaced: within
             a subclassed model or layer, a wrapper, or with `renorm` or `synchronized`; or a layer cannot be copied.
     """
-    if not _holds_batch_norm(model) and sync_layers(model):
+    if not _holds(model, keras.layers.BatchNormalization) and sync_layers(model):
         return model
-    if not _holds_batch_norm(model):
+    if not _holds(model, keras.layers.BatchNormalization):
         raise ConfigError(
             "Synchronized batch normalization has no effect: the model has no BatchNormalization layer. "
             f"Received: {_described(model)}. Leave the option out."
@@ -32,22 +32,36 @@ def with_sync_batch_norm(model: Any) -> Any:
             "A model must be built before its BatchNormalization layers are replaced. Received: "
             f"{_described(model)}, not built. Give it a keras.Input, or call build() first."
         )
-    copy = _Replacement()(model)
+    return _copied(model, keras.layers.BatchNormalization, SyncBatchNormalization)
+
+
+def without_sync_batch_norm(model: Any) -> Any:
+    """Return a copy of `model` with `keras.layers.BatchNormalization` in place of every SyncBatchNormalization.
+
+    It undoes `with_sync_batch_norm`: the copy computes the same in inference, and loads where hvdtrain is not.
+    """
+    return _copied(model, SyncBatchNormalization, keras.layers.BatchNormalization)
+
+
+def _copied(model: Any, old: Any, new: Any) -> Any:
+    copy = _Replacement(old, new)(model)
     if [v.path for v in copy.weights] != [v.path for v in model.weights]:
         raise ConfigError(
             f"Replacing the BatchNormalization layers would change the names of the weights of {_described(model)}. "
             "Use hvdtrain.SyncBatchNormalization in the model's code instead."
         )
     # `variables` has the states of random generators besides, which Keras numbers over all models.
-    for new, old in zip(copy.variables, model.variables, strict=True):
-        new.assign(old)
+    for mine, theirs in zip(copy.variables, model.variables, strict=True):
+        mine.assign(theirs)
     return copy
 
 
 class _Replacement:
     """Copies layers and models, each one once: a layer that is shared stays shared."""
 
-    def __init__(self) -> None:
+    def __init__(self, old: Any, new: Any) -> None:
+        self._old = old
+        self._new = new
         self._done: dict[int, Any] = {}
 
     def __call__(self, layer: Any) -> Any:
@@ -58,9 +72,9 @@ class _Replacement:
     def _copy(self, layer: Any) -> Any:
         if isinstance(layer, keras.Model) and _is_of_keras(layer):
             return keras.models.clone_model(layer, clone_function=self)
-        if type(layer) is keras.layers.BatchNormalization:
-            return SyncBatchNormalization(**layer.get_config())
-        if _holds_batch_norm(layer):
+        if type(layer) is self._old:
+            return self._new(**layer.get_config())
+        if _holds(layer, self._old):
             raise ConfigError(
                 "A BatchNormalization layer can be replaced in Functional and Sequential models only. Received: "
                 f"{_described(layer)}, which holds one inside. Use hvdtrain.SyncBatchNormalization in its code."
@@ -74,10 +88,10 @@ class _Replacement:
             ) from error
 
 
-def _holds_batch_norm(operation: Any) -> bool:
+def _holds(operation: Any, kind: type) -> bool:
     # What a Functional model computes with keras.ops is an operation, but no layer.
     inner = operation._flatten_layers() if isinstance(operation, keras.layers.Layer) else []
-    return any(type(layer) is keras.layers.BatchNormalization for layer in inner)
+    return any(type(layer) is kind for layer in inner)
 
 
 def _is_of_keras(layer: Any) -> bool:

@@ -44,6 +44,8 @@ class RunInfo:
     """Microbatches that a rank's part of the batch is cut into."""
     learning_rate: str = ""
     """The learning rate in one phrase: its peak, what that was scaled from, warm-up, schedule."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the step that are not at their defaults."""
     threads: int | None = None
     """Threads an operation may use on each rank, where it is known."""
 

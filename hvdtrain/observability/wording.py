@@ -81,6 +81,8 @@ def header(info: RunInfo) -> list[tuple[str, str]]:
         ("batch", _batch(info)),
         ("steps", _steps(info)),
     ]
+    if info.options:
+        lines.append(("options", ", ".join(_option(name, value) for name, value in info.options.items())))
     return lines + ([("run folder", str(info.run_dir))] if info.run_dir else [])
 
 
@@ -100,6 +102,10 @@ def _batch(info: RunInfo) -> str:
     if info.learning_rate:
         parts.append(f"learning rate {info.learning_rate}")
     return ", ".join(parts)
+
+
+def _option(name: str, value: Any) -> str:
+    return name if value is True else f"{name} {value}"
 
 
 def _steps(info: RunInfo) -> str:

@@ -1,8 +1,13 @@
 """The only place that calls Horovod's collectives.
 
-Horovod's data ops carry no state, so TensorFlow's graph optimizer merges two with equal inputs and
-folds one with a constant input into a constant. Here each op gets an attribute of its own, which
-keeps it from being merged, and its input passes through an op that is never folded.
+Horovod's data ops carry no state, so TensorFlow takes two with equal inputs for one, and one with a constant input for
+a constant: its first result is kept, and the op never runs again. Where the input is constant on one rank only, the
+others wait for it for ever. Three things keep each op what it is:
+
+- an attribute of its own, by which the graph optimizer (Grappler) does not merge it with another;
+- an input that passes through PlaceholderWithDefault, which Grappler does not fold;
+- an empty `_scoped_allocator`, for which the runtime's own constant folding, which every function goes through when it
+  is first called, leaves an op alone (`IsConstantFoldable` in tensorflow/core/common_runtime/constant_folding.cc).
 """
 
 import zlib
@@ -39,10 +44,12 @@ def _guarded(tensor: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
 
 
-def _unmergeable(output: Any, name: str) -> Any:
+def _kept(output: Any, name: str) -> Any:
     if not tf.executing_eagerly():
         first = output[0] if isinstance(output, list | tuple) else output
         first.op._set_attr("_hvd_uid", attr_value_pb2.AttrValue(i=zlib.crc32(name.encode())))
+        none = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue())
+        first.op._set_attr("_scoped_allocator", none)
     return output
 
 
@@ -82,7 +89,7 @@ class Collectives:
             postscale_factor=postscale / self.size if op == "average" else postscale,
             ignore_name_scope=True,
         )
-        return _unmergeable(output, name)
+        return _kept(output, name)
 
     def grouped_all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
@@ -96,13 +103,13 @@ class Collectives:
             postscale_factor=postscale,
             ignore_name_scope=True,
         )
-        return list(_unmergeable(outputs, name))
+        return list(_kept(outputs, name))
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate the ranks' tensors along dim 0, where their sizes may differ."""
         if tensor.dtype == tf.bfloat16:
             return tf.bitcast(self.all_gather(tf.bitcast(tensor, tf.uint16), name=name), tf.bfloat16)
-        return _unmergeable(mpi_ops.allgather(_guarded(tensor), name=name, ignore_name_scope=True), name)
+        return _kept(mpi_ops.allgather(_guarded(tensor), name=name, ignore_name_scope=True), name)
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Cut `tensor` into equal parts along dim 0, send part i to rank i, and line up what came, by rank.
@@ -110,7 +117,7 @@ class Collectives:
         Dim 0 must be the same multiple of the axis' size on all ranks; the result has the shape of `tensor`.
         """
         output = mpi_ops.alltoall(_guarded(tensor), name=name, ignore_name_scope=True)
-        return tf.ensure_shape(_unmergeable(output, name), tensor.shape)
+        return tf.ensure_shape(_kept(output, name), tensor.shape)
 
     def broadcast(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
         """Return `root`'s tensor on every rank; dtypes that Horovod does not move travel as bits."""
@@ -122,4 +129,4 @@ class Collectives:
             bits = self.broadcast(tf.bitcast(tensor, signed), root=root, name=name)
             return tf.bitcast(bits, tensor.dtype)
         output = mpi_ops.broadcast(_guarded(tensor), root, name=name, ignore_name_scope=True)
-        return _unmergeable(output, name)
+        return _kept(output, name)

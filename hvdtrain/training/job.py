@@ -19,6 +19,7 @@ from hvdtrain.data.pipeline import ArrayTraining, evaluation_batches
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.shapes import check_shapes
 from hvdtrain.data.splits import DataSplits
+from hvdtrain.layers.convert import without_sync_batch_norm
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, Observers, RunInfo
@@ -33,16 +34,12 @@ from hvdtrain.optim.scaling import describe_rate, scaled_learning_rate
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.terminal import on_terminal
-from hvdtrain.training.compression_probe import compression_cost, compression_warning
 from hvdtrain.training.folder import RunFolder, create, opened
 from hvdtrain.training.loop import Plan
 from hvdtrain.training.microbatches import per_microbatch
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.result import FitResult, summary_of
 from hvdtrain.training.trainer import Trainer
-
-TINY_BATCH = 8
-"""Samples per rank and step below which overhead and exchange outweigh the work."""
 
 
 def train(session: Session, config: Config, path: Path, *, resume: bool = False) -> dict[str, Any]:
@@ -71,16 +68,14 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
         create(path)
     trainer.broadcast_state()
     _refuse_finished(trainer, plan)
-    cost = compression_cost(backend, trainer.state.parameters(), config.exchange.compression)
     observers = _observers(config, session, folder) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
     stretched = stretched_schedule(config, opened(path, "--resume")[1]) if first and resume else None
     try:
         if first:
             _write_start(folder, config)
-        for line in (*warnings(config, info, cost), stretched):
-            if line is not None:
-                observers.on_message(line)
+        if stretched is not None:
+            observers.on_message(stretched)
         result = trainer.train(
             data,
             plan,
@@ -206,7 +201,7 @@ def _info(
     folder: RunFolder,
 ) -> RunInfo:
     return RunInfo(
-        recipe=config.recipe,
+        recipe=_described(config),
         backend=backend.name,
         world_size=backend.size,
         launcher=session.environment.launcher,
@@ -220,8 +215,16 @@ def _info(
         accumulate=config.training.accumulate,
         learning_rate=describe_rate(config.optim, data.batch, config.training.epochs * data.steps_per_epoch),
         run_dir=folder.path,
+        options=trainer.options.chosen(),
         threads=session.plan.threads,
     )
+
+
+def _described(config: Config) -> str:
+    """Return the recipe's name, and the user's own code where it takes the place of the recipe's."""
+    own = {"model": config.model.model, "data": config.data.data}
+    words = [f"{name} {value}" for name, value in own.items() if is_user_code(value)]
+    return ", ".join([config.recipe, *words])
 
 
 def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
@@ -231,18 +234,6 @@ def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
             f"The run has finished {done} steps and is to end at {plan.total_steps}: there is nothing left to train. "
             "--epochs or --max-steps extend it."
         )
-
-
-def warnings(config: Config, info: RunInfo, compression_cost: float) -> list[str | None]:
-    """Return what a user would want to know before the first step: it is not wrong, but slow."""
-    tiny = None
-    if info.microbatch < TINY_BATCH:
-        remedy = "a smaller --accumulate, a larger --batch" if info.accumulate > 1 else "a larger --batch"
-        tiny = (
-            f"warning: {plural(info.microbatch, 'sample')} at a time on each rank are too few to keep it busy: "
-            f"overhead and exchange take most of the time. What helps: {remedy}, or fewer ranks."
-        )
-    return [tiny, compression_warning(config.exchange.compression, compression_cost)]
 
 
 def stretched_schedule(config: Config, earlier: Config) -> str | None:
@@ -269,7 +260,9 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
     # Keras chooses the format by the suffix; the draft keeps it, and the name appears with a whole file only.
     draft = folder.path / f".{folder.model.name}.{os.getpid()}.keras"
     with averaged_weights(trainer.optimizer, trainer.model):
-        trainer.model.save(draft)
+        # Synchronized layers that were put in are taken out, so that the model loads without this package.
+        model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
+        model.save(draft)
     os.replace(draft, folder.model)
     if config.observability.plots:
         draw_curves(folder.metrics, folder.curves, title=_title(summary))
@@ -294,6 +287,10 @@ def _summary(
         "controller": session.environment.controller,
         "global_batch": config.data.batch,
         "per_replica_batch": config.data.batch // backend.size,
+        "model": config.model.model,
+        "data": config.data.data,
+        "optimizer": config.optim.optimizer,
+        "options": trainer.options.chosen(),
         "accumulate": config.training.accumulate,
         "precision": config.training.precision,
         "peak_learning_rate": scaled_learning_rate(config.optim, config.data.batch),

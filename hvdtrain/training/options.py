@@ -12,6 +12,8 @@ from hvdtrain.config.registry import suggestion
 from hvdtrain.optim.clipping import Clipping
 from hvdtrain.training.reduction import ReductionOptions
 
+EXCHANGE_OPTIONS = (*(field.name for field in fields(ExchangeConfig)), "sync_batch_norm")
+"""Options that do nothing where nothing is exchanged."""
 _SPARSE_AS_DENSE = {"auto": None, "gather": False, "dense": True}
 
 
@@ -66,6 +68,11 @@ class StepOptions:
             raise ConfigError("--reduce-op adasum needs MPI: start with mpirun, or horovodrun --mpi.")
         if size & (size - 1):
             raise ConfigError(f"--reduce-op adasum needs 2, 4, 8 … ranks. Received: {size}.")
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the options that are not at their defaults, by name."""
+        plain = StepOptions(precision="float32" if self.precision == "float32" else None)
+        return {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
 
     @property
     def clipping(self) -> Clipping:

@@ -6,9 +6,12 @@ from typing import Any, Protocol
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
+from hvdtrain.data.shapes import check_source
 from hvdtrain.layers.recompute import recomputed_model
 from hvdtrain.layers.sync_batch_norm import sync_layers
+from hvdtrain.training.advice import narrow
 from hvdtrain.training.assembly import check_layers
 from hvdtrain.training.custom import KerasEvaluator, KerasTrainStep, keras_data
 from hvdtrain.training.evaluate import Evaluation, Evaluator
@@ -39,6 +42,12 @@ class Objective:
 class Steps(Protocol):
     """Makes what the loop calls."""
 
+    narrow_outputs: bool
+    """Whether the model gives 16-bit outputs, once it is built."""
+
+    def check(self, source: ArraySource) -> None:
+        """Refuse data that do not fit the model, as far as that can be told beforehand."""
+
     def build(self, batch: Batch) -> None:
         """Create the model's variables and check loss and metrics on a batch like those to come."""
 
@@ -68,15 +77,21 @@ class OurSteps:
         self._loss = summed_loss(objective.loss, objective.loss_weights, self._names)
         self._spec = MetricSpec(objective.metrics, objective.weighted_metrics)
         self._metrics: MetricSet | None = None
+        self.narrow_outputs = False
         self._evaluator: Evaluator | None = None
         self._known: dict[tuple[int | None, bool], TrainStep] = {}
 
     def _names(self) -> Any:
         return getattr(self._model, "output_names", None)
 
+    def check(self, source: ArraySource) -> None:
+        """See `Steps`."""
+        check_source(self._model, source, self._objective.loss)
+
     def build(self, batch: Batch) -> None:
         """See `Steps`."""
         outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
+        self.narrow_outputs = narrow(outputs)
         if self._metrics is None:
             self._metrics = self._spec.settle(batch.targets, outputs, self._backend, self._names)
 
@@ -165,7 +180,11 @@ class KerasSteps:
             auto_scale_loss=False,
         )
         self._step: KerasTrainStep | None = None
+        self.narrow_outputs = False
         self._evaluator: KerasEvaluator | None = None
+
+    def check(self, source: ArraySource) -> None:
+        """See `Steps`: what a step of its own takes, nobody knows."""
 
     def build(self, batch: Batch) -> None:
         """See `Steps`: a test step creates what the model and its metrics need."""

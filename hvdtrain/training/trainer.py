@@ -7,20 +7,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
+
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint import checkpointer
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.data.pipeline import ArrayTraining, TrainingData
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.observability.summary import median_p90
 from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
+from hvdtrain.training.advice import advice
 from hvdtrain.training.assembly import built_model, built_optimizer
 from hvdtrain.training.callbacks import KerasCallbacks
+from hvdtrain.training.compression_probe import compression_cost
 from hvdtrain.training.custom import has_own_step
 from hvdtrain.training.evaluate import Evaluation
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
@@ -40,7 +44,7 @@ class Trainer:
 
     Args:
         model: a Keras model, or a function without arguments that builds one. One with a `train_step` of its own is
-            trained by it.
+            trained by it. What is trained is `trainer.model`: with `sync_batch_norm=True` a copy.
         optimizer: a Keras optimizer, its name, or a function that builds one.
         loss: a Keras loss, its name, or a function `f(y_true, y_pred)` that returns one value for each sample; for
             several outputs a dict or list of them.
@@ -82,6 +86,7 @@ class Trainer:
         kind = KerasSteps if has_own_step(self.model) else OurSteps
         self._steps: Steps = kind(self.backend, self.model, self.optimizer, objective, self.options)
         self._state: TrainState | None = None
+        self._compression_cost: float | None = None
         self._predictor = Predictor(self.backend, self.model)
 
     @property
@@ -144,6 +149,8 @@ class Trainer:
             if validation_data is None
             else validation_batches(validation_data, self.backend, batch=validation_batch)
         )
+        if isinstance(data, ArrayTraining):
+            self._steps.check(data.source)
         self.build(data)
         # A fit begins with an epoch; its steps are counted in steps of its own data.
         scalars = self.state.scalars
@@ -226,7 +233,14 @@ class Trainer:
         hooks = self._hooks(callbacks, data, plan)
         self.broadcast_state()
         observers = observers or BaseObserver()
-        observers.on_start(info or self._info(data, plan))
+        info = info or self._info(data, plan)
+        if self._compression_cost is None:
+            cost = compression_cost(self.backend, self.state.parameters(), self.options.compression)
+            self._compression_cost = cost
+        observers.on_start(info)
+        narrow = self._steps.narrow_outputs
+        for line in advice(info, self.options, compression_cost=self._compression_cost, narrow_outputs=narrow):
+            observers.on_message(line)
         step = self._steps.train_step(self.state, data.batch, epoch_metrics=hooks is not None)
         loop = TrainingLoop(
             self.backend,
@@ -287,5 +301,17 @@ class Trainer:
             parameters=self.state.parameters(),
             start_step=self.state.scalars.step,
             accumulate=self.options.accumulate,
+            learning_rate=_rate_of(self.optimizer),
+            options=self.options.chosen(),
             threads=session.plan.threads,
         )
+
+
+def _rate_of(optimizer: Any) -> str:
+    """Return the learning rate in one phrase."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    value, schedule = f"{float(optimizer.learning_rate):g}", optimizer._learning_rate
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return f"{value} now, by {type(schedule).__name__}"
+    return value

@@ -49,7 +49,8 @@ def unique_paths(sources: Sequence[Any]) -> list[str]:
     """Name each variable by its path, or by its place if it has none (a tensor) or shares it with another."""
     paths: list[str] = []
     for place, source in enumerate(sources):
-        named = not tf.is_tensor(source) or isinstance(source, tf.Variable)
+        # A Keras variable counts as a tensor.
+        named = not tf.is_tensor(source) or isinstance(source, tf.Variable) or hasattr(source, "path")
         path = path_of(source) if named else f"source{place}"
         paths.append(path if path not in paths else f"{path}#{place}")
     return paths

@@ -10,7 +10,7 @@ from tests.distributed.battery import check_names
 from tests.launching import launcher, run
 
 WORLDS = [(controller, size) for controller in ("gloo", "mpirun") for size in (1, 2, 4)]
-TIMEOUT_S = 400
+TIMEOUT_S = 560
 
 
 @pytest.fixture(scope="session", params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")

@@ -6,11 +6,13 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.config.errors import ConfigError, NonFiniteError
+from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.training import TrainingConfig
+from hvdtrain.observability.events import RunInfo
 from hvdtrain.optim.clipping import Clipping, clip_by_norm, clip_by_value, global_norm
 from hvdtrain.training.accumulation import GradientAccumulator
+from hvdtrain.training.advice import advice
 from hvdtrain.training.heads import heads_of, spread
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.microbatches import per_microbatch
@@ -498,3 +500,57 @@ def test_what_xla_draws_at_random_can_be_repeated():
     first = weights(0.5)
     np.testing.assert_array_equal(weights(0.5), first)
     assert np.abs(weights(0.0) - first).max() > 1e-3, "nothing was dropped"
+
+
+# -- what is said before the first step --
+
+
+def said_of(options, outputs=False, cost=1.0, **run):
+    given = {"recipe": "r", "backend": "b", "world_size": 2, "launcher": "l", "controller": None, "parameters": 1}
+    given |= {"global_batch": 64, "per_replica_batch": 32, "total_steps": 9, "steps_per_epoch": 3}
+    info = RunInfo(**{**given, **run})
+    return "\n".join(advice(info, StepOptions(**options), compression_cost=cost, narrow_outputs=outputs))
+
+
+def test_what_is_slow_or_does_nothing_is_said():
+    assert said_of({}) == ""
+    assert said_of({}, per_replica_batch=4).startswith("warning: 4 samples at a time on each rank are too few")
+    assert "What helps: a smaller --accumulate, a larger --batch" in said_of({}, accumulate=8)
+    assert "--compression bf16 makes the exchange 2.5x as slow" in said_of({"compression": "bf16"}, cost=2.5)
+    alone = {"compression": "bf16", "predivide": 2.0, "sync_batch_norm": True, "clip_norm": 1.0}
+    assert said_of(alone, world_size=1) == (
+        "note: one process exchanges nothing: --compression, --predivide, --sync-batch-norm have no effect."
+    )
+    assert "outputs have 16 bits" in said_of({}, outputs=True)
+
+
+def test_the_start_of_a_fit_tells_rate_and_options(capsys):
+    def narrow():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+
+    schedule = keras.optimizers.schedules.CosineDecay(0.5, 100)
+    one = Trainer(narrow, keras.optimizers.SGD(schedule), "mse", precision="mixed_bfloat16", accumulate=2)
+    one.fit((X, X), batch=8)
+    out = capsys.readouterr().out
+    assert "batch       8 samples, in 2 microbatches of 4, learning rate 0.5 now, by CosineDecay" in out
+    assert "options     accumulate 2, precision mixed_bfloat16" in out
+    assert "outputs have 16 bits" in out
+    assert "4 samples at a time on each rank are too few" in out
+    Trainer(model, keras.optimizers.SGD(0.125), "mse").fit((X, X), batch=16)
+    assert "batch       16 samples, learning rate 0.125\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ((X[:, :3], Y), r"takes inputs of shape \(None, 4\); the inputs of .* are \(None, 3\)"),
+        ((X, Y + 1), "reach 4, the model has 4 outputs"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused_with_both_shapes(data, said):
+    with pytest.raises(DataError, match=said):
+        trainer().fit(data, batch=16, verbose=False)
+    if data[1] is Y:
+        return
+    with pytest.raises(DataError, match=r"gives outputs of shape \(None, 4\); the targets of .* are \(None, 3\)"):
+        Trainer(model(), "sgd", "mse").fit((X, X[:, :3]), batch=16, verbose=False)

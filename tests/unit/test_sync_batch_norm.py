@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from hvdtrain.config.errors import ConfigError, LaunchError
-from hvdtrain.layers.convert import with_sync_batch_norm
+from hvdtrain.layers.convert import with_sync_batch_norm, without_sync_batch_norm
 from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization, replicas_of, sync_layers
 from tests.unit.threaded_ranks import on_threads
 
@@ -414,3 +414,16 @@ def test_conversion_refuses_weights_that_would_be_renamed() -> None:
         model = keras.Sequential([keras.Input((CHANNELS,)), layers.BatchNormalization(name="bn")])
     with pytest.raises(ConfigError, match="would change the names of the weights"):
         with_sync_batch_norm(model)
+
+
+def test_conversion_can_be_undone(session: Any) -> None:
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, layers.Dense(2)(layers.BatchNormalization(epsilon=0.01)(inputs)))
+    model.layers[1].moving_mean.assign(np.arange(5.0))
+    copy = with_sync_batch_norm(model)
+    assert with_sync_batch_norm(copy) is copy, "there is nothing left to replace"
+    back = without_sync_batch_norm(copy)
+    assert type(back.layers[1]) is keras.layers.BatchNormalization
+    assert back.layers[1].epsilon == 0.01
+    x = np.ones((3, 5), "float32")
+    np.testing.assert_array_equal(back(x), model(x))

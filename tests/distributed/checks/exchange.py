@@ -37,6 +37,26 @@ def check_equal_inputs_are_not_merged_and_constants_not_folded(world: World) -> 
         np.testing.assert_allclose(constant, 3.0 * world.size)
 
 
+def check_what_is_constant_on_one_rank_is_exchanged_every_time(world: World) -> None:
+    """Folded into its first result, it would leave the other ranks waiting at the second call."""
+    exchange, last = world.backend, world.rank == world.size - 1
+
+    @tf.function(autograph=False)
+    def exchanged(x: tf.Tensor) -> list[tf.Tensor]:
+        mine = tf.constant([2.0]) if last else x
+        total = exchange.all_reduce(mine, name="fold/reduce")
+        (grouped,) = exchange.grouped_all_reduce([mine], name="fold/grouped")
+        gathered = exchange.all_gather(mine, name="fold/gather")
+        words = exchange.all_to_all(tf.tile(mine, [world.size]), name="fold/all_to_all")
+        return [total, grouped, tf.reduce_sum(gathered), tf.reduce_sum(words)]
+
+    for call in range(3):
+        value = 2.0 if world.size == 1 else float(call)
+        total = 2.0 + (world.size - 1) * value
+        for result, expected in zip(exchanged(tf.constant([float(call)])), [total] * 4, strict=True):
+            np.testing.assert_allclose(result, expected)
+
+
 def optimized_collectives(function: tf.types.experimental.PolymorphicFunction, x: tf.Tensor) -> list[str]:
     """The Horovod ops that are left after the graph optimizer has run."""
     from tensorflow.python.eager import context

@@ -128,6 +128,19 @@ def check_embedding_adam_float32(world: World) -> None:
     assert_parity(world, "embedding", "adam", "float32")
 
 
+def check_batches_with_fewer_samples_than_ranks(world: World) -> None:
+    """Ranks without a sample hold one that does not count, at the end of every epoch."""
+    x, y = (array[:18] for array in dense_data("float64"))
+    model = dense_model("float64", world.rank)
+    trainer = train(world, model, OPTIMIZERS["adam"](), (x, y))
+    assert trainer.state.scalars.step == 2 * EPOCHS
+    reference = dense_model("float64", 0)
+    batches = [(x[:16], y[:16]), (x[16:], y[16:])] * EPOCHS
+    expected = plain_training(reference, OPTIMIZERS["adam"](), per_sample, batches)
+    error = relative_error(model.get_weights(), expected)
+    assert error <= TOLERANCE["float64"], f"{error:.2e}"
+
+
 class Sabotaged:
     """A backend whose gradients are not reduced, or reduced twice as large."""
 

@@ -1,0 +1,53 @@
+"""What a user would want to know before the first step: nothing is wrong, but something is slow, or does nothing."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.observability.events import RunInfo
+from hvdtrain.observability.wording import plural
+from hvdtrain.training.compression_probe import compression_warning
+from hvdtrain.training.options import EXCHANGE_OPTIONS, StepOptions
+
+TINY_BATCH = 8
+"""Samples per rank and step below which overhead and exchange outweigh the work."""
+
+
+def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narrow_outputs: bool) -> list[str]:
+    """Return a line for each thing to be said.
+
+    Args:
+        info: the run.
+        options: those of its step.
+        compression_cost: what `compression_cost` measured.
+        narrow_outputs: whether the model gives 16-bit outputs.
+    """
+    lines = [_tiny(info), compression_warning(options.compression, compression_cost), _idle(info, options)]
+    if narrow_outputs:
+        lines.append(
+            'warning: the model\'s outputs have 16 bits: give its last layer dtype="float32", so that they are not '
+            "rounded before the loss, which is computed in 32."
+        )
+    return [line for line in lines if line is not None]
+
+
+def _tiny(info: RunInfo) -> str | None:
+    if info.microbatch >= TINY_BATCH:
+        return None
+    remedy = "a smaller --accumulate, a larger --batch" if info.accumulate > 1 else "a larger --batch"
+    return (
+        f"warning: {plural(info.microbatch, 'sample')} at a time on each rank are too few to keep it busy: "
+        f"overhead and exchange take most of the time. What helps: {remedy}, or fewer ranks."
+    )
+
+
+def _idle(info: RunInfo, options: StepOptions) -> str | None:
+    idle = [f"--{name.replace('_', '-')}" for name in options.chosen() if name in EXCHANGE_OPTIONS]
+    if info.world_size > 1 or not idle:
+        return None
+    return f"note: one process exchanges nothing: {', '.join(idle)} have no effect."
+
+
+def narrow(outputs: Any) -> bool:
+    """Tell whether any of these tensors has 16-bit floats."""
+    return any(t.dtype.is_floating and t.dtype.size < 4 for t in tf.nest.flatten(outputs))
