@@ -65,6 +65,9 @@ def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> A
     """
     if class_weight is None:
         return data
+    negative = next((label for label in class_weight if int(label) < 0), None)
+    if negative is not None:
+        raise ConfigError(f"class_weight counts labels from 0. Received: {negative}.")
     table = np.ones(1 + max(int(label) for label in class_weight), np.float32)
     for label, weight in class_weight.items():
         table[int(label)] = weight

@@ -76,12 +76,13 @@ def reference(size: int, accumulate: int) -> tuple[list[np.ndarray], list[np.nda
 
 
 def trained(world: World, name: str, **options: Any) -> list[np.ndarray]:
+    with precision(name):
+        model = build(world.rank)
     trainer = hvdtrain.Trainer(
-        lambda: build(world.rank),
+        model,
         optimizer(),
         per_sample,
         backend=world.backend,
-        precision=name,
         sync_batch_norm=True,
         **options,
     )
