@@ -482,7 +482,7 @@ def test_metrics_of_several_outputs_need_their_names():
 def test_class_weights_need_labels():
     with pytest.raises(ConfigError, match="class_weight is for models with one output"):
         Trainer(two_heads(), "sgd", "mse").fit((X, {"a": Y, "b": Y}), batch=8, class_weight={0: 1.0}, verbose=False)
-    with pytest.raises(ConfigError, match="class_weight counts labels from 0. Received: -1."):
+    with pytest.raises(ConfigError, match=r"class_weight counts labels from 0\. Received: -1\."):
         trainer().fit((X, Y), batch=8, class_weight={-1: 2.0}, verbose=False)
     with pytest.raises(ConfigError, match="class_weight needs labels or one-hot targets"):
         trainer().fit((X, X[:, 0]), batch=8, class_weight={0: 1.0}, verbose=False)
