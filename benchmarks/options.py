@@ -134,7 +134,7 @@ def window(step: Callable[[], Any], steps: int) -> float:
     return 1000.0 * (time.perf_counter() - begin) / steps
 
 
-def measure(name: str, steps: int, rounds: int) -> None:
+def measure(name: str, variants: list[str], steps: int, rounds: int) -> None:
     """Run on every rank of a launch; rank 0 prints each variant's windows, those of the slowest rank."""
     import hvdtrain
 
@@ -143,11 +143,11 @@ def measure(name: str, steps: int, rounds: int) -> None:
     from hvdtrain.backends.single import SingleBackend
     from hvdtrain.runtime.session import current
 
-    backend = backend_for(current())
+    backend, alone = backend_for(current()), SingleBackend(current())
     microbatch = MODELS[name][4]
     runs = {"plain": plain(name)}
-    for variant, options in VARIANTS.items():
-        runs[variant] = ours(name, SingleBackend() if variant == "alone" else backend, microbatch, options)
+    for variant in variants:
+        runs[variant] = ours(name, alone if variant == "alone" else backend, microbatch, VARIANTS[variant])
     taken: dict[str, list[float]] = {variant: [] for variant in runs}
     for number in range(rounds + 1):
         for variant, step in runs.items():
@@ -164,7 +164,7 @@ def measure(name: str, steps: int, rounds: int) -> None:
 def report(name: str, controller: str, arguments: argparse.Namespace) -> dict[str, object]:
     """Measure one model under one controller and print a line for each variant."""
     command = [*launcher(controller, arguments.ranks), sys.executable, __file__, "--rank", name]
-    command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
+    command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds), "--variants", *arguments.variants]
     times = printed(command, "TIMES", limit_s=LIMIT_S)
     samples = MODELS[name][4] * arguments.ranks
     medians = {variant: float(np.median(values)) for variant, values in times.items()}
@@ -190,11 +190,12 @@ def use_memory(variant: str) -> None:
 
     hvdtrain.init()
     from hvdtrain.backends.single import SingleBackend
+    from hvdtrain.runtime.session import current
     from hvdtrain.training.options import step_options
 
     name, options = MEMORY[variant]
     accumulate = step_options(options).accumulate
-    step = ours(name, SingleBackend(), MEMORY_BATCH[name] // accumulate, options)
+    step = ours(name, SingleBackend(current()), MEMORY_BATCH[name] // accumulate, options)
     for _ in range(4):
         step().numpy()
     milliseconds = float(np.median([window(step, 3) for _ in range(5)]))
@@ -220,6 +221,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["mlp", "lm", "resnet20"])
     parser.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun", "gloo"])
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=tuple(VARIANTS),
+        default=[name for name in VARIANTS if name != "precision=mixed_float16"],
+        help="alone is needed; fp16, which CPUs compute hundreds of times as slowly, must be asked for",
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="steps of a window")
     parser.add_argument("--rounds", type=int, default=7)
@@ -229,7 +237,7 @@ def main() -> None:
     parser.add_argument("--memory-of", choices=tuple(MEMORY), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
-        measure(arguments.rank, arguments.steps, arguments.rounds)
+        measure(arguments.rank, arguments.variants, arguments.steps, arguments.rounds)
         return
     if arguments.memory_of:
         use_memory(arguments.memory_of)

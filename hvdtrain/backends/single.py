@@ -37,7 +37,7 @@ class SingleBackend:
     ) -> tf.Tensor:
         """Return `tensor`, times the two factors."""
         factor = prescale * postscale
-        return tensor if factor == 1.0 else tensor * tf.cast(factor, tensor.dtype)
+        return tensor if factor == 1.0 else tensor * factor
 
     def grouped_all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0

@@ -23,6 +23,11 @@ def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narr
         narrow_outputs: whether the model gives 16-bit outputs.
     """
     lines = [_tiny(info), compression_warning(options.compression, compression_cost), _idle(info, options)]
+    if options.precision == "mixed_float16" and not tf.config.list_logical_devices("GPU"):
+        lines.append(
+            "warning: CPUs compute fp16 by converting each number: a small CNN took 300 times as long. "
+            "Use --precision mixed_bfloat16."
+        )
     if narrow_outputs:
         lines.append(
             'warning: the model\'s outputs have 16 bits: give its last layer dtype="float32", so that they are not '

@@ -524,6 +524,8 @@ def test_what_is_slow_or_does_nothing_is_said():
         "note: one process exchanges nothing: --compression, --predivide, --sync-batch-norm have no effect."
     )
     assert "outputs have 16 bits" in said_of({}, outputs=True)
+    assert "Use --precision mixed_bfloat16." in said_of({"precision": "mixed_float16"})
+    assert said_of({"precision": "mixed_bfloat16"}) == ""
 
 
 def test_the_start_of_a_fit_tells_rate_and_options(capsys):
