@@ -9,7 +9,7 @@ import tensorflow as tf
 
 def averages_weights(optimizer: Any) -> bool:
     """Tell whether `optimizer`, possibly within others such as a LossScaleOptimizer, keeps averages of the weights."""
-    return bool(_inner(optimizer).use_ema)
+    return bool(innermost(optimizer).use_ema)
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def averaged_weights(optimizer: Any, model: Any) -> Iterator[None]:
     Keras' average a of weights w with momentum m is a <- m a + (1 - m) w after each step, and a = w after the first:
     neither the zeros it is created with nor weights from before a broadcast enter it.
     """
-    inner = _inner(optimizer)
+    inner = innermost(optimizer)
     if not (inner.use_ema and inner.built and int(inner.iterations) > 0):
         yield
         return
@@ -38,7 +38,7 @@ def averaged_weights(optimizer: Any, model: Any) -> Iterator[None]:
             variable.assign(value)
 
 
-def _inner(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
     """Return the optimizer within those that wrap it."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer

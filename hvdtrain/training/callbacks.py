@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.averaging import averaged_weights
+from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.precision import has_dynamic_scale
 
 _callbacks = keras.callbacks
@@ -18,7 +19,7 @@ WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBo
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
-class KerasCallbacks:
+class KerasCallbacks(Hooks):
     """Calls a list of Keras callbacks as `Model.fit` would.
 
     Every replica calls them with the same figures, which are over all replicas, so that they decide alike. Where one

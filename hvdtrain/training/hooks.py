@@ -1,13 +1,12 @@
 """What may look into the loop and end it: Keras callbacks, in the end."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import tensorflow as tf
 
 
-class Hooks(Protocol):
-    """Called on every replica, with figures over all of them."""
+class Hooks:
+    """Called on every replica, with figures over all of them; nobody looks in unless a method is overridden."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Receive an epoch that begins, from 0."""
@@ -29,29 +28,4 @@ class Hooks(Protocol):
 
     def stops(self) -> bool:
         """Tell whether training is to end here; alike on all replicas, which call it together."""
-
-
-class NoHooks:
-    """Nobody looks in."""
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Ignore the epoch."""
-
-    def begin_step(self, number: int) -> None:
-        """Ignore the step."""
-
-    def end_step(self, number: int, totals: tf.Tensor) -> None:
-        """Ignore the step."""
-
-    def begin_evaluation(self) -> None:
-        """Ignore the evaluation."""
-
-    def end_evaluation(self, logs: Mapping[str, float]) -> None:
-        """Ignore the evaluation."""
-
-    def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
-        """Ignore the epoch."""
-
-    def stops(self) -> bool:
-        """Let training go on."""
         return False

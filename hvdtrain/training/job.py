@@ -278,7 +278,6 @@ def _summary(
     config: Config, session: Session, backend: Backend, trainer: Trainer, result: FitResult, *, resumed_from: int
 ) -> dict[str, Any]:
     state = trainer.state
-    state.average_statistics(backend)
     return {
         "recipe": config.recipe,
         "backend": backend.name,

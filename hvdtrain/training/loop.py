@@ -8,7 +8,7 @@ from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
 from hvdtrain.training.clock import StepClock
 from hvdtrain.training.evaluate import Evaluation
-from hvdtrain.training.hooks import Hooks, NoHooks
+from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.precision import has_dynamic_scale
 from hvdtrain.training.state import TrainState
@@ -58,7 +58,8 @@ class TrainingLoop:
         self._observers = observers
         self._evaluate = evaluate
         self._save = save
-        self._hooks = hooks or NoHooks()
+        self._hooks = hooks or Hooks()
+        self._watched = hooks is not None
         self.clock = StepClock(data.batch)
         self.ledger = Ledger(data.steps_per_epoch, state.scalars.step, skips=has_dynamic_scale(state.optimizer))
         self.evaluations: list[EvaluationRecord] = []
@@ -126,7 +127,7 @@ class TrainingLoop:
 
     def _end_epoch(self, epoch: int) -> None:
         self.ledger.end_epoch()
-        if self._evaluate is not None or not isinstance(self._hooks, NoHooks):
+        if self._evaluate is not None or self._watched:
             self._state.average_statistics(self._backend)
         logs = {"loss": self.ledger.epoch_loss, **self._step.epoch_metrics()}
         if self._evaluate is not None:

@@ -18,7 +18,7 @@ from hvdtrain.data.pipeline import ArrayTraining, TrainingData
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.observability.summary import median_p90
-from hvdtrain.optim.averaging import averaged_weights
+from hvdtrain.optim.averaging import averaged_weights, innermost
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.advice import advice
@@ -233,14 +233,7 @@ class Trainer:
         hooks = self._hooks(callbacks, data, plan)
         self.broadcast_state()
         observers = observers or BaseObserver()
-        info = info or self._info(data, plan)
-        if self._compression_cost is None:
-            cost = compression_cost(self.backend, self.state.parameters(), self.options.compression)
-            self._compression_cost = cost
-        observers.on_start(info)
-        narrow = self._steps.narrow_outputs
-        for line in advice(info, self.options, compression_cost=self._compression_cost, narrow_outputs=narrow):
-            observers.on_message(line)
+        self._announce(info or self._info(data, plan), observers)
         step = self._steps.train_step(self.state, data.batch, epoch_metrics=hooks is not None)
         loop = TrainingLoop(
             self.backend,
@@ -270,6 +263,16 @@ class Trainer:
             wall_seconds=time.perf_counter() - begin,
             history=hooks.history if hooks is not None else {},
         )
+
+    def _announce(self, info: RunInfo, observers: Observer) -> None:
+        """Tell what the run is, and what is slow about it; every rank calls it, as what compression costs is tried."""
+        if self._compression_cost is None:
+            cost = compression_cost(self.backend, self.state.parameters(), self.options.compression)
+            self._compression_cost = cost
+        observers.on_start(info)
+        narrow = self._steps.narrow_outputs
+        for line in advice(info, self.options, compression_cost=self._compression_cost, narrow_outputs=narrow):
+            observers.on_message(line)
 
     def _hooks(self, callbacks: Sequence[Any], data: TrainingData, plan: Plan) -> KerasCallbacks | None:
         if not callbacks:
@@ -309,8 +312,7 @@ class Trainer:
 
 def _rate_of(optimizer: Any) -> str:
     """Return the learning rate in one phrase."""
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
+    optimizer = innermost(optimizer)
     value, schedule = f"{float(optimizer.learning_rate):g}", optimizer._learning_rate
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return f"{value} now, by {type(schedule).__name__}"
