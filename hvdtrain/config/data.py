@@ -1,10 +1,16 @@
 """Options of the input data."""
 
+import re
 from dataclasses import field
+from typing import Literal
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.section import section
+
+Tail = Literal["pad", "drop", "repeat"]
+Cache = Literal["none", "memory", "file"]
+Sharding = Literal["samples", "files"]
 
 
 @section
@@ -21,8 +27,41 @@ class DataConfig:
     """Samples per evaluation step over all ranks; need not divide anything."""
     shuffle: bool = True
     """Visit the training samples in a new order every epoch."""
+    tail: Tail = "pad"
+    """What becomes of an epoch's last samples that do not fill a batch: a short batch whose missing places do not count
+    (pad), nothing (drop), or a full one with samples from the epoch's beginning (repeat). Evaluation counts each
+    sample once, always."""
+    shard_by: Sharding = "samples"
+    """What the ranks share: the samples of each batch, in an order that is the same for any number of ranks, or whole
+    files, read from first to last and shuffled in a buffer: for files on slow disks."""
+    augment: tuple[str, ...] = ()
+    """Changes of training images: crop, flip, mixup, in any order."""
+    cache: Cache = "none"
+    """Keep decoded samples in the memory of each rank, or in a file that all ranks of a host share."""
+    on_bad_record: str = "raise"
+    """What to do about samples that cannot be read: raise, or skip:N to leave out up to N."""
+    data_threads: int = 0
+    """Threads that read and decode on each rank; 0 lets TensorFlow decide."""
+    data_memory_mb: int = 0
+    """MiB that TensorFlow may use for samples read ahead on each rank; 0 lets it decide."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "eval_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1. Received: {getattr(self, name)}.")
+        for name in ("data_threads", "data_memory_mb"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must not be negative. Received: {getattr(self, name)}.")
+        if self.on_bad_record != "raise" and not re.fullmatch(r"skip:[1-9]\d*", self.on_bad_record):
+            raise ConfigError(f"--on-bad-record must be raise or skip:N. Received: {self.on_bad_record!r}.")
+        if len(set(self.augment)) < len(self.augment):
+            raise ConfigError(f"--augment names one change twice. Received: {' '.join(self.augment)}.")
+        if self.cache != "none" and self.tolerated:
+            raise ConfigError(
+                "--cache keeps samples that can be read: it cannot be combined with --on-bad-record skip."
+            )
+
+    @property
+    def tolerated(self) -> int:
+        """Samples that may be bad."""
+        return 0 if self.on_bad_record == "raise" else int(self.on_bad_record.removeprefix("skip:"))

@@ -1,11 +1,5 @@
 """Whether all ranks hold the same data: each takes its part of every batch, so all must number them alike."""
 
-import hashlib
-from typing import Any
-
-import numpy as np
-import tensorflow as tf
-
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.splits import DataSplits
@@ -21,7 +15,7 @@ def check_same_data(splits: DataSplits, backend: Backend) -> None:
     """
     if backend.size == 1:
         return
-    mine = [fingerprint(source.elements) for source in (splits.train, splits.validation)]
+    mine = [source.fingerprint() for source in (splits.train, splits.validation)]
     gathered = backend.gather_bytes(b"".join(mine), timeout=TIMEOUT_S)
     for rank, other in enumerate(gathered):
         if other != gathered[0]:
@@ -31,15 +25,3 @@ def check_same_data(splits: DataSplits, backend: Backend) -> None:
                 "same order. Draw from generators with a seed (a --data function is given one if it names it), and "
                 "sort the files of a folder."
             )
-
-
-def fingerprint(elements: Any) -> bytes:
-    """Return the SHA-256 [32 bytes] of a nest of tensors: values, types, shapes and names."""
-    digest = hashlib.sha256(repr(tf.nest.map_structure(lambda t: (t.dtype.name, *t.shape), elements)).encode())
-    for tensor in tf.nest.flatten(elements):
-        digest.update(tf.io.serialize_tensor(tensor).numpy() if tensor.dtype == tf.string else _bytes(tensor))
-    return digest.digest()
-
-
-def _bytes(tensor: tf.Tensor) -> Any:
-    return np.ascontiguousarray(tensor.numpy()).view(np.uint8)

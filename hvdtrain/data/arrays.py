@@ -1,5 +1,6 @@
 """Samples that are held in memory."""
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hvdtrain.config.errors import DataError
 
 
 class ArraySource:
-    """Inputs, targets and optional sample weights as arrays whose first dim counts samples.
+    """Inputs, targets and optional sample weights as arrays whose first dim counts samples; see `Source`.
 
     Args:
         elements: `(inputs, targets)` or `(inputs, targets, sample_weight)`; each may be a nest of arrays.
@@ -31,13 +32,31 @@ class ArraySource:
         if self.size == 0:
             raise DataError(f"{name} holds no samples.")
         self.name = name
+        self.heavy = False
         self.finite = all(_is_finite(array) for array in tf.nest.flatten(arrays[:2]))
         """Whether inputs and targets were seen to be finite: looked at once here, not in every step."""
         self.elements = tf.nest.map_structure(tf.constant, arrays)
+        self.spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), self.elements)
 
-    def gather(self, indices: tf.Tensor) -> tuple[Any, ...]:
-        """Return the samples at `indices` [n], stacked along dim 0."""
-        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), self.elements)
+    def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
+        """See `Source`."""
+        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, numbers), self.elements)
+
+    def describe(self, number: int) -> str:
+        """See `Source`."""
+        return f"sample {number} of {self.name}"
+
+    def fingerprint(self) -> bytes:
+        """Return the SHA-256 [32 bytes] of all values, types, shapes and names."""
+        kinds = tf.nest.map_structure(lambda t: (t.dtype.name, *t.shape), self.elements)
+        digest = hashlib.sha256(repr(kinds).encode())
+        for tensor in tf.nest.flatten(self.elements):
+            digest.update(tf.io.serialize_tensor(tensor).numpy() if tensor.dtype == tf.string else _bytes(tensor))
+        return digest.digest()
+
+
+def _bytes(tensor: tf.Tensor) -> Any:
+    return np.ascontiguousarray(tensor.numpy()).view(np.uint8)
 
 
 def _without_lists(nest: Any) -> Any:

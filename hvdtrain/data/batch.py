@@ -70,8 +70,13 @@ def as_batch(elements: tuple[Any, ...], present: Any, total: Any, *, finite: boo
 def slice_batch(elements: tuple[Any, ...], index: int, size: int) -> Batch:
     """Cut this replica's part out of a global batch (inputs, targets[, sample weights]) of tensors [samples, …]."""
     total = tf.shape(tf.nest.flatten(elements)[0], out_type=tf.int64)[0]
+    first, last, present = slice_bounds_of_tensor(total, index, size)
+    part = tf.nest.map_structure(lambda tensor: tensor[first:last], tuple(elements))
+    return as_batch(part, present, tf.cast(total, tf.int32))
+
+
+def slice_bounds_of_tensor(total: tf.Tensor, index: int, size: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Do what `slice_bounds` does for a number that is known only when the batch is there."""
     begin, end = part_of(total, index, size)
     first = tf.minimum(begin, total - 1)
-    last = tf.maximum(end, first + 1)
-    part = tf.nest.map_structure(lambda tensor: tensor[first:last], tuple(elements))
-    return as_batch(part, tf.cast(end > begin, tf.float32), tf.cast(total, tf.int32))
+    return first, tf.maximum(end, first + 1), tf.cast(end > begin, tf.float32)

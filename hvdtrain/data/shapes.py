@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.source import Source, batch_spec
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.data.targets import Shape, check_targets
 
@@ -29,9 +29,10 @@ def check_shapes(model: keras.Model, splits: DataSplits, loss: Any = None) -> No
         check_source(model, source, loss)
 
 
-def check_source(model: keras.Model, source: ArraySource, loss: Any = None) -> None:
+def check_source(model: keras.Model, source: Source, loss: Any = None) -> None:
     """Do what `check_shapes` does, for training or validation samples alone."""
-    inputs, targets = source.elements[:2]
+    # Samples in memory are looked at; of others only the shapes are known.
+    inputs, targets = getattr(source, "elements", batch_spec(source))[:2]
     _check_inputs(_inputs(model), inputs, source.name)
     specs = _outputs(model)
     for output, array in _paired(specs, targets):

@@ -14,11 +14,11 @@ Shape = tuple[int | None, ...]
 Kind = Literal["labels", "elements", "either", "unknown"]
 
 
-def check_targets(array: tf.Tensor, gives: Shape, loss: Any, *, source: str, output: str) -> None:
+def check_targets(array: tf.Tensor | tf.TensorSpec, gives: Shape, loss: Any, *, source: str, output: str) -> None:
     """Refuse targets that are no labels of an output, or elements of another shape.
 
     Args:
-        array: the targets [samples, …].
+        array: the targets [samples, …], or what is known of them.
         gives: shape of the model's output, the first dim None.
         loss: what compares the two; None where it is not known.
         source: what messages call the data.
@@ -31,7 +31,8 @@ def check_targets(array: tf.Tensor, gives: Shape, loss: Any, *, source: str, out
     if kind == "unknown":
         return
     if kind != "elements" and _are_labels(array, gives):
-        check_labels(array.numpy(), gives[-1], getattr(loss, "ignore_class", None), source=source, output=output)
+        if isinstance(array, tf.Tensor):
+            check_labels(array.numpy(), gives[-1], getattr(loss, "ignore_class", None), source=source, output=output)
         shape = (*shape[: len(gives) - 1], gives[-1])
     if not _alike(gives, shape):
         raise DataError(
@@ -77,7 +78,7 @@ def _by_name(name: str) -> Any:
         return None  # the trainer refuses it
 
 
-def _are_labels(array: tf.Tensor, gives: Shape) -> bool:
+def _are_labels(array: tf.Tensor | tf.TensorSpec, gives: Shape) -> bool:
     """Tell integer labels, [samples, …] or [samples, …, 1], of outputs [samples, …, classes]."""
     if not array.dtype.is_integer or (gives[-1] or 0) < 2:
         return False

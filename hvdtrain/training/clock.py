@@ -1,8 +1,12 @@
 """Step times and throughput as the loop sees them."""
 
 import time
+from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 WARM_UP_STEPS = 5
 """Steps after the start that are not steady: tracing, filling of buffers and caches."""
@@ -14,12 +18,20 @@ class StepClock:
     def __init__(self, samples_per_step: int) -> None:
         self._samples = samples_per_step
         self._times: list[float] = []
+        self._waits: list[float] = []
         self._logged = 0
         self._last = time.perf_counter()
 
     def resume(self) -> None:
         """Start timing anew after a pause."""
         self._last = time.perf_counter()
+
+    def next_of(self, batches: Iterator[T]) -> T:
+        """Return the next batch, noting how long it took to come."""
+        begin = time.perf_counter()
+        batch = next(batches)
+        self._waits.append(time.perf_counter() - begin)
+        return batch
 
     def tick(self) -> None:
         """Note the end of a step."""
@@ -32,6 +44,11 @@ class StepClock:
         recent = self._times[self._logged :]
         self._logged = len(self._times)
         return self._samples * len(recent) / sum(recent) if recent else 0.0
+
+    def waiting_share(self) -> float:
+        """Return the share of the steady steps' time in which they waited for data; 0 before there are any."""
+        steady = self._times[WARM_UP_STEPS:]
+        return sum(self._waits[WARM_UP_STEPS : len(self._times)]) / sum(steady) if steady else 0.0
 
     def steady_ms(self) -> list[float]:
         """Return the times of the steady steps in milliseconds; of all steps if there are no more than the warm-up."""

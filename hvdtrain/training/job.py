@@ -12,13 +12,8 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
-from hvdtrain.data.agreement import check_same_data
-from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import per_replica
-from hvdtrain.data.pipeline import ArrayTraining, evaluation_batches
-from hvdtrain.data.registry import load_splits
+from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.data.shapes import check_shapes
-from hvdtrain.data.splits import DataSplits
 from hvdtrain.layers.convert import without_sync_batch_norm
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.observability.console import make_console
@@ -34,11 +29,12 @@ from hvdtrain.optim.scaling import describe_rate, scaled_learning_rate
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.terminal import on_terminal
+from hvdtrain.training.blending import blended_loss, blended_metrics
 from hvdtrain.training.folder import RunFolder, create, opened
 from hvdtrain.training.loop import Plan
-from hvdtrain.training.microbatches import per_microbatch
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.result import FitResult, summary_of
+from hvdtrain.training.run_data import RunData, run_data
 from hvdtrain.training.trainer import Trainer
 
 
@@ -55,10 +51,10 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
         UserError: options, data or a checkpoint that cannot be used.
     """
     backend = backend_for(session)
-    splits = _splits(config, backend)
-    data = _batches(config, splits.train, backend)
+    source = run_data(config, backend)
+    data = source.training
     plan = _plan(config, data.steps_per_epoch)
-    trainer = _trainer(config, splits, backend)
+    trainer = run_trainer(config, source, backend)
     trainer.build(data)
     folder, first = RunFolder(path), backend.index == 0
     checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
@@ -79,12 +75,13 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
         result = trainer.train(
             data,
             plan,
-            validation=_evaluation(config, splits, backend),
+            validation=source.validation,
             observers=observers,
             info=info,
             save=lambda state: _save(checkpoints, state),
         )
         summary = _summary(config, session, backend, trainer, result, resumed_from=info.start_step)
+        summary |= _left_out(source, observers)
         if first:
             _write_end(folder, config, trainer, summary)
         observers.on_end(summary)
@@ -100,13 +97,13 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
         CheckpointError: there is no checkpoint, or it does not fit the configuration.
     """
     backend = backend_for(session)
-    splits = _splits(config, backend)
-    trainer = _trainer(config, splits, backend)
-    trainer.build_on(next(iter(_evaluation(config, splits, backend))))
+    source = run_data(config, backend)
+    trainer = run_trainer(config, source, backend)
+    trainer.build_on(next(iter(source.validation)))
     if backend.index == 0:
         trainer.restore(Checkpointer(folder.checkpoints).newest())
     trainer.broadcast_state()
-    outcome = trainer.evaluate(splits.validation, batch=config.data.eval_batch)
+    outcome = trainer.evaluate_on(source.validation)
     figures = {
         "recipe": config.recipe,
         "step": trainer.state.scalars.step,
@@ -120,28 +117,17 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
     return figures
 
 
-def _splits(config: Config, backend: Backend) -> DataSplits:
-    splits = load_splits(config.data, config.training.seed)
-    if is_user_code(config.data.data):
-        check_same_data(splits, backend)
-    return splits
-
-
-def _batches(config: Config, source: ArraySource, backend: Backend) -> ArrayTraining:
-    per_replica(config.data.batch, backend.size)
-    per_microbatch(config.data.batch, backend.size, config.training.accumulate)
-    return ArrayTraining(
-        source,
-        batch=config.data.batch,
-        index=backend.index,
-        size=backend.size,
-        seed=config.training.seed,
-        shuffle=config.data.shuffle,
-    )
-
-
-def _evaluation(config: Config, splits: DataSplits, backend: Backend) -> Any:
-    return evaluation_batches(splits.validation, batch=config.data.eval_batch, index=backend.index, size=backend.size)
+def _left_out(source: RunData, observers: Observer) -> dict[str, Any]:
+    """Say how many samples were left out, and which is one of them; every rank calls it."""
+    if not source.training.bad.tolerated:
+        return {}
+    source.training.share_bad()
+    bad = source.bad
+    if bad:
+        observers.on_message(
+            f"warning: {plural(len(bad), 'sample')} could not be read and did not count: {bad[min(bad)]}"
+        )
+    return {"bad_records": len(bad)}
 
 
 def _plan(config: Config, steps_per_epoch: int) -> Plan:
@@ -150,25 +136,32 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
     return Plan(total, config.observability.log_every, config.checkpoint.checkpoint_every)
 
 
-def _trainer(config: Config, splits: DataSplits, backend: Backend) -> Trainer:
-    family = model_family(config.model)
-    seed = config.training.seed
+def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
+    """Return the trainer of what `config` names, for its data.
+
+    Raises:
+        ConfigError: options that do not fit.
+        DataError: data that do not fit the model.
+    """
+    family, splits = model_family(config.model), source.splits
+    seed, loss = config.training.seed, family.loss()
+    metrics = "weighted_metrics" if config.data.tolerated else "metrics"  # what is left out weighs nothing
     trainer = Trainer(
         lambda: build_model(config.model, splits.sample_shape, splits.classes, seed),
-        lambda: build_optimizer(config.optim, _schedule_steps(config, splits), config.data.batch),
-        family.loss(),
-        family.metrics(),
+        lambda: build_optimizer(config.optim, _schedule_steps(config, source), config.data.batch),
+        blended_loss(config.data, loss),
         seed=seed,
         backend=backend,
+        **{metrics: blended_metrics(config.data, family.metrics())},
         **_step_options(config),
     )
-    check_shapes(trainer.model, splits, family.loss())
+    check_shapes(trainer.model, splits, loss)
     return trainer
 
 
-def _schedule_steps(config: Config, splits: DataSplits) -> int:
+def _schedule_steps(config: Config, source: RunData) -> int:
     """Return the steps of all epochs: the schedule spans them also where --max-steps ends the run before."""
-    return config.training.epochs * -(-splits.train.size // config.data.batch)
+    return config.training.epochs * source.training.steps_per_epoch
 
 
 def _step_options(config: Config) -> dict[str, Any]:
@@ -195,7 +188,7 @@ def _info(
     config: Config,
     session: Session,
     backend: Backend,
-    data: ArrayTraining,
+    data: SourceTraining,
     plan: Plan,
     trainer: Trainer,
     folder: RunFolder,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
+from hvdtrain.training.advice import waiting_warning
 from hvdtrain.training.clock import StepClock
 from hvdtrain.training.evaluate import Evaluation
 from hvdtrain.training.hooks import Hooks
@@ -63,6 +64,7 @@ class TrainingLoop:
         self.clock = StepClock(data.batch)
         self.ledger = Ledger(data.steps_per_epoch, state.scalars.step, skips=has_dynamic_scale(state.optimizer))
         self.evaluations: list[EvaluationRecord] = []
+        self._warned = False
 
     def run(self, plan: Plan) -> None:
         """Train from the state's step to the plan's last one.
@@ -84,13 +86,13 @@ class TrainingLoop:
             if within == 0 or done == first + 1:
                 self._hooks.begin_epoch(epoch)
             self._hooks.begin_step(within)
-            batch = next(batches)
+            batch = self.clock.next_of(batches)
             result = self._step(batch, measure=logged)
             self.ledger.note(result.totals)
             self.clock.tick()
             scalars.step, scalars.epoch = done, done // self._data.steps_per_epoch
             self._observers.on_progress(done)
-            self._hooks.end_step(within, result.totals)
+            self._hooks.end_step(within, result.totals, self._step.metrics_so_far)
             if logged:
                 self._log(epoch, result.measured)
             if epoch_ends:
@@ -127,6 +129,7 @@ class TrainingLoop:
 
     def _end_epoch(self, epoch: int) -> None:
         self.ledger.end_epoch()
+        self._warn_of_waiting()
         if self._evaluate is not None or self._watched:
             self._state.average_statistics(self._backend)
         logs = {"loss": self.ledger.epoch_loss, **self._step.epoch_metrics()}
@@ -140,3 +143,9 @@ class TrainingLoop:
             self._observers.on_evaluation(record)
             logs |= {"val_loss": outcome.loss, **{f"val_{k}": v for k, v in outcome.metrics.items()}}
         self._hooks.end_epoch(epoch, logs)
+
+    def _warn_of_waiting(self) -> None:
+        warning = None if self._warned else waiting_warning(self.clock.waiting_share())
+        if warning is not None:
+            self._warned = True
+            self._observers.on_message(warning)

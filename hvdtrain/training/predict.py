@@ -10,7 +10,8 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.pipeline import evaluation_batches, evaluation_of_dataset
+from hvdtrain.data.datasets import evaluation_of_dataset
+from hvdtrain.data.pipeline import SourceEvaluation
 from hvdtrain.training.heads import inputs_for
 
 
@@ -54,7 +55,7 @@ def prediction_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[B
     if not isinstance(data, tf.data.Dataset):
         count = len(tf.nest.flatten(data)[0])
         source = ArraySource((data, np.zeros(count, np.int32)), "inputs")
-        return evaluation_batches(source, batch=batch, index=backend.index, size=backend.size)
+        return SourceEvaluation(source, batch=batch, index=backend.index, size=backend.size)
     return evaluation_of_dataset(data.map(_with_no_targets), index=backend.index, size=backend.size)
 
 

@@ -9,7 +9,7 @@ from hvdtrain.observability.events import EvaluationRecord
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a training run came to; the same on every rank."""
+    """What a training run came to; all but the times is the same on every rank."""
 
     steps: int
     """Finished optimizer steps, those before a resume included."""
@@ -24,6 +24,8 @@ class FitResult:
     step_ms: Mapping[str, float | None]
     """Median and 90th percentile of the steady steps' wall time."""
     wall_seconds: float
+    data_wait: float = 0.0
+    """Share of the steady steps' time in which this rank waited for data."""
     history: Mapping[str, list[float]] = field(default_factory=dict)
     """Figures of each epoch, where there were Keras callbacks."""
 
@@ -37,6 +39,7 @@ def summary_of(result: FitResult) -> dict[str, Any]:
         "train_loss": result.train_loss,
         "samples_per_second": result.samples_per_second,
         "step_ms": dict(result.step_ms),
+        "data_wait": result.data_wait,
         "wall_seconds": result.wall_seconds,
     }
     if last is not None:

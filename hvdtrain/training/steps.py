@@ -1,21 +1,22 @@
 """The compiled pieces of a model's training: our own step, or that of a model with a `train_step` of its own."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.shapes import check_source
+from hvdtrain.data.source import Source
 from hvdtrain.layers.recompute import recomputed_model
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.training.advice import narrow
 from hvdtrain.training.assembly import check_layers
+from hvdtrain.training.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.custom import KerasEvaluator, KerasTrainStep, keras_data
 from hvdtrain.training.evaluate import Evaluation, Evaluator
 from hvdtrain.training.heads import inputs_for
+from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.losses import summed_loss
 from hvdtrain.training.metric_specs import MetricSpec
 from hvdtrain.training.metrics import MetricSet
@@ -26,17 +27,7 @@ from hvdtrain.training.state import TrainState
 from hvdtrain.training.step import CompiledStep, TrainStep
 from hvdtrain.training.update import AllReduceUpdate
 
-Evaluate = Callable[[Iterable[Batch]], Evaluation]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What a model is trained for, as `Model.compile` takes it."""
-
-    loss: Any
-    metrics: Any = ()
-    loss_weights: Any = None
-    weighted_metrics: Any = ()
+Evaluate = Callable[[Iterable[Batch], Hooks | None], Evaluation]
 
 
 class Steps(Protocol):
@@ -45,7 +36,7 @@ class Steps(Protocol):
     narrow_outputs: bool
     """Whether the model gives 16-bit outputs, once it is built."""
 
-    def check(self, source: ArraySource) -> None:
+    def check(self, source: Source) -> None:
         """Refuse data that do not fit the model, as far as that can be told beforehand."""
 
     def build(self, batch: Batch) -> None:
@@ -84,7 +75,7 @@ class OurSteps:
     def _names(self) -> Any:
         return getattr(self._model, "output_names", None)
 
-    def check(self, source: ArraySource) -> None:
+    def check(self, source: Source) -> None:
         """See `Steps`."""
         check_source(self._model, source, self._objective.loss)
 
@@ -126,11 +117,9 @@ class OurSteps:
         return self._evaluator
 
     def compile_for_callbacks(self) -> None:
-        """See `Steps`."""
-        given = self._objective
-        self._model.compile(
-            self._optimizer, given.loss, loss_weights=given.loss_weights, jit_compile=False, auto_scale_loss=False
-        )
+        """See `Steps`; a model that was compiled with this optimizer keeps its settings."""
+        if getattr(self._model, "optimizer", None) is not self._optimizer:
+            compile_for_trainer(self._model, self._optimizer, self._objective)
 
 
 class KerasSteps:
@@ -170,20 +159,12 @@ class KerasSteps:
             clip_value=options.clip_value,
             exchange=backend,
         )
-        model.compile(
-            self._optimizer,
-            objective.loss,
-            loss_weights=objective.loss_weights,
-            metrics=_as_list(objective.metrics),
-            weighted_metrics=_as_list(objective.weighted_metrics) or None,
-            jit_compile=False,
-            auto_scale_loss=False,
-        )
+        compile_for_trainer(model, self._optimizer, objective)
         self._step: KerasTrainStep | None = None
         self.narrow_outputs = False
         self._evaluator: KerasEvaluator | None = None
 
-    def check(self, source: ArraySource) -> None:
+    def check(self, source: Source) -> None:
         """See `Steps`: what a step of its own takes, nobody knows."""
 
     def build(self, batch: Batch) -> None:
@@ -206,7 +187,3 @@ class KerasSteps:
 
     def compile_for_callbacks(self) -> None:
         """See `Steps`: the model is compiled already."""
-
-
-def _as_list(given: Any) -> Any:
-    return list(given) if isinstance(given, tuple) else given

@@ -7,40 +7,46 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import keras
-
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint import checkpointer
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.pipeline import ArrayTraining, TrainingData
+from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.observability.summary import median_p90
-from hvdtrain.optim.averaging import averaged_weights, innermost
+from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.advice import advice
-from hvdtrain.training.assembly import built_model, built_optimizer
-from hvdtrain.training.callbacks import KerasCallbacks
+from hvdtrain.training.assembly import built_model, built_optimizer, converted
+from hvdtrain.training.callbacks import KerasCallbacks, wishes_of_all
+from hvdtrain.training.compile_settings import Objective, settle
 from hvdtrain.training.compression_probe import compression_cost
 from hvdtrain.training.custom import has_own_step
 from hvdtrain.training.evaluate import Evaluation
+from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.loop import Plan, TrainingLoop
 from hvdtrain.training.options import step_options
 from hvdtrain.training.precision import with_loss_scaling
 from hvdtrain.training.predict import Predictor, prediction_batches
 from hvdtrain.training.result import FitResult, summary_of
+from hvdtrain.training.run_info import run_info
 from hvdtrain.training.state import TrainState
-from hvdtrain.training.steps import KerasSteps, Objective, OurSteps, Steps
+from hvdtrain.training.step import CompiledStep
+from hvdtrain.training.steps import KerasSteps, OurSteps, Steps
 
 STATE_TIMEOUT_S = 600.0
 
 
 class Trainer:
     """Trains a Keras model on every rank of the session.
+
+    Of a model that was compiled, the optimizer, the losses (with their weights) and the metrics (with the weighted
+    ones) are used where they are not given here; a warning at the start of `fit` names what is not. `jit_compile` of
+    `compile()` is not looked at: XLA is used with `jit=True`.
 
     Args:
         model: a Keras model, or a function without arguments that builds one. One with a `train_step` of its own is
@@ -65,12 +71,12 @@ class Trainer:
     def __init__(
         self,
         model: Any,
-        optimizer: Any,
+        optimizer: Any = None,
         loss: Any = None,
-        metrics: Any = (),
+        metrics: Any = None,
         *,
         loss_weights: Any = None,
-        weighted_metrics: Any = (),
+        weighted_metrics: Any = None,
         seed: int = 0,
         backend: Backend | None = None,
         **options: Any,
@@ -80,9 +86,11 @@ class Trainer:
         self.options.check_world(self.backend.size, current().environment.controller)
         self._seed = seed
         with self.backend.scope():
-            self.model = built_model(model, self.options)
-            self.optimizer = with_loss_scaling(built_optimizer(optimizer), self.model)
-        objective = Objective(loss, metrics, loss_weights, weighted_metrics)
+            built = built_model(model, self.options)
+            told = Objective(loss, metrics, loss_weights, weighted_metrics)
+            optimizer, objective, self._notes = settle(built, optimizer, told)
+            self.model = converted(built, self.options)
+            self.optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
         kind = KerasSteps if has_own_step(self.model) else OurSteps
         self._steps: Steps = kind(self.backend, self.model, self.optimizer, objective, self.options)
         self._state: TrainState | None = None
@@ -124,7 +132,8 @@ class Trainer:
             shuffle: whether arrays are visited in a new order every epoch.
             class_weight: what the samples of each class count, by label; they multiply sample weights.
             callbacks: Keras callbacks. They run on every rank, with figures over all ranks, and those that write
-                files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor) on rank 0 only.
+                files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor) on rank 0 only. Some ranks may have
+                none. One that looks at batches costs each of them a small exchange.
             log_every: steps between two logged steps.
             verbose: show the progress on rank 0.
 
@@ -149,7 +158,7 @@ class Trainer:
             if validation_data is None
             else validation_batches(validation_data, self.backend, batch=validation_batch)
         )
-        if isinstance(data, ArrayTraining):
+        if isinstance(data, SourceTraining):
             self._steps.check(data.source)
         self.build(data)
         # A fit begins with an epoch; its steps are counted in steps of its own data.
@@ -168,7 +177,10 @@ class Trainer:
 
     def evaluate(self, dataset: Any, *, batch: int = 256) -> Evaluation:
         """Return loss and metrics over `dataset` (arrays or a batched tf.data.Dataset), each sample counted once."""
-        batches = validation_batches(dataset, self.backend, batch=batch)
+        return self.evaluate_on(validation_batches(dataset, self.backend, batch=batch))
+
+    def evaluate_on(self, batches: Iterable[Batch]) -> Evaluation:
+        """Do what `evaluate` does, on this replica's batches, which can be read more than once."""
         for first in batches:
             self.build_on(first)
             break
@@ -233,7 +245,7 @@ class Trainer:
         hooks = self._hooks(callbacks, data, plan)
         self.broadcast_state()
         observers = observers or BaseObserver()
-        self._announce(info or self._info(data, plan), observers)
+        self._announce(info or run_info(self.backend, self.state, self.options, data, plan), observers)
         step = self._steps.train_step(self.state, data.batch, epoch_metrics=hooks is not None)
         loop = TrainingLoop(
             self.backend,
@@ -241,13 +253,13 @@ class Trainer:
             step,
             data,
             observers,
-            evaluate=None if validation is None else lambda: self._evaluate(validation),
+            evaluate=None if validation is None else lambda: self._evaluate(validation, hooks),
             save=None if save is None else lambda: self._save_on_first(save),
             hooks=hooks,
         )
         if hooks is not None:
             hooks.begin()
-        step.epoch_metrics()  # an earlier training may have ended within an epoch
+        step.begin_metrics()
         loop.run(plan)
         self.state.average_statistics(self.backend)
         if hooks is not None:
@@ -261,8 +273,13 @@ class Trainer:
             samples_per_second=loop.clock.steady_samples_per_second(),
             step_ms=median_p90(loop.clock.steady_ms()),
             wall_seconds=time.perf_counter() - begin,
+            data_wait=loop.clock.waiting_share(),
             history=hooks.history if hooks is not None else {},
         )
+
+    def compiled_step(self, data: TrainingData) -> CompiledStep:
+        """Return the compiled step for batches of `data`, to be called by itself."""
+        return self._steps.train_step(self.state, data.batch, epoch_metrics=False)
 
     def _announce(self, info: RunInfo, observers: Observer) -> None:
         """Tell what the run is, and what is slow about it; every rank calls it, as what compression costs is tried."""
@@ -271,49 +288,22 @@ class Trainer:
             self._compression_cost = cost
         observers.on_start(info)
         narrow = self._steps.narrow_outputs
-        for line in advice(info, self.options, compression_cost=self._compression_cost, narrow_outputs=narrow):
+        lines = advice(info, self.options, compression_cost=self._compression_cost, narrow_outputs=narrow)
+        for line in [*self._notes, *lines]:
             observers.on_message(line)
 
     def _hooks(self, callbacks: Sequence[Any], data: TrainingData, plan: Plan) -> KerasCallbacks | None:
-        if not callbacks:
+        wishes = wishes_of_all(callbacks, self.backend)
+        if not wishes.anything:
             return None
         self._steps.compile_for_callbacks()
         epochs = -(-plan.total_steps // data.steps_per_epoch)
-        return KerasCallbacks(callbacks, self.model, self.backend, epochs=epochs, steps=data.steps_per_epoch)
+        return KerasCallbacks(callbacks, wishes, self.model, self.backend, epochs=epochs, steps=data.steps_per_epoch)
 
-    def _evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+    def _evaluate(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
         with averaged_weights(self.optimizer, self.model):
-            return self._steps.evaluator()(batches)
+            return self._steps.evaluator()(batches, hooks)
 
     def _save_on_first(self, save: Callable[[TrainState], None]) -> None:
         if self.backend.index == 0:
             save(self.state)
-
-    def _info(self, data: TrainingData, plan: Plan) -> RunInfo:
-        session = current()
-        return RunInfo(
-            recipe=str(self.model.name),
-            backend=self.backend.name,
-            world_size=self.backend.size,
-            launcher=session.environment.launcher,
-            controller=session.environment.controller if self.backend.size > 1 else None,
-            global_batch=data.batch,
-            per_replica_batch=data.batch // self.backend.size,
-            total_steps=plan.total_steps,
-            steps_per_epoch=data.steps_per_epoch,
-            parameters=self.state.parameters(),
-            start_step=self.state.scalars.step,
-            accumulate=self.options.accumulate,
-            learning_rate=_rate_of(self.optimizer),
-            options=self.options.chosen(),
-            threads=session.plan.threads,
-        )
-
-
-def _rate_of(optimizer: Any) -> str:
-    """Return the learning rate in one phrase."""
-    optimizer = innermost(optimizer)
-    value, schedule = f"{float(optimizer.learning_rate):g}", optimizer._learning_rate
-    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        return f"{value} now, by {type(schedule).__name__}"
-    return value

@@ -22,7 +22,19 @@ ARGUMENTS = {"flag": True, "count": 3, "tiny": 1e-7, "whole": 2.0, "text": "grö
 OTHER = Config(
     "another",
     ModelConfig("resnet", ARGUMENTS, loss="mse", metrics=("mae", "package.module:Metric")),
-    DataConfig("synthetic_images", {"size": 8}, batch=48, eval_batch=100, shuffle=False),
+    DataConfig(
+        "synthetic_images",
+        {"size": 8},
+        batch=48,
+        eval_batch=100,
+        shuffle=False,
+        tail="drop",
+        shard_by="files",
+        augment=("flip", "crop"),
+        cache="memory",
+        data_threads=2,
+        data_memory_mb=64,
+    ),
     OptimConfig(
         "sgd",
         {"momentum": 0.9},
@@ -46,6 +58,7 @@ OTHER = Config(
 # Options that go with none of those of OTHER.
 THIRD = dataclasses.replace(
     OTHER,
+    data=DataConfig(on_bad_record="skip:3"),
     optim=OptimConfig(schedule="step", decay_at=(0.25, 0.5), decay_factor=0.5, clip_value=2.0),
     training=TrainingConfig(sync_batch_norm=True),
 )
@@ -237,6 +250,8 @@ NAN, INF = float("nan"), float("inf")
 LIMITS = {
     # option: (refused, accepted at the edge)
     "batch": ([0, -64], [1]),
+    "data_threads": ((-1,), (0, 8)),
+    "data_memory_mb": ((-1,), (0, 64)),
     "eval_batch": ([0, -1], [1]),
     "learning_rate": ([0, 0.0, -1e-3, NAN, INF, -INF], [1e-12, 100.0]),
     "warmup_steps": ([-1], [0]),

@@ -10,13 +10,8 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import part_of, per_replica, slice_batch
-from hvdtrain.data.pipeline import (
-    ArrayTraining,
-    DatasetTraining,
-    count_batches,
-    evaluation_batches,
-    evaluation_of_dataset,
-)
+from hvdtrain.data.datasets import DatasetTraining, count_batches, evaluation_of_dataset
+from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
 from hvdtrain.training.inputs import training_data, validation_batches
 
@@ -29,7 +24,7 @@ def numbers(count):
 
 
 def array_training(count, batch, *, index=0, size=1, seed=0, shuffle=True):
-    return ArrayTraining(numbers(count), batch=batch, index=index, size=size, seed=seed, shuffle=shuffle)
+    return SourceTraining(numbers(count), batch=batch, index=index, size=size, seed=seed, shuffle=shuffle)
 
 
 def held(batch):
@@ -172,7 +167,7 @@ def test_a_batch_of_no_samples_is_refused(batch):
 
 @pytest.mark.parametrize(("batch", "size"), [(7, 1), (7, 3), (23, 2), (100, 5)])
 def test_evaluation_sees_every_sample_once_in_order(batch, size):
-    parts = [list(evaluation_batches(numbers(23), batch=batch, index=i, size=size)) for i in range(size)]
+    parts = [list(SourceEvaluation(numbers(23), batch=batch, index=i, size=size)) for i in range(size)]
     steps = -(-23 // batch)
     assert {len(part) for part in parts} == {steps}  # every replica takes part in every exchange
     together = [sample for step in range(steps) for part in parts for sample in held(part[step])]

@@ -10,7 +10,7 @@ from world import World
 import hvdtrain
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.pipeline import ArrayTraining
+from hvdtrain.data.pipeline import SourceTraining
 
 
 def check_equal_inputs_are_not_merged_and_constants_not_folded(world: World) -> None:
@@ -76,8 +76,8 @@ def optimized_collectives(function: tf.types.experimental.PolymorphicFunction, x
 def check_every_sample_once_in_an_order_that_ignores_the_world(world: World) -> None:
     samples, batch = 53, 8  # a tail of 5 samples: with 4 ranks uneven
     source = ArraySource((np.arange(samples), np.zeros(samples)))
-    mine = ArrayTraining(source, batch=batch, index=world.rank, size=world.size, seed=11)
-    alone = ArrayTraining(source, batch=batch, index=0, size=1, seed=11)
+    mine = SourceTraining(source, batch=batch, index=world.rank, size=world.size, seed=11)
+    alone = SourceTraining(source, batch=batch, index=0, size=1, seed=11)
     steps = 2 * mine.steps_per_epoch
     part = [read(stream) for stream in take(mine, steps)]
     parts = [json.loads(text) for text in world.gather(json.dumps(part).encode())]
@@ -90,7 +90,7 @@ def check_every_sample_once_in_an_order_that_ignores_the_world(world: World) -> 
     assert resumed == part[3:7]
 
 
-def take(data: ArrayTraining, count: int, start: int = 0) -> list:
+def take(data: SourceTraining, count: int, start: int = 0) -> list:
     batches = data.batches(start)
     return [next(batches) for _ in range(count)]
 

@@ -11,7 +11,7 @@ from world import World, flat_bytes
 import hvdtrain
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError, LaunchError, NonFiniteError
-from hvdtrain.data.pipeline import ArrayTraining
+from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop import Plan
 
@@ -196,7 +196,7 @@ def check_parameters_that_an_activation_hides_are_noticed(world: World) -> None:
 def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
     """Nine steps, a checkpoint, a fresh trainer on every rank, nine more: the weights of eighteen at a stretch."""
 
-    def fresh(seed: int) -> tuple[Any, ArrayTraining]:
+    def fresh(seed: int) -> tuple[Any, SourceTraining]:
         trainer = hvdtrain.Trainer(
             classifier(seed, keras.layers.Dropout(0.3)),
             keras.optimizers.Adam(0.01),

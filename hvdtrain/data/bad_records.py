@@ -1,0 +1,105 @@
+"""Samples that cannot be read: found by name, and left out where a few of them are tolerated."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.source import Source
+
+EXCHANGE_TIMEOUT_S = 600.0
+Exchange = Callable[[bytes], list[bytes]]
+
+
+class BadRecords:
+    """The samples of `source` that were found to be bad.
+
+    Args:
+        source: the samples.
+        limit: how many may be bad before that is an error; over all ranks, which tell one another at each epoch.
+    """
+
+    def __init__(self, source: Source, limit: int = 0) -> None:
+        self.limit = limit
+        self.found: dict[int, str] = {}
+        """What is wrong, by number of the sample."""
+        self._source = source
+
+    @property
+    def tolerated(self) -> bool:
+        """Whether bad samples may be left out at all."""
+        return self.limit > 0
+
+    def examine(self, numbers: Any, error: Exception) -> None:
+        """Find out which of the samples `numbers`, whose reading failed with `error`, are bad.
+
+        Raises:
+            DataError: naming file and record, if it is one too many.
+            Exception: `error`, if each of them can be read alone.
+        """
+        bad = {int(n): text for n in np.asarray(numbers) if (text := self._trouble(int(n)))}
+        if not bad:
+            raise error
+        self.found |= bad
+        self._refuse_too_many(next(iter(bad.values())))
+
+    def share(self, exchange: Exchange) -> None:
+        """Tell all ranks what was found on each; every rank calls it.
+
+        Raises:
+            DataError: together it is too many.
+        """
+        for theirs in exchange(json.dumps(self.found).encode()):
+            self.found |= {int(number): text for number, text in json.loads(theirs).items()}
+        if self.found:
+            self._refuse_too_many(next(iter(self.found.values())))
+
+    def left_out(self, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return numbers [n] that can be read, and weights [n]: 0 for those that stand in for a bad sample."""
+        bad = tf.constant(sorted(self.found), tf.int64)
+        good = ~tf.reduce_any(numbers[:, tf.newaxis] == bad, axis=1)
+        return tf.where(good, numbers, self._stand_in()), tf.cast(good, tf.float32)
+
+    def _stand_in(self) -> int:
+        """Return the number of a sample that is not known to be bad."""
+        return next(number for number in range(self._source.size) if number not in self.found)
+
+    def _refuse_too_many(self, example: str) -> None:
+        if not self.tolerated:
+            raise DataError(f"{example}. --on-bad-record skip:N leaves out up to N such samples.")
+        if len(self.found) > self.limit or len(self.found) == self._source.size:
+            raise DataError(
+                f"{example}. {len(self.found)} samples of {self._source.name} are bad, more than --on-bad-record "
+                f"skip:{self.limit} tolerates."
+            )
+
+    def _trouble(self, number: int) -> str:
+        """Return what is wrong with one sample, with its place; "" if it can be read."""
+        try:
+            self._source.gather(tf.constant([number], tf.int64))
+        except (tf.errors.OpError, ValueError) as error:
+            place, cause = self._source.describe(number), _cause(error)
+            return cause if place in cause else f"{place}: {cause}"
+        return ""
+
+
+def with_weights(elements: tuple[Any, ...], weights: tf.Tensor) -> tuple[Any, ...]:
+    """Multiply the samples' weights by `weights` [n]."""
+    inputs, targets, *own = elements
+    return inputs, targets, weights * tf.cast(own[0], tf.float32) if own else weights
+
+
+def _cause(error: Exception) -> str:
+    """Return the sentence of an error that says what is wrong, without what TensorFlow puts around it."""
+    text = str(getattr(error, "message", error))
+    ours = re.search(r"DataError: (.*)", text)
+    if ours:
+        return ours.group(1).strip()
+    lines = [line for line in text.splitlines() if line.strip()]
+    line = lines[-1] if lines[0].startswith("in user code") else lines[0]
+    line = re.sub(r"\{\{[^}]*\}\}|^\s*[\w.]+Error: ", "", line)
+    return re.sub(r"\s*\[Op:\w+\].*", "", line).strip()

@@ -1,0 +1,110 @@
+"""Pieces of files, read by number: whole files, members of an archive, records of a TFRecord file."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.errors import DataError
+
+KEPT_OPEN = 256
+"""Files beyond so many are opened for each read: a process may hold 1024 on most machines."""
+Check = Callable[[bytes, int], None]
+
+
+class Blobs:
+    """Pieces of files, each known by its file, offset and length in bytes.
+
+    Args:
+        files: the files.
+        file_of: [pieces] the number of each piece's file.
+        offsets: [pieces] where each piece begins.
+        lengths: [pieces] how long it is.
+        names: what each piece is called in messages; None: its file and place.
+        check: called with a piece's bytes and its number; raises where they are damaged.
+
+    Raises:
+        DataError: no pieces.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        file_of: np.ndarray,
+        offsets: np.ndarray,
+        lengths: np.ndarray,
+        *,
+        names: Callable[[int], str] | None = None,
+        check: Check | None = None,
+    ) -> None:
+        if not len(lengths):
+            raise DataError(f"There is nothing to read in {', '.join(map(str, files[:3])) or 'no files'}.")
+        self.files = list(files)
+        self.file_of = np.asarray(file_of, np.int64)
+        self.offsets = np.asarray(offsets, np.int64)
+        self.lengths = np.asarray(lengths, np.int64)
+        self._names = names
+        self._check = check
+        self._open: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, number: int) -> bytes:
+        """Return piece `number`.
+
+        Raises:
+            DataError: the file cannot be read, or is too short.
+        """
+        number = int(number)
+        length = int(self.lengths[number])
+        try:
+            data = self._pread(int(self.file_of[number]), length, int(self.offsets[number]))
+        except OSError as error:
+            raise DataError(f"{self.describe(number)}: {error.strerror}") from None
+        if len(data) != length:
+            raise DataError(f"{self.describe(number)}: the file ends {length - len(data)} bytes too early")
+        if self._check is not None:
+            self._check(data, number)
+        return data
+
+    def tensor(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Return the pieces `numbers` [n] as strings [n]; usable within a tf.data map."""
+        pieces = tf.numpy_function(self._read_all, [numbers], tf.string)
+        return tf.ensure_shape(pieces, numbers.shape)
+
+    def describe(self, number: int) -> str:
+        """Say where piece `number` is."""
+        if self._names is not None:
+            return self._names(number)
+        return f"{self.files[int(self.file_of[number])]}, byte {int(self.offsets[number])}"
+
+    def fingerprint(self) -> bytes:
+        """Return a hash of the files' names and of where the pieces are in them; their bytes are not read."""
+        digest = hashlib.sha256("\n".join(file.name for file in self.files).encode())
+        for array in (self.file_of, self.offsets, self.lengths):
+            digest.update(array.tobytes())
+        return digest.digest()
+
+    def _read_all(self, numbers: np.ndarray) -> np.ndarray:
+        pieces = np.empty(len(numbers), object)
+        for place, number in enumerate(numbers):
+            pieces[place] = self.read(number)
+        return pieces
+
+    def _pread(self, file: int, length: int, offset: int) -> bytes:
+        if file in self._open:
+            return os.pread(self._open[file], length, offset)
+        descriptor = os.open(self.files[file], os.O_RDONLY | os.O_CLOEXEC)
+        data = os.pread(descriptor, length, offset)
+        # Two threads may open the same file at the same time: one of them keeps it.
+        if len(self._open) >= KEPT_OPEN or self._open.setdefault(file, descriptor) != descriptor:
+            os.close(descriptor)
+        return data
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_open", {}).values():
+            os.close(descriptor)

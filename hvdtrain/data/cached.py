@@ -1,0 +1,116 @@
+"""Samples that are read and decoded once, and then held in memory or in a file that all ranks of a host share."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.data import Cache
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.bad_records import BadRecords
+from hvdtrain.data.pipeline import Reading
+from hvdtrain.data.places import cache_folder
+from hvdtrain.data.source import Source
+from hvdtrain.data.unpacked import made_once
+
+CHUNK = 256
+"""Samples that are decoded at a time."""
+
+
+class MemoryMapped:
+    """Decoded samples in files, of which the operating system keeps in memory what is used; see `Source`."""
+
+    heavy = True
+
+    def __init__(self, source: Source, arrays: list[np.ndarray]) -> None:
+        self.name = source.name
+        self.size = source.size
+        self.spec = source.spec
+        self.finite = source.finite
+        self._arrays = arrays
+        self._source = source
+
+    def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
+        """See `Source`."""
+        specs = tf.nest.flatten(self.spec)
+        parts = tf.numpy_function(self._rows, [numbers], [spec.dtype for spec in specs])
+        for part, spec in zip(parts, specs, strict=True):
+            part.set_shape([None, *spec.shape])
+        return tf.nest.pack_sequence_as(self.spec, parts)
+
+    def describe(self, number: int) -> str:
+        """See `Source`."""
+        return self._source.describe(number)
+
+    def fingerprint(self) -> bytes:
+        """See `Source`."""
+        return self._source.fingerprint()
+
+    def _rows(self, numbers: np.ndarray) -> list[np.ndarray]:
+        return [array[numbers] for array in self._arrays]
+
+
+def cached(source: Source, where: Cache) -> Source:
+    """Return `source` with its samples decoded once, or itself for `none` and where there is nothing to decode.
+
+    Raises:
+        DataError: a sample cannot be read, samples differ in shape, or there is no room.
+    """
+    if where == "none" or not source.heavy:
+        return source
+    if not all(spec.shape.is_fully_defined() and spec.dtype != tf.string for spec in tf.nest.flatten(source.spec)):
+        raise DataError(f"The samples of {source.name} differ in size or are text: they cannot be kept by --cache.")
+    if where == "memory":
+        arrays = [np.empty([source.size, *s.shape], s.dtype.as_numpy_dtype) for s in tf.nest.flatten(source.spec)]
+        _fill(arrays, source)
+        return ArraySource(tf.nest.pack_sequence_as(source.spec, arrays), source.name)
+    return MemoryMapped(source, _in_files(source))
+
+
+def _in_files(source: Source) -> list[np.ndarray]:
+    specs = tf.nest.flatten(source.spec)
+    base = cache_folder() / f"decoded-{source.fingerprint().hex()[:24]}"
+    paths = [base.with_name(f"{base.name}-{place}.npy") for place in range(len(specs))]
+    # The list of files appears when all of them are whole.
+    with made_once(base.with_name(f"{base.name}.json")) as draft:
+        if draft is not None:
+            _write(source, specs, paths)
+            draft.write_text(json.dumps([path.name for path in paths]), encoding="utf-8")
+    return [np.load(path, mmap_mode="r") for path in paths]
+
+
+def _write(source: Source, specs: list[tf.TensorSpec], paths: list[Path]) -> None:
+    try:
+        arrays = [
+            np.lib.format.open_memmap(
+                path, mode="w+", dtype=np.dtype(spec.dtype.as_numpy_dtype), shape=(source.size, *spec.shape)
+            )
+            for path, spec in zip(paths, specs, strict=True)
+        ]
+        _fill(arrays, source)
+        for array in arrays:
+            array.flush()
+    except OSError as error:
+        raise DataError(f"{source.name} cannot be kept in {paths[0].parent}: {error.strerror}.") from None
+
+
+def _fill(arrays: Sequence[np.ndarray], source: Source) -> None:
+    starts = range(0, source.size, CHUNK)
+    numbers = tf.data.Dataset.from_tensor_slices(tf.constant(starts, tf.int64))
+    done = 0
+    try:
+        load = Reading().batches(numbers, lambda first: source.gather(_chunk(source, first)), heavy=True)
+        for first, part in zip(starts, load, strict=True):
+            for array, tensor in zip(arrays, tf.nest.flatten(part), strict=True):
+                array[first : first + CHUNK] = tensor.numpy()
+            done += 1
+    except tf.errors.OpError as error:
+        BadRecords(source).examine(_chunk(source, starts[done]), error)
+
+
+def _chunk(source: Source, first: Any) -> tf.Tensor:
+    return tf.range(first, tf.minimum(tf.cast(first, tf.int64) + CHUNK, source.size), dtype=tf.int64)

@@ -1,0 +1,152 @@
+"""Encoded images in one folder for each class, `[train/ | validation/]CLASS/IMAGE`, also within a tar file."""
+
+import os
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.blobs import Blobs
+from hvdtrain.data.unpacked import seekable
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "test": "test",
+}
+"""Names of folders above the class folders, and what they mean."""
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Encoded images and their labels, in the order of their names."""
+
+    path: Path
+    blobs: Blobs
+    names: list[str]
+    """Each image's path below the class folders' parents: `cat/0001.jpg`."""
+    labels: np.ndarray
+    """[images] int32, numbers of `classes`."""
+    classes: list[str]
+    """Names of the class folders, sorted."""
+    splits: np.ndarray
+    """[images] `train`, `validation` or `test`; `train` for all where there are no such folders."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    name: PurePosixPath
+    file: Path
+    offset: int
+    length: int
+
+
+def is_tar(path: Path) -> bool:
+    """Tell a tar file by its name."""
+    return path.name.lower().endswith(TAR_SUFFIXES)
+
+
+def scan(path: Path) -> Found:
+    """Find the images below the folder, or within the tar file, `path`.
+
+    Raises:
+        DataError: there are none, or the tar file has members that lie outside of it.
+    """
+    if path.is_dir():
+        pieces = _in_folder(path)
+    elif is_tar(path):
+        pieces = _in_tar(path)
+    else:
+        raise DataError(f"{path} is neither a folder of class folders nor a tar file of them. See --data-args path.")
+    pieces.sort(key=lambda piece: piece.name)
+    if not pieces:
+        raise DataError(f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) in class folders.")
+    splits, names = _without_splits(path, [piece.name for piece in pieces])
+    classes = sorted({name.parts[0] for name in names})
+    number = {name: place for place, name in enumerate(classes)}
+    _refuse_unknown(path, splits, names)
+    whole = [piece.name.as_posix() for piece in pieces]
+    return Found(
+        path=path,
+        blobs=_blobs(pieces, lambda i: str(path / whole[i]) if path.is_dir() else f"{path}, {whole[i]}"),
+        names=[name.as_posix() for name in names],
+        labels=np.array([number[name.parts[0]] for name in names], np.int32),
+        classes=classes,
+        splits=np.array(splits),
+    )
+
+
+def _in_folder(path: Path) -> list[_Piece]:
+    pieces = []
+    for folder, inner, files in os.walk(path, onerror=_refuse_folder, followlinks=True):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        for name in filter(_is_image, files):
+            file = Path(folder) / name
+            pieces.append(_Piece(PurePosixPath(file.relative_to(path)), file, 0, file.stat().st_size))
+    return pieces
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be read: {error.strerror}.")
+
+
+def _in_tar(path: Path) -> list[_Piece]:
+    plain = seekable(path)
+    pieces = []
+    try:
+        with tarfile.open(plain, "r:") as archive:
+            for member in archive:
+                name = PurePosixPath(member.name)
+                if name.is_absolute() or ".." in name.parts:
+                    raise DataError(f"{path} has a member outside of its own folder: {member.name!r}.")
+                if member.isreg() and _is_image(name.name):
+                    pieces.append(_Piece(name, plain, member.offset_data, member.size))
+    except tarfile.TarError as error:
+        raise DataError(f"{path} is no tar file, or damaged: {error}.") from None
+    return pieces
+
+
+def _is_image(name: str) -> bool:
+    return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _without_splits(path: Path, names: Sequence[PurePosixPath]) -> tuple[list[str], list[PurePosixPath]]:
+    """Return the split of each image, and its path from the class folder on."""
+    parts = [name.parts for name in names]
+    short = next((name for name, part in zip(names, parts, strict=True) if len(part) < 2), None)
+    if short is not None:
+        raise DataError(f"{path} holds {short} outside of any class folder.")
+    while len({part[0] for part in parts}) == 1 and min(map(len, parts)) > 2:
+        parts = [part[1:] for part in parts]  # a folder that holds everything says nothing
+    split = all(part[0].lower() in SPLITS and len(part) > 2 for part in parts)
+    splits = [SPLITS[part[0].lower()] if split else "train" for part in parts]
+    return splits, [PurePosixPath(*part[split:]) for part in parts]
+
+
+def _refuse_unknown(path: Path, splits: Sequence[str], names: Sequence[PurePosixPath]) -> None:
+    known = {name.parts[0] for name, split in zip(names, splits, strict=True) if split == "train"}
+    if not known:
+        raise DataError(f"{path} has no folder for training: it needs train/CLASS/IMAGE.")
+    strange = sorted({name.parts[0] for name in names} - known)
+    if strange:
+        raise DataError(f"{path} has the class {strange[0]!r} for validation, but not for training.")
+
+
+def _blobs(pieces: Sequence[_Piece], name: Callable[[int], str]) -> Blobs:
+    files = sorted({piece.file for piece in pieces})
+    number = {file: place for place, file in enumerate(files)}
+    return Blobs(
+        files,
+        np.array([number[piece.file] for piece in pieces]),
+        np.array([piece.offset for piece in pieces]),
+        np.array([piece.length for piece in pieces]),
+        names=name,
+    )

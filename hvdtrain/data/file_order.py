@@ -1,0 +1,90 @@
+"""An order for files on slow disks: every rank reads its share of the files from first to last.
+
+The same samples make an epoch as in `Order`, each once, but which of them share a batch depends on the number of ranks.
+"""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.data import Tail
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import part_of
+from hvdtrain.data.order import Order
+from hvdtrain.data.source import Source
+
+WINDOW = 10_000
+"""Samples within which the order is mixed: what a shuffle buffer of so many would do."""
+
+
+class FileOrder:
+    """Files in an order that (seed, epoch) decides, one after the other, cut into an equal part for each replica.
+
+    A part ends within a file where it must: all replicas have the same number of samples, but for one.
+
+    Args:
+        source: samples in files: its `file_of` [samples] tells the file of each.
+        batch: samples of a global batch.
+        seed: decides the order, together with the epoch.
+        shuffle: False reads the files in their order.
+        tail: see `DataConfig.tail`.
+
+    Raises:
+        ConfigError: the samples are not in files.
+    """
+
+    def __init__(self, source: Source, batch: int, seed: int, shuffle: bool = True, tail: Tail = "pad") -> None:
+        file_of = getattr(source, "file_of", None)
+        if file_of is None:
+            raise ConfigError(f"--shard-by files is for samples in files. {source.name} is not read from any.")
+        # How many batches there are, and how long the last one is, does not depend on the order.
+        self.counts = Order(source.size, batch, seed, shuffle, tail)
+        self._files = [np.flatnonzero(file_of == file) for file in np.unique(file_of)]
+
+    @property
+    def full_batches(self) -> int:
+        """Batches of an epoch that are full."""
+        return self.counts.full_batches
+
+    @property
+    def rest(self) -> int:
+        """Samples of an epoch's last, short batch; 0 where it has none."""
+        return self.counts.rest
+
+    @property
+    def seed(self) -> int:
+        """What decides the order."""
+        return self.counts.seed
+
+    def part(self, epoch: Any, first: int, steps: int, samples: int, index: int, size: int) -> tf.Tensor:
+        """See `Order.part`."""
+
+        def rows(epoch: np.ndarray) -> np.ndarray:
+            mine = self._mine(int(epoch), index, size)
+            begin, end = (self.counts.batch * first // size, samples * steps // size)
+            if samples < self.counts.batch:
+                end = max(1, len(mine) - begin)  # one that does not count, where there is none left
+            # Beyond its end a part begins anew (--tail repeat).
+            return mine[np.minimum(begin + np.arange(end), _last(mine, self.counts.tail)) % len(mine)].reshape(
+                steps, -1
+            )
+
+        numbers = tf.numpy_function(rows, [tf.cast(epoch, tf.int64)], tf.int64)
+        begin, end = part_of(samples, index, size)
+        return tf.ensure_shape(numbers, [steps, max(1, end - begin)])
+
+    def _mine(self, epoch: int, index: int, size: int) -> np.ndarray:
+        rng = np.random.default_rng([self.counts.seed, epoch])
+        files = rng.permutation(len(self._files)) if self.counts.shuffle else range(len(self._files))
+        numbers = np.concatenate([self._files[file] for file in files])
+        begin, end = part_of(len(numbers), index, size)
+        mine = numbers[begin:end]
+        if not self.counts.shuffle:
+            return mine
+        places = np.arange(len(mine)) + rng.uniform(0, WINDOW, len(numbers))[begin:end]
+        return mine[np.argsort(places, kind="stable")]
+
+
+def _last(mine: np.ndarray, tail: Tail) -> int:
+    return 2 * len(mine) if tail == "repeat" else len(mine) - 1

@@ -1,0 +1,78 @@
+"""Compressed files, unpacked once into the cache: what is read by offset must not be compressed."""
+
+import bz2
+import fcntl
+import gzip
+import lzma
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.places import cache_folder, cache_key
+
+Opener = Callable[[Path], IO[bytes]]
+OPENERS: dict[str, Any] = {
+    ".gz": gzip.open,
+    ".tgz": gzip.open,
+    ".bz2": bz2.open,
+    ".tbz2": bz2.open,
+    ".xz": lzma.open,
+    ".txz": lzma.open,
+}
+"""What opens a compressed file, by its suffix."""
+
+
+def seekable(path: Path, opener: Opener | None = None) -> Path:
+    """Return a file with what `path` holds uncompressed; `path` itself where it is not compressed.
+
+    The first process of a host unpacks it into the cache, the others wait; a later run finds it there.
+
+    Args:
+        path: the file.
+        opener: opens it for reading what is in it; None goes by its suffix.
+
+    Raises:
+        DataError: it is damaged, or there is no room for it.
+    """
+    opener = opener or OPENERS.get(path.suffix.lower())
+    if opener is None:
+        return path
+    target = cache_folder() / f"{cache_key(path, 'unpacked')}-{path.stem}"
+    with made_once(target) as draft:
+        if draft is not None:
+            _unpack(path, opener, draft)
+    return target
+
+
+@contextmanager
+def made_once(target: Path) -> Iterator[Path | None]:
+    """Give the one process that is to make `target` the name of a draft, all others None as soon as it is there.
+
+    The draft takes its place when the block ends well, and is removed when it does not.
+    """
+    with open(target.with_name(f"{target.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            yield None
+            return
+        draft = target.with_name(f"{target.name}.{os.getpid()}.draft")
+        try:
+            yield draft
+            os.replace(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _unpack(path: Path, opener: Opener, draft: Path) -> None:
+    try:
+        with opener(path) as packed, open(draft, "wb") as plain:
+            shutil.copyfileobj(packed, plain, 2**20)
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise DataError(f"{path} is damaged and cannot be unpacked: {error}.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be unpacked into {draft.parent}: {error.strerror or error}.") from None

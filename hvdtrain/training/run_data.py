@@ -1,0 +1,98 @@
+"""The data of a run: what its configuration says about samples, batches and how they are read."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.run import Config
+from hvdtrain.config.user_code import is_user_code
+from hvdtrain.data.agreement import check_same_data
+from hvdtrain.data.augment import augmentation
+from hvdtrain.data.bad_records import EXCHANGE_TIMEOUT_S
+from hvdtrain.data.batch import per_replica
+from hvdtrain.data.cached import cached
+from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
+from hvdtrain.data.registry import load_splits
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.training.blending import blends
+from hvdtrain.training.microbatches import per_microbatch
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Samples of a run, and this replica's batches of them."""
+
+    splits: DataSplits
+    training: SourceTraining
+    validation: SourceEvaluation
+
+    @property
+    def bad(self) -> dict[int, str]:
+        """What is wrong with the training samples that were left out."""
+        return self.training.bad.found
+
+
+def run_data(config: Config, backend: Backend) -> RunData:
+    """Load what `config` names; every rank calls it.
+
+    Raises:
+        ConfigError: options of the data that do not fit.
+        DataError: data that cannot be used.
+    """
+    per_replica(config.data.batch, backend.size)
+    per_microbatch(config.data.batch, backend.size, config.training.accumulate)
+    splits = load_splits(config.data, config.training.seed)
+    if is_user_code(config.data.data) or splits.train.heavy:
+        check_same_data(splits, backend)
+    where = config.data.cache
+    splits = replace(splits, train=cached(splits.train, where), validation=cached(splits.validation, where))
+    return RunData(splits, _training(config, splits, backend), _validation(config.data, splits, backend))
+
+
+def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTraining:
+    data = config.data
+    reading = replace(
+        _reading(data, splits), augment=augmentation(data.augment, spec=splits.train.spec, classes=splits.classes)
+    )
+    return SourceTraining(
+        splits.train,
+        batch=data.batch,
+        index=backend.index,
+        size=backend.size,
+        seed=config.training.seed,
+        shuffle=data.shuffle,
+        tail=data.tail,
+        shard_by=data.shard_by,
+        reading=reading,
+        exchange=lambda mine: backend.gather_bytes(mine, timeout=EXCHANGE_TIMEOUT_S),
+    )
+
+
+def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> SourceEvaluation:
+    reading = _reading(config, splits)
+    if blends(config):
+        # Loss and metrics take one kind of targets: whole labels become shares as well.
+        reading = replace(reading, finish=_on_shares(reading, splits.classes))
+    return SourceEvaluation(
+        splits.validation, batch=config.eval_batch, index=backend.index, size=backend.size, reading=reading
+    )
+
+
+def _reading(config: DataConfig, splits: DataSplits) -> Reading:
+    return Reading(
+        finish=splits.finish,
+        tolerated=config.tolerated,
+        threads=config.data_threads,
+        memory_mb=config.data_memory_mb,
+    )
+
+
+def _on_shares(reading: Reading, classes: int | None) -> Any:
+    def finish(inputs: Any, targets: Any, *weights: Any) -> tuple[Any, ...]:
+        elements = (inputs, targets, *weights) if reading.finish is None else reading.finish(inputs, targets, *weights)
+        return elements[0], tf.one_hot(elements[1], classes), *elements[2:]
+
+    return finish

@@ -1,0 +1,162 @@
+"""Data as users have them: class folders, damaged files, runs that are resumed on other numbers of ranks."""
+
+import json
+import re
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tests.entry.test_mistakes import refused
+from tests.launching import hvdtrain, launcher, run
+from tests.unit.images import tar_of, write_folders
+
+IMAGES = ["--data", "class_folders", "--model", "small_cnn", "--batch", "8", "--epochs", "2"]
+
+VISITS = """
+import keras
+import numpy as np
+
+SAMPLES, BATCH = 37, 8
+
+
+def data():
+    numbers = np.arange(SAMPLES, dtype="int32").reshape(-1, 1)
+    part = (numbers, np.zeros((SAMPLES, 1), "float32"))
+    return part, part
+
+
+def model(sample_shape):
+    # The gradient of a sample's own weight is 1/BATCH for each visit: it counts them.
+    table = keras.layers.Embedding(SAMPLES, 1, embeddings_initializer="zeros", name="visits")
+    return keras.Sequential([keras.Input(sample_shape, dtype="int32"), table, keras.layers.Flatten()])
+
+
+def loss(y_true, y_pred):
+    return y_pred[:, 0] * BATCH
+"""
+
+
+def visits(run_dir):
+    """Return how often each sample was visited, by the model that a run left.
+
+    A visit in a full batch of 8 counts 1; one in an epoch's last batch of 5, whose mean is over 5, counts 1.6.
+    """
+    model = keras.saving.load_model(run_dir / "model.keras", compile=False)
+    sums = -model.get_layer("visits").get_weights()[0][:, 0]
+    ways = {round(10 * (full + 1.6 * short)): full + short for full in range(5) for short in range(5 - full)}
+    return np.array([ways[round(10 * float(value))] for value in sums])
+
+
+def test_ranks_come_and_go_and_no_sample_is_lost_or_repeated(tmp_path):
+    """1, 2, 4 and 1 ranks go on with one run, also within an epoch; each has 4 full batches and one of 5 samples."""
+    (tmp_path / "counting.py").write_text(VISITS)
+    words = "--model counting:model --data counting:data --loss counting:loss --optimizer sgd --learning-rate 1"
+    first = [*words.split(), "--schedule", "constant", "--batch", "8", "--epochs", "4", "--run-dir", "run"]
+    legs = [("none", 1, 3), ("mpirun", 2, 8), ("gloo", 4, 14), ("none", 1, 20)]
+    for number, (controller, size, last) in enumerate(legs):
+        start = ["--resume", "run"] if number else first
+        job = hvdtrain(controller, size, *start, "--max-steps", str(last), cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        assert job.code == 0, job.text[-4000:]
+        epochs, steps = divmod(last, 5)
+        assert np.bincount(visits(tmp_path / "run")).tolist()[epochs:] == [37 - 8 * steps, 8 * steps][: 1 + (steps > 0)]
+
+
+@pytest.mark.parametrize(("controller", "size"), [("none", 1), ("mpirun", 2), ("gloo", 2)])
+def test_class_folders(tmp_path, controller, size):
+    write_folders(tmp_path / "photos", each=20, kind="jpeg")
+    tar_of(tmp_path / "photos", tmp_path / "photos.tar.gz")
+    words = [*IMAGES, "--data-args", "path", "photos.tar.gz", "--augment", "crop", "flip", "--run-dir", "run"]
+    job = hvdtrain(controller, size, *words, cwd=tmp_path, HVDTRAIN_CACHE=str(tmp_path / "cache"))
+    assert job.code == 0, job.text[-4000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 10
+    assert 0.0 <= summary["data_wait"] <= 1.0
+
+
+def test_a_damaged_image_is_named_and_can_be_left_out(tmp_path):
+    files = write_folders(tmp_path / "photos", each=20)
+    for file in files[3], files[21]:
+        file.write_bytes(file.read_bytes()[:50])
+    words = [*IMAGES, "--data-args", "path", "photos"]
+    refused(hvdtrain("mpirun", 2, *words, "--run-dir", "one", cwd=tmp_path), "photos/", "0", ".png", "skip:N")
+    refused(hvdtrain("none", 1, *words, "--on-bad-record", "skip:1", cwd=tmp_path), "more than --on-bad-record skip:1")
+    job = hvdtrain("mpirun", 2, *words, "--on-bad-record", "skip:2", "--run-dir", "two", cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    bad = json.loads((tmp_path / "two/summary.json").read_text())["bad_records"]
+    assert 0 < bad <= 2
+    assert ("could not be read and did not count" in job.text) == (bad > 0)
+
+
+@pytest.mark.parametrize("controller", ["mpirun", "gloo"])
+def test_a_file_that_one_rank_does_not_have(tmp_path, controller):
+    for rank in (0, 1):
+        write_folders(tmp_path / f"host{rank}/photos", each=5 + rank)
+    (tmp_path / "host2").mkdir()
+    rank = "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}"
+    words = f"{sys.executable} -m hvdtrain {' '.join(IMAGES)} --data-args path photos"
+
+    def started(folder):
+        script = f"HVDTRAIN_DATA=$PWD/host$(( {folder} )) exec {words}"
+        return run([*launcher(controller, 2), "bash", "-c", script], cwd=tmp_path, timeout=90)
+
+    refused(started(f"{rank} * 2"), "There is no", "photos", "host2")
+    refused(started(f"{rank}"), "samples of rank 1 are not those of rank 0")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data", "class_folders"], ["--data-args path PATH"]),
+        (["--data", "class_folders", "--data-args", "path", "nowhere"], ["There is no", "nowhere", "HVDTRAIN_DATA"]),
+        (["--data-args", "pth", "x", "--data", "class_folders"], ["'pth'", "Perhaps you meant: path"]),
+        (["--tail", "cut"], ["--tail", "pad", "drop", "repeat"]),
+        (["--tail", "drop", "--batch", "2000"], ["--tail drop would leave nothing"]),
+        (["--augment", "flop"], ["no augmentation 'flop'", "Perhaps you meant: flip"]),
+        (["--augment", "flip", "flip"], ["--augment names one change twice"]),
+        (["--augment", "mixup", "--loss", "mse", "--model-args", "width", "4"], ["--augment mixup blends labels"]),
+        (["--on-bad-record", "skip"], ["raise or skip:N"]),
+        (["--data-threads", "-1"], ["--data-threads must not be negative"]),
+        (["--cache", "disk"], ["--cache", "memory", "file"]),
+    ],
+)
+def test_wrong_words(tmp_path, words, said):
+    refused(hvdtrain("none", 1, *words, cwd=tmp_path), *said)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tail", ["drop", "repeat"])
+def test_what_becomes_of_the_tail(tmp_path, tail):
+    job = hvdtrain("mpirun", 2, "--epochs", "1", "--batch", "100", "--tail", tail, "--run-dir", "run", cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == {"drop": 14, "repeat": 15}[tail]
+
+
+def test_blended_labels(tmp_path):
+    words = ["--epochs", "3", "--augment", "mixup", "--run-dir", "run"]
+    job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["val_accuracy"] > 0.8
+
+
+@pytest.mark.parametrize(("controller", "size"), [("none", 1), ("mpirun", 2)])
+def test_the_pipeline_against_the_step(tmp_path, controller, size):
+    job = hvdtrain(controller, size, "data", "bench", "digits", "--steps", "5", "--batch", "32", cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    rates = dict(re.findall(r"^(pipeline|step|together) +([\d,]+) samples/s$", job.out, re.MULTILINE))
+    assert set(rates) == {"pipeline", "step", "together"}
+    assert job.out.count("times as fast as the step") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "none"], ["--steps must be a positive number"]),
+        (["--run-dir", "run"], ["data bench writes nothing"]),
+        (["nosuch"], ["'nosuch'"]),
+    ],
+)
+def test_wrong_words_of_the_bench(tmp_path, words, said):
+    refused(hvdtrain("none", 1, "data", "bench", *words, cwd=tmp_path), *said)

@@ -1,0 +1,108 @@
+"""Samples that cannot be read are named, or left out where a few of them are tolerated."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.class_folders import scan
+from hvdtrain.data.images import ImageSource
+from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
+from tests.unit.images import write_folders
+
+
+def damaged(folder, *places):
+    files = write_folders(folder, each=10)
+    for place in places:
+        files[place].write_bytes(files[place].read_bytes()[:40])
+    found = scan(folder)
+    return ImageSource(found.blobs, found.labels, "mine")
+
+
+def training(source, *, tolerated=0, index=0, size=1, exchange=None, batch=4):
+    return SourceTraining(
+        source, batch=batch, index=index, size=size, seed=3, reading=Reading(tolerated=tolerated), exchange=exchange
+    )
+
+
+def run(data, steps, start=0):
+    stream = data.batches(start)
+    return [next(stream) for _ in range(steps)]
+
+
+def test_the_first_bad_record_is_named(tmp_path):
+    source = damaged(tmp_path / "data", 13)
+    for batches in (training(source).batches(0), iter(SourceEvaluation(source, batch=8, index=0, size=1))):
+        with pytest.raises(DataError, match=r"bee/003\.png.*--on-bad-record skip:N"):
+            for _, _ in zip(range(5), batches, strict=False):
+                pass
+
+
+def test_what_is_tolerated_does_not_count_and_all_else_does(tmp_path):
+    source = damaged(tmp_path / "data", 2, 13)
+    data = training(source, tolerated=2)
+    for epoch in range(2):
+        batches = run(data, 5, epoch * 5)
+        weights = np.concatenate([batch.sample_weight.numpy() for batch in batches])
+        assert weights.sum() == 18
+        numbers = np.concatenate([data.order.part(epoch, step, 1, 4, 0, 1).numpy()[0] for step in range(5)])
+        assert sorted(numbers[weights == 0]) == [2, 13]
+        labels = np.concatenate([batch.targets.numpy() for batch in batches])
+        assert (labels == (numbers >= 10))[weights == 1].all()
+    assert sorted(data.bad.found) == [2, 13]
+    assert re.fullmatch(r".*ant/002\.png: .*(PNG|image).*", data.bad.found[2])
+
+
+def test_resuming_reads_the_same(tmp_path):
+    source = damaged(tmp_path / "data", 2, 13)
+    whole = run(training(source, tolerated=2), 9)
+    rest = run(training(source, tolerated=2), 4, start=5)
+    for one, other in zip(whole[5:], rest, strict=True):
+        kept = one.sample_weight.numpy() > 0
+        assert (other.sample_weight.numpy() == one.sample_weight.numpy()).all()
+        assert (one.inputs.numpy()[kept] == other.inputs.numpy()[kept]).all()
+
+
+def test_one_too_many(tmp_path):
+    source = damaged(tmp_path / "data", 2, 13)
+    with pytest.raises(DataError, match=r"2 samples of mine are bad, more than --on-bad-record skip:1 tolerates"):
+        run(training(source, tolerated=1), 5)
+
+
+def test_the_ranks_count_together(tmp_path):
+    source = damaged(tmp_path / "data", 2, 13)
+    told = []
+
+    def exchange(mine):
+        told.append(mine)
+        return [mine, b'{"13": "bee/003.png: bad"}']
+
+    data = training(source, tolerated=1, exchange=exchange)
+    data.bad.examine(tf.constant([2], tf.int64), ValueError("one"))
+    with pytest.raises(DataError, match="2 samples of mine are bad"):
+        data.share_bad()
+    assert told == [b'{"2": "' + data.bad.found[2].encode() + b'"}']
+
+
+def test_evaluation_leaves_them_out_too(tmp_path):
+    source = damaged(tmp_path / "data", 2, 13)
+    parts = [SourceEvaluation(source, batch=7, index=i, size=3, reading=Reading(tolerated=2)) for i in range(3)]
+    total = sum(float(tf.reduce_sum(b.sample_weight) * b.present) for part in parts for b in part)
+    assert total == 18
+
+
+def test_an_error_that_no_sample_explains_is_shown_as_it_is(tmp_path):
+    source = damaged(tmp_path / "data")
+    data = training(source)
+    error = tf.errors.InternalError(None, None, "out of luck")
+    with pytest.raises(tf.errors.InternalError, match="out of luck"):
+        data.bad.examine(tf.constant([0, 1], tf.int64), error)
+
+
+@pytest.mark.parametrize("word", ["skip", "skip:0", "skip:-1", "skip:x", "ignore"])
+def test_wrong_words(word):
+    with pytest.raises(ConfigError, match="--on-bad-record must be raise or skip:N"):
+        DataConfig(on_bad_record=word)

@@ -1,0 +1,74 @@
+"""Samples that are decoded once."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.cached import cached
+from hvdtrain.data.class_folders import scan
+from hvdtrain.data.images import ImageSource
+from tests.unit.images import write_folders
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path / "cache"))
+    write_folders(tmp_path / "data", each=150)
+    found = scan(tmp_path / "data")
+    return ImageSource(found.blobs, found.labels, "mine")
+
+
+def some(source):
+    return [part.numpy() for part in source.gather(tf.constant([299, 0, 7, 7, 256], tf.int64))]
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_the_same_samples(source, where, tmp_path):
+    kept = cached(source, where)
+    expected = some(source)
+    for folder in (tmp_path / "data").iterdir():
+        for file in folder.iterdir():
+            file.unlink()  # nothing is read again
+    for one, other in zip(some(kept), expected, strict=True):
+        assert (one == other).all()
+        assert one.dtype == other.dtype
+    assert (kept.size, kept.name, kept.spec) == (source.size, source.name, source.spec)
+    assert kept.describe(3) != ""
+
+
+def test_the_file_is_made_once(source, tmp_path):
+    cached(source, "file")
+    files = sorted((tmp_path / "cache").glob("*.npy"))
+    before = [file.stat().st_mtime_ns for file in files]
+    assert len(files) == 2
+    cached(source, "file")
+    assert [file.stat().st_mtime_ns for file in files] == before
+
+
+def test_a_file_that_was_not_finished_is_made_again(source, tmp_path):
+    cached(source, "file")
+    (done,) = (tmp_path / "cache").glob("*.json")
+    done.unlink()
+    for file in (tmp_path / "cache").glob("*.npy"):
+        file.write_bytes(b"half")
+    assert (some(cached(source, "file"))[0] == some(source)[0]).all()
+
+
+def test_a_bad_record_is_named(source, tmp_path):
+    (tmp_path / "data/bee/140.png").write_bytes(b"x" * 200)
+    found = scan(tmp_path / "data")
+    with pytest.raises(DataError, match=r"bee/140\.png"):
+        cached(ImageSource(found.blobs, found.labels, "mine"), "memory")
+
+
+def test_arrays_need_no_cache():
+    arrays = ArraySource((np.zeros((3, 2)), np.zeros(3)))
+    assert cached(arrays, "memory") is arrays
+
+
+def test_with_bad_records_it_is_refused():
+    with pytest.raises(ConfigError, match="cannot be combined with --on-bad-record"):
+        DataConfig(cache="memory", on_bad_record="skip:1")

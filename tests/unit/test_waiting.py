@@ -1,0 +1,60 @@
+"""Whether steps wait for their data, and what is said about it."""
+
+import itertools
+
+import pytest
+
+from hvdtrain.training import clock
+from hvdtrain.training.advice import waiting_warning
+from hvdtrain.training.clock import WARM_UP_STEPS, StepClock
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that is set by hand, in seconds."""
+    time = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: time[0])
+    return time
+
+
+def run(now, steps, *, wait, work):
+    def batches():
+        while True:
+            now[0] += wait
+            yield "batch"
+
+    watch, stream = StepClock(8), batches()
+    watch.resume()
+    for _ in range(steps):
+        assert watch.next_of(stream) == "batch"
+        now[0] += work
+        watch.tick()
+    return watch
+
+
+def test_the_share_of_the_steady_steps(now):
+    assert run(now, 20, wait=1.0, work=3.0).waiting_share() == pytest.approx(0.25)
+    assert run(now, 20, wait=0.0, work=3.0).waiting_share() == 0.0
+    assert run(now, WARM_UP_STEPS, wait=1.0, work=1.0).waiting_share() == 0.0
+
+
+def test_the_first_steps_do_not_count(now):
+    watch = StepClock(8)
+    watch.resume()
+    for step, _ in enumerate(itertools.repeat(None, 10)):
+        def late(step=step):
+            now[0] += 100.0 if step < WARM_UP_STEPS else 1.0
+            yield step
+
+        watch.next_of(late())
+        now[0] += 1.0
+        watch.tick()
+    assert watch.waiting_share() == pytest.approx(0.5)
+
+
+def test_it_is_said_where_it_is_worth_a_word():
+    assert waiting_warning(0.05) is None
+    said = waiting_warning(0.31)
+    assert said.startswith("warning: steps wait for data 31% of the time")
+    for cure in ("--cache", "data pack", "--data-threads", "data bench"):
+        assert cure in said
