@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hvdtrain.layers.recompute import Recompute
     from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
     from hvdtrain.optim.lars import LARS
+    from hvdtrain.optim.rates import learning_rate_schedule
+    from hvdtrain.optim.weight_decay import decaying_weights_only
     from hvdtrain.training.accumulation import GradientAccumulator
     from hvdtrain.training.optimizer import DistributedOptimizer
     from hvdtrain.training.precision import LossScaleOptimizer
@@ -30,7 +32,9 @@ _PUBLIC = {
     "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
     "Trainer": "hvdtrain.training.trainer",
     "broadcast_variables": "hvdtrain.api",
+    "decaying_weights_only": "hvdtrain.optim.weight_decay",
     "init": "hvdtrain.api",
+    "learning_rate_schedule": "hvdtrain.optim.rates",
     "local_rank": "hvdtrain.api",
     "rank": "hvdtrain.api",
     "size": "hvdtrain.api",
@@ -46,7 +50,9 @@ __all__ = [
     "SyncBatchNormalization",
     "Trainer",
     "broadcast_variables",
+    "decaying_weights_only",
     "init",
+    "learning_rate_schedule",
     "local_rank",
     "rank",
     "size",

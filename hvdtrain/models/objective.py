@@ -1,14 +1,15 @@
 """Losses and metrics by name."""
 
-import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.registry import suggestion
 from hvdtrain.config.user_code import is_user_code, load_attribute
 
 ABBREVIATIONS = ("mae", "mape", "mse", "msle")
@@ -21,7 +22,7 @@ def named_loss(name: str) -> Any:
     Raises:
         ConfigError: there is none, with the nearest one there is.
     """
-    return _named("--loss", "loss", name, keras.losses.get, keras.losses)
+    return _named("--loss", "loss", name, keras.losses.get, known_losses)
 
 
 def named_metrics(names: Sequence[str]) -> list[Any]:
@@ -33,9 +34,19 @@ def named_metrics(names: Sequence[str]) -> list[Any]:
     # What "accuracy" means depends on targets and outputs: the trainer decides it.
     plain = ("accuracy", "acc")
     return [
-        name if name in plain else _named("--metrics", "metric", name, keras.metrics.get, keras.metrics)
+        name if name in plain else _named("--metrics", "metric", name, keras.metrics.get, known_metrics)
         for name in names
     ]
+
+
+def known_losses() -> list[str]:
+    """Return the names, in lower case, that `keras.losses.get` takes."""
+    return _names(keras.losses)
+
+
+def known_metrics() -> list[str]:
+    """Return the names, in lower case, that `keras.metrics.get` takes: of metrics that need no arguments."""
+    return _names(keras.metrics)
 
 
 def on_logits(loss: Any) -> Any:
@@ -66,20 +77,41 @@ def check_probabilities(model: keras.Model, loss: Any) -> None:
         )
 
 
-def _named(option: str, kind: str, name: str, get: Callable[[str], Any], module: Any) -> Any:
+def _named(option: str, kind: str, name: str, get: Callable[[str], Any], known: Callable[[], list[str]]) -> Any:
     if is_user_code(name):
         thing = load_attribute(option, name)
         return thing() if isinstance(thing, type) else thing
     try:
         return get(name)
     except ValueError:
-        raise ConfigError(f"{option}: Keras has no {kind} {name!r}.{_nearest(name, module)}") from None
+        raise ConfigError(f"{option}: Keras has no {kind} {name!r}.{nearest(name, known())}") from None
+    except TypeError as error:
+        raise ConfigError(
+            f"{option}: Keras' {kind} {name!r} needs arguments ({error}): name an object of your own, MODULE:ATTRIBUTE."
+        ) from error
 
 
-def _nearest(name: str, module: Any) -> str:
-    known = {public.lower(): public for public in [*dir(module), *ABBREVIATIONS] if not public.startswith("_")}
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    return f" Perhaps you meant: {known[near[0]]}." if near else f" See https://keras.io/api/{module.__name__[6:]}."
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return " Perhaps you meant: X." for a near miss in whatever spelling, else the list of `known` names."""
+    return suggestion(_snake(name), dict.fromkeys(known, ""))
+
+
+def _names(module: Any) -> list[str]:
+    bases = {"loss", "metric"}
+    public = {_snake(name) for name in dir(module) if not name.startswith("_")} - bases
+    return sorted(name for name in {*public, *ABBREVIATIONS} if _taken(module.get, name))
+
+
+def _taken(get: Callable[[str], Any], name: str) -> bool:
+    try:
+        get(name)
+    except (ValueError, TypeError):  # no such name, or it needs arguments
+        return False
+    return True
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _resolved(loss: Any) -> Any:

@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.optim.averaging import innermost
+
 EXEMPT_NAMES = ("bias", "gamma", "beta")
 """Keras' names of biases and normalization parameters; some of them have several dims."""
 
@@ -19,16 +22,27 @@ def exclude_from_decay(optimizer: Any, variables: Iterable[Any]) -> None:
 
 
 def decaying_weights_only(optimizer: Any) -> Any:
-    """Return `optimizer`, which will exclude all but weights from decay as soon as it is built.
+    """Return `optimizer` itself, which from now on decays weights, but no biases and normalization parameters.
 
-    Keras asks for the exclusion before `build`, but the variables are first seen there; and whoever builds it can't
-    know whether an optimizer was made here or by a user who decided about decay already.
+    Weights are variables of two dims or more that are not named `bias`, `gamma` or `beta`; what is excluded is settled
+    when the optimizer is built, in place of what was excluded before. The command line does it to all optimizers.
+
+    Args:
+        optimizer: a Keras optimizer, possibly within others such as a LossScaleOptimizer.
+
+    Raises:
+        ConfigError: it is built already.
     """
-    build = optimizer.build
+    inner = innermost(optimizer)
+    if inner.built:
+        raise ConfigError(f"The optimizer {inner.name!r} is built: say what decays before its first use.")
+    build = inner.build
 
+    # Keras asks for the exclusion before `build`, but the variables are first seen there.
     def build_with_exclusion(variables: Any) -> None:
-        exclude_from_decay(optimizer, variables)
+        if not inner.built:
+            exclude_from_decay(inner, variables)
         build(variables)
 
-    optimizer.build = build_with_exclusion
+    inner.build = build_with_exclusion
     return optimizer

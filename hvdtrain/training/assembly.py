@@ -16,7 +16,7 @@ from hvdtrain.training.precision import precision
 
 
 def built_model(model: Any, options: StepOptions) -> Any:
-    """Return `model` itself or what it builds, with the precision that the options name.
+    """Return `model` itself or what it builds, with the precision that the options name; see also `converted`.
 
     Raises:
         ConfigError: no model, or one that was built with another precision already.
@@ -31,7 +31,12 @@ def built_model(model: Any, options: StepOptions) -> Any:
             f"The model was built with the dtype policy {built.dtype_policy.name}; precision={options.precision!r} "
             "needs a function that builds it, or keras.config.set_dtype_policy() before."
         )
-    return with_sync_batch_norm(built) if options.sync_batch_norm else built
+    return built
+
+
+def converted(model: Any, options: StepOptions) -> Any:
+    """Return `model`, or a copy of it with the layers that the options name."""
+    return with_sync_batch_norm(model) if options.sync_batch_norm else model
 
 
 def check_layers(model: Any, options: StepOptions) -> None:
@@ -56,11 +61,12 @@ def check_layers(model: Any, options: StepOptions) -> None:
         )
 
 
-def built_optimizer(optimizer: Any) -> Any:
+def built_optimizer(optimizer: Any, model: Any) -> Any:
     """Return `optimizer` itself, what its name stands for, or what it builds.
 
     Raises:
-        ConfigError: no optimizer, or one that would exchange gradients once more or for every microbatch.
+        ConfigError: no optimizer, one that would exchange gradients once more or for every microbatch, or one that
+            holds the state of other variables than those of `model`.
     """
     if isinstance(optimizer, str):
         known = known_optimizers()
@@ -71,7 +77,16 @@ def built_optimizer(optimizer: Any) -> Any:
         optimizer = known[optimizer.lower()]
     built = _built(optimizer, keras.optimizers.Optimizer)
     refuse_exchange_of_microbatches(built, "Trainer")
+    if built.built and not _ids(model.trainable_variables) <= _ids(built._trainable_variables):
+        raise ConfigError(
+            f"The optimizer {built.name!r} was built for other variables than those of the model {model.name!r}, which "
+            "may be a copy (sync_batch_norm=True makes one): give a new optimizer."
+        )
     return built
+
+
+def _ids(variables: Any) -> set[int]:
+    return {id(variable) for variable in variables}
 
 
 def _built(thing: Any, kind: type) -> Any:

@@ -1,7 +1,7 @@
 """Keras callbacks in the training loop, through Keras' own CallbackList."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -17,6 +17,29 @@ _callbacks = keras.callbacks
 WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
 """They act on the first replica only; all others act on every one, where they see the same figures."""
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_TEST_BATCH_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
+AGREEMENT_TIMEOUT_S = 600.0
+
+
+class Wishes(NamedTuple):
+    """What the callbacks of all replicas together want to see: showing it takes an exchange, in which all take part."""
+
+    anything: bool
+    batches: bool
+    test_batches: bool
+
+
+def wishes_of_all(callbacks: Sequence[Any], backend: Backend) -> Wishes:
+    """Return what is asked for by callbacks on any replica; each may have others, or none at all.
+
+    Raises:
+        ConfigError: a callback that cannot work here.
+    """
+    flat = tf.nest.flatten(list(callbacks))
+    for callback in flat:
+        _check(callback)
+    mine = bytes([bool(flat), any(map(_asks_for_batches, flat)), any(map(_asks_for_test_batches, flat))])
+    return Wishes(*map(any, zip(*backend.gather_bytes(mine, timeout=AGREEMENT_TIMEOUT_S), strict=True)))
 
 
 class KerasCallbacks(Hooks):
@@ -27,22 +50,22 @@ class KerasCallbacks(Hooks):
 
     Args:
         callbacks: what `Model.fit` takes.
+        wishes: what those of all replicas ask for.
         model: its optimizer is the one in use.
         backend: the replicas.
         epochs: epochs of the run.
         steps: steps of an epoch.
-
-    Raises:
-        ConfigError: a callback that cannot work here.
     """
 
-    def __init__(self, callbacks: Sequence[Any], model: Any, backend: Backend, *, epochs: int, steps: int) -> None:
+    def __init__(
+        self, callbacks: Sequence[Any], wishes: Wishes, model: Any, backend: Backend, *, epochs: int, steps: int
+    ) -> None:
         mine = [callback for callback in tf.nest.flatten(list(callbacks)) if _acts(callback, backend.index)]
         self._backend = backend
         self._model = model
         self._list = _callbacks.CallbackList(mine, add_history=True, model=model, epochs=epochs, steps=steps, verbose=0)
-        # Figures of each step have to be waited for: that is done only for somebody who asks for them.
-        self._batches = any(_asks_for_batches(callback) for callback in mine)
+        # Figures of each step have to be exchanged and waited for: only for somebody who asks for them.
+        self._wishes = wishes
         self._sums = np.zeros(2)
         self._logs: dict[str, float] = {}
         self._gather = tf.function(lambda mine: backend.all_gather(mine, name="callbacks/agreement"), autograph=False)
@@ -68,23 +91,33 @@ class KerasCallbacks(Hooks):
 
     def begin_step(self, number: int) -> None:
         """See `Hooks`."""
-        if self._batches:
+        if self._wishes.batches:
             self._list.on_train_batch_begin(number)
 
-    def end_step(self, number: int, totals: tf.Tensor) -> None:
-        """See `Hooks`; the loss is the epoch's so far."""
-        if self._batches:
+    def end_step(self, number: int, totals: tf.Tensor, metrics: Callable[[], Mapping[str, float]]) -> None:
+        """See `Hooks`; loss and metrics are the epoch's so far."""
+        if self._wishes.batches:
             sums = totals.numpy()[:2]
             # A step that was skipped for its overflow is none.
             self._sums += sums if np.isfinite(sums).all() or not has_dynamic_scale(self._model.optimizer) else 0.0
-            self._list.on_train_batch_end(number, {"loss": float(self._sums[0] / self._sums[1])})
+            self._list.on_train_batch_end(number, {"loss": float(self._sums[0] / self._sums[1]), **metrics()})
 
     def begin_evaluation(self) -> None:
         """See `Hooks`."""
         self._list.on_test_begin()
 
+    def begin_test_step(self, number: int) -> None:
+        """See `Hooks`."""
+        if self._wishes.test_batches:
+            self._list.on_test_batch_begin(number)
+
+    def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, float]]) -> None:
+        """See `Hooks`; loss and metrics are the evaluation's so far."""
+        if self._wishes.test_batches:
+            self._list.on_test_batch_end(number, dict(so_far()))
+
     def end_evaluation(self, logs: Mapping[str, float]) -> None:
-        """See `Hooks`; batches of an evaluation are not shown one by one."""
+        """See `Hooks`."""
         self._list.on_test_end(dict(logs))
 
     def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
@@ -113,7 +146,7 @@ class KerasCallbacks(Hooks):
         return bool(all_of_them[:, 0].any())
 
 
-def _acts(callback: Any, index: int) -> bool:
+def _check(callback: Any) -> None:
     if isinstance(callback, _callbacks.BackupAndRestore):
         raise ConfigError(
             "BackupAndRestore would restore rank 0 alone: a run is continued from a checkpoint, "
@@ -126,6 +159,9 @@ def _acts(callback: Any, index: int) -> bool:
         )
     if not isinstance(callback, _callbacks.Callback):
         raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {callback!r}.")
+
+
+def _acts(callback: Any, index: int) -> bool:
     if index > 0:
         if isinstance(callback, WRITERS):
             return False
@@ -140,4 +176,12 @@ def _asks_for_batches(callback: Any) -> bool:
         return bool(callback.save_freq != "epoch")
     if isinstance(callback, _callbacks.TensorBoard):
         return callback.update_freq != "epoch" or bool(getattr(callback, "_should_trace", False))
-    return any(not getattr(getattr(callback, hook), "_is_default", False) for hook in _BATCH_HOOKS)
+    return _overrides(callback, _BATCH_HOOKS)
+
+
+def _asks_for_test_batches(callback: Any) -> bool:
+    return _overrides(callback, _TEST_BATCH_HOOKS)
+
+
+def _overrides(callback: Any, hooks: Sequence[str]) -> bool:
+    return any(not getattr(getattr(callback, hook), "_is_default", False) for hook in hooks)

@@ -11,6 +11,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.training.evaluate import Evaluation
+from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.metrics import BoundMetric, MetricSet
 from hvdtrain.training.optimizer import DistributedOptimizer
 from hvdtrain.training.precision import has_dynamic_scale, loss_scale_of
@@ -47,6 +48,13 @@ class KerasTrainStep:
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` asks for what `Measured` holds."""
         return self._step[measure](batch)
+
+    def begin_metrics(self) -> None:
+        """Do nothing: the model's metrics are reset at each step."""
+
+    def metrics_so_far(self) -> dict[str, float]:
+        """Return nothing, as `epoch_metrics`."""
+        return {}
 
     def epoch_metrics(self) -> dict[str, float]:
         """Return nothing: the model's metrics are reset at each step."""
@@ -97,24 +105,34 @@ class KerasEvaluator:
         self._metrics = _metrics_of(model, backend)
         self._update = tf.function(self._update_batch, autograph=False, reduce_retracing=True)
         self._reduce = tf.function(lambda: self._metrics.reduce("evaluation"), autograph=False)
+        self._look = tf.function(self._look_at_all, autograph=False)
 
-    def __call__(self, batches: Iterable[Batch]) -> Evaluation:
-        """Evaluate on `batches`, of which each replica must have the same number.
+    def __call__(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
+        """Evaluate on `batches`, of which each replica must have the same number; `hooks` may look in.
 
         Raises:
             DataError: there is nothing to evaluate.
         """
         begin = time.perf_counter()
         self._metrics.reset()
+        hooks = hooks or Hooks()
         count = 0
         for batch in self._backend.distribute(batches):
+            hooks.begin_test_step(count)
             self._update(batch)
+            hooks.end_test_step(count, self._so_far)
             count += 1
         if not count:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
         self._reduce()
         results = {name: float(value) for name, value in self._model.get_metrics_result().items()}
         return Evaluation(results.pop("loss", float("nan")), results, time.perf_counter() - begin)
+
+    def _so_far(self) -> dict[str, float]:
+        return {name: float(value) for name, value in self._look().items()}
+
+    def _look_at_all(self) -> dict[str, tf.Tensor]:
+        return self._metrics.results_so_far("evaluation_so_far", self._model.get_metrics_result)
 
     def _update_batch(self, batch: Batch) -> None:
         def count() -> tf.Tensor:

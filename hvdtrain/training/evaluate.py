@@ -11,6 +11,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.training.heads import inputs_for
+from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.losses import LossFunction, with_model_losses
 from hvdtrain.training.metrics import MetricSet
 
@@ -42,9 +43,10 @@ class Evaluator:
         self._sums = tf.Variable(tf.zeros([2], tf.float64), trainable=False)
         self._update = tf.function(self._update_batch, autograph=False, reduce_retracing=True)
         self._reduce = tf.function(self._reduce_all, autograph=False)
+        self._look = tf.function(self._look_at_all, autograph=False)
 
-    def __call__(self, batches: Iterable[Batch]) -> Evaluation:
-        """Evaluate on `batches`, of which each replica must have the same number.
+    def __call__(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
+        """Evaluate on `batches`, of which each replica must have the same number; `hooks` may look in.
 
         Raises:
             DataError: there is not one sample.
@@ -52,13 +54,27 @@ class Evaluator:
         begin = time.perf_counter()
         self._metrics.reset()
         self._sums.assign(tf.zeros([2], tf.float64))
-        for batch in self._backend.distribute(batches):
+        hooks = hooks or Hooks()
+        for number, batch in enumerate(self._backend.distribute(batches)):
+            hooks.begin_test_step(number)
             self._update(batch)
+            hooks.end_test_step(number, self._so_far)
         self._reduce()
         total, weight = self._sums.numpy()
         if not weight:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
         return Evaluation(float(total / weight), self._metrics.results(), time.perf_counter() - begin)
+
+    def _so_far(self) -> dict[str, float]:
+        """Return loss and metrics over what was evaluated so far, on all replicas, which call it together."""
+        sums, metrics = self._look()
+        total, weight = sums.numpy()
+        loss = float(total / weight) if weight else float("nan")
+        return {"loss": loss, **{name: float(value) for name, value in metrics.items()}}
+
+    def _look_at_all(self) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        sums = self._backend.all_reduce(self._sums.read_value(), name="evaluation_so_far/loss")
+        return sums, self._metrics.results_so_far("evaluation_so_far")
 
     def _update_batch(self, batch: Batch) -> None:
         self._backend.run(self._update_replica, batch)

@@ -1,6 +1,6 @@
 """What may look into the loop and end it: Keras callbacks, in the end."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
@@ -14,11 +14,23 @@ class Hooks:
     def begin_step(self, number: int) -> None:
         """Receive a step that begins, from 0 within its epoch."""
 
-    def end_step(self, number: int, totals: tf.Tensor) -> None:
-        """Receive a finished step and its totals: weighted loss and weight come first."""
+    def end_step(self, number: int, totals: tf.Tensor, metrics: Callable[[], Mapping[str, float]]) -> None:
+        """Receive a finished step and its totals: weighted loss and weight come first.
+
+        `metrics` returns those of the epoch so far. It exchanges something: all replicas call it, or none.
+        """
 
     def begin_evaluation(self) -> None:
         """Notice that the validation data are about to be evaluated."""
+
+    def begin_test_step(self, number: int) -> None:
+        """Receive an evaluation's batch that begins, from 0."""
+
+    def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, float]]) -> None:
+        """Receive an evaluation's batch that is finished.
+
+        `so_far` returns loss and metrics until here. It exchanges something: all replicas call it, or none.
+        """
 
     def end_evaluation(self, logs: Mapping[str, float]) -> None:
         """Receive the evaluation's loss and metrics."""

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.models.objective import known_losses, nearest
 from hvdtrain.training.heads import heads_of, spread
 
 
@@ -114,7 +115,8 @@ def _known(loss: Any) -> Any:
     try:
         return keras.losses.get(loss)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"Unknown loss {loss!r}: {error}") from error
+        said = f".{nearest(loss, known_losses())}" if isinstance(loss, str) else f": {error}"
+        raise ConfigError(f"Unknown loss {loss!r}{said}") from error
 
 
 def _at_least_float32(outputs: Any) -> Any:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.models.objective import known_metrics, nearest
 from hvdtrain.training.heads import ONLY, heads_of, spread
 from hvdtrain.training.metrics import BoundMetric, MetricSet
 
@@ -101,8 +102,11 @@ def _metric(metric: Any) -> Any:
         return metric
     try:
         built = keras.metrics.get(metric)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"Unknown metric {metric!r}: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"The metric {metric!r} needs arguments ({error}): give an object of it.") from error
+    except ValueError as error:
+        said = f".{nearest(metric, known_metrics())}" if isinstance(metric, str) else f": {error}"
+        raise ConfigError(f"Unknown metric {metric!r}{said}") from error
     name = metric if isinstance(metric, str) else getattr(built, "__name__", None)
     if not isinstance(built, keras.metrics.Metric):
         return keras.metrics.MeanMetricWrapper(built, name=name or str(metric))

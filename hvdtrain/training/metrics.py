@@ -1,6 +1,6 @@
 """Keras metrics over all replicas: their variables are added up, never their results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -87,6 +87,22 @@ class MetricSet:
         """Return each metric's value over all replicas, within a compiled function."""
         self.reduce(role)
         return {bound.name: tf.convert_to_tensor(bound.metric.result()) for bound in self.bound}
+
+    def results_so_far(self, role: str, read: Callable[[], Mapping[str, Any]] | None = None) -> dict[str, tf.Tensor]:
+        """Return each metric's value over all replicas, within a compiled function; each replica counts on by itself.
+
+        Args:
+            role: as `reduce` has it.
+            read: returns values by name, where they are not the metrics' own results.
+        """
+        variables = [unwrap(variable) for bound in self.bound for variable in bound.metric.variables]
+        own = [variable.read_value() for variable in variables]
+        self.reduce(role)
+        found = read() if read else {bound.name: bound.metric.result() for bound in self.bound}
+        results = {name: tf.convert_to_tensor(value) for name, value in found.items()}
+        for variable, value in zip(variables, own, strict=True):
+            variable.assign(value)
+        return results
 
     def check_sums(self, targets: Any, outputs: Any) -> None:
         """Refuse a metric whose state is no sum: after A and B it must hold what it holds after A plus that after B.

@@ -45,7 +45,9 @@ class TrainState:
     """Model variables, optimizer slots and scalars, by path and never by order of creation."""
 
     def __init__(self, model: Any, optimizer: Any, seed: int) -> None:
-        optimizer.build(model.trainable_variables)
+        # Keras' LossScaleOptimizer would make its scale anew, and a loaded one has its state already.
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
         self.model = model
         self.optimizer = optimizer
         self.scalars = Scalars(seed=seed)

@@ -63,6 +63,12 @@ class CompiledStep(Protocol):
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` asks for what `Measured` holds."""
 
+    def begin_metrics(self) -> None:
+        """Forget what was counted for `epoch_metrics`: an earlier training may have ended within an epoch."""
+
+    def metrics_so_far(self) -> dict[str, float]:
+        """Return the metrics over the epoch's samples so far, on all replicas, which call it together."""
+
     def epoch_metrics(self) -> dict[str, float]:
         """Return the metrics over all samples since the last call, where somebody asked for them."""
 
@@ -113,6 +119,7 @@ class TrainStep:
         self._sum = GradientSum(list(state.trainable.values()))
         self._epoch = metrics.fresh() if epoch_metrics else None
         self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
+        self._look_at_epoch = tf.function(self._epoch_so_far, autograph=False)
         self._jit = jit
         # With what is measured and without are two graphs: a condition in one graph costs 5 % of a small step.
         self._general = {
@@ -191,6 +198,18 @@ class TrainStep:
             lambda number, _: number < parts.count, body, (tf.constant(1), local.totals), parallel_iterations=1
         )
         return local._replace(gradients=self._sum.read(), totals=totals)
+
+    def begin_metrics(self) -> None:
+        """See `CompiledStep`."""
+        if self._epoch is not None:
+            self._epoch.reset()
+
+    def metrics_so_far(self) -> dict[str, float]:
+        """See `CompiledStep`."""
+        return {name: float(value) for name, value in self._look_at_epoch().items()}
+
+    def _epoch_so_far(self) -> dict[str, tf.Tensor]:
+        return {} if self._epoch is None else self._epoch.results_so_far("metric_so_far")
 
     def epoch_metrics(self) -> dict[str, float]:
         """See `CompiledStep`."""

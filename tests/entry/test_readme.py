@@ -85,10 +85,10 @@ def test_each_piece_trains_in_a_loop_of_ones_own(tmp_path, controller, size):
     job = run([*launcher(controller, size), sys.executable, "loop.py"], cwd=tmp_path, timeout=300)
     assert job.code == 0, job.text[-4000:]
     found = re.findall(r"PIECE (\d) (\w+) (\w{64})", job.out)
-    assert len(PIECES) == 6
-    assert [number for number, _, _ in found] == sorted(str(n // size) for n in range(7 * size)), job.text[-4000:]
+    assert len(PIECES) == 7
+    assert [number for number, _, _ in found] == sorted(str(n // size) for n in range(8 * size)), job.text[-4000:]
     assert all(fell == "True" for _, fell, _ in found), found
-    assert len({(number, weights) for number, _, weights in found}) == 7, "the ranks drifted apart"
+    assert len({(number, weights) for number, _, weights in found}) == 8, "the ranks drifted apart"
     assert job.out.count("OPTIONS True") == size, job.text[-4000:]
     assert "WARNING" not in job.text.replace("WARNING: All log messages before absl", "")
 

@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 
+import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.optim.scaling import describe_rate, scaled_learning_rate
@@ -189,3 +190,50 @@ def test_a_whole_number_as_rate_is_a_float():
 )
 def test_the_rate_is_told_in_one_phrase(options, phrase):
     assert describe_rate(OptimConfig(**options), batch=1024, total_steps=400) == phrase
+
+
+# -- in a user's own loop --
+
+
+@pytest.mark.parametrize(
+    ("ours", "options"),
+    [
+        ({}, {}),
+        ({"schedule": "cosine", "warmup_steps": 5, "final_rate": 0.1}, {}),
+        ({"schedule": "step", "decay_at": [0.5, 0.75], "decay_factor": 0.5}, {"decay_at": (0.5, 0.75)}),
+        ({"schedule": "polynomial", "decay_power": 2.0, "lr_scaling": "linear", "base_batch": 8}, {}),
+        ({"warmup_steps": 3, "lr_scaling": "sqrt", "base_batch": 8}, {}),
+    ],
+)
+def test_a_public_schedule_is_that_of_the_command_line(ours, options):
+    config = OptimConfig("sgd", learning_rate=PEAK, **{**ours, **options})
+    expected = learning_rate(config, 40, scaled_learning_rate(config, 32))
+    batch = {"batch": 32} if "base_batch" in ours else {}
+    got = hvdtrain.learning_rate_schedule(PEAK, 40, **ours, **batch)
+    if not ours:
+        assert got == PEAK
+        return
+    assert [float(got(step)) for step in range(42)] == [float(expected(step)) for step in range(42)]
+    assert isinstance(keras.optimizers.SGD(got)._learning_rate, WarmupSchedule)
+
+
+def test_a_public_rate_follows_the_batch():
+    rate = hvdtrain.learning_rate_schedule(0.1, 9, lr_scaling="linear", batch=256, base_batch=64)
+    assert rate == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"schedule": "cosin"}, "Unknown schedule 'cosin'. Perhaps you meant: cosine."),
+        ({"lr_scaling": "lineer"}, "Unknown lr_scaling 'lineer'. Perhaps you meant: linear."),
+        ({"lr_scaling": "linear", "base_batch": 8}, "lr_scaling and batch go together. Received: lr_scaling='linear'"),
+        ({"batch": 8}, "lr_scaling and batch go together. Received: lr_scaling='none', batch=8."),
+        ({"lr_scaling": "linear", "batch": 8}, "add --base-batch"),
+        ({"warmup_steps": 40}, "--warmup-steps 40 leaves nothing of the run's 40 steps at the full rate."),
+        ({"decay_power": 2.0}, "--decay-power has no effect with --schedule constant"),
+    ],
+)
+def test_a_public_schedule_that_cannot_be_is_refused(options, cause):
+    with pytest.raises(ConfigError, match=re.escape(cause)):
+        hvdtrain.learning_rate_schedule(PEAK, 40, **options)

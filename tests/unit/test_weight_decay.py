@@ -3,6 +3,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdtrain
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.optim.optimizers import build_optimizer, known_optimizers
 from hvdtrain.optim.weight_decay import decays
@@ -133,3 +135,22 @@ def test_optimizers_that_others_make_are_left_alone():
     optimizer.build([bias])
     optimizer.apply([np.zeros(3, "float32")], [bias])
     assert bias.numpy() == pytest.approx(np.full(3, 1 - RATE * DECAY))
+
+
+# -- in a user's own loop --
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, hvdtrain.LossScaleOptimizer], ids=["plain", "scaled"])
+def test_a_users_optimizer_decays_weights_only_if_it_is_told_to(model, wrap):
+    ones(model)
+    optimizer = wrap(keras.optimizers.SGD(RATE, weight_decay=DECAY))
+    assert hvdtrain.decaying_weights_only(optimizer) is optimizer
+    moved = {p.split("/")[-1]: (a != b).any() for p, b, a in after_one_step(optimizer, model)}
+    assert moved == {"kernel": True, "recurrent_kernel": True, "bias": False, "gamma": False, "beta": False}
+
+
+def test_a_built_optimizer_is_told_too_late():
+    optimizer = keras.optimizers.SGD(RATE, weight_decay=DECAY)
+    optimizer.build([keras.Variable(np.ones(3, "float32"), name="bias")])
+    with pytest.raises(ConfigError, match="is built: say what decays before its first use"):
+        hvdtrain.decaying_weights_only(optimizer)

@@ -19,6 +19,7 @@ from checks.parity import (
 from world import World, flat_bytes, moved, plain_training, relative_error
 
 import hvdtrain
+from hvdtrain.training.precision import precision
 
 
 def check_trainer_dense_and_sparse(world: World) -> None:
@@ -124,6 +125,57 @@ def check_own_loop_eager(world: World) -> None:
 
 def check_own_loop_sparse(world: World) -> None:
     own_loop(world, compiled=True, sparse=True)
+
+
+def in_fp16() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    with precision("mixed_float16"):
+        layers = [keras.layers.Dense(12, activation="relu"), keras.layers.Dense(3, dtype="float32")]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+def scaled_gradients(model: keras.Model, scale: tf.Tensor, x: np.ndarray, y: np.ndarray) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        loss = scale * tf.reduce_mean(per_sample(tf.constant(y), model(tf.constant(x), training=True)))
+    return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+
+def check_own_loop_in_fp16_skips_groups_that_overflow(world: World) -> None:
+    """Three groups of two microbatches; in the second one the first microbatch of the last rank overflows.
+
+    One process that leaves out that group and adds up the same microbatches has the same weights: products in fp16
+    are rounded alike, and sums are formed in 32 bits.
+    """
+    x, y = dense_data("float32")
+
+    def rows(group: int, part: int, rank: int) -> slice:
+        begin = ((group * 2 + part) * world.size + rank) * 2
+        return slice(begin, begin + 2)
+
+    x[rows(1, 0, world.size - 1)] = 3e4
+    model, reference = in_fp16(), in_fp16()
+    start = model.get_weights()
+    inner = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = hvdtrain.LossScaleOptimizer(inner, initial_scale=1024.0)
+    optimizer.build(model.trainable_variables)
+    accumulator = hvdtrain.GradientAccumulator(model.trainable_variables, steps=2)
+    for group in range(3):
+        for part in range(2):
+            mine = rows(group, part, world.rank)
+            gradients = scaled_gradients(model, tf.convert_to_tensor(optimizer.dynamic_scale), x[mine], y[mine])
+            assert bool(accumulator.step(gradients, optimizer)) == (part == 1)
+        assert float(optimizer.dynamic_scale) == (1024.0 if group == 0 else 512.0)
+        assert int(inner.iterations) == (1, 1, 2)[group]
+        assert world.same_everywhere(flat_bytes([v.numpy() for v in (*model.weights, *optimizer.variables)]))
+    rule = keras.optimizers.SGD(0.1, momentum=0.9)
+    for group, scale in ((0, 1024.0), (2, 512.0)):
+        parts = [rows(group, part, rank) for part in range(2) for rank in range(world.size)]
+        each = [scaled_gradients(reference, tf.constant(scale), x[part], y[part]) for part in parts]
+        mean = [tf.add_n(list(same)) / (scale * len(each)) for same in zip(*each, strict=True)]
+        rule.apply(mean, reference.trainable_variables)
+    assert moved(reference.get_weights(), start) > 1e-2
+    error = relative_error(model.get_weights(), reference.get_weights())
+    assert error <= TOLERANCE["float32"], f"{error:.2e}"
 
 
 class Counting:

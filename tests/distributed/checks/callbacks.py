@@ -80,6 +80,27 @@ def check_writers_write_once(world: World) -> None:
     keras.models.load_model(folder / "best-0.keras", compile=False)
 
 
+def check_batches_show_figures_of_all_samples_so_far(world: World) -> None:
+    """With a rate of zero: those that one process finds in the same samples. The callback is on the last rank only."""
+    seen: dict[str, list[dict[str, float]]] = {"train": [], "test": []}
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen["train"].append(dict(logs)))
+    note.on_test_batch_end = lambda batch, logs=None: seen["test"].append(dict(logs))
+    callbacks = [note] if world.rank == world.size - 1 else []
+    trainer, result = fit(
+        world, callbacks, epochs=1, optimizer=keras.optimizers.SGD(0.0), shuffle=False, validation_batch=32
+    )
+    assert set(result.history) >= {"loss", "val_accuracy"}
+    if not callbacks:
+        return
+    logits = np.asarray(trainer.model(X))
+    right = logits.argmax(1) == LABELS
+    for kind, batch in (("train", 16), ("test", 32)):
+        ends = [min(end, len(X)) for end in range(batch, len(X) + batch, batch)]
+        expected = [(float(CROSSENTROPY(LABELS[:end], logits[:end])), right[:end].mean()) for end in ends]
+        found = [(logs["loss"], logs["accuracy"]) for logs in seen[kind]]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def check_what_cannot_work_is_refused(world: World) -> None:
     refused = {
         "BackupAndRestore would restore rank 0 alone": keras.callbacks.BackupAndRestore(str(world.folder / "backup")),

@@ -1,0 +1,45 @@
+"""What a run of a user's own script is, before its first step."""
+
+from typing import Any
+
+import keras
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.observability.events import RunInfo
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.runtime.session import current
+from hvdtrain.training.loop import Plan
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.state import TrainState
+
+
+def run_info(backend: Backend, state: TrainState, options: StepOptions, data: TrainingData, plan: Plan) -> RunInfo:
+    """Return what the observers are told at the start."""
+    session = current()
+    return RunInfo(
+        recipe=str(state.model.name),
+        backend=backend.name,
+        world_size=backend.size,
+        launcher=session.environment.launcher,
+        controller=session.environment.controller if backend.size > 1 else None,
+        global_batch=data.batch,
+        per_replica_batch=data.batch // backend.size,
+        total_steps=plan.total_steps,
+        steps_per_epoch=data.steps_per_epoch,
+        parameters=state.parameters(),
+        start_step=state.scalars.step,
+        accumulate=options.accumulate,
+        learning_rate=_rate_of(state.optimizer),
+        options=options.chosen(),
+        threads=session.plan.threads,
+    )
+
+
+def _rate_of(optimizer: Any) -> str:
+    """Return the learning rate in one phrase."""
+    optimizer = innermost(optimizer)
+    value, schedule = f"{float(optimizer.learning_rate):g}", optimizer._learning_rate
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return f"{value} now, by {type(schedule).__name__}"
+    return value

@@ -1,0 +1,116 @@
+"""What callbacks see of single batches."""
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.training.callbacks import wishes_of_all
+from hvdtrain.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("session")
+
+X = np.random.default_rng(0).standard_normal((42, 4)).astype("float32")
+Y = X.argmax(axis=1)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Noting(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.train, self.test, self.begun = [], [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.train.append((batch, dict(logs)))
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.begun.append(batch)
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.test.append((batch, dict(logs)))
+
+
+class OwnStep(keras.Model):
+    """A step of its own, which is Keras'."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def test_step(self, data):
+        return super().test_step(data)
+
+
+def dense():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+
+
+def noted(model, rate=0.0, **options):
+    """Fit, and return what the callback noted; with a rate of zero every figure is that of the model as it is."""
+    keras.utils.set_random_seed(0)
+    trainer = Trainer(model(), keras.optimizers.SGD(rate), LOSS, ["accuracy"], **options)
+    note = Noting()
+    data = {"validation_data": (X, Y), "validation_batch": 16}
+    result = trainer.fit((X, Y), batch=8, epochs=2, shuffle=False, verbose=False, callbacks=[note], **data)
+    return trainer, note, result
+
+
+def figures(trainer, samples):
+    outcome = trainer.evaluate((X[:samples], Y[:samples]))
+    return {"loss": outcome.loss, **outcome.metrics}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
+def test_batches_show_loss_and_metrics_of_the_epoch_so_far(options):
+    trainer, note, _ = noted(dense, **options)
+    assert [number for number, _ in note.train] == [*range(6)] * 2
+    for number, logs in note.train:
+        assert logs == pytest.approx(figures(trainer, min(8 * number + 8, 42)), rel=1e-5)
+
+
+def test_looking_at_batches_changes_nothing():
+    _, note, seen = noted(dense, rate=0.1)
+    keras.utils.set_random_seed(0)
+    trainer = Trainer(dense(), keras.optimizers.SGD(0.1), LOSS, ["accuracy"])
+    options = {"validation_data": (X, Y), "validation_batch": 16, "callbacks": [keras.callbacks.Callback()]}
+    unseen = trainer.fit((X, Y), batch=8, epochs=2, shuffle=False, verbose=False, **options)
+    assert seen.history == unseen.history
+    assert note.train[-1][1] == pytest.approx({name: seen.history[name][-1] for name in ("loss", "accuracy")})
+
+
+@pytest.mark.parametrize("model", [dense, OwnStep])
+def test_an_evaluations_batches_show_loss_and_metrics_so_far(model):
+    trainer, note, result = noted(model)
+    assert note.begun == [0, 1, 2] * 2
+    assert [number for number, _ in note.test] == note.begun
+    for number, logs in note.test:
+        assert logs == pytest.approx(figures(trainer, min(16 * number + 16, 42)), rel=1e-5)
+    last = result.evaluations[-1]
+    assert note.test[-1][1] == pytest.approx({"loss": last.loss, **last.metrics})
+
+
+class Others:
+    """Stands for the other ranks, and what their callbacks ask for."""
+
+    index = 0
+
+    def __init__(self, *others):
+        self._others = others
+
+    def gather_bytes(self, payload, *, timeout):
+        return [payload, *self._others]
+
+
+def test_what_one_rank_asks_for_all_give():
+    plain = keras.callbacks.Callback()
+    assert wishes_of_all([], Others()) == (False, False, False)
+    assert wishes_of_all([plain], Others()) == (True, False, False)
+    assert wishes_of_all([[plain], Noting()], Others()) == (True, True, True)
+    assert wishes_of_all([], Others(bytes([1, 0, 1]))) == (True, False, True)
+    assert wishes_of_all([keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)], Others()) == (True, True, False)
+    assert wishes_of_all([keras.callbacks.ModelCheckpoint("x.keras")], Others()) == (True, False, False)
+    with pytest.raises(ConfigError, match=r"callbacks must be keras\.callbacks\.Callback objects"):
+        wishes_of_all([print], Others())
