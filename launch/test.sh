@@ -27,4 +27,6 @@ check "lint" ruff check --config launch/ruff.toml hvdtrain tests benchmarks
 check "format" ruff format --check --config launch/ruff.toml hvdtrain tests benchmarks
 check "types" mypy
 check "import contracts" lint-imports --config setup.cfg
-check "tests" run_pytest tests/unit tests/distributed tests/entry
+# Unit tests are of one process: two of them at a time. Jobs of several ranks have the machine to themselves.
+check "unit tests" run_pytest -n 2 tests/unit
+check "distributed and entry tests" run_pytest tests/distributed tests/entry

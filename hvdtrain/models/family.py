@@ -18,8 +18,8 @@ class ModelFamily:
     """Gives what `Trainer` takes as its loss."""
     metrics: Callable[[], Any]
     """Gives what `Trainer` takes as its metrics, new at each call."""
-    sample_dims: tuple[str, ...] | None = None
-    """What the dims of one sample are; None for a model that takes any."""
+    sample_dims: tuple[str, ...] | dict[str, tuple[str, ...]] | None = None
+    """What the dims of one sample are, by name if it has several inputs; None for a model that takes one of any."""
 
 
 def glorot(seed: int, path: str) -> keras.initializers.Initializer:

@@ -15,8 +15,11 @@ from hvdtrain.models.user_model import user_family
 MODELS = {
     "small_cnn": "hvdtrain.models.small_cnn.model:FAMILY",
     "resnet": "hvdtrain.models.resnet.model:FAMILY",
+    "resnet_imagenet": "hvdtrain.models.resnet.imagenet:FAMILY",
     "mlp": "hvdtrain.models.mlp.model:FAMILY",
     "transformer": "hvdtrain.models.transformer.model:FAMILY",
+    "bert": "hvdtrain.models.bert.model:FAMILY",
+    "dlrm": "hvdtrain.models.dlrm.model:FAMILY",
 }
 
 
@@ -77,9 +80,24 @@ def _loss(config: ModelConfig, family: ModelFamily) -> Any:
 
 
 def _check_samples(name: str, family: ModelFamily, shape: Any) -> None:
-    plain = isinstance(shape, tuple) and all(isinstance(dim, int) for dim in shape)
     wanted = family.sample_dims
-    if plain and (wanted is None or len(wanted) == len(shape)):
-        return
-    dims = "of one array" if wanted is None else f"[{', '.join(wanted)}]"
-    raise ConfigError(f"The model {name!r} takes samples {dims}; the data's are of shape {shape}. See --model, --data.")
+    if isinstance(wanted, dict):
+        alike = isinstance(shape, dict) and shape.keys() == wanted.keys()
+        fits = alike and all(_has_dims(shape[part], dims) for part, dims in wanted.items())
+        takes = ", ".join(f"{part} {_listed(dims)}" for part, dims in wanted.items())
+    else:
+        fits, takes = _has_dims(shape, wanted), _listed(wanted)
+    if not fits:
+        raise ConfigError(
+            f"The model {name!r} takes samples {takes}; the data's are of shape {shape}. See --model, --data."
+        )
+
+
+def _has_dims(shape: Any, dims: tuple[str, ...] | None) -> bool:
+    """Tell whether `shape` is that of one array, with as many dims as there are names."""
+    plain = isinstance(shape, tuple) and all(isinstance(dim, int) for dim in shape)
+    return plain and (dims is None or len(dims) == len(shape))
+
+
+def _listed(dims: tuple[str, ...] | None) -> str:
+    return "of one array" if dims is None else f"[{', '.join(dims)}]"

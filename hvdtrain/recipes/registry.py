@@ -5,6 +5,13 @@ from hvdtrain.config.run import Config
 
 RECIPES = {
     "digits": "hvdtrain.recipes.digits:digits",
+    "mnist": "hvdtrain.recipes.mnist:mnist",
+    "cifar10": "hvdtrain.recipes.cifar10:cifar10",
+    "resnet50": "hvdtrain.recipes.resnet50:resnet50",
+    "gpt_char": "hvdtrain.recipes.text:gpt_char",
+    "bert_mini": "hvdtrain.recipes.text:bert_mini",
+    "dlrm": "hvdtrain.recipes.dlrm:dlrm",
+    "wide_mlp": "hvdtrain.recipes.synthetic:wide_mlp",
     "resnet_synthetic": "hvdtrain.recipes.synthetic:resnet_synthetic",
     "lm_synthetic": "hvdtrain.recipes.synthetic:lm_synthetic",
     "mlp_synthetic": "hvdtrain.recipes.synthetic:mlp_synthetic",

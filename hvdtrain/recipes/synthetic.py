@@ -38,3 +38,14 @@ def mlp_synthetic() -> Config:
         optim=OptimConfig("sgd", learning_rate=0.01),
         training=TrainingConfig(epochs=2),
     )
+
+
+def wide_mlp() -> Config:
+    """38 million parameters in five matrices, on random images: the exchange takes longer than the arithmetic."""
+    return Config(
+        recipe="wide_mlp",
+        model=ModelConfig("mlp", {"depth": 4, "width": 3072}),
+        data=DataConfig("synthetic_images", {"samples": 2048}),
+        optim=OptimConfig("sgd", learning_rate=0.01),
+        training=TrainingConfig(epochs=2),
+    )

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -11,12 +12,16 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.pipeline import (
-    ArrayTraining,
-    DatasetTraining,
-    TrainingData,
-    evaluation_batches,
-    evaluation_of_dataset,
+from hvdtrain.data.datasets import DatasetTraining, evaluation_of_dataset
+from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
+from hvdtrain.data.python_code import warn_of_python
+from hvdtrain.data.streams import (
+    GeneratorTraining,
+    PyDatasetTraining,
+    StreamEvaluation,
+    first_batch,
+    is_stream,
+    mapped,
 )
 
 ORDER_TIMEOUT_S = 300.0
@@ -28,29 +33,55 @@ def training_data(
     """Return the stream of this replica's batches of `data`.
 
     Args:
-        data: `(inputs, targets[, sample_weight])` arrays, an ArraySource, or a tf.data.Dataset of such tuples.
+        data: `(inputs, targets[, sample_weight])` arrays, an ArraySource, a tf.data.Dataset of such tuples, or global
+            batches of them: a keras.utils.PyDataset, or a generator function.
         backend: the replicas.
-        batch: samples of a global batch; None where a Dataset is batched (globally) already.
-        seed: decides the order of arrays.
-        shuffle: whether arrays are shuffled; a Dataset's order is its own.
-        steps_per_epoch: steps of an epoch of a Dataset that does not end.
+        batch: samples of a global batch; None where there are global batches already.
+        seed: decides the order of arrays, and of a PyDataset's batches.
+        shuffle: whether these are shuffled; the order of the others is their own.
+        steps_per_epoch: steps of an epoch of data that do not end.
 
     Raises:
         ConfigError: no batch where one is needed, or one that does not divide among the replicas.
-        DataError: no samples, or ranks that read a Dataset in different orders.
+        DataError: no samples, or ranks that read them in different orders.
     """
+    if is_stream(data):
+        return _stream(data, backend, batch, seed, shuffle, steps_per_epoch)
     if not isinstance(data, tf.data.Dataset):
         if batch is None:
             raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
         if steps_per_epoch is not None:
             raise ConfigError("steps_per_epoch is for datasets that do not end; arrays have their own length.")
         source = data if isinstance(data, ArraySource) else ArraySource(data)
-        return ArrayTraining(source, batch=batch, index=backend.index, size=backend.size, seed=seed, shuffle=shuffle)
+        return SourceTraining(source, batch=batch, index=backend.index, size=backend.size, seed=seed, shuffle=shuffle)
+    if backend.index == 0:
+        warn_of_python(data)
     dataset = data if batch is None else data.batch(batch)
     first = _first(dataset)
-    _check_same_order(first, backend)
+    _check_same_order(first, backend, "Give shuffle() a seed")
     size = batch or int(tf.nest.flatten(first)[0].shape[0])
     return DatasetTraining(dataset, batch=size, index=backend.index, size=backend.size, steps_per_epoch=steps_per_epoch)
+
+
+def _stream(
+    data: Any, backend: Backend, batch: int | None, seed: int, shuffle: bool, steps_per_epoch: int | None
+) -> TrainingData:
+    if batch is not None:
+        raise ConfigError(f"The data come in batches already: leave out batch. Received: batch={batch}.")
+    first = first_batch(data)
+    _check_same_order(first, backend, "Draw from generators with a seed")
+    size = len(tf.nest.flatten(first)[0])
+    if isinstance(data, keras.utils.PyDataset):
+        return PyDatasetTraining(
+            data,
+            batch=size,
+            index=backend.index,
+            size=backend.size,
+            seed=seed,
+            shuffle=shuffle,
+            steps_per_epoch=steps_per_epoch,
+        )
+    return GeneratorTraining(data, batch=size, index=backend.index, size=backend.size, steps_per_epoch=steps_per_epoch)
 
 
 def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> Any:
@@ -71,6 +102,8 @@ def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> A
     table = np.ones(1 + max(int(label) for label in class_weight), np.float32)
     for label, weight in class_weight.items():
         table[int(label)] = weight
+    if is_stream(data):
+        return mapped(data, lambda *elements: _weighted(elements, table))
     if isinstance(data, tf.data.Dataset):
         return data.map(lambda *elements: _weighted(elements, table))
     elements = data.elements if isinstance(data, ArraySource) else tuple(data)
@@ -93,12 +126,14 @@ def _weighted(elements: tuple[Any, ...], table: np.ndarray) -> tuple[Any, ...]:
 
 
 def validation_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[Batch]:
-    """Return this replica's part of validation data: arrays, an ArraySource, or a batched tf.data.Dataset."""
+    """Return this replica's part of validation data: arrays, an ArraySource, or global batches of any kind."""
+    if is_stream(data):
+        return StreamEvaluation(data, index=backend.index, size=backend.size)
     if isinstance(data, tf.data.Dataset):
         _first(data)
         return evaluation_of_dataset(data, index=backend.index, size=backend.size)
     source = data if isinstance(data, ArraySource) else ArraySource(data, "validation data")
-    return evaluation_batches(source, batch=batch, index=backend.index, size=backend.size)
+    return SourceEvaluation(source, batch=batch, index=backend.index, size=backend.size)
 
 
 def _first(dataset: tf.data.Dataset) -> tuple[Any, ...]:
@@ -111,8 +146,8 @@ def _first(dataset: tf.data.Dataset) -> tuple[Any, ...]:
     raise DataError("The dataset is empty.")
 
 
-def _check_same_order(first: tuple[Any, ...], backend: Backend) -> None:
-    """Refuse a dataset whose first batch differs by rank: each rank would cut its part out of another batch."""
+def _check_same_order(first: tuple[Any, ...], backend: Backend, cure: str) -> None:
+    """Refuse data whose first batch differs by rank: each rank would cut its part out of another batch."""
     digest = hashlib.sha256()
     for tensor in tf.nest.flatten(first):
         digest.update(tf.io.serialize_tensor(tensor).numpy())
@@ -121,5 +156,5 @@ def _check_same_order(first: tuple[Any, ...], backend: Backend) -> None:
     if others:
         raise DataError(
             f"Rank {others[0]} reads the dataset in another order than rank 0, so samples would be lost and repeated. "
-            "Give shuffle() a seed, or call hvdtrain.init() before the dataset is made."
+            f"{cure}, or call hvdtrain.init() before the dataset is made."
         )

@@ -45,8 +45,8 @@ def run_data(config: Config, backend: Backend) -> RunData:
     per_replica(config.data.batch, backend.size)
     per_microbatch(config.data.batch, backend.size, config.training.accumulate)
     splits = load_splits(config.data, config.training.seed)
-    if is_user_code(config.data.data) or splits.train.heavy:
-        check_same_data(splits, backend)
+    if is_user_code(config.data.data) or splits.train.heavy or "path" in config.data.data_args:
+        check_same_data(splits, backend)  # what is made by us is the same everywhere
     where = config.data.cache
     splits = replace(splits, train=cached(splits.train, where), validation=cached(splits.validation, where))
     return RunData(splits, _training(config, splits, backend), _validation(config.data, splits, backend))

@@ -122,11 +122,13 @@ class Trainer:
         """Train for `epochs` more passes over `dataset`; every rank calls it with the same arguments.
 
         Args:
-            dataset: `(inputs, targets[, sample_weight])` arrays, or a tf.data.Dataset of such tuples. The whole data
-                on every rank: the trainer gives each rank its part.
+            dataset: `(inputs, targets[, sample_weight])` arrays, a tf.data.Dataset of such tuples, or a keras PyDataset
+                or generator function of batches over all ranks. The whole data on every rank: the trainer gives each
+                rank its part.
             batch: samples per step over all ranks; None for a Dataset that is batched already.
             epochs: passes over the data.
-            validation_data: evaluated after every epoch: arrays, or a batched tf.data.Dataset.
+            validation_data: evaluated after every epoch: arrays, or batches of a tf.data.Dataset, a PyDataset or a
+                generator function.
             validation_batch: samples per evaluation step over all ranks, for arrays.
             steps_per_epoch: needed for a Dataset that does not end.
             shuffle: whether arrays are visited in a new order every epoch.

@@ -42,6 +42,7 @@ def test_the_first_steps_do_not_count(now):
     watch = StepClock(8)
     watch.resume()
     for step, _ in enumerate(itertools.repeat(None, 10)):
+
         def late(step=step):
             now[0] += 100.0 if step < WARM_UP_STEPS else 1.0
             yield step

@@ -5,7 +5,8 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import ModelFamily, path_seed
+from hvdtrain.models.family import ModelFamily
+from hvdtrain.models.resnet.blocks import added, conv_norm, pooled_logits
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 20, width: int = 16) -> keras.Model:
@@ -24,38 +25,22 @@ def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 20, w
     if depth < 8 or (depth - 2) % 6:
         raise ConfigError(f"A ResNet for small images has 6n + 2 layers: 8, 14, 20, 32 … Received: depth={depth}.")
     images = keras.Input(shape, name="images")
-    x = _conv_norm(images, width, 3, 1, seed, "stem")
+    x = conv_norm(images, width, 3, 1, seed, "stem")
     x = keras.layers.ReLU(name="stem_relu")(x)
     for stage in range(3):
         for block in range((depth - 2) // 6):
             stride = 2 if stage > 0 and block == 0 else 1
             x = _block(x, width * 2**stage, stride, seed, f"stage{stage}_block{block}")
-    x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
-    initializer = keras.initializers.HeNormal(seed=path_seed(seed, "logits"))
-    logits = keras.layers.Dense(classes, kernel_initializer=initializer, dtype="float32", name="logits")(x)
-    return keras.Model(images, logits, name=f"resnet{depth}")
-
-
-def _conv_norm(x: Any, channels: int, kernel: int, stride: int, seed: int, name: str) -> Any:
-    x = keras.layers.Conv2D(
-        channels,
-        kernel,
-        strides=stride,
-        padding="same",
-        use_bias=False,
-        kernel_initializer=keras.initializers.HeNormal(seed=path_seed(seed, name)),
-        name=f"{name}_conv",
-    )(x)
-    return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=f"{name}_norm")(x)
+    return keras.Model(images, pooled_logits(x, classes, seed), name=f"resnet{depth}")
 
 
 def _block(x: Any, channels: int, stride: int, seed: int, name: str) -> Any:
-    y = _conv_norm(x, channels, 3, stride, seed, f"{name}_a")
+    y = conv_norm(x, channels, 3, stride, seed, f"{name}_a")
     y = keras.layers.ReLU(name=f"{name}_a_relu")(y)
-    y = _conv_norm(y, channels, 3, 1, seed, f"{name}_b")
+    y = conv_norm(y, channels, 3, 1, seed, f"{name}_b")
     if stride != 1 or x.shape[-1] != channels:
-        x = _conv_norm(x, channels, 1, stride, seed, f"{name}_skip")
-    return keras.layers.ReLU(name=f"{name}_relu")(keras.layers.Add(name=f"{name}_add")([x, y]))
+        x = conv_norm(x, channels, 1, stride, seed, f"{name}_skip")
+    return added(x, y, name)
 
 
 FAMILY = ModelFamily(

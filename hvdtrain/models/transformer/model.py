@@ -1,4 +1,4 @@
-"""A decoder-only transformer with normalization before each block, as in GPT-2 (Radford et al. 2019, section 2.3).
+"""A transformer with normalization before each block, as in GPT-2 (Radford et al. 2019, section 2.3).
 
 It is made of Keras' own layers, so that a saved model loads without this package.
 """
@@ -25,8 +25,9 @@ def build(
     width: int = 320,
     heads: int = 5,
     dropout: float = 0.0,
+    causal: bool = True,
 ) -> keras.Model:
-    """Return a causal language model: tokens [length] give the logits [length, vocabulary] of each next token.
+    """Return a language model: tokens [length] give logits [length, vocabulary], of each next token if it is causal.
 
     With vocabulary V and length L it has 2 V width + V + L width + 2 width + depth (12 width^2 + 13 width) parameters:
     12.7 million at the defaults, 8192 tokens and a length of 128.
@@ -39,6 +40,7 @@ def build(
         width: size of a token's representation.
         heads: attention heads; they divide the width.
         dropout: share of the embeddings and of each block's output that is dropped in training.
+        causal: let a place see only itself and what comes before it; False lets it see all.
 
     Raises:
         ConfigError: sizes that are not positive or do not divide, or a dropout outside of [0, 1).
@@ -48,7 +50,7 @@ def build(
     x = _embedded(tokens, shape[0], classes, width)
     x = _dropped(x, dropout, seed, "embedding")
     for number in range(depth):
-        x = _block(x, width, heads, dropout, seed, f"block{number}")
+        x = _block(x, width, heads, dropout, seed, f"block{number}", causal)
     x = keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm")(x)
     logits = keras.layers.Dense(classes, dtype="float32", name="logits")(x)
     model = keras.Model(tokens, logits, name="transformer")
@@ -76,11 +78,11 @@ def _embedded(tokens: Any, length: int, vocabulary: int, width: int) -> Any:
     return of_tokens + of_positions
 
 
-def _block(x: Any, width: int, heads: int, dropout: float, seed: int, name: str) -> Any:
+def _block(x: Any, width: int, heads: int, dropout: float, seed: int, name: str, causal: bool) -> Any:
     layers = keras.layers
     y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_attention_norm")(x)
     attention = layers.MultiHeadAttention(heads, width // heads, name=f"{name}_attention")
-    y = attention(y, y, use_causal_mask=True)
+    y = attention(y, y, use_causal_mask=causal)
     x = layers.Add(name=f"{name}_attention_add")([x, _dropped(y, dropout, seed, f"{name}_attention")])
     y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_mlp_norm")(x)
     y = layers.Dense(4 * width, activation="gelu", name=f"{name}_mlp_in")(y)

@@ -1,0 +1,175 @@
+"""CIFAR-10 and CIFAR-100 as they are published: a folder, or the .tar.gz that it comes in.
+
+    data_batch_1.bin … data_batch_5.bin, test_batch.bin    CIFAR-10, binary version
+    data_batch_1 … data_batch_5, test_batch                CIFAR-10, Python version (pickled)
+    train.bin, test.bin                                    CIFAR-100, binary version
+    train, test                                            CIFAR-100, Python version (pickled)
+
+The files may lie in the folder, or in one within it. Where there is none for testing, training samples are held out.
+CIFAR-100 has 100 fine and 20 coarse labels.
+"""
+
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.held_out import array_parts, check_range
+from hvdtrain.data.images import to_unit
+from hvdtrain.data.numpy_pickle import read_pickle
+from hvdtrain.data.places import find_data
+from hvdtrain.data.splits import DataSplits
+
+SIDE, CHANNELS = 32, 3
+PIXELS = SIDE * SIDE * CHANNELS
+CLASSES = {"CIFAR-10": {"fine": 10}, "CIFAR-100": {"fine": 100, "coarse": 20}}
+Part = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way in which the samples are published."""
+
+    data_set: str
+    train: tuple[str, ...]
+    test: str
+    read: Callable[[bytes, str, str, str], Part]
+    """Called with a file's bytes and name, the data set and the kind of labels."""
+
+
+def load(*, path: str = "", labels: str = "fine", validation: int = 0) -> DataSplits:
+    """Return images [32, 32, 3] in [0, 1] and their labels from CIFAR's own files.
+
+    Args:
+        path: the folder or tar file.
+        labels: `fine` or `coarse` ones; CIFAR-10 has fine ones only.
+        validation: images to hold out for validation where there is no file for testing; 0: one of ten.
+
+    Raises:
+        ConfigError: labels that there are not.
+        DataError: files are missing or damaged.
+    """
+    place = find_data(path)
+    files = dict(_in_folder(place) if place.is_dir() else _in_tar(place))
+    layout = _layout(place, files)
+    if labels not in CLASSES[layout.data_set]:
+        known = " and ".join(CLASSES[layout.data_set])
+        raise ConfigError(f"{layout.data_set} has {known} labels. Received: labels={labels!r}.")
+
+    def part(names: tuple[str, ...]) -> Part:
+        return _joined([layout.read(files[name], f"{place}, {name}", layout.data_set, labels) for name in names])
+
+    given = part((layout.test,)) if layout.test in files else None
+    parts = array_parts(part(layout.train), given, validation=validation, name=str(place))
+    return DataSplits(parts[0], parts[1], (SIDE, SIDE, CHANNELS), CLASSES[layout.data_set][labels], finish=to_unit)
+
+
+def _from_binary(data: bytes, where: str, data_set: str, labels: str) -> Part:
+    """Read records of one byte for each kind of label, and then the pixels."""
+    kinds = list(reversed(CLASSES[data_set]))  # the coarse label comes first
+    record = len(kinds) + PIXELS
+    if not data or len(data) % record:
+        raise DataError(f"{where} holds {len(data)} bytes: that is no whole number of records of {record}.")
+    rows = np.frombuffer(data, np.uint8).reshape(-1, record)
+    return _checked(rows[:, len(kinds) :], rows[:, kinds.index(labels)], where, CLASSES[data_set][labels])
+
+
+def _from_pickle(data: bytes, where: str, data_set: str, labels: str) -> Part:
+    """Read a dict of `data`, an array [samples, 3072] of pixels, and lists of labels."""
+    key = b"labels" if data_set == "CIFAR-10" else f"{labels}_labels".encode()
+    content = read_pickle(data, where)
+    if not isinstance(content, dict):
+        raise DataError(f"{where} must hold a dict. Received: {_described(content)}.")
+    # One that was pickled again by Python 3 may have text as its keys.
+    content = {name.encode() if isinstance(name, str) else name: value for name, value in content.items()}
+    missing = [name.decode() for name in (b"data", key) if name not in content]
+    if missing:
+        raise DataError(f"{where} has no {missing[0]!r}.")
+    images, numbers = content[b"data"], _array(content[key])
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
+        raise DataError(f"{where}: 'data' must be bytes [samples, {PIXELS}]. Received: {_described(images)}.")
+    if not len(images):
+        raise DataError(f"{where} holds no images.")
+    if numbers.shape != images.shape[:1] or not np.issubdtype(numbers.dtype, np.integer):
+        raise DataError(
+            f"{where}: {key.decode()!r} must be one whole number for each of {len(images)} images. "
+            f"Received: {_described(numbers)}."
+        )
+    return _checked(images, numbers, where, CLASSES[data_set][labels])
+
+
+def _checked(images: np.ndarray, labels: np.ndarray, where: str, classes: int) -> Part:
+    """Return images [samples, 32, 32, 3] of planes of colours [samples, 3072], and labels in range."""
+    check_range(labels, classes, lambda number: f"{where}, record {number}")
+    return images.reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1), labels.astype(np.int32)
+
+
+def _array(values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists of unequal lengths
+        return np.empty(0)
+
+
+def _joined(parts: list[Part]) -> Part:
+    images, labels = zip(*parts, strict=True)
+    return np.concatenate(images), np.concatenate(labels)
+
+
+BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+LAYOUTS = (
+    Layout("CIFAR-10", tuple(f"{name}.bin" for name in BATCHES), "test_batch.bin", _from_binary),
+    Layout("CIFAR-10", BATCHES, "test_batch", _from_pickle),
+    Layout("CIFAR-100", ("train.bin",), "test.bin", _from_binary),
+    Layout("CIFAR-100", ("train",), "test", _from_pickle),
+)
+NAMES = {name for layout in LAYOUTS for name in (*layout.train, layout.test)}
+
+
+def _layout(place: Path, files: dict[str, bytes]) -> Layout:
+    found = [layout for layout in LAYOUTS if any(name in files for name in layout.train)]
+    if not found:
+        raise DataError(
+            f"{place} holds none of CIFAR's files: data_batch_1.bin … (binary), data_batch_1 … (Python), or train.bin "
+            "or train (CIFAR-100). See --data-args path."
+        )
+    if len(found) > 1:
+        raise DataError(
+            f"{place} holds both {found[0].train[0]} and {found[1].train[0]}: name the folder of one of them."
+        )
+    missing = [name for name in found[0].train if name not in files]
+    if missing:
+        raise DataError(f"{place} holds no {missing[0]}, and needs {', '.join(found[0].train)}.")
+    return found[0]
+
+
+def _in_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
+        if file.name in NAMES and file.is_file():
+            try:
+                yield file.name, file.read_bytes()
+            except OSError as error:
+                raise DataError(f"{file} cannot be read: {error.strerror}.") from None
+
+
+def _in_tar(path: Path) -> Iterator[tuple[str, bytes]]:
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                name = PurePosixPath(member.name).name
+                if name in NAMES and member.isreg():
+                    content: Any = archive.extractfile(member)
+                    yield name, content.read()
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is no tar file, or damaged: {error}.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _described(thing: Any) -> str:
+    return f"{thing.dtype} {list(thing.shape)}" if isinstance(thing, np.ndarray) else type(thing).__name__

@@ -1,0 +1,70 @@
+"""Global batches that Python code gives one by one: their form, and a replica's part of them."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.batch import Batch, as_batch, slice_bounds
+
+Elements = tuple[Any, ...]
+
+
+def standard(elements: Any, name: str) -> Elements:
+    """Return a global batch as `(inputs, targets[, sample_weight])` of arrays [samples, …].
+
+    Raises:
+        DataError: it has another form, no samples, or arrays of different lengths.
+    """
+    if isinstance(elements, tuple | list) and len(elements) == 3 and elements[2] is None:
+        elements = elements[:2]
+    if not isinstance(elements, tuple | list) or len(elements) not in (2, 3):
+        raise DataError(
+            f"{name} must give batches (inputs, targets) or (inputs, targets, sample_weight). "
+            f"Received: {type(elements).__name__}{f' of {len(elements)}' if hasattr(elements, '__len__') else ''}."
+        )
+    arrays = tuple(tf.nest.map_structure(np.asarray, _nest(part)) for part in elements)
+    lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise DataError(f"A batch of {name} has arrays of {', '.join(map(str, sorted(lengths)))} samples.")
+    return arrays
+
+
+class Cut:
+    """Cuts a replica's part out of global batches.
+
+    What all full batches have in common is said in Python values, so that a step is compiled for it; batches of other
+    lengths share a step that takes any.
+
+    Args:
+        batch: samples of a full global batch.
+        index: this replica's place among `size`.
+        size: number of replicas.
+        name: what messages call the data.
+    """
+
+    def __init__(self, batch: int, index: int, size: int, name: str) -> None:
+        self._batch = batch
+        self._index = index
+        self._size = size
+        self._name = name
+
+    def __call__(self, elements: Any) -> Batch:
+        """Return this replica's part of one global batch."""
+        arrays = standard(elements, self._name)
+        total = len(tf.nest.flatten(arrays)[0])
+        first, last, present = slice_bounds(total, self._index, self._size)
+        part = tf.nest.map_structure(lambda array: tf.convert_to_tensor(array[first:last]), arrays)
+        if total == self._batch:
+            return as_batch(part, present, total)
+        return as_batch(part, tf.constant(present), tf.constant(total))
+
+
+def _nest(part: Any) -> Any:
+    """Return lists of arrays as tuples of them, and lists of numbers as one array each."""
+    if isinstance(part, dict):
+        return {key: _nest(value) for key, value in part.items()}
+    if isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part):
+        return np.asarray(part)
+    return tuple(map(_nest, part)) if isinstance(part, list | tuple) else part

@@ -1,0 +1,120 @@
+"""MNIST's file format, idx: a folder with one file of images and one of labels for each part.
+
+    train-images-idx3-ubyte    train-labels-idx1-ubyte
+    t10k-images-idx3-ubyte     t10k-labels-idx1-ubyte     also test-…; without them, training samples are held out
+
+Each may be compressed (….gz), and may be written train-images.idx3-ubyte. Fashion-MNIST, KMNIST and EMNIST come
+the same way; EMNIST's names begin with one more word, which the argument `prefix` takes: emnist-letters-.
+"""
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.held_out import array_parts, check_range
+from hvdtrain.data.images import to_unit
+from hvdtrain.data.places import find_data
+from hvdtrain.data.source import input_shape
+from hvdtrain.data.splits import DataSplits
+
+TRAINING = ("train",)
+VALIDATION = ("t10k", "test")
+UBYTE = 0x08
+"""The code of unsigned bytes in the third byte of a file."""
+
+
+def load(*, path: str = "", prefix: str = "", validation: int = 0, classes: int = 0) -> DataSplits:
+    """Return images [height, width, 1] in [0, 1] and their labels from files in the format of MNIST.
+
+    Args:
+        path: the folder with the files.
+        prefix: what all names begin with.
+        validation: images to hold out for validation where there are no files for it; 0: one of ten.
+        classes: number of classes; 0: one more than the highest label.
+
+    Raises:
+        DataError: a file is missing or damaged, or images and labels do not fit.
+    """
+    folder = find_data(path)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is a file: --data-args path takes the folder with train-images-idx3-ubyte.")
+    train = _part(folder, prefix, TRAINING, classes)
+    if train is None:
+        raise DataError(f"{folder} holds no {prefix}train-images-idx3-ubyte, nor with .gz. See --data-args path.")
+    given = _part(folder, prefix, VALIDATION, classes)
+    labels = [part[1] for part in (train, given) if part is not None]
+    parts = array_parts(train, given, validation=validation, name=str(folder))
+    known = classes or 1 + max(int(array.max()) for array in labels)
+    return DataSplits(parts[0], parts[1], input_shape(parts[0]), known, finish=to_unit)
+
+
+def read_idx(file: Path, dims: int) -> np.ndarray:
+    """Return the bytes [count, …] of an idx file, which may be compressed.
+
+    Args:
+        file: the file.
+        dims: dims that it must have.
+
+    Raises:
+        DataError: it cannot be read, is no such file, or its length is not what its header says.
+    """
+    data = _bytes(file)
+    if len(data) < 4 or data[:2] != b"\0\0":
+        raise DataError(f"{file} is no idx file: it begins with {data[:4].hex(' ') or 'nothing'}.")
+    if data[2] != UBYTE or data[3] != dims:
+        raise DataError(
+            f"{file} must be an idx file of unsigned bytes with {dims} dims (00 00 08 {dims:02x}). "
+            f"It begins with {data[:4].hex(' ')}."
+        )
+    begin = 4 + 4 * dims
+    shape = tuple(int.from_bytes(data[place : place + 4], "big") for place in range(4, min(begin, len(data)), 4))
+    promised = begin + math.prod(shape)
+    if len(shape) < dims or len(data) != promised:
+        raise DataError(f"{file} holds {len(data)} bytes; its header promises {promised} for {list(shape)}.")
+    return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        if file.suffix != ".gz":
+            return file.read_bytes()
+        with gzip.open(file) as unpacked:
+            return unpacked.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{file} is damaged: {error}.") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}.") from None
+
+
+def _part(folder: Path, prefix: str, names: tuple[str, ...], classes: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return images [count, height, width, 1] and labels [count] int32; None where there are no images."""
+    for name in names:
+        images_file = _find(folder, f"{prefix}{name}-images", "idx3-ubyte")
+        if images_file is None:
+            continue
+        labels_file = _find(folder, f"{prefix}{name}-labels", "idx1-ubyte")
+        if labels_file is None:
+            raise DataError(f"{folder} holds {images_file.name}, but no {prefix}{name}-labels-idx1-ubyte.")
+        images, labels = read_idx(images_file, 3), _labels(labels_file, classes)
+        if len(images) != len(labels):
+            raise DataError(f"{images_file} holds {len(images)} images; {labels_file} holds {len(labels)} labels.")
+        if not len(images):
+            raise DataError(f"{images_file} holds no images.")
+        return images[..., np.newaxis], labels
+    return None
+
+
+def _labels(file: Path, classes: int) -> np.ndarray:
+    labels = read_idx(file, 1).astype(np.int32)
+    if classes:
+        check_range(labels, classes, lambda number: f"{file}, label {number}")
+    return labels
+
+
+def _find(folder: Path, name: str, kind: str) -> Path | None:
+    spelt = [folder / f"{name}{join}{kind}{packed}" for packed in ("", ".gz") for join in ("-", ".")]
+    return next((file for file in spelt if file.exists()), None)

@@ -1,0 +1,124 @@
+"""Arrays in files of NumPy's: one .npz file, or a folder of .npy files.
+
+They are known by their names, each for all samples or for one part of them:
+
+    inputs, targets, sample_weight      or x, y; sample_weight may be missing
+    x_train, y_train, x_test, y_test    as in Keras' mnist.npz; also …_validation and …_val
+
+A folder holds x.npy and y.npy, or x_train.npy … likewise. Inputs of type uint8 with three or four dims,
+[samples, height, width] or [samples, height, width, channels], are taken for pixels: they become numbers in [0, 1],
+and the former get a channel.
+"""
+
+import warnings
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.held_out import array_parts, check_range, is_labels
+from hvdtrain.data.images import to_unit
+from hvdtrain.data.places import find_data
+from hvdtrain.data.source import input_shape
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.user_data import classes_of
+
+NAMES = (("inputs", "x"), ("targets", "y"), ("sample_weight",))
+"""What the parts of a sample may be called."""
+TRAINING = ("", "_train")
+VALIDATION = ("_validation", "_val", "_test")
+Elements = tuple[np.ndarray, ...]
+
+
+def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits:
+    """Return the arrays of a .npz file or of a folder of .npy files; see the top of this module for their names.
+
+    Args:
+        path: the file or folder.
+        validation: samples to hold out for validation where there are no arrays for it; 0: one of ten.
+        classes: number of classes; 0: one more than the highest label.
+
+    Raises:
+        DataError: nothing is there, or what is there cannot be used.
+    """
+    place = find_data(path)
+    arrays = _read(place)
+    train = _part(place, arrays, TRAINING)
+    if train is None:
+        raise DataError(
+            f"{place} needs the arrays x and y (or inputs and targets, or x_train and y_train). "
+            f"It holds: {', '.join(sorted(arrays)) or 'none'}."
+        )
+    given = _part(place, arrays, VALIDATION)
+    if arrays:
+        warnings.warn(f"{place} holds arrays that are not used: {', '.join(sorted(arrays))}.", stacklevel=2)
+    for elements in (train, given):
+        if classes and elements is not None:
+            _check_labels(place, elements[1], classes)
+    parts = array_parts(train, given, validation=validation, name=str(place))
+    finish = to_unit if _are_pixels(train[0]) else None
+    return DataSplits(parts[0], parts[1], input_shape(parts[0]), classes or classes_of(list(parts)), finish=finish)
+
+
+def _read(place: Path) -> dict[str, np.ndarray]:
+    if place.is_dir():
+        return {file.stem: _open_array(file) for file in sorted(place.glob("*.npy"))}
+    loaded = _open(place)
+    if not isinstance(loaded, np.lib.npyio.NpzFile):
+        raise DataError(f"{place} holds one array: it takes a .npz file, or a folder with x.npy and y.npy.")
+    arrays = {}
+    with loaded:
+        for name in loaded:
+            try:
+                arrays[name] = loaded[name]
+            except (ValueError, OSError, zipfile.BadZipFile, zlib.error) as error:
+                raise DataError(f"The array {name} of {place} cannot be read: {error}.") from None
+    return arrays
+
+
+def _open_array(file: Path) -> np.ndarray:
+    array = _open(file)
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{file} holds several arrays: it is a .npz file.")
+    return array
+
+
+def _open(file: Path) -> np.ndarray | np.lib.npyio.NpzFile:
+    try:
+        # Objects would have to be unpickled, which can run any code: they are refused.
+        return np.load(file, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file} is no file of NumPy arrays, or damaged: {error}.") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def _part(place: Path, arrays: dict[str, np.ndarray], suffixes: tuple[str, ...]) -> Elements | None:
+    """Take the arrays of one part out of `arrays`; None where it has neither inputs nor targets."""
+    for suffix in suffixes:
+        named = [next((name + suffix for name in names if name + suffix in arrays), None) for names in NAMES]
+        if named[0] is None and named[1] is None:
+            continue
+        if named[0] is None or named[1] is None:
+            missing = NAMES[0 if named[0] is None else 1][-1] + suffix
+            raise DataError(f"{place} has {named[0] or named[1]}, but no {missing}.")
+        inputs, targets, *weights = (arrays.pop(name) for name in named if name)
+        if _are_pixels(inputs) and inputs.ndim == 3:
+            inputs = inputs[..., np.newaxis]
+        return inputs, targets.astype(np.int32) if is_labels(targets) else targets, *weights
+    return None
+
+
+def _are_pixels(inputs: np.ndarray) -> bool:
+    return inputs.dtype == np.uint8 and inputs.ndim in (3, 4)
+
+
+def _check_labels(place: Path, targets: np.ndarray, classes: int) -> None:
+    if not is_labels(targets):
+        raise DataError(
+            f"{place}: --data-args classes is for integer labels [samples]. "
+            f"Its targets are {targets.dtype} {list(targets.shape)}."
+        )
+    check_range(targets, classes, lambda number: f"{place}, sample {number}")

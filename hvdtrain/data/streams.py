@@ -1,0 +1,284 @@
+"""Global batches that come ready from Python: a keras.utils.PyDataset, or a generator function.
+
+Every rank reads whole batches and takes its part of each, so that the same batches must come on all ranks.
+"""
+
+import inspect
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.ahead import ahead
+from hvdtrain.data.batch import Batch, per_replica
+from hvdtrain.data.global_batches import Cut, Elements, standard
+from hvdtrain.data.order import Order
+
+PREFETCH = 4
+COUNTING_S = 20.0
+"""Counting that takes longer is told of."""
+BatchFunction = Callable[[], Iterable[Any]]
+
+
+def is_stream(data: Any) -> bool:
+    """Tell a PyDataset or a function of batches from other data.
+
+    Raises:
+        ConfigError: a generator that was called already, and could be read only once.
+    """
+    if inspect.isgenerator(data):
+        raise ConfigError(
+            "A generator can be read only once: pass the function that makes it, fit(batches) and not fit(batches())."
+        )
+    return isinstance(data, keras.utils.PyDataset) or inspect.isgeneratorfunction(data) or inspect.isfunction(data)
+
+
+def first_batch(data: Any) -> Elements:
+    """Return the first global batch of a stream, as arrays.
+
+    Raises:
+        DataError: there is none, or it is no batch.
+    """
+    if isinstance(data, keras.utils.PyDataset):
+        if data.num_batches == 0:
+            raise DataError(f"{_name(data)} holds no batches.")
+        return standard(data[0], _name(data))
+    for elements in _call(data):
+        return standard(elements, _name(data))
+    raise DataError(f"{_name(data)} gives no batches.")
+
+
+def mapped(data: Any, change: Callable[..., Elements]) -> Any:
+    """Return a stream like `data` whose batches went through `change(inputs, targets[, sample_weight])`."""
+    if isinstance(data, keras.utils.PyDataset):
+        return _Mapped(data, change)
+    return lambda: (change(*standard(elements, _name(data))) for elements in _call(data))
+
+
+class PyDatasetTraining:
+    """The batches of a keras.utils.PyDataset by their numbers; see `TrainingData`.
+
+    It is read ahead within an epoch, by as many threads as `workers` says. `on_epoch_begin` is called before an
+    epoch's first batch is read, `on_epoch_end` when all of its steps are done, as Keras does; a training that starts
+    with a later epoch does not call them for the earlier ones.
+
+    Args:
+        dataset: global batches `(inputs, targets[, sample_weight])`, of which those of one number are alike on all
+            ranks.
+        batch: samples of a full global batch.
+        index: this replica's place among `size`.
+        size: number of replicas.
+        seed: decides the order, together with the epoch.
+        shuffle: whether the batches are visited in a new order every epoch; those of a data set without end are not.
+        steps_per_epoch: needed where `num_batches` is None.
+
+    Raises:
+        ConfigError: the batch does not divide among the replicas; steps_per_epoch is missing, or not needed.
+    """
+
+    def __init__(
+        self,
+        dataset: keras.utils.PyDataset,
+        *,
+        batch: int,
+        index: int,
+        size: int,
+        seed: int,
+        shuffle: bool,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        per_replica(batch, size)
+        count = dataset.num_batches
+        if count is None and steps_per_epoch is None:
+            raise ConfigError(f"{_name(dataset)} never ends (num_batches is None): pass steps_per_epoch.")
+        if count is not None and steps_per_epoch is not None:
+            raise ConfigError(f"steps_per_epoch is for data that do not end; {_name(dataset)} has {count} batches.")
+        self.batch = batch
+        self.steps_per_epoch = int(count or steps_per_epoch or 0)
+        self._dataset = dataset
+        self._endless = count is None
+        self._cut = Cut(batch, index, size, _name(dataset))
+        self._seed = seed
+        self._shuffle = shuffle
+        if index == 0:
+            _warn_of_processes(dataset)
+
+    def batches(self, start_step: int) -> Iterator[Batch]:
+        """See `TrainingData.batches`."""
+        epoch, within = divmod(start_step, self.steps_per_epoch)
+        while True:
+            yield from self._epoch(epoch, within)
+            epoch, within = epoch + 1, 0
+
+    def numbers(self, epoch: int) -> np.ndarray:
+        """Return the numbers of the batches [steps_per_epoch] in the order of `epoch`."""
+        if self._endless:
+            return np.arange(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+        if not self._shuffle:
+            return np.arange(self.steps_per_epoch)
+        order = Order(self.steps_per_epoch, 1, self._seed)
+        return order.numbers(epoch, np.arange(self.steps_per_epoch)).numpy()
+
+    def _epoch(self, epoch: int, within: int) -> Iterator[Batch]:
+        self._dataset.on_epoch_begin()
+        left = self.steps_per_epoch - within
+        try:
+            for batch in _read_numbers(self._dataset, self.numbers(epoch)[within:], self._cut):
+                left -= 1
+                yield batch
+        finally:
+            # Also where training ends here: a later one with the same data goes on from its next epoch.
+            if not left:
+                self._dataset.on_epoch_end()
+
+
+class GeneratorTraining:
+    """The batches that a generator function gives; see `TrainingData`.
+
+    It is called again whenever it has ended, which must be at the end of an epoch. Resuming calls it and skips what
+    was trained on.
+
+    Args:
+        function: returns global batches `(inputs, targets[, sample_weight])`, the same ones on all ranks.
+        batch: samples of a full global batch.
+        index: this replica's place among `size`.
+        size: number of replicas.
+        steps_per_epoch: needed where they do not end; else counted by reading all of them once.
+
+    Raises:
+        ConfigError: the batch does not divide among the replicas.
+        DataError: there are no batches.
+    """
+
+    def __init__(
+        self, function: BatchFunction, *, batch: int, index: int, size: int, steps_per_epoch: int | None = None
+    ) -> None:
+        per_replica(batch, size)
+        self.batch = batch
+        self.steps_per_epoch = steps_per_epoch or _count(function)
+        self._counted = steps_per_epoch is None
+        self._function = function
+        self._cut = Cut(batch, index, size, _name(function))
+
+    def batches(self, start_step: int) -> Iterator[Batch]:
+        """See `TrainingData.batches`."""
+        # Where a call gives one epoch those before need not be read again.
+        skipped = start_step % self.steps_per_epoch if self._counted else start_step
+        elements = itertools.islice(self._elements(), skipped, None)
+        tasks = itertools.repeat(lambda: self._cut(next(elements)))
+        return ahead(tasks, limit=PREFETCH)
+
+    def _elements(self) -> Iterator[Any]:
+        """Return the batches of one call after the other.
+
+        Raises:
+            DataError: a call ended within an epoch.
+        """
+        step = 0
+        while True:
+            begin = step
+            for elements in _call(self._function):
+                yield elements
+                step += 1
+            if step % self.steps_per_epoch or step == begin:
+                raise DataError(
+                    f"{_name(self._function)} ended after {step - begin} batches, within an epoch of "
+                    f"{self.steps_per_epoch} steps: pass another steps_per_epoch, or none to count them."
+                )
+
+
+class StreamEvaluation:
+    """This replica's part of every batch of a stream, in its own order; it can be read any number of times.
+
+    Raises:
+        ConfigError: it never ends.
+    """
+
+    def __init__(self, data: Any, *, index: int, size: int) -> None:
+        if isinstance(data, keras.utils.PyDataset) and data.num_batches is None:
+            raise ConfigError(f"{_name(data)} never ends (num_batches is None): it cannot be evaluated.")
+        self._data = data
+        self._cut = Cut(0, index, size, _name(data))
+
+    def __iter__(self) -> Iterator[Batch]:
+        if isinstance(self._data, keras.utils.PyDataset):
+            return _read_numbers(self._data, np.arange(self._data.num_batches), self._cut)
+        return (self._cut(elements) for elements in _call(self._data))
+
+
+class _Mapped(keras.utils.PyDataset):
+    """A PyDataset whose batches are changed."""
+
+    def __init__(self, dataset: keras.utils.PyDataset, change: Callable[..., Elements]) -> None:
+        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
+        self._dataset = dataset
+        self._change = change
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._dataset.num_batches
+
+    def __getitem__(self, index: int) -> Elements:
+        return self._change(*standard(self._dataset[index], _name(self._dataset)))
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()
+
+
+def _read_numbers(dataset: keras.utils.PyDataset, numbers: np.ndarray, cut: Cut) -> Iterator[Batch]:
+    workers = max(1, dataset.workers)
+    limit = dataset.max_queue_size if workers > 1 else PREFETCH
+    # What waits is this replica's part, not the whole batch.
+    return ahead((partial(_read, dataset, int(n), cut) for n in numbers), workers=workers, limit=limit)
+
+
+def _read(dataset: keras.utils.PyDataset, number: int, cut: Cut) -> Batch:
+    return cut(dataset[number])
+
+
+def _call(function: BatchFunction) -> Iterator[Any]:
+    returned = function()
+    if not hasattr(returned, "__iter__") or isinstance(returned, tuple | dict):
+        raise DataError(
+            f"{_name(function)} must be a generator function of global batches. It returned: {type(returned).__name__}."
+        )
+    return iter(returned)
+
+
+def _count(function: BatchFunction) -> int:
+    """Return the batches of one call, and say so where that takes long: one that does not end is never counted."""
+    begin, warned, count = time.monotonic(), False, 0
+    for _ in _call(function):
+        count += 1
+        if not warned and time.monotonic() - begin > COUNTING_S:
+            warned = True
+            warnings.warn(
+                f"{_name(function)} is being read to count its batches, {count} so far: pass steps_per_epoch, which it "
+                "needs if it does not end.",
+                stacklevel=2,
+            )
+    if not count:
+        raise DataError(f"{_name(function)} gives no batches.")
+    return count
+
+
+def _name(data: Any) -> str:
+    return type(data).__name__ if isinstance(data, keras.utils.PyDataset) else getattr(data, "__name__", repr(data))
+
+
+def _warn_of_processes(dataset: keras.utils.PyDataset) -> None:
+    if dataset.use_multiprocessing:
+        warnings.warn(
+            f"{_name(dataset)} asks for use_multiprocessing: its batches are read by {max(1, dataset.workers)} threads "
+            "instead, as a process that runs an exchange must not be forked.",
+            stacklevel=2,
+        )

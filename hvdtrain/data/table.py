@@ -1,0 +1,202 @@
+"""Rows of a CSV file: its first line names the columns, one of which is the target, and the others are inputs.
+
+A column is numeric if its first value is a number, else it is one of categories: its texts get numbers from 1 on
+in the training rows, and 0 stands for a text that those do not have. The columns come in the order of the file.
+
+    only numeric columns        inputs float32 [columns]
+    only columns of categories  inputs int32 [columns]
+    both                        inputs {"numeric": float32 [n], "categorical": int32 [m]}
+
+A target of texts, or of whole numbers from 0 on, is a label; other numbers are float32 [1].
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.registry import suggestion
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.csv_file import Column, Table, header_of, read_table
+from hvdtrain.data.held_out import check_range, held_out_numbers
+from hvdtrain.data.places import find_data
+from hvdtrain.data.source import input_shape
+from hvdtrain.data.splits import DataSplits
+
+FORMS = ("auto", "dict", "array")
+TASKS = ("auto", "classification", "regression")
+
+
+def load(
+    *,
+    path: str = "",
+    target: str = "",
+    columns: str = "",
+    categorical: str = "",
+    inputs: str = "auto",
+    task: str = "auto",
+    missing: float | None = None,
+    vocabulary: int = 0,
+    classes: int = 0,
+    delimiter: str = ",",
+    validation: int = 0,
+    validation_path: str = "",
+) -> DataSplits:
+    """Return the rows of a CSV file; see the top of this module for what becomes of its columns.
+
+    Args:
+        path: the file, in UTF-8.
+        target: name of the target's column.
+        columns: names of the input columns, with commas between them; "": all others.
+        categorical: names of columns that are categories although they look like numbers, with commas between them.
+        inputs: `dict` or `array`, whatever the columns are; `auto`: see above.
+        task: `classification` or `regression`, whatever the target looks like; `auto`: see above.
+        missing: what a missing number becomes; a missing category becomes 0. None refuses both.
+        vocabulary: categories of a column are numbered below this, the most frequent ones, and the others are 0;
+            0: all have a number.
+        classes: number of classes; 0: one more than the highest label, or as many as texts.
+        delimiter: what stands between two values; `tab` for a tab.
+        validation: rows to hold out for validation where there is no file for it; 0: one of ten.
+        validation_path: a file with rows for validation.
+
+    Raises:
+        ConfigError: arguments that do not fit the file, or one another.
+        DataError: nothing is there, or what is there cannot be used.
+    """
+    _check_choice("inputs", inputs, FORMS)
+    _check_choice("task", task, TASKS)
+    if validation and validation_path:
+        raise ConfigError("csv takes rows for validation from validation_path, or holds them out: give one of both.")
+    file, between = find_data(path), _delimiter(delimiter)
+    names, texts = _chosen(file, header_of(file, between), target, columns, categorical)
+    table = read_table(
+        file, {name: Column(name, False if name in texts else None) for name in (*names, target)}, between
+    )
+    own_rows = table.rows
+    if validation_path:
+        # Kinds of columns and numbers of texts are those of the training file.
+        table = table.followed_by(read_table(find_data(validation_path), table.columns, between))
+    _check_missing(table, target, missing)
+    targets, known = _targets(table, target, task, classes)
+    if validation_path:
+        parts = np.arange(own_rows), np.arange(own_rows, table.rows)
+    else:
+        parts = held_out_numbers(table.rows, validation, None if known is None else targets, str(file))
+    nest = _inputs([table.columns[name] for name in names], parts[0], inputs, missing, vocabulary)
+    train, held = (
+        ArraySource(_rows((nest, targets), rows), f"{file} ({what})")
+        for rows, what in zip(parts, ("training", "validation"), strict=True)
+    )
+    return DataSplits(train, held, input_shape(train), known)
+
+
+def _chosen(
+    file: Path, header: Sequence[str], target: str, columns: str, categorical: str
+) -> tuple[list[str], list[str]]:
+    """Return the names of the input columns in the file's order, and of those that are categories in any case."""
+    if not target:
+        raise ConfigError(f"csv needs --data-args target COLUMN. {file} has: {', '.join(header)}.")
+    inputs, texts = _listed(columns), _listed(categorical)
+    for name in (target, *inputs, *texts):
+        if name not in header:
+            raise ConfigError(f"{file} has no column {name!r}.{suggestion(name, dict.fromkeys(header, ''))}")
+    chosen = [name for name in header if name != target and (not inputs or name in inputs)]
+    if target in inputs or not chosen:
+        raise ConfigError(f"The target {target!r} of {file} is no input: name other columns.")
+    idle = next((name for name in texts if name not in chosen), None)
+    if idle is not None:
+        raise ConfigError(f"The column {idle!r} of {file} is categorical, but none of the inputs.")
+    return chosen, texts
+
+
+def _check_missing(table: Table, target: str, missing: float | None) -> None:
+    for name, column in table.columns.items():
+        places = column.missing()
+        if len(places) and (missing is None or name == target):
+            cure = "" if name == target else " --data-args missing 0 would make it 0."
+            raise DataError(f"{table.describe(int(places[0]))}: the column {name!r} has no value.{cure}")
+
+
+def _targets(table: Table, target: str, task: str, classes: int) -> tuple[np.ndarray, int | None]:
+    """Return labels [rows] int32 and the number of classes, or numbers [rows, 1] float32 and None."""
+    column = table.columns[target]
+    if not column.numeric:
+        if task == "regression":
+            raise ConfigError(f"The target {target!r} of {table.files[0]} is no number: it cannot be regressed.")
+        labels, found = _sorted_labels(table, column)
+    else:
+        fractions = np.flatnonzero(column.values % 1 != 0)
+        if task == "regression" or (task == "auto" and len(fractions)):
+            if classes:
+                raise ConfigError(f"The target {target!r} of {table.files[0]} is no label: leave out classes.")
+            return column.values[:, np.newaxis].astype(np.float32), None
+        if len(fractions):
+            row = int(fractions[0])
+            raise DataError(f"{table.describe(row)}: the label {column.values[row]:g} is no whole number.")
+        labels = column.values
+        found = int(labels.max()) + 1
+    known = classes or found
+    check_range(labels.astype(np.int64), max(known, 1), table.describe)
+    return labels.astype(np.int32), known
+
+
+def _sorted_labels(table: Table, column: Column) -> tuple[np.ndarray, int]:
+    """Number the texts of the training file by their order; another one in the file for validation is refused."""
+    first = column.values[: len(table.lines[0])]
+    own = [text for text, number in column.texts.items() if number <= first.max()]
+    strange = np.flatnonzero(column.values > first.max())
+    if len(strange):
+        text = list(column.texts)[int(column.values[strange[0]])]
+        raise DataError(f"{table.describe(int(strange[0]))}: the label {text!r} is not in {table.files[0]}.")
+    places = {text: place for place, text in enumerate(sorted(own))}
+    return np.array([places[text] for text in own])[column.values], len(own)
+
+
+def _inputs(columns: Sequence[Column], train: np.ndarray, form: str, missing: float | None, vocabulary: int) -> Any:
+    """Return the arrays of the input columns over all rows; vocabularies are of the rows `train`."""
+    filled = np.nan if missing is None else missing
+    numbers = [np.where(np.isnan(c.values), filled, c.values) for c in columns if c.numeric]
+    texts = [_categories(c.values, train, vocabulary) for c in columns if not c.numeric]
+    if form == "array" and numbers and texts:
+        raise ConfigError("inputs array takes columns of one kind: name them with columns, or take inputs dict.")
+    blocks = {}
+    if numbers:
+        blocks["numeric"] = np.stack(numbers, axis=1).astype(np.float32)
+    if texts:
+        blocks["categorical"] = np.stack(texts, axis=1)
+    return blocks if form == "dict" or len(blocks) == 2 else next(iter(blocks.values()))
+
+
+def _categories(values: np.ndarray, train: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Return int32 ids [rows]: from 1 on for what the rows `train` hold, 0 for the rest."""
+    found, counts = np.unique(values[train], return_counts=True)
+    found, counts = found[found >= 0], counts[found >= 0]
+    if vocabulary:
+        # Of equally frequent ones those that were met first are kept: the numbers of texts say which.
+        found = np.sort(found[np.argsort(-counts, kind="stable")][: max(vocabulary - 1, 0)])
+    ids = np.zeros(values.max(initial=0) + 2, np.int32)  # the last place is that of a missing text, -1
+    ids[found] = np.arange(1, len(found) + 1)
+    return ids[values]
+
+
+def _rows(nest: Any, rows: np.ndarray) -> Any:
+    return tf.nest.map_structure(lambda array: array[rows], nest)
+
+
+def _delimiter(delimiter: str) -> str:
+    between = "\t" if delimiter == "tab" else delimiter
+    if len(between) != 1:
+        raise ConfigError(f"csv takes one character as delimiter, or tab. Received: {delimiter!r}.")
+    return between
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"csv: {name} must be one of {', '.join(choices)}. Received: {value!r}.")

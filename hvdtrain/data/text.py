@@ -1,0 +1,130 @@
+"""Text for language models: windows of tokens, each with the tokens that follow as its targets.
+
+    a window of length 4     t0 t1 t2 t3        the next one     t4 t5 t6 t7
+    its targets              t1 t2 t3 t4                         t5 t6 t7 t8
+
+So every token is predicted once, but for a part's first one and for those at its end that fill no window: these are
+left out.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.corpus import read_corpus
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.tokenizers import Tokenizer, make_tokenizer
+
+
+def load(
+    *, path: str = "", tokenizer: str = "chars", length: int = 128, validation: float = 0.1, vocabulary: int = 0
+) -> DataSplits:
+    """Return windows of tokens [length], with the tokens that follow as their targets [length].
+
+    Args:
+        path: a text file, or a folder of .txt files; "": the documentation that comes with Python.
+        tokenizer: `chars`, the Unicode characters that occur in the text; `bytes`, all 256 of them; `sentencepiece`,
+            byte pair encoding learned from the training part, which needs the package sentencepiece.
+        length: tokens of a window.
+        validation: share of the text, at its end, that is for validation.
+        vocabulary: tokens of sentencepiece; 0: 2048.
+
+    Raises:
+        ConfigError: arguments that cannot work, or a missing package.
+        DataError: there is no text, or it is too short.
+    """
+    text = read_tokens(path, tokenizer, length, validation, vocabulary)
+    return DataSplits(
+        train=TokenSource(text.train, length, f"{text.name} (training)"),
+        validation=TokenSource(text.validation, length, f"{text.name} (validation)"),
+        sample_shape=(length,),
+        classes=text.tokenizer.size,
+    )
+
+
+class TokenSource:
+    """Windows of one sequence of tokens, which is held once; see `Source`.
+
+    Args:
+        tokens: [n] integers.
+        length: tokens of a window.
+        name: what messages call it.
+
+    Raises:
+        DataError: too few tokens for one window.
+    """
+
+    finite = True
+    heavy = False
+
+    def __init__(self, tokens: np.ndarray, length: int, name: str) -> None:
+        self.name = name
+        self.size = windows_in(tokens, length, length + 1, name)
+        self.spec = (tf.TensorSpec([length], tf.int32), tf.TensorSpec([length], tf.int32))
+        self.tokens = tf.constant(tokens)
+        self._length = length
+
+    def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
+        """See `Source`."""
+        window = gather_windows(self.tokens, numbers, self._length, self._length + 1)
+        return window[:, :-1], window[:, 1:]
+
+    def describe(self, number: int) -> str:
+        """See `Source`."""
+        begin = number * self._length
+        return f"{self.name}, tokens {begin} to {begin + self._length}"
+
+    def fingerprint(self) -> bytes:
+        """See `Source`."""
+        return hashlib.sha256(f"next {self._length}\0".encode() + self.tokens.numpy().tobytes()).digest()
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """The tokens of a text, in two parts that do not overlap."""
+
+    name: str
+    train: np.ndarray
+    """[n] tokens."""
+    validation: np.ndarray
+    tokenizer: Tokenizer
+
+
+def read_tokens(path: str, tokenizer: str, length: int, validation: float, vocabulary: int) -> TokenizedText:
+    """Read a text and turn it into tokens; the arguments are those of `load`.
+
+    Raises:
+        ConfigError: arguments that cannot work, or a missing package.
+        DataError: there is no text.
+    """
+    if length < 1:
+        raise ConfigError(f"--data-args length must be at least 1. Received: {length}.")
+    corpus = read_corpus(path, validation, utf8=tokenizer != "bytes")
+    whole = corpus.train + corpus.validation
+    made = make_tokenizer(tokenizer, train=corpus.train, whole=whole, vocabulary=vocabulary)
+    return TokenizedText(corpus.name, made.encode(corpus.train), made.encode(corpus.validation), made)
+
+
+def windows_in(tokens: np.ndarray, stride: int, needed: int, name: str) -> int:
+    """Return how many windows of `needed` tokens, one every `stride`, there are in `tokens` [n].
+
+    Raises:
+        DataError: none.
+    """
+    count = (len(tokens) - needed) // stride + 1
+    if count < 1:
+        raise DataError(
+            f"{name} is too short: it has {len(tokens)} tokens, and a window needs {needed}. See --data-args length, "
+            "validation and path."
+        )
+    return count
+
+
+def gather_windows(tokens: tf.Tensor, numbers: tf.Tensor, stride: int, needed: int) -> tf.Tensor:
+    """Return the windows `numbers` [n] of `tokens`, one every `stride`, as int32 [n, needed]."""
+    begins = tf.cast(numbers, tf.int64)[:, tf.newaxis] * stride
+    return tf.cast(tf.gather(tokens, begins + tf.range(needed, dtype=tf.int64)), tf.int32)

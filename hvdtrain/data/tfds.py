@@ -1,0 +1,104 @@
+"""Data sets of `tensorflow-datasets` that are prepared for access by number, as its `array_record` files allow.
+
+They are prepared once, before training, and never while it starts, when every rank would do so:
+
+    python -c "import tensorflow_datasets as t; t.builder('mnist', file_format='array_record').download_and_prepare()"
+
+The training split is `train`, that for validation the first there is of `validation` and `test`; without one, training
+rows are held out.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.extras import optional_package
+from hvdtrain.data.places import find_data
+from hvdtrain.data.rows import Row, RowSource, row_splits
+from hvdtrain.data.splits import DataSplits
+
+VALIDATION = ("validation", "test")
+
+
+def load(
+    *,
+    name: str = "",
+    path: str = "",
+    inputs: str = "",
+    target: str = "",
+    train_split: str = "train",
+    validation_split: str = "",
+    validation: int = 0,
+    classes: int = 0,
+) -> DataSplits:
+    """Return the rows of a data set that is prepared already.
+
+    Args:
+        name: its name, also with configuration and version: `mnist`, `NAME/CONFIGURATION:1.0.0`.
+        path: the folder it was prepared in (data_dir); "": that of tensorflow-datasets.
+        inputs: the input column, or several with commas between them, which make a dict; "": what the data set says.
+        target: the target's column; "": what the data set says.
+        train_split: the training split, also a part of one: `train[:80%]`.
+        validation_split: the split for validation, likewise; "": see above.
+        validation: rows to hold out where there is no such split; 0: one of ten.
+        classes: number of classes; 0: what the data set says.
+
+    Raises:
+        ConfigError: arguments that do not fit, or a package is missing.
+        DataError: the data set is not prepared, or cannot be used.
+    """
+    package = optional_package("tensorflow_datasets", "tensorflow-datasets", "--data tfds")
+    optional_package("array_record", "array_record", "--data tfds")
+    if not name:
+        raise ConfigError("tfds needs --data-args name NAME, as in name mnist.")
+    folder = str(find_data(path)) if path else None
+    train = _rows(package, name, folder, train_split)
+    info = train.dataset_info
+    chosen = validation_split or next((split for split in VALIDATION if split in info.splits), "")
+    columns = _columns(name, info, inputs, target)
+    known = classes or _classes(info.features, columns[-1])
+
+    def source(rows: Any, split: str) -> RowSource:
+        return RowSource(
+            _reader(rows),
+            len(rows),
+            inputs=columns[:-1],
+            target=columns[-1],
+            name=f"{info.full_name} ({split})",
+            classes=known,
+            version=info.file_format.value if info.file_format else "",
+        )
+
+    held = source(_rows(package, name, folder, chosen), chosen) if chosen else None
+    return row_splits(source(train, train_split), held, validation=validation, classes=known)
+
+
+def _rows(package: Any, name: str, folder: str | None, split: str) -> Any:
+    try:
+        return package.data_source(name, split=split, data_dir=folder, download=False)
+    except (OSError, ValueError, AssertionError, NotImplementedError) as error:
+        raise DataError(
+            f"{name} ({split}) cannot be read by number: {str(error).strip().splitlines()[0]} It is prepared by "
+            f"tensorflow_datasets.builder({name!r}, file_format='array_record').download_and_prepare()."
+        ) from None
+
+
+def _reader(rows: Any) -> Any:
+    def read(numbers: Sequence[int]) -> Sequence[Row]:
+        return list(rows.__getitems__(list(numbers)))
+
+    return read
+
+
+def _classes(features: Any, target: str) -> int | None:
+    return getattr(features[target], "num_classes", None) if target in features else None
+
+
+def _columns(name: str, info: Any, inputs: str, target: str) -> list[str]:
+    """Return the names of the input columns, and the target's last."""
+    known = list(info.supervised_keys or ())
+    if not (inputs and target) and [*map(type, known)] != [str, str]:
+        raise ConfigError(
+            f"tfds needs --data-args inputs COLUMN target COLUMN. {name} has: {', '.join(info.features)}."
+        )
+    return [*(inputs.split(",") if inputs else [known[0]]), target or known[1]]

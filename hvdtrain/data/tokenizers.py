@@ -1,0 +1,187 @@
+"""From text to numbers and back."""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.registry import suggestion
+from hvdtrain.data.extras import optional_package
+from hvdtrain.data.places import cache_folder
+from hvdtrain.data.unpacked import made_once
+
+NAMES = ("bytes", "chars", "sentencepiece")
+PIECES = 2048
+"""Tokens of a sentencepiece vocabulary where no number is given: about 3 characters each in a megabyte of English."""
+LONGEST_LINE = 2**20
+"""Bytes; sentencepiece leaves longer lines out when it learns its vocabulary."""
+
+
+class Tokenizer(Protocol):
+    """Gives each piece of a text a number."""
+
+    @property
+    def size(self) -> int:
+        """How many different tokens there are."""
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Return the tokens [n] of `text`, in the smallest type of integers that holds them."""
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `tokens` [n]."""
+
+
+class ByteTokenizer:
+    """Every byte is the token of its value: any text fits, and nothing has to be learned or kept."""
+
+    size = 256
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """See `Tokenizer`."""
+        return np.frombuffer(text, np.uint8)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """See `Tokenizer`; bytes that are no UTF-8 become replacement characters."""
+        return np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "replace")
+
+
+class CharTokenizer:
+    """Every Unicode character of an alphabet is a token, numbered by its code point.
+
+    Args:
+        text: the text, in UTF-8, whose characters are the alphabet.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        self._alphabet = np.unique(_code_points(text))
+
+    @property
+    def size(self) -> int:
+        """See `Tokenizer`."""
+        return len(self._alphabet)
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """See `Tokenizer`.
+
+        Raises:
+            DataError: a character that is not in the alphabet.
+        """
+        points = _code_points(text)
+        tokens = np.minimum(np.searchsorted(self._alphabet, points), max(0, self.size - 1))
+        strange = points[self._alphabet[tokens] != points] if self.size else points
+        if len(strange):
+            raise DataError(f"The character {chr(strange[0])!r} is not in the alphabet of {self.size} characters.")
+        return tokens.astype(smallest_type(self.size))
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """See `Tokenizer`."""
+        return self._alphabet[np.asarray(tokens, np.int64)].astype("<u4").tobytes().decode("utf-32-le")
+
+
+class SentencePieceTokenizer:
+    """Byte pair encoding by the package sentencepiece; a character without a piece of its own falls apart into bytes.
+
+    Args:
+        model: file of a model with byte fallback and without changes to the text.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._processor = _package().SentencePieceProcessor(model_file=str(model))
+        self._newline = self._processor.piece_to_id("<0x0A>")
+
+    @property
+    def size(self) -> int:
+        """See `Tokenizer`."""
+        return int(self._processor.get_piece_size())
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """See `Tokenizer`."""
+        tokens: list[int] = []
+        # Line by line: no piece spans a line's end.
+        for line in self._processor.encode(text.decode("utf-8").split("\n")):
+            tokens += [*line, self._newline]
+        return np.array(tokens[:-1], smallest_type(self.size))
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """See `Tokenizer`."""
+        return str(self._processor.decode([int(token) for token in tokens]))
+
+
+def make_tokenizer(name: str, *, train: bytes, whole: bytes, vocabulary: int = 0) -> Tokenizer:
+    """Return the tokenizer `name`.
+
+    Args:
+        name: of `NAMES`. `chars` has the characters of the whole text, so that no character is unknown in validation;
+            `sentencepiece` learns its pieces from the training part alone.
+        train: the training part of the text.
+        whole: the whole text.
+        vocabulary: tokens of sentencepiece; 0: 2048.
+
+    Raises:
+        ConfigError: an unknown name, a vocabulary that has no effect or cannot be made, or a missing package.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"There is no tokenizer {name!r}.{suggestion(name, dict.fromkeys(NAMES, ''))}")
+    if name == "sentencepiece":
+        return SentencePieceTokenizer(_learned(train, vocabulary or PIECES))
+    if vocabulary:
+        raise ConfigError(
+            f"--data-args vocabulary {vocabulary} has no effect with the tokenizer {name!r}: leave it out, or use "
+            "tokenizer sentencepiece."
+        )
+    return ByteTokenizer() if name == "bytes" else CharTokenizer(whole)
+
+
+def smallest_type(size: int) -> type[np.integer[Any]]:
+    """Return the smallest type of integers that holds 0 … size - 1."""
+    return np.uint8 if size <= 2**8 else np.uint16 if size <= 2**16 else np.int32
+
+
+def _code_points(text: bytes) -> np.ndarray:
+    return np.frombuffer(text.decode("utf-8").encode("utf-32-le"), "<u4")
+
+
+def _package() -> Any:
+    return optional_package("sentencepiece", "sentencepiece", "--data-args tokenizer sentencepiece")
+
+
+def _learned(text: bytes, vocabulary: int) -> Path:
+    """Return a model that is learned from `text`, once on each host."""
+    package = _package()
+    facts = f"bpe {vocabulary} {package.__version__}\0".encode()
+    target = cache_folder() / f"{hashlib.sha256(facts + text).hexdigest()[:24]}-sentencepiece.model"
+    with made_once(target) as draft:
+        if draft is not None:
+            draft.write_bytes(_learn(package.SentencePieceTrainer, text, vocabulary))
+    return target
+
+
+def _learn(trainer: Any, text: bytes, vocabulary: int) -> bytes:
+    model = io.BytesIO()
+    try:
+        trainer.train(
+            sentence_iterator=iter(text.decode("utf-8").split("\n")),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocabulary,
+            byte_fallback=True,
+            # The text stays as it is: what is decoded is what was encoded.
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            max_sentence_length=LONGEST_LINE,
+            bos_id=-1,
+            eos_id=-1,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"sentencepiece cannot learn {vocabulary} tokens from this text of {len(text)} bytes: {error} "
+            "See --data-args vocabulary."
+        ) from None
+    return model.getvalue()

@@ -1,0 +1,1 @@
+"""A transformer that sees tokens on both sides, for masked language modelling."""

@@ -1,0 +1,1 @@
+"""Recommendation from numbers and categories: embedding tables and their dot products."""

@@ -1,0 +1,92 @@
+"""A deep learning recommendation model, DLRM (Naumov et al. 2019, arXiv:1906.00091).
+
+The numbers go through one MLP, each category looks up a vector in its field's table, and the dot products of every two
+of these vectors go, with the first, through a second MLP to the log odds of a click.
+"""
+
+import math
+from typing import Any
+
+import keras
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.models.family import ModelFamily, path_seed
+
+
+def build(
+    shape: dict[str, tuple[int, ...]],
+    classes: int,
+    seed: int,
+    *,
+    rows: int = 1000,
+    dim: int = 16,
+    width: int = 128,
+    depth: int = 2,
+) -> keras.Model:
+    """Return a model of rows {"numeric": [numbers], "categorical": [fields]} that gives the log odds [1] of a click.
+
+    Args:
+        shape: shapes of the two inputs.
+        classes: number of labels, which is 2.
+        seed: initial values are a function of it and of each variable's path.
+        rows: rows of each field's embedding table; categories of higher numbers share them, by the remainder.
+        dim: size of the embeddings.
+        width: units of the hidden layers.
+        depth: hidden layers of each MLP.
+
+    Raises:
+        ConfigError: sizes that are not positive, or more than two labels.
+    """
+    if min(rows, dim, width, depth) < 1:
+        raise ConfigError(f"dlrm needs positive sizes. Received: rows={rows}, dim={dim}, width={width}, depth={depth}.")
+    if classes != 2:
+        raise ConfigError(f"dlrm tells clicks from others: its labels are 0 and 1. The data have {classes} classes.")
+    numbers = keras.Input(shape["numeric"], name="numeric")
+    categories = keras.Input(shape["categorical"], dtype="int32", name="categorical")
+    dense = _mlp(numbers, depth, width, seed, "numbers")
+    dense = _dense(dense, dim, seed, "numbers_out", activation="relu")
+    fields = [_looked_up(categories, field, rows, dim, seed) for field in range(shape["categorical"][0])]
+    x = keras.layers.Concatenate(name="features")([dense, _products([dense, *fields])])
+    x = _mlp(x, depth, width, seed, "features")
+    odds = _dense(x, 1, seed, "log_odds", dtype="float32")
+    return keras.Model({"numeric": numbers, "categorical": categories}, odds, name="dlrm")
+
+
+def _mlp(x: Any, depth: int, width: int, seed: int, name: str) -> Any:
+    for number in range(depth):
+        x = _dense(x, width, seed, f"{name}_hidden{number}", activation="relu")
+    return x
+
+
+def _dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
+    initializer = keras.initializers.HeNormal(seed=path_seed(seed, name))
+    return keras.layers.Dense(units, kernel_initializer=initializer, name=name, **options)(x)
+
+
+def _looked_up(categories: Any, field: int, rows: int, dim: int, seed: int) -> Any:
+    """Return the vectors [batch, dim] of one field's categories."""
+    name = f"table{field}"
+    bound = 1 / math.sqrt(rows)
+    draw = keras.initializers.RandomUniform(-bound, bound, seed=path_seed(seed, name))
+    table = keras.layers.Embedding(rows, dim, embeddings_initializer=draw, name=name)
+    return table(keras.ops.mod(categories[:, field], rows))
+
+
+def _products(vectors: list[Any]) -> Any:
+    """Return the dot product of every two of n vectors [batch, dim]: [batch, n (n - 1) / 2]."""
+    count = len(vectors)
+    stacked = keras.ops.stack(vectors, axis=1)
+    products = keras.ops.matmul(stacked, keras.ops.transpose(stacked, (0, 2, 1)))
+    below = [row * count + column for row in range(count) for column in range(row)]
+    return keras.ops.take(keras.ops.reshape(products, (-1, count * count)), below, axis=1)
+
+
+FAMILY = ModelFamily(
+    build=build,
+    loss=lambda: keras.losses.BinaryCrossentropy(from_logits=True),
+    metrics=lambda: [
+        keras.metrics.BinaryAccuracy(name="accuracy", threshold=0.0),
+        keras.metrics.AUC(name="auc", from_logits=True),
+    ],
+    sample_dims={"numeric": ("numbers",), "categorical": ("fields",)},
+)

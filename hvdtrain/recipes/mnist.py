@@ -1,0 +1,18 @@
+"""MNIST, Fashion-MNIST and others in their format."""
+
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.model import ModelConfig
+from hvdtrain.config.optim import OptimConfig
+from hvdtrain.config.run import Config
+from hvdtrain.config.training import TrainingConfig
+
+
+def mnist() -> Config:
+    """Small CNN on MNIST's files (train-images-idx3-ubyte …): give their folder, --data-args path FOLDER."""
+    return Config(
+        recipe="mnist",
+        model=ModelConfig("small_cnn"),
+        data=DataConfig("idx", batch=128, eval_batch=500),
+        optim=OptimConfig("adam", learning_rate=1e-3, schedule="cosine"),
+        training=TrainingConfig(epochs=5),
+    )

@@ -1,0 +1,45 @@
+"""Language models on text: any of your own, or the documentation that comes with Python."""
+
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.model import ModelConfig
+from hvdtrain.config.optim import OptimConfig
+from hvdtrain.config.run import Config
+from hvdtrain.config.training import TrainingConfig
+
+
+def gpt_char() -> Config:
+    """Small causal transformer on the characters of a text: Python's documentation, or --data-args path FILE."""
+    return Config(
+        recipe="gpt_char",
+        model=ModelConfig("transformer", {"depth": 4, "width": 128, "heads": 4, "dropout": 0.1}),
+        data=DataConfig("text", batch=32),
+        optim=OptimConfig(
+            "adamw",
+            {"beta_2": 0.99},
+            learning_rate=2e-3,
+            schedule="cosine",
+            final_rate=0.05,
+            warmup_steps=100,
+            weight_decay=0.1,
+            clip_norm=1.0,
+        ),
+        training=TrainingConfig(epochs=15),
+    )
+
+
+def bert_mini() -> Config:
+    """Transformer that fills in masked characters of a text: Python's documentation, or --data-args path FILE."""
+    return Config(
+        recipe="bert_mini",
+        model=ModelConfig("bert", {"depth": 4, "width": 256, "heads": 4, "dropout": 0.1}),
+        data=DataConfig("masked_text", batch=64),
+        optim=OptimConfig(
+            "adamw",
+            learning_rate=1e-3,
+            schedule="cosine",
+            warmup_steps=100,
+            weight_decay=0.01,
+            clip_norm=1.0,
+        ),
+        training=TrainingConfig(epochs=2),
+    )

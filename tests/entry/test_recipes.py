@@ -1,0 +1,78 @@
+"""Every recipe takes two steps, in one process and on two ranks, made small by its own arguments."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hvdtrain.recipes.registry import RECIPES
+from tests.launching import hvdtrain
+
+TRIED_ELSEWHERE = {"digits", "cifar10"}
+TINY_IMAGES = "--data-args samples 16 size 16"
+WORDS = {
+    "resnet_synthetic": f"--batch 8 --model-args width 4 {TINY_IMAGES}",
+    "lm_synthetic": "--batch 8 --warmup-steps 0",
+    "mlp_synthetic": f"--batch 8 --model-args width 16 {TINY_IMAGES}",
+    "wide_mlp": f"--batch 8 --model-args width 16 depth 4 {TINY_IMAGES}",
+    "mnist": "--batch 8 --data-args path files --model-args width 4",
+    "resnet50": "--batch 8 --eval-batch 8 --model-args width 4 --data-args samples 16 size 64",
+    "gpt_char": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 --data-args length 64",
+    "bert_mini": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 --data-args length 64 copies 1",
+    "dlrm": "--batch 8 --data-args samples 64 rows 20 --model-args rows 20 dim 4 width 8",
+}
+STATISTICS_OF_A_RANK = {"resnet_synthetic", "resnet50"}
+"""BatchNormalization sees one rank's part of a batch: these train to another loss on two ranks."""
+
+
+def test_every_recipe_is_tried():
+    assert RECIPES.keys() - TRIED_ELSEWHERE == WORDS.keys()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with images in MNIST's format."""
+    rng, files = np.random.default_rng(0), tmp_path / "files"
+    files.mkdir()
+    for name, count in (("train", 32), ("t10k", 9)):
+        images = rng.integers(0, 256, (count, 12, 12), dtype=np.uint8)
+        labels = rng.permutation(np.arange(count, dtype=np.uint8) % 10)
+        sizes = b"".join(size.to_bytes(4, "big") for size in images.shape)
+        (files / f"{name}-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3]) + sizes + images.tobytes())
+        (files / f"{name}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + sizes[:4] + labels.tobytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_recipe_takes_two_steps_alone_and_on_two_ranks(folder, name):
+    summaries = []
+    for controller, size in (("none", 1), ("horovodrun", 2)):
+        words = [name, "--max-steps", "2", *WORDS[name].split(), "--run-dir", f"run{size}"]
+        job = hvdtrain(controller, size, *words, cwd=folder)
+        assert job.code == 0, job.text[-4000:]
+        summaries.append(json.loads((folder / f"run{size}" / "summary.json").read_text()))
+    one, two = summaries
+    assert [(one["world_size"], one["steps"]), (two["world_size"], two["steps"])] == [(1, 2), (2, 2)]
+    assert np.isfinite([one["train_loss"], one["val_loss"]]).all()
+    if name not in STATISTICS_OF_A_RANK:
+        assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
+        assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-5)
+
+
+def test_mnist_without_files_names_the_option_that_gives_them(tmp_path):
+    job = hvdtrain("none", 1, "mnist", cwd=tmp_path)
+    assert job.code == 2
+    assert "--data-args path PATH" in job.err
+    assert "Traceback" not in job.text
+
+
+def test_dlrm_takes_a_file_of_numbers_and_categories(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [f"{rng.random():.3f},{rng.choice(['red', 'blue', 'green'])},{n % 7},s{n % 5},{n % 2}" for n in range(200)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["price,colour,age,shop,clicked", *rows]))
+    words = "dlrm --data csv --data-args path clicks.csv target clicked --model-args rows 8 dim 4 width 8 --batch 16"
+    job = hvdtrain("none", 1, *words.split(), "--epochs", "1", "--run-dir", "run", cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["parameters"] == 2 * 8 * 4 + (2 * 8 + 8 + 8 * 8 + 8 + 8 * 4 + 4) + (7 * 8 + 8 + 8 * 8 + 8 + 8 + 1)
+    assert 0 < summary["val_auc"] < 1

@@ -1,0 +1,436 @@
+"""Sources that need a package of their own: our part with stand-ins, all of it where the package is installed."""
+
+import importlib.util
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.extras import optional_package
+from hvdtrain.data.registry import load_splits
+from hvdtrain.data.rows import RowSource
+
+COUNT = 30
+IMAGES = np.random.default_rng(0).integers(0, 256, (COUNT, 6, 5, 3), np.uint8)
+NUMBERS = np.arange(COUNT)
+LABELS = NUMBERS % 3
+
+
+def load(source, **arguments):
+    return load_splits(DataConfig(source, arguments))
+
+
+def arrays(source):
+    return tf.nest.map_structure(lambda tensor: tensor.numpy(), source.gather(tf.range(source.size)))
+
+
+# -- rows --
+
+
+def row(number):
+    return {
+        "image": IMAGES[number],
+        "label": LABELS[number],
+        "x": np.float32(number),
+        "text": "a" * number,
+        "tags": ["b", "c" * number],
+        "nothing": None,
+    }
+
+
+def rows(inputs=("image",), target="label", read=row, size=COUNT, **options):
+    return RowSource(
+        lambda numbers: [read(n) for n in numbers], size, inputs=inputs, target=target, name="mine", **options
+    )
+
+
+def test_rows_come_by_their_numbers_in_any_order():
+    source = rows(classes=3)
+    assert (source.size, source.heavy, source.finite) == (COUNT, True, True)
+    assert source.spec == (tf.TensorSpec([6, 5, 3], tf.uint8), tf.TensorSpec([], tf.int64))
+    images, labels = source.gather(tf.constant([7, 2, 2]))
+    assert (images.numpy() == IMAGES[[7, 2, 2]]).all()
+    assert labels.numpy().tolist() == [1, 2, 2]
+
+
+def test_rows_within_a_pipeline_have_their_shapes():
+    source = rows(("x", "image"), classes=3)
+    dataset = tf.data.Dataset.from_tensor_slices(np.arange(COUNT).reshape(-1, 5)).map(source.gather)
+    assert dataset.element_spec[0]["image"].shape == [5, 6, 5, 3]
+    inputs, _ = list(dataset)[1]
+    assert inputs["x"].numpy().tolist() == [5, 6, 7, 8, 9]
+    assert (inputs["image"].numpy() == IMAGES[5:10]).all()
+    assert not source.finite  # nobody looked at the numbers
+
+
+def test_texts_keep_their_lengths():
+    source = rows(("text", "tags"))
+    inputs, _ = source.gather(tf.constant([3, 0, 5]))
+    assert inputs["text"].numpy().tolist() == [b"aaa", b"", b"aaaaa"]
+    assert inputs["tags"].numpy().tolist() == [[b"b", b"ccc"], [b"b", b""], [b"b", b"ccccc"]]
+
+
+def test_grey_images_get_a_channel():
+    source = rows(read=lambda n: {"image": IMAGES[n, :, :, 0], "label": 0})
+    assert source.spec[0].shape == [6, 5, 1]
+    assert (source.gather(tf.constant([4]))[0].numpy()[0, ..., 0] == IMAGES[4, :, :, 0]).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        (
+            {"image": IMAGES[0, :4]},
+            "mine, row 4: the column 'image' is [4, 5, 3] in size, and [6, 5, 3] in the first row",
+        ),
+        ({"image": None}, "mine, row 4: the column 'image' is no tensor, but NoneType"),
+        ({"label": 3}, "mine, row 4: the label 3 is not one of 3 classes"),
+        ({"label": -1}, "mine, row 4: the label -1 is not one of 3 classes"),
+    ],
+)
+def test_a_row_unlike_the_others_is_named(changed, cause):
+    source = rows(read=lambda n: row(n) | (changed if n == 4 else {}), classes=3)
+    source.gather(tf.constant([3, 5]))
+    with pytest.raises(DataError, match=re.escape(cause)):
+        source.gather(tf.constant([3, 4, 5]))
+    with pytest.raises(tf.errors.OpError, match=re.escape(cause)):
+        list(tf.data.Dataset.from_tensors([3, 4, 5]).map(source.gather))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "cause"),
+    [
+        ({"inputs": ("img",)}, ConfigError, "mine has no column 'img'. Perhaps you meant: image."),
+        ({"target": "lable"}, ConfigError, "mine has no column 'lable'. Perhaps you meant: label."),
+        ({"inputs": ("nothing",)}, DataError, "mine, row 0: the column 'nothing' is no tensor, but NoneType."),
+        ({"size": 0}, DataError, "mine holds no samples"),
+    ],
+)
+def test_columns_that_cannot_be_used_are_named(arguments, error, cause):
+    with pytest.raises(error, match=re.escape(cause)):
+        rows(**arguments)
+
+
+def test_fingerprints_tell_versions_apart():
+    marks = [rows(version="1"), rows(version="2"), rows(("x",), version="1"), rows(size=COUNT - 1, version="1")]
+    assert len({source.fingerprint() for source in marks}) == len(marks)
+    assert rows(version="1").fingerprint() == marks[0].fingerprint()
+    assert {len(source.fingerprint()) for source in marks} == {32}
+
+
+# -- packages that are not there --
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Make packages look as if they were not installed."""
+
+    def hide(*names):
+        for name in [*sys.modules]:
+            if name.partition(".")[0] in names:
+                monkeypatch.delitem(sys.modules, name)
+        finders = [type("Nowhere", (), {"find_spec": staticmethod(lambda name, *_: _refuse(name, names))})]
+        monkeypatch.setattr(sys, "meta_path", finders + sys.meta_path)
+
+    return hide
+
+
+def _refuse(name, hidden):
+    if name.partition(".")[0] in hidden:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "package"),
+    [
+        ("hf", "datasets", "datasets"),
+        ("tfds", "tensorflow_datasets", "tensorflow-datasets"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(without, source, module, package):
+    without(module)
+    cause = f"--data {source} needs the package {package}, which is not installed: pip install {package}"
+    with pytest.raises(ConfigError, match=cause):
+        load(source, name="mnist")
+
+
+def test_a_package_that_lacks_something_itself_says_so(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        optional_package("broken_package", "broken-package", "--data broken")
+
+
+# -- Hugging Face --
+
+
+class HubDataset:
+    """The calls of datasets.Dataset that we make."""
+
+    _fingerprint = "f00"
+
+    def __init__(self, columns, features=None, formatted=False):
+        self._columns, self.features, self._formatted = columns, features or {}, formatted
+        self.column_names = [*columns]
+
+    def __len__(self):
+        return len(next(iter(self._columns.values())))
+
+    def select_columns(self, names):
+        return HubDataset({name: self._columns[name] for name in names}, self.features)
+
+    def with_format(self, kind):
+        assert kind == "numpy"
+        return HubDataset(self._columns, self.features, formatted=True)
+
+    def __getitem__(self, numbers):
+        assert self._formatted
+        assert all(type(number) is int for number in numbers)
+        return {name: np.asarray(values)[numbers] for name, values in self._columns.items()}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for the package `datasets` with one data set, and what it was asked for."""
+    label = types.SimpleNamespace(num_classes=3)
+    whole = HubDataset({"image": IMAGES, "label": LABELS, "id": NUMBERS}, {"label": label})
+    module = types.ModuleType("datasets")
+    module.asked = []
+
+    def load_dataset(name, configuration):
+        module.asked.append((name, configuration))
+        if name == "nobody/nothing":
+            raise FileNotFoundError("it is not on the hub")
+        return {"train": whole, "test": HubDataset({"image": IMAGES[:4], "label": LABELS[:4]}), "more": whole}
+
+    module.load_dataset = load_dataset
+    module.load_from_disk = lambda path: whole
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return module
+
+
+def test_splits_of_the_hub_are_taken_by_their_names(hub):
+    splits = load("hf", name="some/images", configuration="small", inputs="image", target="label")
+    assert hub.asked == [("some/images", "small")]
+    images, labels = arrays(splits.train)
+    assert (images == IMAGES).all()
+    assert labels.tolist() == LABELS.tolist()
+    assert splits.validation.size == 4
+    assert (splits.sample_shape, splits.classes) == ((6, 5, 3), 3)
+    np.testing.assert_allclose(splits.finish(images, labels)[0], IMAGES / 255.0, rtol=1e-6)
+    assert splits.train.describe(3) == "some/images (train), row 3"
+
+
+def test_a_folder_holds_samples_out(hub, tmp_path):
+    splits = load("hf", path=str(tmp_path), inputs="id", target="label", validation=10)
+    together = [*arrays(splits.train)[0], *arrays(splits.validation)[0]]
+    assert sorted(together) == list(range(COUNT))
+    assert (splits.train.size, splits.finish) == (20, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "cause"),
+    [
+        ({}, ConfigError, "one of both"),
+        ({"name": "a/b", "path": "c"}, ConfigError, "one of both"),
+        ({"name": "a/b"}, ConfigError, "inputs COLUMN target COLUMN. There are: image, label, id."),
+        ({"name": "a/b", "train_split": "all"}, ConfigError, "a/b has no split 'all'. It has: train, test, more."),
+        ({"name": "a/b", "validation_split": "held"}, ConfigError, "a/b has no split 'held'."),
+        (
+            {"name": "a/b", "inputs": "image", "target": "labels"},
+            ConfigError,
+            "has no column 'labels'. Perhaps you meant: label.",
+        ),
+        (
+            {"name": "a/b", "inputs": "image", "target": "label", "validation": 5},
+            ConfigError,
+            "leave out --data-args validation",
+        ),
+        (
+            {"name": "a/b", "inputs": "id", "target": "label", "validation_split": "test"},
+            ConfigError,
+            "has no column 'id'",
+        ),
+        ({"name": "nobody/nothing"}, DataError, "nobody/nothing cannot be opened by datasets: it is not on the hub"),
+        ({"path": "/no/such/folder"}, DataError, "There is no /no/such/folder"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_data_set_are_refused(hub, arguments, error, cause):
+    with pytest.raises(error, match=re.escape(cause)):
+        load("hf", **arguments)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the package datasets is not installed")
+def test_the_real_datasets_library(tmp_path):
+    import datasets
+
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=["a", "b", "c"]),
+            "x": datasets.Sequence(datasets.Value("float32")),
+            "text": datasets.Value("string"),
+        }
+    )
+
+    def part(images, labels):
+        columns = {
+            "image": list(images),
+            "label": list(labels),
+            "x": [[n, 0.5] for n in labels],
+            "text": ["t"] * len(labels),
+        }
+        return datasets.Dataset.from_dict(columns, features=features)
+
+    parts = {"train": part(IMAGES, LABELS), "validation": part(IMAGES[:4], LABELS[:4])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    splits = load("hf", path=str(tmp_path / "both"), inputs="image", target="label")
+    images, labels = arrays(splits.train)
+    assert (images == IMAGES).all()  # PNG keeps every pixel
+    assert labels.tolist() == LABELS.tolist()
+    assert (splits.classes, splits.sample_shape, splits.validation.size) == (3, (6, 5, 3), 4)
+    parts["train"].save_to_disk(tmp_path / "one")
+    splits = load("hf", path=str(tmp_path / "one"), inputs="x,text", target="label", validation=6)
+    inputs, labels = arrays(splits.train)
+    assert inputs["x"].tolist() == [[n, 0.5] for n in labels]
+    assert set(inputs["text"]) == {b"t"}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="cannot be opened by datasets"):
+        load("hf", path=str(tmp_path / "empty"), inputs="x", target="label")
+
+
+# -- TensorFlow Datasets --
+
+
+class Prepared(list):
+    """The calls of a tfds data source that we make."""
+
+    def __init__(self, rows, info):
+        super().__init__(rows)
+        self.dataset_info = info
+
+    def __getitems__(self, numbers):
+        assert all(type(number) is int for number in numbers)
+        return [self[number] for number in numbers]
+
+
+class Features:
+    """The calls of a tfds FeaturesDict that we make: it is no dict."""
+
+    def __init__(self, **features):
+        self._features = features
+
+    def __contains__(self, name):
+        return name in self._features
+
+    def __getitem__(self, name):
+        return self._features[name]
+
+    def __iter__(self):
+        return iter(self._features)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """A stand-in for the package `tensorflow_datasets` with one data set, and what it was asked for."""
+    info = types.SimpleNamespace(
+        full_name="shapes/1.0.0",
+        features=Features(image=None, label=types.SimpleNamespace(num_classes=3), x=None),
+        splits={"train": None, "test": None},
+        supervised_keys=("image", "label"),
+        file_format=types.SimpleNamespace(value="array_record"),
+    )
+    module = types.ModuleType("tensorflow_datasets")
+    module.asked, module.info = [], info
+
+    def data_source(name, *, split, data_dir, download):
+        module.asked.append((name, split, data_dir, download))
+        if name != "shapes":
+            raise AssertionError("Dataset unknown: could not find data in /data.")
+        return Prepared([row(number) for number in range(4 if split == "test" else COUNT)], info)
+
+    module.data_source = data_source
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", module)
+    monkeypatch.setitem(sys.modules, "array_record", types.ModuleType("array_record"))
+    return module
+
+
+def test_a_prepared_data_set_says_what_its_columns_are(prepared, tmp_path):
+    splits = load("tfds", name="shapes", path=str(tmp_path))
+    assert prepared.asked == [("shapes", split, str(tmp_path), False) for split in ("train", "test")]
+    images, labels = arrays(splits.train)
+    assert (images == IMAGES).all()
+    assert labels.tolist() == LABELS.tolist()
+    assert (splits.classes, splits.validation.size) == (3, 4)
+    assert splits.finish is not None
+    assert splits.validation.describe(2) == "shapes/1.0.0 (test), row 2"
+
+
+def test_columns_and_parts_of_splits_can_be_chosen(prepared):
+    prepared.info.supervised_keys = None
+    splits = load(
+        "tfds", name="shapes", inputs="x", target="label", train_split="train[:9]", validation_split="train[9:]"
+    )
+    assert [split for _, split, _, _ in prepared.asked] == ["train[:9]", "train[9:]"]
+    assert arrays(splits.train)[0].tolist() == list(range(COUNT))
+    prepared.info.splits = {"train": None}
+    held_out = load("tfds", name="shapes", inputs="x", target="label", validation=7)
+    assert (held_out.train.size, held_out.validation.size) == (COUNT - 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "cause"),
+    [
+        ({}, ConfigError, "tfds needs --data-args name NAME"),
+        ({"name": "shapes", "inputs": "img"}, ConfigError, "has no column 'img'. Perhaps you meant: image."),
+        ({"name": "other"}, DataError, "builder('other', file_format='array_record').download_and_prepare()"),
+        ({"name": "other"}, DataError, "other (train) cannot be read by number: Dataset unknown"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_prepared_data_set_are_refused(prepared, arguments, error, cause):
+    with pytest.raises(error, match=re.escape(cause)):
+        load("tfds", **arguments)
+
+
+def test_a_data_set_without_given_columns_lists_them(prepared):
+    prepared.info.supervised_keys = None
+    with pytest.raises(ConfigError, match=r"inputs COLUMN target COLUMN\. shapes has: image, label, x"):
+        load("tfds", name="shapes", inputs="image")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow_datasets") is None or importlib.util.find_spec("array_record") is None,
+    reason="the packages tensorflow-datasets and array_record are not installed",
+)
+def test_the_real_tensorflow_datasets_library(tmp_path):
+    import tensorflow_datasets
+
+    def part(count):
+        return tf.data.Dataset.from_tensor_slices({"image": IMAGES[:count], "label": LABELS[:count]})
+
+    tensorflow_datasets.dataset_builders.store_as_tfds_dataset(
+        name="shapes",
+        version="1.0.0",
+        data_dir=str(tmp_path),
+        split_datasets={"train": part(COUNT), "test": part(4)},
+        features=tensorflow_datasets.features.FeaturesDict(
+            {
+                "image": tensorflow_datasets.features.Image(shape=(6, 5, 3)),
+                "label": tensorflow_datasets.features.ClassLabel(num_classes=3),
+            }
+        ),
+        file_format="array_record",
+        disable_shuffling=True,
+    )
+    splits = load("tfds", name="shapes", path=str(tmp_path), inputs="image", target="label")
+    images, labels = arrays(splits.train)
+    assert (images == IMAGES).all()
+    assert labels.tolist() == LABELS.tolist()
+    assert (splits.classes, splits.validation.size, splits.sample_shape) == (3, 4, (6, 5, 3))
+    with pytest.raises(DataError, match="cannot be read by number"):
+        load("tfds", name="circles", path=str(tmp_path), inputs="image", target="label")
