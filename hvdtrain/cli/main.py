@@ -11,11 +11,12 @@ from hvdtrain.runtime.environment import detect_environment
 VERBS = {
     "train": "hvdtrain.cli.train:main",
     "evaluate": "hvdtrain.cli.evaluate:main",
+    "data": "hvdtrain.cli.data:main",
     "recipes": "hvdtrain.cli.recipes:main",
     "env": "hvdtrain.cli.env:main",
     "doctor": "hvdtrain.cli.doctor:main",
 }
-DISTRIBUTED = ("train", "evaluate")
+DISTRIBUTED = ("train", "evaluate", "data")
 
 USAGE = """\
 usage: python -m hvdtrain [VERB] [RECIPE] [--option value ...]
@@ -23,6 +24,8 @@ usage: python -m hvdtrain [VERB] [RECIPE] [--option value ...]
 Verbs:
   train [RECIPE]       train a model (the default verb; the default recipe is digits)
   evaluate RUN_DIR     evaluate the newest checkpoint of a run on its validation data
+  data pack|inspect|bench
+                       pack class folders into TFRecords, look at data, measure their speed
   recipes              list the recipes
   env                  print what belongs into a bug report
   doctor               check the installation, part by part

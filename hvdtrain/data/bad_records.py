@@ -82,7 +82,7 @@ class BadRecords:
         try:
             self._source.gather(tf.constant([number], tf.int64))
         except (tf.errors.OpError, ValueError) as error:
-            place, cause = self._source.describe(number), _cause(error)
+            place, cause = self._source.describe(number), cause_of(error)
             return cause if place in cause else f"{place}: {cause}"
         return ""
 
@@ -93,13 +93,13 @@ def with_weights(elements: tuple[Any, ...], weights: tf.Tensor) -> tuple[Any, ..
     return inputs, targets, weights * tf.cast(own[0], tf.float32) if own else weights
 
 
-def _cause(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
     """Return the sentence of an error that says what is wrong, without what TensorFlow puts around it."""
     text = str(getattr(error, "message", error))
     ours = re.search(r"DataError: (.*)", text)
     if ours:
-        return ours.group(1).strip()
+        return ours.group(1).strip().removesuffix(".")
     lines = [line for line in text.splitlines() if line.strip()]
     line = lines[-1] if lines[0].startswith("in user code") else lines[0]
     line = re.sub(r"\{\{[^}]*\}\}|^\s*[\w.]+Error: ", "", line)
-    return re.sub(r"\s*\[Op:\w+\].*", "", line).strip()
+    return re.sub(r"\s*\[Op:\w+\].*", "", line).strip().removesuffix(".")

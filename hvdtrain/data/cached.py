@@ -12,10 +12,10 @@ from hvdtrain.config.data import Cache
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.bad_records import BadRecords
+from hvdtrain.data.files.places import cache_folder
+from hvdtrain.data.files.unpacked import made_once
 from hvdtrain.data.pipeline import Reading
-from hvdtrain.data.places import cache_folder
 from hvdtrain.data.source import Source
-from hvdtrain.data.unpacked import made_once
 
 CHUNK = 256
 """Samples that are decoded at a time."""

@@ -21,6 +21,8 @@ from hvdtrain.data.order import Order
 from hvdtrain.data.source import Source, settled
 
 PREFETCH = 4
+UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
+"""What tf.data raises for a sample that cannot be read; the second where it quotes bytes that are no text."""
 
 plain = tf.autograph.experimental.do_not_convert
 """Marks functions without data-dependent control flow: they trace faster, and their errors stay readable."""
@@ -129,7 +131,7 @@ class SourceTraining:
                         self.share_bad()
                     step += 1
                     yield batch
-            except tf.errors.OpError as error:
+            except UNREADABLE as error:
                 # What is left out from here on is another dataset: it starts again at this step.
                 self.bad.examine(self._part_of(step), error)
 
@@ -221,7 +223,7 @@ class SourceEvaluation:
                 for batch in self._dataset(step):
                     step += 1
                     yield batch
-            except tf.errors.OpError as error:
+            except UNREADABLE as error:
                 self.bad.examine(self._part_of(step)[0], error)
 
     def _dataset(self, first: int) -> tf.data.Dataset:

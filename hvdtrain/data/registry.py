@@ -3,13 +3,24 @@
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.registry import check_arguments, resolve
 from hvdtrain.config.user_code import is_user_code
+from hvdtrain.data.sources.user_data import user_splits
 from hvdtrain.data.splits import DataSplits
-from hvdtrain.data.user_data import user_splits
 
 SOURCES = {
-    "digits": "hvdtrain.data.digits:load",
-    "synthetic_images": "hvdtrain.data.synthetic:load",
-    "synthetic_tokens": "hvdtrain.data.synthetic_tokens:load",
+    "arrays": "hvdtrain.data.sources.npz:load",
+    "cifar": "hvdtrain.data.sources.cifar_archives:load",
+    "class_folders": "hvdtrain.data.sources.images:load",
+    "csv": "hvdtrain.data.sources.table:load",
+    "digits": "hvdtrain.data.sources.digits:load",
+    "hf": "hvdtrain.data.sources.hugging_face:load",
+    "idx": "hvdtrain.data.sources.idx:load",
+    "masked_text": "hvdtrain.data.sources.masked_text:load",
+    "synthetic_clicks": "hvdtrain.data.sources.synthetic_clicks:load",
+    "synthetic_images": "hvdtrain.data.sources.synthetic:load",
+    "synthetic_tokens": "hvdtrain.data.sources.synthetic_tokens:load",
+    "tfrecord": "hvdtrain.data.sources.tfrecord:load",
+    "text": "hvdtrain.data.sources.text:load",
+    "tfds": "hvdtrain.data.sources.tfds:load",
 }
 
 

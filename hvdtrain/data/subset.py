@@ -9,6 +9,8 @@ import tensorflow as tf
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.source import Source
 
+ONE_OF = 10
+"""One of so many samples is held out where nobody says how many."""
 HOLD_OUT_SEED = 20260101
 """Which samples are held out must not depend on a run's seed: what it validates on must never have been trained on."""
 
@@ -52,12 +54,13 @@ def hold_out(source: Source, count: int, labels: np.ndarray | None = None) -> tu
 
     Args:
         source: what is split.
-        count: samples for validation.
+        count: samples for validation; 0: one of ten.
         labels: [samples] labels, of which each part gets its share; None: drawn from all alike.
 
     Raises:
         DataError: nothing would be left of one part.
     """
+    count = count or max(1, source.size // ONE_OF)
     if not 0 < count < source.size:
         raise DataError(
             f"Of the {source.size} samples of {source.name}, {count} cannot be held out for validation. "

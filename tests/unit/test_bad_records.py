@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.class_folders import scan
-from hvdtrain.data.images import ImageSource
+from hvdtrain.data.files.class_folders import scan
 from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
+from hvdtrain.data.sources.images import ImageSource
 from tests.unit.images import write_folders
 
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.extras import optional_package
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.rows import RowSource
+from hvdtrain.data.sources.extras import optional_package
+from hvdtrain.data.sources.rows import RowSource
 
 COUNT = 30
 IMAGES = np.random.default_rng(0).integers(0, 256, (COUNT, 6, 5, 3), np.uint8)

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.class_folders import scan
-from hvdtrain.data.images import ImageSource, load
+from hvdtrain.data.files.class_folders import scan
+from hvdtrain.data.sources.images import ImageSource, load
 from tests.unit.images import encoded, picture, tar_of, write_folders
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.places import DATA_VARIABLE
+from hvdtrain.data.files.places import DATA_VARIABLE
 from hvdtrain.data.registry import load_splits
 
 
@@ -724,7 +724,7 @@ def test_a_file_for_validation_must_fit_the_first(tmp_path):
 
 
 def test_a_long_table_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("hvdtrain.data.csv_file.ROWS_AT_A_TIME", 7)
+    monkeypatch.setattr("hvdtrain.data.sources.csv_file.ROWS_AT_A_TIME", 7)
     lines = [f"{'' if i < 10 else chr(97 + i % 3)},{i},{i % 2}" for i in range(40)]  # the first texts are missing
     path = table(tmp_path, "\n".join(["text,x,y", *lines]))
     inputs, _ = arrays(load("csv", path, target="y", missing=0, validation_path=str(path)).train)

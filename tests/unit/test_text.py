@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data import masked_text, tokenizers
-from hvdtrain.data.corpus import read_corpus
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.source import batch_spec
-from hvdtrain.data.text import TokenSource, read_tokens
-from hvdtrain.data.tokenizers import ByteTokenizer, CharTokenizer, make_tokenizer, smallest_type
+from hvdtrain.data.sources import masked_text, tokenizers
+from hvdtrain.data.sources.corpus import read_corpus
+from hvdtrain.data.sources.text import TokenSource, read_tokens
+from hvdtrain.data.sources.tokenizers import ByteTokenizer, CharTokenizer, make_tokenizer, smallest_type
 
 WORDS = ("seldom", "merrily", "a", "of", "größer", "日本", "the", "house", "wanders", "\n")
 

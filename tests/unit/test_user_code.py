@@ -11,7 +11,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.user_code import arguments_for, is_user_code, load_attribute, load_function
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.user_data import classes_of, is_one_hot
+from hvdtrain.data.sources.user_data import classes_of, is_one_hot
 from hvdtrain.models.registry import build_model, model_family
 
 
@@ -291,7 +291,7 @@ def nested():
     return [x, y, y], [x, y, y]
 
 def ours():
-    from hvdtrain.data.digits import load
+    from hvdtrain.data.sources.digits import load
     return load()
 
 def nothing(): ...

@@ -20,10 +20,10 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.csv_file import Column, Table, header_of, read_table
-from hvdtrain.data.held_out import check_range, held_out_numbers
-from hvdtrain.data.places import find_data
+from hvdtrain.data.files.places import find_data
 from hvdtrain.data.source import input_shape
+from hvdtrain.data.sources.csv_file import Column, Table, header_of, read_table
+from hvdtrain.data.sources.held_out import check_range, held_out_numbers
 from hvdtrain.data.splits import DataSplits
 
 FORMS = ("auto", "dict", "array")

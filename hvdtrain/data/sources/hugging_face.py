@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.extras import optional_package
-from hvdtrain.data.places import find_data
-from hvdtrain.data.rows import Row, RowSource, check_columns, row_splits
+from hvdtrain.data.files.places import find_data
+from hvdtrain.data.sources.extras import optional_package
+from hvdtrain.data.sources.rows import Row, RowSource, check_columns, row_splits
 from hvdtrain.data.splits import DataSplits
 
 VALIDATION = ("validation", "test")

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.held_out import array_parts, check_range
-from hvdtrain.data.images import to_unit
-from hvdtrain.data.places import find_data
+from hvdtrain.data.files.places import find_data
 from hvdtrain.data.source import input_shape
+from hvdtrain.data.sources.decoding import to_unit
+from hvdtrain.data.sources.held_out import array_parts, check_range
 from hvdtrain.data.splits import DataSplits
 
 TRAINING = ("train",)

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.held_out import array_parts, check_range, is_labels
-from hvdtrain.data.images import to_unit
-from hvdtrain.data.places import find_data
+from hvdtrain.data.files.places import find_data
 from hvdtrain.data.source import input_shape
+from hvdtrain.data.sources.decoding import to_unit
+from hvdtrain.data.sources.held_out import array_parts, check_range, is_labels
+from hvdtrain.data.sources.user_data import classes_of
 from hvdtrain.data.splits import DataSplits
-from hvdtrain.data.user_data import classes_of
 
 NAMES = (("inputs", "x"), ("targets", "y"), ("sample_weight",))
 """What the parts of a sample may be called."""

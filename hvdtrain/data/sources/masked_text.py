@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.sources.text import gather_windows, read_tokens, windows_in
 from hvdtrain.data.splits import DataSplits
-from hvdtrain.data.text import gather_windows, read_tokens, windows_in
 
 IGNORED = -1
 """The target of a place that was not chosen: the loss leaves it out (`ignore_class`)."""
@@ -41,7 +41,7 @@ def load(
 
     Args:
         path: a text file, or a folder of .txt files; "": the documentation that comes with Python.
-        tokenizer: `chars`, `bytes` or `sentencepiece`; see `hvdtrain.data.text`.
+        tokenizer: `chars`, `bytes` or `sentencepiece`; see `hvdtrain.data.sources.text`.
         length: tokens of a window.
         validation: share of the text, at its end, that is for validation.
         vocabulary: tokens of sentencepiece; 0: 2048.

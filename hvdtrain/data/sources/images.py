@@ -7,15 +7,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.blobs import Blobs
-from hvdtrain.data.class_folders import Found, scan
-from hvdtrain.data.places import find_data
+from hvdtrain.data.files.blobs import Blobs
+from hvdtrain.data.files.class_folders import Found, scan
+from hvdtrain.data.files.places import find_data
 from hvdtrain.data.source import Source
+from hvdtrain.data.sources.decoding import all_decoded, to_unit
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.data.subset import Subset, hold_out
-
-HELD_OUT = 10
-"""One of so many images is held out where there is no folder for validation and no number is given."""
 
 
 class ImageSource:
@@ -49,7 +47,8 @@ class ImageSource:
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         """See `Source`."""
-        images = tf.map_fn(self._decode, self._blobs.tensor(numbers), fn_output_signature=self.spec[0])
+        encoded = self._blobs.tensor(numbers)
+        images = all_decoded(encoded, self.spec[0], resize=self._resize, name="the image")
         return images, tf.gather(self._labels, numbers)
 
     def describe(self, number: int) -> str:
@@ -61,34 +60,11 @@ class ImageSource:
         facts = f"{self._resize} {self._channels}".encode()
         return hashlib.sha256(self._blobs.fingerprint() + self._labels.tobytes() + facts).digest()
 
-    def _decode(self, encoded: tf.Tensor) -> tf.Tensor:
-        image = tf.io.decode_image(encoded, self._channels, expand_animations=False)
-        if self._resize:
-            return resized(image, self._resize)
-        shape = self.spec[0].shape
-        told = f"the image is not {list(shape)} in size, as the first one is: bring all to one with image_size"
-        with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(image), list(shape), told)]):
-            return tf.ensure_shape(tf.identity(image), shape)
-
     def _first_shape(self) -> Any:
         try:
             return tf.io.decode_image(self._blobs.read(0), self._channels, expand_animations=False).shape
         except tf.errors.OpError as error:
             raise DataError(f"{self.describe(0)}: the image cannot be decoded ({error.message.strip()}).") from None
-
-
-def resized(image: tf.Tensor, size: int) -> tf.Tensor:
-    """Cut the middle square out of an image [height, width, channels] and bring it to [size, size, channels]."""
-    height, width = tf.shape(image)[0], tf.shape(image)[1]
-    side = tf.minimum(height, width)
-    middle = tf.image.crop_to_bounding_box(image, (height - side) // 2, (width - side) // 2, side, side)
-    pixels = tf.image.resize(middle, [size, size], antialias=True)
-    return tf.cast(tf.clip_by_value(tf.round(pixels), 0.0, 255.0), tf.uint8)
-
-
-def to_unit(images: tf.Tensor, *rest: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """Turn bytes of pixels into numbers in [0, 1]."""
-    return tf.cast(images, tf.float32) * (1.0 / 255.0), *rest
 
 
 def load(*, path: str = "", validation: int = 0, image_size: int = 0, channels: int = 3) -> DataSplits:
@@ -125,4 +101,4 @@ def split(source: Source, found: Found, validation: int) -> tuple[Subset, Subset
             return Subset(source, parts[0], f"{source.name} (training)"), Subset(
                 source, parts[1], f"{source.name} ({held})"
             )
-    return hold_out(source, validation or max(1, source.size // HELD_OUT), found.labels)
+    return hold_out(source, validation, found.labels)

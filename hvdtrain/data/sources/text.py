@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.corpus import read_corpus
+from hvdtrain.data.sources.corpus import read_corpus
+from hvdtrain.data.sources.tokenizers import Tokenizer, make_tokenizer
 from hvdtrain.data.splits import DataSplits
-from hvdtrain.data.tokenizers import Tokenizer, make_tokenizer
 
 
 def load(

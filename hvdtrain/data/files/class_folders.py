@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.blobs import Blobs
-from hvdtrain.data.unpacked import seekable
+from hvdtrain.data.files.blobs import Blobs
+from hvdtrain.data.files.unpacked import seekable
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 SPLITS = {

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.held_out import array_parts, check_range
-from hvdtrain.data.images import to_unit
-from hvdtrain.data.numpy_pickle import read_pickle
-from hvdtrain.data.places import find_data
+from hvdtrain.data.files.places import find_data
+from hvdtrain.data.sources.decoding import to_unit
+from hvdtrain.data.sources.held_out import array_parts, check_range
+from hvdtrain.data.sources.numpy_pickle import read_pickle
 from hvdtrain.data.splits import DataSplits
 
 SIDE, CHANNELS = 32, 3

@@ -10,9 +10,9 @@ import numpy as np
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
-from hvdtrain.data.extras import optional_package
-from hvdtrain.data.places import cache_folder
-from hvdtrain.data.unpacked import made_once
+from hvdtrain.data.files.places import cache_folder
+from hvdtrain.data.files.unpacked import made_once
+from hvdtrain.data.sources.extras import optional_package
 
 NAMES = ("bytes", "chars", "sentencepiece")
 PIECES = 2048

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
-from hvdtrain.data.held_out import ONE_OF, check_range
-from hvdtrain.data.images import to_unit
 from hvdtrain.data.source import Source, input_shape
+from hvdtrain.data.sources.decoding import to_unit
+from hvdtrain.data.sources.held_out import check_range
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.data.subset import hold_out
 
@@ -149,9 +149,7 @@ def row_splits(train: RowSource, held: RowSource | None, *, validation: int, cla
         raise ConfigError(f"{held.name} is there for validation: leave out --data-args validation.")
     if held is not None and held.spec != train.spec:
         raise DataError(f"{train.name} has samples {train.spec}, {held.name} has {held.spec}: both must be alike.")
-    parts: tuple[Source, Source] = (
-        (train, held) if held else hold_out(train, validation or max(1, train.size // ONE_OF))
-    )
+    parts: tuple[Source, Source] = (train, held) if held else hold_out(train, validation)
     inputs = train.spec[0]
     pixels = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8 and inputs.shape.rank == 3
     return DataSplits(parts[0], parts[1], input_shape(train), classes, finish=to_unit if pixels else None)

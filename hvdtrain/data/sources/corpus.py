@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.places import find_data
+from hvdtrain.data.files.places import find_data
 
 SEPARATOR = b"\n\n"
 """What stands between two files of a folder, and between two topics of Python's documentation."""

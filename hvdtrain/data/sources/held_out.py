@@ -10,9 +10,6 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.subset import hold_out
 
-ONE_OF = 10
-"""One of so many samples is held out where there are none for validation and no number is given."""
-
 
 def array_parts(
     elements: tuple[Any, ...], given: tuple[Any, ...] | None, *, validation: int, name: str
@@ -58,7 +55,7 @@ def held_out_numbers(size: int, validation: int, labels: np.ndarray | None, name
         DataError: nothing would be left of one part.
     """
     numbers = np.arange(size)
-    parts = hold_out(ArraySource((numbers, numbers), name), validation or max(1, size // ONE_OF), labels)
+    parts = hold_out(ArraySource((numbers, numbers), name), validation, labels)
     train, held = (part.gather(tf.range(part.size))[0].numpy() for part in parts)
     return train, held
 

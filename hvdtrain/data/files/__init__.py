@@ -1,0 +1,1 @@
+"""Files and what is in them, read by place."""

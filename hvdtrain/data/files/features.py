@@ -1,0 +1,129 @@
+"""What the records of TFRecord files hold, and what of it is trained on: described in a YAML file.
+
+    features:
+      image/encoded: {kind: image, shape: [32, 32, 3]}
+      image/class/label: {kind: int64, dtype: int32}
+      weight: {kind: float32}
+    inputs: image/encoded
+    targets: image/class/label
+    sample_weight: weight
+    classes: 10
+    name: image/filename
+
+`features` names entries of a record (a tf.train.Example) and their kinds:
+
+    image     an encoded JPEG, PNG, GIF or BMP file, decoded to bytes of pixels, shape [height, width, channels]; height
+              and width may be null: they are then those of the first image, or what --data-args image_size says
+    bytes     the raw, little-endian bytes of a tensor of `dtype` (uint8 if none is given) and `shape`
+    int64     whole numbers of `shape`
+    float32   numbers of `shape`
+
+`shape` is [] if none is given, for images [null, null, 3]; int64 and float32 are turned into `dtype` if one is given.
+`inputs` and `targets` are an entry, or several as {name of the model's input: entry}. Inputs of type uint8 are pixels:
+they become float32 in [0, 1] after augmentation. With `classes`, whole numbers among the targets are labels, and one
+outside of [0, classes) is an error. `sample_weight` and `name` (what a record is called in messages) are optional.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.config.section import section
+
+FILE_NAME = "features.yaml"
+Dims = tuple[int | None, ...]
+
+
+@section
+class Feature:
+    """One entry of a record."""
+
+    kind: Literal["image", "bytes", "int64", "float32"]
+    shape: Dims | None = None
+    dtype: str | None = None
+
+    @property
+    def dims(self) -> Dims:
+        """The shape, with what is assumed where none is given."""
+        return self.shape if self.shape is not None else ((None, None, 3) if self.kind == "image" else ())
+
+
+@section
+class Description:
+    """The entries of a record, and which of them are trained on."""
+
+    features: dict[str, Feature]
+    inputs: str | dict[str, str]
+    targets: str | dict[str, str]
+    sample_weight: str | None = None
+    classes: int | None = None
+    name: str | None = None
+
+    @property
+    def used(self) -> dict[str, Feature]:
+        """The entries that are trained on."""
+        nests = [self.inputs, self.targets, *([self.sample_weight] if self.sample_weight else [])]
+        keys = [key for nest in nests for key in ([nest] if isinstance(nest, str) else nest.values())]
+        return {key: self.features[key] for key in keys}
+
+
+def read_description(path: Path) -> Description:
+    """Read a description of records.
+
+    Raises:
+        DataError: it cannot be read, or does not fit; the file and the entry are named.
+    """
+    import pydantic
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        description: Description = pydantic.TypeAdapter(Description).validate_python(values)
+    except OSError as error:
+        raise _refusal(path, f"cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _refusal(path, f"is no valid YAML: {error}") from None
+    except pydantic.ValidationError as error:
+        raise _refusal(path, "does not fit:\n" + "\n".join(map(_line, error.errors()))) from None
+    _check(description, path)
+    return description
+
+
+def write_description(path: Path, description: Description) -> None:
+    """Write what `read_description` reads; options that were not chosen are left out."""
+    features = {key: _chosen(vars(feature)) for key, feature in description.features.items()}
+    values = {**_chosen(vars(description)), "features": features}
+    path.write_text(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), encoding="utf-8")
+
+
+def _chosen(values: dict[str, Any]) -> dict[str, Any]:
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return {key: value for key, value in plain.items() if value is not None}
+
+
+def _refusal(path: Path, text: str) -> DataError:
+    return DataError(f"The description {path} {text}")
+
+
+def _line(problem: Any) -> str:
+    place = ".".join(str(part) for part in problem["loc"])
+    return f"  {place or 'the file'}: {problem['msg']}. Received: {problem['input']!r}."
+
+
+def _check(description: Description, path: Path) -> None:
+    try:
+        used = description.used
+    except KeyError as error:
+        known = ", ".join(description.features)
+        raise _refusal(path, f"trains on {error.args[0]!r}, which is none of its features ({known}).") from None
+    if description.classes is not None and description.classes < 1:
+        raise _refusal(path, f"needs at least 1 class. Received: classes: {description.classes}.")
+    for key, feature in used.items():
+        if feature.kind == "image" and (len(feature.dims) != 3 or feature.dims[2] not in (1, 3, 4) or feature.dtype):
+            raise _refusal(
+                path,
+                f"must give the image {key!r} a shape [height, width, 1, 3 or 4], and no dtype: pixels are bytes.",
+            )
+        if feature.kind != "image" and None in feature.dims:
+            raise _refusal(path, f"leaves a dim of {key!r} open (null): only height and width of images may be.")

@@ -1,0 +1,156 @@
+"""A folder that `data pack` made: shards of records, and an index that says what is in them.
+
+    train-00000-of-00008.tfrecord, …     the shards; validation-… and test-… where there are such images
+    features.yaml                        what a record holds, for the loader; see `features`
+    packing.json                         what was asked for: a rerun that asks for something else is refused
+    index.json                           shards with their splits, records, bytes and CRC-32C; classes and their counts
+    index.npz                            of all records, shard by shard: offsets, lengths, checksums, labels
+
+The index is written last: a folder without one is not finished.
+"""
+
+import dataclasses
+import json
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.files.tfrecord_file import Index
+from hvdtrain.data.files.tfrecord_index import Records
+
+PLAN = "packing.json"
+INDEX = "index.json"
+ARRAYS = "index.npz"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a packed folder."""
+
+    file: str
+    split: str
+    """`train`, `validation` or `test`."""
+    records: int
+    bytes: int
+    crc32c: int
+    """Of the whole file."""
+
+
+@dataclass(frozen=True)
+class PackedFolder:
+    """What the index of a packed folder says."""
+
+    path: Path
+    classes: list[str]
+    shards: list[Shard]
+    index: Index
+    """Of the records of all shards, in their order."""
+    labels: np.ndarray
+    """[records] int32, numbers of `classes`."""
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits there are."""
+        return list(dict.fromkeys(shard.split for shard in self.shards))
+
+    def records(self, split: str | None = None) -> Records:
+        """Return the records of one split, or of all shards."""
+        shards = [shard for shard in self.shards if split in (None, shard.split)]
+        mine = np.repeat([split in (None, shard.split) for shard in self.shards], self._counts)
+        return Records(
+            folder=self.path,
+            names=[shard.file for shard in shards],
+            files=[self.path / shard.file for shard in shards],
+            file_of=np.repeat(np.arange(len(shards)), [shard.records for shard in shards]),
+            index=Index(*(part[mine] for part in self.index)),
+            labels=self.labels[mine],
+        )
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return the number of records of each class, by split."""
+        return {
+            split: dict(zip(self.classes, np.bincount(labels, minlength=len(self.classes)).tolist(), strict=True))
+            for split in self.splits
+            if (labels := self.records(split).labels) is not None
+        }
+
+    def bounds(self) -> list[slice]:
+        """Return which of the records are in each shard."""
+        ends = np.cumsum(self._counts).tolist()
+        return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+    @property
+    def _counts(self) -> list[int]:
+        return [shard.records for shard in self.shards]
+
+
+def is_packed(folder: Path) -> bool:
+    """Tell a folder that `data pack` made or began."""
+    return (folder / PLAN).is_file()
+
+
+def read_packed(folder: Path) -> PackedFolder:
+    """Read the index of a packed folder; the shards are not looked at.
+
+    Raises:
+        DataError: packing was not finished, or the index is damaged.
+    """
+    if not (folder / INDEX).is_file():
+        raise DataError(f"{folder}: packing was not finished: run data pack again.")
+    try:
+        values = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        shards = [Shard(**shard) for shard in values["shards"]]
+        with np.load(folder / ARRAYS) as arrays:
+            index = Index(arrays["offsets"], arrays["lengths"], arrays["checksums"])
+            packed = PackedFolder(folder, values["classes"], shards, index, arrays["labels"])
+        if any(len(part) != sum(shard.records for shard in shards) for part in (*index, packed.labels)):
+            raise ValueError(f"{ARRAYS} and {INDEX} differ in the number of records")
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"The index of {folder} is damaged ({error}): remove {INDEX} and run data pack again."
+        ) from None
+    return packed
+
+
+def refuse_changed(packed: PackedFolder) -> None:
+    """Refuse a folder whose shards have not the size that the index tells; their bytes are not read.
+
+    Raises:
+        DataError: naming the first of them.
+    """
+    for shard in packed.shards:
+        size = size_of(packed.path / shard.file)
+        if size != shard.bytes:
+            what = "is missing" if size is None else f"has {size} bytes instead of {shard.bytes}"
+            raise DataError(f"{packed.path / shard.file} {what}: run data pack again, which makes that shard anew.")
+
+
+def size_of(file: Path) -> int | None:
+    """Return the bytes of a file; None where there is none."""
+    return file.stat().st_size if file.is_file() else None
+
+
+def write_index(packed: PackedFolder) -> None:
+    """Write the index of a packed folder, all at once as far as a reader can see."""
+    values = {
+        "classes": packed.classes,
+        "records": packed.counts(),
+        "shards": [dataclasses.asdict(shard) for shard in packed.shards],
+    }
+    draft = packed.path / f".{ARRAYS}.draft"
+    with open(draft, "wb") as file:
+        np.savez(file, **packed.index._asdict(), labels=packed.labels)
+    os.replace(draft, packed.path / ARRAYS)
+    write_json(packed.path / INDEX, values)
+
+
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    """Write `values` so that the file is there whole or not at all."""
+    draft = file.with_name(f".{file.name}.draft")
+    draft.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(draft, file)

@@ -1,0 +1,144 @@
+"""Which TFRecord files there are, and where the records in them lie."""
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.files.places import DATA_VARIABLE, cache_folder, cache_key, find_data
+from hvdtrain.data.files.tfrecord_file import OPENERS, Index, compression, masked_checksum, read_index
+from hvdtrain.data.files.unpacked import made_once, seekable
+
+INDEXED_AT_ONCE = 8
+"""Files whose index is read at the same time: on a network's file system that is waiting, not work."""
+_IS_RECORD_FILE = re.compile(r"\.(tfrecords?|tfrec)(\.(gz|zlib))?$|-\d+-of-\d+(\.\w+)?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records of several files, numbered from the first of the first file on."""
+
+    folder: Path
+    """Where the first file lies."""
+    names: list[str]
+    """What each file is called in messages."""
+    files: list[Path]
+    """The file to read for each name: uncompressed."""
+    file_of: np.ndarray
+    """[records] int64, ascending: the number of each record's file."""
+    index: Index
+    labels: np.ndarray | None = None
+    """[records] labels, where an index of ours tells them."""
+
+    def __len__(self) -> int:
+        return len(self.file_of)
+
+    def place(self, number: int) -> str:
+        """Return the file of record `number`, and its place within it, counted from 0."""
+        file = int(self.file_of[number])
+        return f"{self.names[file]}, record {number - int(self._firsts[file])}"
+
+    def read(self, number: int) -> bytes:
+        """Return the bytes of record `number` as they are: fewer where the file ends, damaged or not."""
+        with open(self.files[int(self.file_of[number])], "rb") as file:
+            return os.pread(file.fileno(), int(self.index.lengths[number]), int(self.index.offsets[number]))
+
+    def is_whole(self, data: bytes, number: int) -> bool:
+        """Tell whether `data` are those that were written as record `number`."""
+        return masked_checksum(data) == int(self.index.checksums[number])
+
+    def fingerprint(self) -> bytes:
+        """Return a hash [32 bytes] of the records' checksums and lengths, and so of what they hold."""
+        digest = hashlib.sha256(self.index.lengths.tobytes())
+        digest.update(self.index.checksums.tobytes())
+        return digest.digest()
+
+    @cached_property
+    def _firsts(self) -> np.ndarray:
+        """[files] the number of each file's first record."""
+        return np.searchsorted(self.file_of, np.arange(len(self.files)))
+
+
+def record_files(path: str) -> list[Path]:
+    """Return the TFRecord files that `path` names: a file, a folder with those below it, or a pattern with * and ?.
+
+    Raises:
+        DataError: there are none.
+    """
+    if glob.has_magic(path) and not Path(path).expanduser().exists():
+        return _matching(path)
+    found = find_data(path)
+    if not found.is_dir():
+        return [found]
+    files = sorted(file for file in found.rglob("*") if is_record_file(file))
+    if not files:
+        raise DataError(f"{found} holds no TFRecord files (*.tfrecord, or names such as train-00000-of-00008).")
+    return files
+
+
+def is_record_file(file: Path) -> bool:
+    """Tell a TFRecord file by its name."""
+    return not file.name.startswith(".") and bool(_IS_RECORD_FILE.search(file.name)) and file.is_file()
+
+
+def _matching(pattern: str) -> list[Path]:
+    for base in ("", os.environ.get(DATA_VARIABLE, "")):
+        names = glob.glob(os.path.join(base, os.path.expanduser(pattern)), recursive=True)
+        files = sorted(Path(name) for name in names if os.path.isfile(name))
+        if files:
+            return files
+    raise DataError(f"No file matches {pattern!r}, here or in the folder {DATA_VARIABLE}. See --data-args path.")
+
+
+def records_of(files: Sequence[Path]) -> Records:
+    """Find the records of all `files`; a file's index is kept in the cache, and so are compressed files, unpacked.
+
+    Raises:
+        DataError: a file that is damaged, or no records in any of them.
+    """
+    with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
+        found = list(pool.map(_indexed, files))
+    plain, indexes = [file for file, _ in found], [index for _, index in found]
+    counts = [len(index.offsets) for index in indexes]
+    if not sum(counts):
+        raise DataError(f"There are no records in {', '.join(map(str, files[:3]))}{', …' if len(files) > 3 else ''}.")
+    together = Index(*(np.concatenate(parts) for parts in zip(*indexes, strict=True)))
+    return Records(files[0].parent, short_names(files), plain, np.repeat(np.arange(len(files)), counts), together)
+
+
+def uncompressed(file: Path) -> Path:
+    """Return a file with the records of `file`, uncompressed.
+
+    Raises:
+        DataError: it cannot be read, or unpacked.
+    """
+    try:
+        packed = compression(file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}.") from None
+    return seekable(file, OPENERS[packed]) if packed else file
+
+
+def short_names(files: Sequence[Path]) -> list[str]:
+    """Return names that tell `files` apart: without the folder that they have in common."""
+    common = os.path.commonpath([file.absolute().parent for file in files])
+    return [str(file.absolute().relative_to(common)) for file in files]
+
+
+def _indexed(file: Path) -> tuple[Path, Index]:
+    plain = uncompressed(file)
+    target = cache_folder() / f"{cache_key(plain, 'tfrecord index')}.npz"
+    with made_once(target) as draft:
+        if draft is not None:
+            with open(draft, "wb") as out:
+                np.savez(out, **read_index(plain, str(file))._asdict())
+    with np.load(target) as arrays:
+        return plain, Index(**arrays)

@@ -1,0 +1,1 @@
+"""Making packed files, and looking at data."""

@@ -1,0 +1,258 @@
+"""Folders of images made into TFRecord shards, by several processes; what is interrupted is taken up again."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.files import features
+from hvdtrain.data.files.class_folders import Found, scan
+from hvdtrain.data.files.packed_folder import INDEX, PLAN, PackedFolder, Shard, read_packed, write_index, write_json
+from hvdtrain.data.files.tfrecord_file import Index
+from hvdtrain.data.packing.shard_writer import IMAGE, LABEL, NAME, PARTS, ShardJob, ShardPart, make_shard, start_worker
+from hvdtrain.data.subset import hold_out
+
+ORDER_SEED = 20260102
+"""Records are put into their order once: reading shard by shard then meets all classes."""
+SHARD_MB = 128
+"""Large enough to be read in one go, small enough for many shards; 100 to 200 MB is the common advice."""
+MOST_WORKERS = 16
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class PackProgress:
+    """How far packing is."""
+
+    shards: int
+    """Finished."""
+    all_shards: int
+    bytes: int
+    """Of images, written so far; an estimate within shards."""
+    all_bytes: int
+
+
+def pack(
+    source: Path,
+    dest: Path,
+    *,
+    shards: int = 0,
+    shard_mb: int = SHARD_MB,
+    workers: int = 0,
+    validation: int = 0,
+    progress: Callable[[PackProgress], None] | None = None,
+) -> PackedFolder:
+    """Pack class folders of images into TFRecord shards in `dest`; the images go in as they are.
+
+    Shards are there whole or not at all, and the index comes last. Called again in the same way, it keeps the shards
+    that are whole, by size and CRC-32C, and makes the others. It starts processes: a script that calls it at its top
+    level needs Python's `if __name__ == "__main__":`.
+
+    Args:
+        source: a folder of class folders or a tar file of one; see `class_folders.scan`.
+        dest: a new or empty folder, or one that was packed from the same source with the same options.
+        shards: files for the training images, others get as many for their share; 0: as many as `shard_mb` asks for.
+        shard_mb: megabytes of images for each file, about.
+        workers: processes; 0: one for each core, up to 16.
+        validation: images of each class's share to hold out for validation, where there is no folder for it.
+        progress: called several times a second.
+
+    Raises:
+        ConfigError: numbers that cannot be.
+        DataError: no images, one that cannot be read, or a `dest` that holds something else.
+    """
+    if min(shards, workers, validation) < 0 or shard_mb < 1:
+        raise ConfigError(
+            "data pack takes --shards, --workers and --validation of 0 or more and --shard-mb of at least 1. "
+            f"Received: {shards}, {workers}, {validation} and {shard_mb}."
+        )
+    found = scan(source)
+    splits = _splits(found, validation)
+    counts = _shard_counts(found, splits, shards, shard_mb)
+    with _claimed(dest, _plan(found, splits, counts)):
+        jobs = _jobs(found, splits, counts, dest)
+        _prepare(dest, jobs, len(found.classes))
+        return _run(jobs, found.classes, workers or _cores(), progress or (lambda _: None))
+
+
+def _splits(found: Found, validation: int) -> dict[str, np.ndarray]:
+    """Return the numbers of each split's images, in the order in which they will be stored."""
+    names = np.asarray(found.splits)
+    parts = {name: np.flatnonzero(names == name) for name in ("train", "validation", "test")}
+    parts = {name: numbers for name, numbers in parts.items() if len(numbers)}
+    if validation and len(parts) > 1:
+        raise ConfigError(f"{found.path} has images for {list(parts)[1]} already: leave out --validation.")
+    if validation >= len(names):
+        raise ConfigError(f"--validation {validation} would leave none of the {len(names)} images to train on.")
+    if validation:
+        # The same images are held out as when the folder itself is trained on.
+        numbers = ArraySource((np.arange(len(names)), found.labels), str(found.path))
+        held = dict(zip(("train", "validation"), hold_out(numbers, validation, found.labels), strict=True))
+        parts = {name: part.gather(np.arange(part.size))[0].numpy() for name, part in held.items()}
+    rng = np.random.default_rng(ORDER_SEED)
+    return {name: rng.permutation(numbers) for name, numbers in parts.items()}
+
+
+def _shard_counts(found: Found, splits: dict[str, np.ndarray], shards: int, shard_mb: int) -> dict[str, int]:
+    if shards > len(splits["train"]):
+        raise ConfigError(f"--shards {shards} is more than the {len(splits['train'])} training images.")
+    if shards:
+        share = shards / len(splits["train"])
+        return {name: shards if name == "train" else max(1, round(share * len(n))) for name, n in splits.items()}
+    sizes = {name: int(found.blobs.lengths[numbers].sum()) for name, numbers in splits.items()}
+    return {name: min(len(splits[name]), max(1, -(-size // (shard_mb * 10**6)))) for name, size in sizes.items()}
+
+
+def _plan(found: Found, splits: dict[str, np.ndarray], counts: dict[str, int]) -> dict[str, Any]:
+    """Return what must be the same for shards to belong together."""
+    digest = hashlib.sha256(os.fsencode("\n".join([*found.classes, "", *found.names])))
+    for array in (found.blobs.lengths, np.asarray(found.labels, np.int64), *splits.values()):
+        digest.update(np.asarray(array, np.int64).tobytes())
+    return {"format": 1, "images": len(found.names), "shards": counts, "sha256": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def _claimed(dest: Path, plan: dict[str, Any]) -> Iterator[None]:
+    """Hold `dest` for this process alone, and remove what only packing needs when the block ends well."""
+    _refuse_other(dest, plan)
+    try:
+        (dest / PARTS).mkdir(parents=True, exist_ok=True)
+        lock = open(dest / PARTS / "lock", "w")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise DataError(f"{dest} cannot be written into: {error.strerror}.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"Another data pack is writing into {dest}.") from None
+        write_json(dest / PLAN, plan)
+        yield
+        shutil.rmtree(dest / PARTS)
+
+
+def _refuse_other(dest: Path, plan: dict[str, Any]) -> None:
+    if dest.exists() and not dest.is_dir():
+        raise DataError(f"{dest} is a file: data pack needs a new or empty folder.")
+    held = {entry.name for entry in dest.iterdir()} - {PARTS} if dest.is_dir() else set()
+    if held and PLAN not in held:
+        raise DataError(
+            f"{dest} holds something else ({min(held)}): nothing in it is overwritten. Name a new or empty folder."
+        )
+    if held and _read_plan(dest / PLAN) != plan:
+        raise DataError(
+            f"{dest} was packed from other images or with other options ({PLAN} in it): nothing in it is overwritten. "
+            "Give the same options, or name a new folder."
+        )
+
+
+def _read_plan(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _jobs(found: Found, splits: dict[str, np.ndarray], counts: dict[str, int], dest: Path) -> list[ShardJob]:
+    jobs = []
+    for split, numbers in splits.items():
+        for place, mine in enumerate(np.array_split(numbers, counts[split])):
+            name = f"{split}-{place:05d}-of-{counts[split]:05d}.tfrecord"
+            jobs.append(_job(found, split, mine, dest, name))
+    return jobs
+
+
+def _job(found: Found, split: str, numbers: np.ndarray, dest: Path, name: str) -> ShardJob:
+    blobs = found.blobs
+    sources, source_of = np.unique(blobs.file_of[numbers], return_inverse=True)
+    return ShardJob(
+        folder=dest,
+        file=name,
+        split=split,
+        sources=[blobs.files[number] for number in sources],
+        source_of=source_of,
+        offsets=blobs.offsets[numbers],
+        lengths=blobs.lengths[numbers],
+        names=[found.names[number] for number in numbers],
+        labels=np.asarray(found.labels, np.int32)[numbers],
+    )
+
+
+def _prepare(dest: Path, jobs: list[ShardJob], classes: int) -> None:
+    """Write the description of the records, and open an index that is there already for what may be made anew."""
+    if not (dest / features.FILE_NAME).exists():
+        described = {IMAGE: features.Feature("image"), LABEL: features.Feature("int64", dtype="int32")}
+        description = features.Description(described, inputs=IMAGE, targets=LABEL, classes=classes, name=NAME)
+        features.write_description(dest / features.FILE_NAME, description)
+    if not (dest / INDEX).is_file():
+        return
+    packed = read_packed(dest)
+    for job, shard, mine in zip(jobs, packed.shards, packed.bounds(), strict=True):
+        ShardPart(shard.bytes, shard.crc32c, Index(*(part[mine] for part in packed.index))).save(job.part)
+    (dest / INDEX).unlink()
+
+
+def _run(
+    jobs: list[ShardJob], classes: list[str], workers: int, progress: Callable[[PackProgress], None]
+) -> PackedFolder:
+    parts = _made(jobs, min(workers, len(jobs)), progress)
+    packed = PackedFolder(
+        path=jobs[0].folder,
+        classes=classes,
+        shards=[
+            Shard(job.file, job.split, len(job.names), part.bytes, part.crc32c)
+            for job, part in zip(jobs, parts, strict=True)
+        ],
+        index=Index(*(np.concatenate(arrays) for arrays in zip(*(part.index for part in parts), strict=True))),
+        labels=np.concatenate([job.labels for job in jobs]),
+    )
+    write_index(packed)
+    return packed
+
+
+def _made(jobs: list[ShardJob], workers: int, progress: Callable[[PackProgress], None]) -> list[ShardPart]:
+    """Make all shards and return what the index needs of them, in the order of `jobs`."""
+    # A fresh interpreter for each worker: a fork of a process that has used TensorFlow may hang.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_worker) as pool:
+        futures = {pool.submit(make_shard, job): number for number, job in enumerate(jobs)}
+        waiting, made = set(futures), dict[int, ShardPart]()
+        try:
+            while waiting:
+                done, waiting = wait(waiting, timeout=POLL_S, return_when=FIRST_COMPLETED)
+                made |= {futures[future]: future.result() for future in done}
+                progress(_progress(jobs, made))
+        except BrokenProcessPool:
+            raise DataError("A worker of data pack was killed (is there memory enough?): see --workers.") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return [made[number] for number in range(len(jobs))]
+
+
+def _progress(jobs: list[ShardJob], made: dict[int, ShardPart]) -> PackProgress:
+    sizes = [int(job.lengths.sum()) for job in jobs]
+    written = [size if number in made else _written(jobs[number], size) for number, size in enumerate(sizes)]
+    return PackProgress(len(made), len(jobs), sum(written), sum(sizes))
+
+
+def _written(job: ShardJob, size: int) -> int:
+    try:
+        return min(size, job.draft.stat().st_size)
+    except OSError:
+        return 0
+
+
+def _cores() -> int:
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))

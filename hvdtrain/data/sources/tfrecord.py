@@ -1,0 +1,98 @@
+"""TFRecord files: folders that `data pack` made, and others with a description of their records (see `features`)."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.files.class_folders import SPLITS
+from hvdtrain.data.files.features import FILE_NAME, Description, read_description
+from hvdtrain.data.files.packed_folder import is_packed, read_packed, refuse_changed
+from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.tfrecord_index import Records, record_files, records_of
+from hvdtrain.data.source import Source, input_shape
+from hvdtrain.data.sources.decoding import to_unit
+from hvdtrain.data.sources.tfrecord_source import TFRecordSource, held
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.subset import hold_out
+
+
+def load(
+    *, path: str = "", features: str = "", validation: int = 0, validation_path: str = "", image_size: int = 0
+) -> DataSplits:
+    """Return the samples of TFRecord files, which may be compressed (GZIP or ZLIB; they are unpacked into the cache).
+
+    Args:
+        path: a folder that `data pack` made, or a TFRecord file, a folder of them or a pattern such as "data/train-*".
+            Files that have train, and others that have validation (or val, test) in their names are told apart.
+        features: the description of the records (see `features`); features.yaml beside the files if none is given.
+        validation: records to hold out for validation where there are no files for it; 0: one of ten.
+        validation_path: files for validation, like `path`.
+        image_size: height and width to bring all images to; 0 for images of one size.
+
+    Raises:
+        ConfigError: options that do not go together.
+        DataError: nothing is there, or what is there cannot be used.
+    """
+    if image_size < 0 or validation < 0:
+        raise ConfigError(
+            f"tfrecord takes image_size and validation of 0 or more. Received: {image_size} and {validation}."
+        )
+    parts = _parts(path)
+    if validation_path:
+        parts = {"train": parts["train"], "validation": next(iter(_parts(validation_path).values()))}
+    description = _description(features, parts["train"])
+
+    def source(part: str, name: str) -> TFRecordSource:
+        return TFRecordSource(parts[part], description, f"{path} ({name})" if name else path, image_size=image_size)
+
+    train, held = _split(source, parts, validation)
+    finish = to_unit if any(spec.dtype == tf.uint8 for spec in tf.nest.flatten(train.spec[0])) else None
+    return DataSplits(train, held, input_shape(train), description.classes, finish=finish)
+
+
+def _split(
+    source: Callable[[str, str], TFRecordSource], parts: dict[str, Records], validation: int
+) -> tuple[Source, Source]:
+    """Return training and validation samples: of their own files, or `validation` of them held out."""
+    held = next((part for part in ("validation", "test") if part in parts), None)
+    if held is None:
+        whole = source("train", "")
+        return hold_out(whole, validation, parts["train"].labels)
+    if validation:
+        raise ConfigError(f"There are files for {held}: leave out --data-args validation.")
+    return source("train", "training"), source(held, held)
+
+
+def _parts(path: str) -> dict[str, Records]:
+    """Return the records for each split that `path` tells apart; there are some for `train`."""
+    if not re.search(r"[*?\[]", path) and is_packed(find_data(path)):
+        packed = read_packed(find_data(path))
+        refuse_changed(packed)
+        return {split: packed.records(split) for split in packed.splits}
+    parts: dict[str, list[Path]] = {}
+    files = record_files(path)
+    for file in files:
+        parts.setdefault(_split_of(file), []).append(file)
+    return {name: records_of(mine) for name, mine in (parts if "train" in parts else {"train": files}).items()}
+
+
+def _split_of(file: Path) -> str:
+    """Return the split that a word of the file's name, or its folder, stands for; `train` where there is none."""
+    words = [*re.split("[^a-z]+", file.name.lower()), file.parent.name.lower()]
+    return next((SPLITS[word] for word in words if word in SPLITS), "train")
+
+
+def _description(features: str, records: Records) -> Description:
+    """Read the description that is named, or lies beside the records."""
+    if features:
+        return read_description(find_data(features))
+    beside = records.folder / FILE_NAME
+    if beside.is_file():
+        return read_description(beside)
+    raise DataError(
+        f"There is no {beside}, which says what the records hold: write one, or name it with --data-args features "
+        f"FILE (see hvdtrain/data/files/features.py). The first record {held(records.read(0))}."
+    )
