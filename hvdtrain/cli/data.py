@@ -19,7 +19,6 @@ Commands:
   pack SRC DEST        make TFRecord shards of a folder (or tar file) of class folders of images
   inspect PATH         show what data hold, and what of it is damaged
   bench [RECIPE]       measure how fast the data come, against how fast the step takes them
-  bench [RECIPE]       measure how fast the data come, against how fast the step takes them
 
 "python -m hvdtrain data COMMAND --help" shows the options of a command."""
 

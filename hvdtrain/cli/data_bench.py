@@ -7,6 +7,7 @@ from hvdtrain.cli.train import Request, parse
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import digest
 from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.session import Session
 
 STEPS = 50
@@ -21,7 +22,8 @@ nothing."""
 def main(argv: list[str]) -> int:
     """Measure what `argv` asks for and return the exit code."""
     if {"-h", "--help"} & set(argv):
-        print(USAGE)
+        if detect_environment().rank == 0:
+            print(USAGE)
         return 0
     steps, words = STEPS, argv
 

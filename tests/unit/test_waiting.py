@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.training import clock
 from hvdtrain.training.advice import waiting_warning
-from hvdtrain.training.clock import WARM_UP_STEPS, StepClock
+from hvdtrain.training.clock import HAND_OVER_S, WARM_UP_STEPS, StepClock
 
 
 @pytest.fixture
@@ -20,21 +20,21 @@ def now(monkeypatch):
 def run(now, steps, *, wait, work):
     def batches():
         while True:
-            now[0] += wait
+            now[0] += wait + HAND_OVER_S
             yield "batch"
 
     watch, stream = StepClock(8), batches()
     watch.resume()
     for _ in range(steps):
         assert watch.next_of(stream) == "batch"
-        now[0] += work
+        now[0] += work - HAND_OVER_S
         watch.tick()
     return watch
 
 
 def test_the_share_of_the_steady_steps(now):
     assert run(now, 20, wait=1.0, work=3.0).waiting_share() == pytest.approx(0.25)
-    assert run(now, 20, wait=0.0, work=3.0).waiting_share() == 0.0
+    assert run(now, 20, wait=0.0, work=3.0).waiting_share() == pytest.approx(0.0, abs=1e-9)
     assert run(now, WARM_UP_STEPS, wait=1.0, work=1.0).waiting_share() == 0.0
 
 
@@ -44,13 +44,17 @@ def test_the_first_steps_do_not_count(now):
     for step, _ in enumerate(itertools.repeat(None, 10)):
 
         def late(step=step):
-            now[0] += 100.0 if step < WARM_UP_STEPS else 1.0
+            now[0] += HAND_OVER_S + (100.0 if step < WARM_UP_STEPS else 1.0)
             yield step
 
         watch.next_of(late())
-        now[0] += 1.0
+        now[0] += 1.0 - HAND_OVER_S
         watch.tick()
     assert watch.waiting_share() == pytest.approx(0.5)
+
+
+def test_taking_a_batch_that_is_ready_is_no_waiting(now):
+    assert run(now, 20, wait=-HAND_OVER_S / 2, work=0.002).waiting_share() == 0.0
 
 
 def test_it_is_said_where_it_is_worth_a_word():
