@@ -1,9 +1,14 @@
 """Whether steps wait for their data, and what is said about it."""
 
 import itertools
+import time
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
+import hvdtrain
 from hvdtrain.training import clock
 from hvdtrain.training.advice import waiting_warning
 from hvdtrain.training.clock import HAND_OVER_S, WARM_UP_STEPS, StepClock
@@ -12,9 +17,9 @@ from hvdtrain.training.clock import HAND_OVER_S, WARM_UP_STEPS, StepClock
 @pytest.fixture
 def now(monkeypatch):
     """A clock that is set by hand, in seconds."""
-    time = [0.0]
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: time[0])
-    return time
+    seconds = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: seconds[0])
+    return seconds
 
 
 def run(now, steps, *, wait, work):
@@ -63,3 +68,19 @@ def test_it_is_said_where_it_is_worth_a_word():
     assert said.startswith("warning: steps wait for data 31% of the time")
     for cure in ("--cache", "data pack", "--data-threads", "data bench"):
         assert cure in said
+
+
+def test_a_run_with_slow_data_says_so_once(session, capsys):
+    def slow(number):
+        time.sleep(0.02)
+        return np.full((8, 4), number, np.float32)
+
+    def batch(number):
+        inputs = tf.ensure_shape(tf.numpy_function(slow, [number], tf.float32), [8, 4])
+        return inputs, tf.zeros([8, 1])
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    trainer = hvdtrain.Trainer(model, "sgd", "mse")
+    trainer.fit(tf.data.Dataset.range(15).map(batch), epochs=2)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("warning: steps wait for data") == 1

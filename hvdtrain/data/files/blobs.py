@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class Blobs:
         self._names = names
         self._check = check
         self._open: dict[int, int] = {}
+        weakref.finalize(self, _close, self._open)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -105,6 +107,7 @@ class Blobs:
             os.close(descriptor)
         return data
 
-    def __del__(self) -> None:
-        for descriptor in getattr(self, "_open", {}).values():
-            os.close(descriptor)
+
+def _close(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
