@@ -27,6 +27,8 @@ check "lint" ruff check --config launch/ruff.toml hvdtrain tests benchmarks
 check "format" ruff format --check --config launch/ruff.toml hvdtrain tests benchmarks
 check "types" mypy
 check "import contracts" lint-imports --config setup.cfg
-# Unit tests are of one process: two of them at a time. Jobs of several ranks have the machine to themselves.
+# Two at a time, but for the jobs that are to end within seconds and the batteries, which fill the machine.
+alone=(tests/distributed tests/entry/test_launch.py tests/entry/test_mistakes.py)
 check "unit tests" run_pytest -n 2 tests/unit
-check "distributed and entry tests" run_pytest tests/distributed tests/entry
+check "distributed tests" run_pytest "${alone[@]}"
+check "entry tests" run_pytest -n 2 --dist loadfile tests/entry "${alone[@]/#/--ignore=}"
