@@ -7,8 +7,9 @@ import pytest
 
 from hvdtrain.recipes.registry import RECIPES
 from tests.launching import hvdtrain
+from tests.unit.images import write_folders
 
-TRIED_ELSEWHERE = {"digits", "cifar10"}
+TRIED_ELSEWHERE = {"digits"}
 TINY_IMAGES = "--data-args samples 16 size 16"
 WORDS = {
     "resnet_synthetic": f"--batch 8 --model-args width 4 {TINY_IMAGES}",
@@ -16,12 +17,13 @@ WORDS = {
     "mlp_synthetic": f"--batch 8 --model-args width 16 {TINY_IMAGES}",
     "wide_mlp": f"--batch 8 --model-args width 16 depth 4 {TINY_IMAGES}",
     "mnist": "--batch 8 --data-args path files --model-args width 4",
+    "cifar10": "--batch 8 --model-args depth 8 width 4 --data-args path photos validation 4",
     "resnet50": "--batch 8 --eval-batch 8 --model-args width 4 --data-args samples 16 size 64",
     "gpt_char": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 --data-args length 64",
     "bert_mini": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 --data-args length 64 copies 1",
     "dlrm": "--batch 8 --data-args samples 64 rows 20 --model-args rows 20 dim 4 width 8",
 }
-STATISTICS_OF_A_RANK = {"resnet_synthetic", "resnet50"}
+STATISTICS_OF_A_RANK = {"resnet_synthetic", "cifar10", "resnet50"}
 """BatchNormalization sees one rank's part of a batch: these train to another loss on two ranks."""
 
 
@@ -31,7 +33,8 @@ def test_every_recipe_is_tried():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with images in MNIST's format."""
+    """A folder with images in MNIST's format, and others in class folders."""
+    write_folders(tmp_path / "photos", each=12, kind="jpeg", size=16)
     rng, files = np.random.default_rng(0), tmp_path / "files"
     files.mkdir()
     for name, count in (("train", 32), ("t10k", 9)):
