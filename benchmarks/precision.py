@@ -18,8 +18,8 @@ from harness import launcher, printed, write
 
 RUNS = {
     "digits cnn": ("digits",),
-    "digits mlp": ("digits", "--model", "mlp", "--model-args", "width", "1024"),
-    "transformer": ("lm_synthetic", "--model-args", "depth", "2", "width", "128", "heads", "4", "--epochs", "3"),
+    "digits mlp": ("digits", "--model", "mlp", "--model-args", "width", "256"),
+    "transformer": ("lm_synthetic", "--model-args", "depth", "2", "width", "64", "heads", "4", "--epochs", "2"),
 }
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 LIMIT_S = 600
