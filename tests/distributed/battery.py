@@ -22,9 +22,9 @@ COMPILED_AT_LENGTH = {"combinations", "jit"}
 LEFT_OUT = {
     ("gloo", 1): {"combinations"},
     ("mpirun", 1): ABOVE_THE_EXCHANGE | COMPILED_AT_LENGTH,
-    ("gloo", 2): COMPILED_AT_LENGTH,
+    ("gloo", 2): {"callbacks", "keras_models", "precision"} | COMPILED_AT_LENGTH,
     ("gloo", 4): (ABOVE_THE_EXCHANGE | COMPILED_AT_LENGTH) - {"parity"},
-    ("mpirun", 4): {"keras_models"} | COMPILED_AT_LENGTH,
+    ("mpirun", 4): {"callbacks", "keras_models", "precision"} | COMPILED_AT_LENGTH,
 }
 
 

@@ -12,7 +12,7 @@ from tests.entry.test_mistakes import refused
 from tests.launching import hvdtrain, launcher, run
 from tests.unit.images import tar_of, write_folders
 
-IMAGES = ["--data", "class_folders", "--model", "small_cnn", "--batch", "8", "--epochs", "2"]
+IMAGES = ["--data", "class_folders", "--model", "small_cnn", "--batch", "8", "--epochs", "2", "--plots", "False"]
 
 VISITS = """
 import keras
@@ -53,7 +53,19 @@ def test_ranks_come_and_go_and_no_sample_is_lost_or_repeated(tmp_path):
     """1, 2, 4 and 1 ranks go on with one run, also within an epoch; each has 4 full batches and one of 5 samples."""
     (tmp_path / "counting.py").write_text(VISITS)
     words = "--model counting:model --data counting:data --loss counting:loss --optimizer sgd --learning-rate 1"
-    first = [*words.split(), "--schedule", "constant", "--batch", "8", "--epochs", "4", "--run-dir", "run"]
+    first = [
+        *words.split(),
+        "--schedule",
+        "constant",
+        "--batch",
+        "8",
+        "--epochs",
+        "4",
+        "--run-dir",
+        "run",
+        "--plots",
+        "False",
+    ]
     legs = [("none", 1, 3), ("mpirun", 2, 8), ("gloo", 4, 14), ("none", 1, 20)]
     for number, (controller, size, last) in enumerate(legs):
         start = ["--resume", "run"] if number else first

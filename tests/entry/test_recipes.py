@@ -51,6 +51,7 @@ def test_a_recipe_takes_two_steps_alone_and_on_two_ranks(folder, name):
     summaries = []
     for controller, size in (("none", 1), ("horovodrun", 2)):
         words = [name, "--max-steps", "2", *WORDS[name].split(), "--run-dir", f"run{size}"]
+        words += ["--plots", "False", "--tensorboard", "False"]
         job = hvdtrain(controller, size, *words, cwd=folder)
         assert job.code == 0, job.text[-4000:]
         summaries.append(json.loads((folder / f"run{size}" / "summary.json").read_text()))
