@@ -1,5 +1,6 @@
 """Samples that are read and decoded once, and then held in memory or in a file that all ranks of a host share."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +74,10 @@ def cached(source: Source, where: Cache) -> Source:
 
 def _in_files(source: Source) -> list[np.ndarray]:
     specs = tf.nest.flatten(source.spec)
-    base = cache_folder() / f"decoded-{source.fingerprint().hex()[:24]}"
+    # Names and sizes tell ranks that they hold the same files; that none was changed since, its time has to tell.
+    version = source.version() if hasattr(source, "version") else b""
+    key = hashlib.sha256(source.fingerprint() + version).hexdigest()[:24]
+    base = cache_folder() / f"decoded-{key}"
     paths = [base.with_name(f"{base.name}-{place}.npy") for place in range(len(specs))]
     # The list of files appears when all of them are whole.
     with made_once(base.with_name(f"{base.name}.json")) as draft:

@@ -48,6 +48,10 @@ class Subset:
         """See `Source`."""
         return hashlib.sha256(self._source.fingerprint() + self._numbers.tobytes()).digest()
 
+    def version(self) -> bytes:
+        """Return what differs when the source's files have been changed; nothing where it has no such word."""
+        return self._source.version() if hasattr(self._source, "version") else b""
+
 
 def hold_out(source: Source, count: int, labels: np.ndarray | None = None) -> tuple[Subset, Subset]:
     """Split `source` into training and validation samples, always in the same way.

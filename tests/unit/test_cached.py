@@ -1,5 +1,7 @@
 """Samples that are decoded once."""
 
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -46,6 +48,20 @@ def test_the_file_is_made_once(source, tmp_path):
     assert len(files) == 2
     cached(source, "file")
     assert [file.stat().st_mtime_ns for file in files] == before
+
+
+def test_it_is_made_anew_when_an_image_changed_in_place(source, tmp_path):
+    before = some(cached(source, "file"))[0]
+    file = tmp_path / "data/ant/000.png"
+    other = next(
+        p for p in sorted((tmp_path / "data").rglob("*.png")) if p != file and p.stat().st_size == file.stat().st_size
+    )
+    file.write_bytes(other.read_bytes())
+    os.utime(file, (1, 1))
+    found = scan(tmp_path / "data")
+    after = some(cached(ImageSource(found.blobs, found.labels, "mine"), "file"))[0]
+    assert (after[1] != before[1]).any()
+    assert (after[2:] == before[2:]).all()
 
 
 def test_a_file_that_was_not_finished_is_made_again(source, tmp_path):

@@ -60,6 +60,10 @@ class ImageSource:
         facts = f"{self._resize} {self._channels}".encode()
         return hashlib.sha256(self._blobs.fingerprint() + self._labels.tobytes() + facts).digest()
 
+    def version(self) -> bytes:
+        """Return what differs when the files have been changed; see `Blobs.version`."""
+        return self._blobs.version()
+
     def _first_shape(self) -> Any:
         try:
             return tf.io.decode_image(self._blobs.read(0), self._channels, expand_animations=False).shape
