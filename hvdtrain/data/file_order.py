@@ -53,6 +53,11 @@ class FileOrder:
         return self.counts.rest
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch."""
+        return self.counts.steps_per_epoch
+
+    @property
     def seed(self) -> int:
         """What decides the order."""
         return self.counts.seed

@@ -109,7 +109,7 @@ class SourceTraining:
             else Order(source.size, batch, seed, shuffle, tail)
         )
         self.batch = batch
-        self.steps_per_epoch = self.order.full_batches + bool(self.order.rest)
+        self.steps_per_epoch = self.order.steps_per_epoch
         self.source = source
         self.reading = reading or Reading()
         self.bad = BadRecords(source, self.reading.tolerated)

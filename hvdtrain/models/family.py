@@ -22,6 +22,16 @@ class ModelFamily:
     """What the dims of one sample are, by name if it has several inputs; None for a model that takes one of any."""
 
 
+def classifier(build: Callable[..., keras.Model], *sample_dims: str) -> ModelFamily:
+    """Return the family of a builder whose models give logits of classes, with what such models are trained for."""
+    return ModelFamily(
+        build=build,
+        loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        sample_dims=sample_dims or None,
+    )
+
+
 def glorot(seed: int, path: str) -> keras.initializers.Initializer:
     """Return a Glorot uniform initializer whose values are a function of (seed, path)."""
     return keras.initializers.GlorotUniform(seed=path_seed(seed, path))

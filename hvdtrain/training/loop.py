@@ -1,17 +1,19 @@
 """The loop over optimizer steps: what happens when, and nothing about how."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
+from hvdtrain.observability.summary import median_p90
 from hvdtrain.training.advice import waiting_warning
 from hvdtrain.training.clock import StepClock
 from hvdtrain.training.evaluate import Evaluation
 from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.precision import has_dynamic_scale
+from hvdtrain.training.result import FitResult
 from hvdtrain.training.state import TrainState
 from hvdtrain.training.step import CompiledStep, Measured
 
@@ -104,6 +106,26 @@ class TrainingLoop:
                 return
             if logged:
                 self.clock.resume()
+
+    def result(self, *, wall_seconds: float, history: Mapping[str, list[float]]) -> FitResult:
+        """Return what the run came to.
+
+        Args:
+            wall_seconds: how long it took, with what came before the first step.
+            history: figures of each epoch, where there were Keras callbacks.
+        """
+        step = self._state.scalars.step
+        return FitResult(
+            steps=step,
+            epochs=-(-step // self._data.steps_per_epoch),
+            train_loss=self.ledger.epoch_loss,
+            evaluations=self.evaluations,
+            samples_per_second=self.clock.steady_samples_per_second(),
+            step_ms=median_p90(self.clock.steady_ms()),
+            wall_seconds=wall_seconds,
+            data_wait=self.clock.waiting_share(),
+            history=history,
+        )
 
     def _save_state(self) -> None:
         """Save the state, with statistics that are the same on every replica."""

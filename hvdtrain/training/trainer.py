@@ -15,7 +15,6 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
-from hvdtrain.observability.summary import median_p90
 from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
@@ -266,18 +265,8 @@ class Trainer:
         self.state.average_statistics(self.backend)
         if hooks is not None:
             hooks.end()
-        scalars = self.state.scalars
-        return FitResult(
-            steps=scalars.step,
-            epochs=-(-scalars.step // data.steps_per_epoch),
-            train_loss=loop.ledger.epoch_loss,
-            evaluations=loop.evaluations,
-            samples_per_second=loop.clock.steady_samples_per_second(),
-            step_ms=median_p90(loop.clock.steady_ms()),
-            wall_seconds=time.perf_counter() - begin,
-            data_wait=loop.clock.waiting_share(),
-            history=hooks.history if hooks is not None else {},
-        )
+        history = hooks.history if hooks is not None else {}
+        return loop.result(wall_seconds=time.perf_counter() - begin, history=history)
 
     def compiled_step(self, data: TrainingData) -> CompiledStep:
         """Return the compiled step for batches of `data`, to be called by itself."""

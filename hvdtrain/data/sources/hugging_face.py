@@ -10,10 +10,8 @@ from typing import Any
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.places import find_data
 from hvdtrain.data.sources.extras import optional_package
-from hvdtrain.data.sources.rows import Row, RowSource, check_columns, row_splits
+from hvdtrain.data.sources.rows import Row, RowSource, check_columns, row_splits, split_for_validation
 from hvdtrain.data.splits import DataSplits
-
-VALIDATION = ("validation", "test")
 
 
 def load(
@@ -51,7 +49,7 @@ def load(
     splits = _splits(_open(package, path, name, configuration), name or path)
     if train_split not in splits:
         raise ConfigError(f"{name or path} has no split {train_split!r}. It has: {', '.join(splits)}.")
-    chosen = validation_split or next((split for split in VALIDATION if split in splits), "")
+    chosen = validation_split or split_for_validation(splits)
     if chosen and chosen not in splits:
         raise ConfigError(f"{name or path} has no split {chosen!r}. It has: {', '.join(splits)}.")
     columns = list(splits[train_split].column_names)

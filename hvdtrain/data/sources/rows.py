@@ -1,7 +1,7 @@
 """Samples that a Python object of another library gives by their numbers."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,11 @@ def as_array(value: Any) -> np.ndarray:
             array.astype(np.str_) if any(isinstance(entry, str) for entry in array.flat) else array.astype(np.bytes_)
         )
     return array[..., np.newaxis] if array.dtype == np.uint8 and array.ndim == 2 else array
+
+
+def split_for_validation(splits: Collection[str]) -> str:
+    """Return the name of the split that one validates on, of those there are; "" for none."""
+    return next((name for name in ("validation", "test") if name in splits), "")
 
 
 def row_splits(train: RowSource, held: RowSource | None, *, validation: int, classes: int | None) -> DataSplits:

@@ -14,10 +14,8 @@ from typing import Any
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.places import find_data
 from hvdtrain.data.sources.extras import optional_package
-from hvdtrain.data.sources.rows import Row, RowSource, row_splits
+from hvdtrain.data.sources.rows import Row, RowSource, row_splits, split_for_validation
 from hvdtrain.data.splits import DataSplits
-
-VALIDATION = ("validation", "test")
 
 
 def load(
@@ -54,7 +52,7 @@ def load(
     folder = str(find_data(path)) if path else None
     train = _rows(package, name, folder, train_split)
     info = train.dataset_info
-    chosen = validation_split or next((split for split in VALIDATION if split in info.splits), "")
+    chosen = validation_split or split_for_validation(info.splits)
     columns = _columns(name, info, inputs, target)
     known = classes or _classes(info.features, columns[-1])
 

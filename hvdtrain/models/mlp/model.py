@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import ModelFamily, path_seed
+from hvdtrain.models.family import classifier, path_seed
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 3, width: int = 1024) -> keras.Model:
@@ -37,8 +37,4 @@ def _dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
     return keras.layers.Dense(units, kernel_initializer=initializer, name=name, **options)(x)
 
 
-FAMILY = ModelFamily(
-    build=build,
-    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-)
+FAMILY = classifier(build)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import ModelFamily
+from hvdtrain.models.family import classifier
 from hvdtrain.models.resnet.blocks import added, conv_norm, pooled_logits
 
 BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -63,9 +63,4 @@ def _bottleneck(x: Any, channels: int, stride: int, seed: int, name: str, zero_g
     return added(x, y, name)
 
 
-FAMILY = ModelFamily(
-    build=build,
-    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-    sample_dims=("height", "width", "channels"),
-)
+FAMILY = classifier(build, "height", "width", "channels")

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import ModelFamily
+from hvdtrain.models.family import classifier
 from hvdtrain.models.resnet.blocks import added, conv_norm, pooled_logits
 
 
@@ -43,9 +43,4 @@ def _block(x: Any, channels: int, stride: int, seed: int, name: str) -> Any:
     return added(x, y, name)
 
 
-FAMILY = ModelFamily(
-    build=build,
-    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-    sample_dims=("height", "width", "channels"),
-)
+FAMILY = classifier(build, "height", "width", "channels")

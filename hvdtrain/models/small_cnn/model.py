@@ -3,7 +3,7 @@
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import ModelFamily, glorot
+from hvdtrain.models.family import classifier, glorot
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, width: int = 32, hidden: int = 128) -> keras.Model:
@@ -36,9 +36,4 @@ def build(shape: tuple[int, ...], classes: int, seed: int, *, width: int = 32, h
     return keras.Model(images, logits, name="small_cnn")
 
 
-FAMILY = ModelFamily(
-    build=build,
-    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-    sample_dims=("height", "width", "channels"),
-)
+FAMILY = classifier(build, "height", "width", "channels")

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import ModelFamily, path_seed
+from hvdtrain.models.family import classifier, path_seed
 
 STDDEV = 0.02
 """Standard deviation of initial kernels and embeddings, as in GPT-2."""
@@ -107,9 +107,4 @@ def _draw(model: keras.Model, seed: int, depth: int) -> None:
             variable.assign(draw(variable.shape, dtype=variable.dtype))
 
 
-FAMILY = ModelFamily(
-    build=build,
-    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-    sample_dims=("length",),
-)
+FAMILY = classifier(build, "length")
