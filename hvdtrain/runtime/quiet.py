@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hvdtrain.runtime.heap import kept_for_good
+
 QUIET = "2"
 """TensorFlow's log level here: errors only."""
 
@@ -42,6 +44,6 @@ def import_tensorflow_quietly() -> None:
     if "tensorflow" in sys.modules:
         return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", QUIET)
-    with start_up_chatter_hidden():
+    with start_up_chatter_hidden(), kept_for_good():
         import keras  # noqa: F401
         import tensorflow  # noqa: F401

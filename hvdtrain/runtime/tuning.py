@@ -12,8 +12,23 @@ EXCHANGE_DEFAULTS = {
     "HOROVOD_FUSION_THRESHOLD": str(16 * 2**20),
 }
 
+TRANSPORTS = "OMPI_MCA_btl"
+
 
 def set_exchange_defaults(environ: MutableMapping[str, str]) -> None:
     """Put the defaults into `environ` wherever the user has not decided otherwise."""
     for name, value in EXCHANGE_DEFAULTS.items():
         environ.setdefault(name, value)
+    environ[TRANSPORTS] = _without_ofi(environ.get(TRANSPORTS, "^"))
+
+
+def _without_ofi(transports: str) -> str:
+    """Add libfabric's one-sided transport, which nothing here uses, to a list of those that are left out.
+
+    It sleeps for a second in MPI_Finalize. horovodrun has such a list of its own ("^openib"); one that names what is
+    wanted stays as it is.
+    """
+    names = transports.removeprefix("^").split(",")
+    if not transports.startswith("^") or "ofi" in names:
+        return transports
+    return "^" + ",".join(filter(None, [*names, "ofi"]))
