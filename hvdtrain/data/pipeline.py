@@ -210,6 +210,7 @@ class SourceEvaluation:
         self._batch = batch
         self._index = index
         self._size = size
+        self._built: dict[int, tf.data.Dataset] = {}
 
     def __iter__(self) -> Iterator[Batch]:
         """Return the batches.
@@ -225,8 +226,15 @@ class SourceEvaluation:
                     yield batch
             except UNREADABLE as error:
                 self.bad.examine(self._part_of(step)[0], error)
+                self._built.clear()
 
     def _dataset(self, first: int) -> tf.data.Dataset:
+        """Return the batches from step `first` on; traced again only when more samples are left out."""
+        if first not in self._built:
+            self._built[first] = self._build(first)
+        return self._built[first]
+
+    def _build(self, first: int) -> tf.data.Dataset:
         def load(step: tf.Tensor) -> Batch:
             numbers, present, total = self._part_of(step)
             elements = finished(gathered(self._source, numbers, self.bad), self.reading)
