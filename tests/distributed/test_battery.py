@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.battery import check_files, check_names
+from tests.distributed.battery import TWO_RANKS_ONLY, checks_of
 from tests.launching import launcher, run
 
 WORLDS = [(controller, size) for controller in ("gloo", "mpirun") for size in (1, 2, 4)]
@@ -23,13 +23,10 @@ def battery(tmp_path_factory):
     def outcome(controller, size):
         folder = tmp_path_factory.mktemp(f"battery-{controller}-{size}")
         results = folder / "results.json"
-        script = str(Path(__file__).with_name("battery.py"))
-        files = check_files(controller, size)
-        job = run(
-            [*launcher(controller, size), sys.executable, script, str(results), str(folder), *files],
-            cwd=folder,
-            timeout=TIMEOUT_S,
-        )
+        script = Path(__file__).with_name("battery.py")
+        python = [sys.executable, str(script), str(results), str(folder)]
+        names = checks_of(controller, size)
+        job = run([*launcher(controller, size), *python, *names], cwd=folder, timeout=TIMEOUT_S)
         return job, json.loads(results.read_text()) if results.exists() else {}
 
     return outcome
@@ -38,7 +35,7 @@ def battery(tmp_path_factory):
 CASES = [
     pytest.param(world, name, id=f"{world[0]}-{world[1]}-{name}")
     for world in WORLDS
-    for name in [*check_names(check_files(*world)), END]
+    for name in [*checks_of(*world), END]
 ]
 
 
@@ -52,3 +49,7 @@ def test_check(battery, world, name):
         pytest.fail(f"the job ended before this check (code {job.code}):\n{job.text[-4000:]}")
     if results[name]["failure"]:
         pytest.fail(results[name]["failure"])
+
+
+def test_what_is_for_two_ranks_only_is_there():
+    assert set(checks_of("mpirun", 2)) & set(checks_of("gloo", 2)) >= TWO_RANKS_ONLY
