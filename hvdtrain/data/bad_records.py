@@ -20,14 +20,16 @@ class BadRecords:
 
     Args:
         source: the samples.
-        limit: how many may be bad before that is an error; over all ranks, which tell one another at each epoch.
+        limit: how many may be bad, over all ranks, before that is an error.
+        exchange: gives every rank's bytes to all; None where there is one rank.
     """
 
-    def __init__(self, source: Source, limit: int = 0) -> None:
+    def __init__(self, source: Source, limit: int = 0, exchange: Exchange | None = None) -> None:
         self.limit = limit
         self.found: dict[int, str] = {}
         """What is wrong, by number of the sample."""
         self._source = source
+        self._exchange = exchange
 
     @property
     def tolerated(self) -> bool:
@@ -47,13 +49,15 @@ class BadRecords:
         self.found |= bad
         self._refuse_too_many(next(iter(bad.values())))
 
-    def share(self, exchange: Exchange) -> None:
-        """Tell all ranks what was found on each; every rank calls it.
+    def share(self) -> None:
+        """Tell all ranks what was found on each, where that is tolerated; every rank calls it.
 
         Raises:
             DataError: together it is too many.
         """
-        for theirs in exchange(json.dumps(self.found).encode()):
+        if not self.tolerated or self._exchange is None:
+            return
+        for theirs in self._exchange(json.dumps(self.found).encode()):
             self.found |= {int(number): text for number, text in json.loads(theirs).items()}
         if self.found:
             self._refuse_too_many(next(iter(self.found.values())))

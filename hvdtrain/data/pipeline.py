@@ -82,7 +82,7 @@ class SourceTraining:
         tail: see `DataConfig.tail`.
         shard_by: see `DataConfig.shard_by`.
         reading: augmentation, and how bad samples are dealt with.
-        exchange: tells all ranks of bad samples, at every epoch's start; needed where some are tolerated.
+        exchange: tells all ranks of bad samples, at every epoch's start.
 
     Raises:
         ConfigError: the batch does not divide among the replicas.
@@ -112,8 +112,7 @@ class SourceTraining:
         self.steps_per_epoch = self.order.steps_per_epoch
         self.source = source
         self.reading = reading or Reading()
-        self.bad = BadRecords(source, self.reading.tolerated)
-        self._exchange = exchange
+        self.bad = BadRecords(source, self.reading.tolerated, exchange)
         self._index = index
         self._size = size
 
@@ -128,21 +127,12 @@ class SourceTraining:
             try:
                 for batch in self._batches_from(step):
                     if step % self.steps_per_epoch == 0:
-                        self.share_bad()
+                        self.bad.share()
                     step += 1
                     yield batch
             except UNREADABLE as error:
                 # What is left out from here on is another dataset: it starts again at this step.
                 self.bad.examine(self._part_of(step), error)
-
-    def share_bad(self) -> None:
-        """Tell all ranks which samples were found to be bad; every rank calls it.
-
-        Raises:
-            DataError: together they are too many.
-        """
-        if self.bad.tolerated and self._exchange is not None:
-            self.bad.share(self._exchange)
 
     def _part_of(self, step: int) -> tf.Tensor:
         """Return the numbers of this replica's samples in the batch of `step`."""
@@ -200,11 +190,21 @@ class SourceEvaluation:
         index: this replica's place among `size`.
         size: number of replicas.
         reading: how they are read; nothing is augmented.
+        exchange: tells all ranks of bad samples, when the last batch was taken.
     """
 
-    def __init__(self, source: Source, *, batch: int, index: int, size: int, reading: Reading | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch: int,
+        index: int,
+        size: int,
+        reading: Reading | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
         self.reading = reading or Reading()
-        self.bad = BadRecords(source, self.reading.tolerated)
+        self.bad = BadRecords(source, self.reading.tolerated, exchange)
         self.steps = -(-source.size // batch)
         self._source = source
         self._batch = batch
@@ -227,6 +227,7 @@ class SourceEvaluation:
             except UNREADABLE as error:
                 self.bad.examine(self._part_of(step)[0], error)
                 self._built.clear()
+        self.bad.share()
 
     def _dataset(self, first: int) -> tf.data.Dataset:
         """Return the batches from step `first` on; traced again only when more samples are left out."""

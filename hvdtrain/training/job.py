@@ -121,12 +121,10 @@ def _left_out(source: RunData, observers: Observer) -> dict[str, Any]:
     """Say how many samples were left out, and which is one of them; every rank calls it."""
     if not source.training.bad.tolerated:
         return {}
-    source.training.share_bad()
+    source.training.bad.share()
     bad = source.bad
     if bad:
-        observers.on_message(
-            f"warning: {plural(len(bad), 'sample')} could not be read and did not count: {bad[min(bad)]}"
-        )
+        observers.on_message(f"warning: {plural(len(bad), 'sample')} could not be read and did not count: {bad[0]}")
     return {"bad_records": len(bad)}
 
 

@@ -11,7 +11,7 @@ from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.agreement import check_same_data
 from hvdtrain.data.augment import augmentation
-from hvdtrain.data.bad_records import EXCHANGE_TIMEOUT_S
+from hvdtrain.data.bad_records import EXCHANGE_TIMEOUT_S, Exchange
 from hvdtrain.data.batch import per_replica
 from hvdtrain.data.cached import cached
 from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
@@ -30,9 +30,10 @@ class RunData:
     validation: SourceEvaluation
 
     @property
-    def bad(self) -> dict[int, str]:
-        """What is wrong with the training samples that were left out."""
-        return self.training.bad.found
+    def bad(self) -> list[str]:
+        """What is wrong with the samples that were left out, those of training first."""
+        found = self.training.bad.found, self.validation.bad.found
+        return [part[number] for part in found for number in sorted(part)]
 
 
 def run_data(config: Config, backend: Backend) -> RunData:
@@ -67,7 +68,7 @@ def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTra
         tail=data.tail,
         shard_by=data.shard_by,
         reading=reading,
-        exchange=lambda mine: backend.gather_bytes(mine, timeout=EXCHANGE_TIMEOUT_S),
+        exchange=_exchange(backend),
     )
 
 
@@ -77,8 +78,17 @@ def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> Sou
         # Loss and metrics take one kind of targets: whole labels become shares as well.
         reading = replace(reading, finish=_on_shares(reading, splits.classes))
     return SourceEvaluation(
-        splits.validation, batch=config.eval_batch, index=backend.index, size=backend.size, reading=reading
+        splits.validation,
+        batch=config.eval_batch,
+        index=backend.index,
+        size=backend.size,
+        reading=reading,
+        exchange=_exchange(backend),
     )
+
+
+def _exchange(backend: Backend) -> Exchange:
+    return lambda mine: backend.gather_bytes(mine, timeout=EXCHANGE_TIMEOUT_S)
 
 
 def _reading(config: DataConfig, splits: DataSplits) -> Reading:

@@ -83,7 +83,7 @@ def test_the_ranks_count_together(tmp_path):
     data = training(source, tolerated=1, exchange=exchange)
     data.bad.examine(tf.constant([2], tf.int64), ValueError("one"))
     with pytest.raises(DataError, match="2 samples of mine are bad"):
-        data.share_bad()
+        data.bad.share()
     assert told == [b'{"2": "' + data.bad.found[2].encode() + b'"}']
 
 
@@ -92,6 +92,21 @@ def test_evaluation_leaves_them_out_too(tmp_path):
     parts = [SourceEvaluation(source, batch=7, index=i, size=3, reading=Reading(tolerated=2)) for i in range(3)]
     total = sum(float(tf.reduce_sum(b.sample_weight) * b.present) for part in parts for b in part)
     assert total == 18
+
+
+def test_the_ranks_count_together_in_evaluation(tmp_path):
+    source = damaged(tmp_path / "data", 2, 13)
+    parts = []
+    for index in range(2):
+        reading = Reading(tolerated=1)
+        parts.append(
+            SourceEvaluation(source, batch=7, index=index, size=2, reading=reading, exchange=lambda mine: [mine])
+        )
+    assert sum(len(list(part)) for part in parts) == 6  # each rank alone meets one of them
+    told = [b'{"2": "ant/002.png: bad"}', b'{"13": "bee/003.png: bad"}']
+    both = SourceEvaluation(source, batch=7, index=0, size=2, reading=Reading(tolerated=1), exchange=lambda _: told)
+    with pytest.raises(DataError, match="2 samples of mine are bad"):
+        list(both)
 
 
 def test_an_error_that_no_sample_explains_is_shown_as_it_is(tmp_path):

@@ -1,16 +1,21 @@
 """What TensorFlow's graph optimizer must not do to Horovod's ops, and what the ranks' data looks like together."""
 
 import json
+import os
 
 import keras
 import numpy as np
 import tensorflow as tf
+from PIL import Image
 from world import World
 
 import hvdtrain
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.cached import cached
+from hvdtrain.data.files.class_folders import scan
 from hvdtrain.data.pipeline import SourceTraining
+from hvdtrain.data.sources.images import ImageSource
 
 
 def check_equal_inputs_are_not_merged_and_constants_not_folded(world: World) -> None:
@@ -88,6 +93,28 @@ def check_every_sample_once_in_an_order_that_ignores_the_world(world: World) -> 
         assert sorted(seen) == list(range(samples))
     resumed = [read(stream) for stream in take(mine, 4, start=3)]
     assert resumed == part[3:7]
+
+
+def check_images_in_files_are_read_once_in_either_order_and_from_the_cache(world: World) -> None:
+    folder = world.folder / "images"
+    if world.rank == 0:
+        for number in range(21):
+            file = folder / "photos" / str(number % 2) / f"{number:02}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((4, 4, 3), number, np.uint8)).save(file)
+    world.gather(b"written")
+    found = scan(folder / "photos")
+    plain = ImageSource(found.blobs, found.labels, "photos")
+    os.environ["HVDTRAIN_CACHE"] = str(folder / "cache")
+    for source, shard_by in ((plain, "samples"), (plain, "files"), (cached(plain, "file"), "samples")):
+        data = SourceTraining(source, batch=8, index=world.rank, size=world.size, seed=5, shard_by=shard_by)
+        for epoch in range(2):
+            stream = take(data, 3, start=3 * epoch)
+            mine = [int(image[0, 0, 0]) for batch in stream if float(batch.present) for image in batch.inputs]
+            parts = [json.loads(text) for text in world.gather(json.dumps(mine).encode())]
+            assert all(parts), "a rank had nothing to read"
+            assert sorted(number for part in parts for number in part) == list(range(21))
+    assert len(list((folder / "cache").glob("*.npy"))) == 2, "one file for images and one for labels"
 
 
 def take(data: SourceTraining, count: int, start: int = 0) -> list:
