@@ -31,4 +31,4 @@ check "import contracts" lint-imports --config setup.cfg
 alone=(tests/distributed tests/entry/test_launch.py tests/entry/test_mistakes.py)
 check "unit tests" run_pytest -n 2 tests/unit
 check "distributed tests" run_pytest "${alone[@]}"
-check "entry tests" run_pytest -n 2 --dist loadfile tests/entry "${alone[@]/#/--ignore=}"
+check "entry tests" run_pytest -n 2 --dist loadgroup tests/entry "${alone[@]/#/--ignore=}"

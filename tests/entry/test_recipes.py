@@ -12,8 +12,8 @@ from tests.unit.images import write_folders
 TRIED_ELSEWHERE = {"digits"}
 TINY_IMAGES = "--data-args samples 16 size 16"
 WORDS = {
-    "resnet_synthetic": f"--batch 8 --model-args width 4 {TINY_IMAGES}",
-    "lm_synthetic": "--batch 8 --warmup-steps 0",
+    "resnet_synthetic": f"--batch 8 --model-args depth 8 width 4 {TINY_IMAGES}",
+    "lm_synthetic": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2",
     "mlp_synthetic": f"--batch 8 --model-args width 16 {TINY_IMAGES}",
     "wide_mlp": f"--batch 8 --model-args width 16 depth 4 {TINY_IMAGES}",
     "mnist": "--batch 8 --data-args path files --model-args width 4",
@@ -49,7 +49,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("name", WORDS)
 def test_a_recipe_takes_two_steps_alone_and_on_two_ranks(folder, name):
     summaries = []
-    for controller, size in (("none", 1), ("horovodrun", 2)):
+    for controller, size in (("none", 1), ("mpirun", 2)):
         words = [name, "--max-steps", "2", *WORDS[name].split(), "--run-dir", f"run{size}"]
         words += ["--plots", "False", "--tensorboard", "False"]
         job = hvdtrain(controller, size, *words, cwd=folder)

@@ -8,6 +8,7 @@ import yaml
 
 from tests.launching import hvdtrain
 
+pytestmark = pytest.mark.xdist_group("runs")  # one process makes the runs that these tests look at
 SUMMARY_KEYS = {
     "recipe", "backend", "world_size", "launcher", "steps", "epochs", "train_loss", "val_loss", "val_accuracy",
     "samples_per_second", "step_ms", "wall_seconds", "parameters", "parameter_hash",
