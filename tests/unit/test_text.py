@@ -45,7 +45,8 @@ def masked(path, **arguments):
 
 
 def samples(source, numbers=None):
-    return [part.numpy() for part in source.gather(tf.range(source.size) if numbers is None else tf.constant(numbers))]
+    numbers = tf.range(source.size) if numbers is None else tf.constant(numbers)
+    return [part.numpy() for part in tf.function(source.gather)(numbers)]
 
 
 # -- windows --
