@@ -11,6 +11,7 @@ from hvdtrain.runtime.agreement import together
 from hvdtrain.runtime.control import end_process
 from hvdtrain.runtime.environment import Environment, detect_environment
 from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
 from hvdtrain.runtime.session import Link, Session, open_link, open_session, set_current
 
 LINK_TIMEOUT_S = 120.0
@@ -37,7 +38,8 @@ def run_on_all_ranks(
         link = open_link(timeout=LINK_TIMEOUT_S)
         request = together(link.control, parse, timeout=LINK_TIMEOUT_S)
         runtime, facts = describe(request)
-        session = open_session(link, runtime, facts)
+        with left_out(*NOT_FOR_RUNS):
+            session = open_session(link, runtime, facts)
         set_current(session)
         action(session, request)
         session.close()

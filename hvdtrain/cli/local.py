@@ -7,6 +7,7 @@ from hvdtrain.cli.launch import parse_errors_as_user_errors
 from hvdtrain.config.errors import UserError
 from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
 
 T = TypeVar("T")
@@ -14,7 +15,8 @@ T = TypeVar("T")
 
 def import_tensorflow_for_cpu() -> None:
     """Import TensorFlow without its chatter, and leave the GPUs to others."""
-    import_tensorflow_quietly()
+    with left_out(*NOT_FOR_RUNS):
+        import_tensorflow_quietly()
     import tensorflow as tf
 
     with start_up_chatter_hidden():

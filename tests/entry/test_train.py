@@ -120,7 +120,8 @@ def test_the_saved_model_is_the_trained_one(runs):
 
     _, folder = runs("mpirun", 2)
     model = keras.models.load_model(folder / "model.keras")
-    images, labels = (np.array(part) for part in load().validation.elements)
+    validation = load().validation
+    images, labels = (part.numpy() for part in validation.gather(np.arange(validation.size)))
     accuracy = float(np.mean(model.predict(images, verbose=0).argmax(1) == labels))
     assert accuracy == pytest.approx(summary_of(folder)["val_accuracy"], abs=1e-6)
 

@@ -1,27 +1,34 @@
 """scikit-learn's bundled handwritten digits: 1,797 grey images of 8 x 8 pixels, on every machine."""
 
-import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+import importlib.util
+from pathlib import Path
 
+import numpy as np
+
+from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.subset import hold_out
 
 VALIDATION_SAMPLES = 360
-SPLIT_SEED = 1797
 
 
 def load() -> DataSplits:
-    """Return 1,437 training and 360 validation images [8, 8, 1] in [0, 1], in a fixed stratified split."""
-    bunch = load_digits()
-    images = (bunch.images / 16.0).astype(np.float32)[..., np.newaxis]
-    labels = bunch.target.astype(np.int32)
-    train_x, val_x, train_y, val_y = train_test_split(
-        images, labels, test_size=VALIDATION_SAMPLES, stratify=labels, shuffle=True, random_state=SPLIT_SEED
-    )
-    return DataSplits(
-        train=ArraySource((train_x, train_y), "digits (training)"),
-        validation=ArraySource((val_x, val_y), "digits (validation)"),
-        sample_shape=(8, 8, 1),
-        classes=10,
-    )
+    """Return 1,437 training and 360 validation images [8, 8, 1] in [0, 1], in a fixed stratified split.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
+    rows = np.loadtxt(_file(), delimiter=",", dtype=np.float32)
+    images = (rows[:, :-1] / 16.0).reshape(-1, 8, 8, 1)
+    labels = rows[:, -1].astype(np.int32)
+    train, validation = hold_out(ArraySource((images, labels), "digits"), VALIDATION_SAMPLES, labels)
+    return DataSplits(train=train, validation=validation, sample_shape=(8, 8, 1), classes=10)
+
+
+def _file() -> Path:
+    """Return the table of pixels and labels; importing scikit-learn to have it read would take a second."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or not found.submodule_search_locations:
+        raise DataError("The digits come with scikit-learn, which is not installed: pip install scikit-learn.")
+    return Path(found.submodule_search_locations[0]) / "datasets/data/digits.csv.gz"
