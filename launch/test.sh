@@ -27,8 +27,7 @@ check "lint" ruff check --config launch/ruff.toml hvdtrain tests benchmarks
 check "format" ruff format --check --config launch/ruff.toml hvdtrain tests benchmarks
 check "types" mypy
 check "import contracts" lint-imports --config setup.cfg
-# Two at a time, but for the jobs that are to end within seconds and the batteries, which fill the machine.
-alone=(tests/distributed tests/entry/test_launch.py tests/entry/test_mistakes.py)
+# Two at a time, but for the batteries, which fill the machine.
 check "unit tests" run_pytest -n 2 tests/unit
-check "distributed tests" run_pytest "${alone[@]}"
-check "entry tests" run_pytest -n 2 --dist loadgroup tests/entry "${alone[@]/#/--ignore=}"
+check "distributed tests" run_pytest tests/distributed
+check "entry tests" run_pytest -n 2 --dist loadgroup tests/entry

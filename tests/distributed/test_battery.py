@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.battery import TWO_RANKS_ONLY, checks_of
+from tests.distributed.battery import MPI_ONLY, TWO_RANKS_ONLY, checks_of
 from tests.launching import launcher, run
 
 CONTROLLERS = ("gloo", "mpirun")
@@ -64,5 +64,6 @@ def test_check(battery, world, name):
         pytest.fail(results[name]["failure"])
 
 
-def test_what_is_for_two_ranks_only_is_there():
+def test_what_is_left_out_elsewhere_is_there():
     assert set(checks_of("mpirun", 2)) & set(checks_of("gloo", 2)) >= TWO_RANKS_ONLY
+    assert all(set(checks_of("mpirun", size)) >= MPI_ONLY for size in (1, 2, 4))
