@@ -11,7 +11,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import part_of, per_replica, slice_batch
 from hvdtrain.data.datasets import DatasetTraining, count_batches, evaluation_of_dataset
-from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining
+from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
 from hvdtrain.training.inputs import training_data, validation_batches
 
@@ -372,3 +372,12 @@ def test_synthetic_images_are_what_was_asked_for():
 def test_an_unknown_source_or_argument_is_refused(config, cause):
     with pytest.raises(ConfigError, match=re.escape(cause)):
         load_splits(config)
+
+
+def test_what_bounds_the_reading_reaches_tf_data():
+    elements = tf.data.Dataset.range(4)
+    for reading, threads, budget in ((Reading(threads=3, memory_mb=64), 3, 64 * 2**20), (Reading(), None, None)):
+        options = reading.batches(elements, lambda number: number, heavy=True).options()
+        assert options.deterministic
+        assert options.threading.private_threadpool_size == threads
+        assert options.autotune.ram_budget == budget
