@@ -5,6 +5,7 @@ Usage: (launcher) python battery.py RESULTS_JSON FOLDER MODULE.CHECK ...
 
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -54,6 +55,8 @@ def check_names(file: Path) -> list[str]:
 
 
 def main(results_path: Path, folder: Path, names: Sequence[str]) -> None:
+    # Process sets may then be made by the checks that need them.
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     import hvdtrain
 
     hvdtrain.init()

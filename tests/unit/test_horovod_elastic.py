@@ -1,0 +1,53 @@
+"""`elastic.run` begins again after a lost exchange, and hides nothing else."""
+
+import horovod.tensorflow.elastic as plain
+import pytest
+import tensorflow as tf
+
+import hvdtrain.horovod.elastic as face
+
+CUT_OFF = "{{node my_own_name}} [gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer"
+
+
+class State:
+    """What `run` needs of a state."""
+
+    def __init__(self):
+        self.log = []
+
+    def __getattr__(self, name):
+        return lambda *_: self.log.append(name)
+
+
+def first_fails_with(error):
+    """A function that is cut off once."""
+
+    def train(state, word):
+        if "restore" not in state.log:
+            raise error
+        return f"trained {word}"
+
+    return train
+
+
+@pytest.fixture(autouse=True)
+def no_reset(monkeypatch):
+    for module in (plain, face):
+        monkeypatch.setattr(module, "_reset", lambda: None)
+
+
+def test_a_lost_exchange_of_any_name_begins_again_where_horovod_returns_none():
+    error = tf.errors.UnknownError(None, None, CUT_OFF)
+    state = State()
+    assert plain.run(first_fails_with(error))(state, "well") is None
+    assert "restore" not in state.log
+    state = State()
+    assert face.run(first_fails_with(error))(state, "well") == "trained well"
+    assert state.log == ["sync", "restore", "on_reset", "sync"]
+
+
+def test_other_errors_are_raised_where_horovod_returns_none():
+    error = tf.errors.UnknownError(None, None, "a full disk")
+    assert plain.run(first_fails_with(error))(State(), "") is None
+    with pytest.raises(tf.errors.UnknownError, match="a full disk"):
+        face.run(first_fails_with(error))(State(), "")
