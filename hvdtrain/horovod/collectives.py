@@ -2,14 +2,14 @@
 
 What they do beyond Horovod's own:
 
-- within a compiled function they are neither merged, nor folded to a constant (`runtime/guarded.py`);
+- within a compiled function they are neither merged, nor folded to a constant (`primitives.py`);
 - Keras variables, and whatever else becomes a tensor, may be passed;
 - bfloat16 travels as float32: what is only moved stays exact, a reduction is rounded once, at its end;
 - unsigned integers of 32 and 64 bits are moved as signed ones, bit by bit; Horovod does not add them;
 - a group may hold several dtypes, and dense and sparse tensors in any order;
 - of sparse tensors each row comes back once, the sum of what several ranks have.
 
-Their gradients are those that Horovod registers; `docs/migration.md` lists them.
+Their gradients are those that Horovod registers.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdtrain.horovod import primitives
 from hvdtrain.horovod.basics import (
     Adasum,
     Average,
@@ -30,11 +31,12 @@ from hvdtrain.horovod.basics import (
     size,
 )
 from hvdtrain.horovod.exchange import one_over_size
-from hvdtrain.runtime.guarded import guarded, kept
+from hvdtrain.horovod.primitives import Call, Reduce, all_gather, all_reduce, reduce_scatter
 from hvdtrain.training.reduction import scaled
 from hvdtrain.training.sparse import sum_duplicates
 from hvdtrain.training.variables import unwrap
 
+_Change = Callable[[tf.Tensor], tf.Tensor]
 _AS_SIGNED = {tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 
@@ -62,19 +64,9 @@ def allreduce(
         with tf.device(device_sparse):
             return _rows(tensor, op, name, process_set, ignore_name_scope)
 
-    def reduce(packed: tf.Tensor) -> Any:
-        return mpi_ops._allreduce(
-            guarded(packed),
-            name=name,
-            op=op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            ignore_name_scope=ignore_name_scope,
-            process_set=process_set,
-        )
-
+    how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
     with tf.device(device_dense):
-        return _compressed([tensor], compression, lambda packed: [_one(reduce, packed[0])])[0]
+        return _compressed([tensor], compression, lambda packed: _each_dtype(packed, all_reduce, how, call))[0]
 
 
 def grouped_allreduce(
@@ -99,23 +91,15 @@ def grouped_allreduce(
     sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i in range(len(tensors)) if i not in sparse]
 
-    def reduce(packed: Sequence[tf.Tensor]) -> Any:
-        return mpi_ops._grouped_allreduce(
-            [guarded(tensor) for tensor in packed],
-            name=name and f"{name}_{packed[0].dtype.name}",
-            op=op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            ignore_name_scope=ignore_name_scope,
-            process_set=process_set,
-        )
-
+    how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
     with tf.device(device_sparse):
         for i in sparse:
             _check_sparse(op, prescale_factor, postscale_factor)
             results[i] = _rows(tensors[i], op, name and f"{name}_{i}", process_set, ignore_name_scope)
     with tf.device(device_dense):
-        reduced = _compressed([tensors[i] for i in dense], compression, lambda packed: _by_dtype(reduce, packed))
+        reduced = _compressed(
+            [tensors[i] for i in dense], compression, lambda packed: _each_dtype(packed, all_reduce, how, call)
+        )
     for i, result in zip(dense, reduced, strict=True):
         results[i] = result
     return results
@@ -125,13 +109,7 @@ def allgather(
     tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = global_process_set
 ) -> Any:
     """Concatenate the ranks' tensors along dim 0, where their sizes may differ."""
-
-    def gather(moved: tf.Tensor) -> Any:
-        return mpi_ops.allgather(
-            guarded(moved), name=name, ignore_name_scope=ignore_name_scope, process_set=process_set
-        )
-
-    return _one(gather, tf.convert_to_tensor(tensor))
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 
 
 def grouped_allgather(
@@ -141,16 +119,8 @@ def grouped_allgather(
     process_set: Any = global_process_set,
 ) -> list[Any]:
     """Gather several tensors; those of a dtype leave together."""
-
-    def gather(moved: Sequence[tf.Tensor]) -> Any:
-        return mpi_ops.grouped_allgather(
-            [guarded(tensor) for tensor in moved],
-            name=name and f"{name}_{moved[0].dtype.name}",
-            ignore_name_scope=ignore_name_scope,
-            process_set=process_set,
-        )
-
-    return _by_dtype(gather, [tf.convert_to_tensor(tensor) for tensor in tensors])
+    call = Call(name, ignore_name_scope, process_set)
+    return _each_dtype([tf.convert_to_tensor(tensor) for tensor in tensors], all_gather, call, moves=True)
 
 
 def broadcast(
@@ -161,23 +131,28 @@ def broadcast(
     process_set: Any = global_process_set,
 ) -> Any:
     """Return the tensor of `root_rank` (counted among all ranks, in a process set too) on every rank."""
-
-    def send(moved: tf.Tensor) -> Any:
-        return mpi_ops.broadcast(
-            guarded(moved), root_rank, name=name, ignore_name_scope=ignore_name_scope, process_set=process_set
-        )
-
-    return _one(send, tf.convert_to_tensor(tensor))
+    whole = tf.convert_to_tensor(tensor)
+    there, back = _stand_in(whole.dtype, moves=True)
+    return back(primitives.broadcast(there(whole), root_rank, Call(name, ignore_name_scope, process_set)))
 
 
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: Any = global_process_set
 ) -> Any:
-    """Overwrite `variables` in place with the values of `root_rank`, and return their new values.
+    """Overwrite `variables`, all on one device, with the values of `root_rank`, and return their new values.
 
-    On one device, of dtypes that Horovod moves.
+    They are matched by their places in the list, as two of them may share a name.
     """
-    return mpi_ops.broadcast_([unwrap(variable) for variable in variables], root_rank, name, process_set)
+    tensors = [unwrap(variable) for variable in variables]
+    sent = mpi_ops.MPI_LIB.horovod_broadcast_inplace_resource(
+        [tensor.handle for tensor in tensors],
+        variable_names=[f"variable{place}" for place in range(len(tensors))],
+        name=name,
+        root_rank=root_rank,
+        process_set_id=process_set.process_set_id,
+    )
+    with tf.control_dependencies([] if tf.executing_eagerly() else [sent]):
+        return [tensor.read_value() for tensor in tensors]
 
 
 def alltoall(
@@ -191,17 +166,12 @@ def alltoall(
 
     With `splits` the rows that came from each rank are returned as well.
     """
-    received: list[tf.Tensor] = []
-
-    def send(moved: tf.Tensor) -> Any:
-        output = mpi_ops.alltoall(guarded(moved), splits, name, ignore_name_scope, process_set)
-        if splits is None:
-            return output
-        received.append(output[1])
-        return output[0]
-
-    output = _one(send, tf.convert_to_tensor(tensor))
-    return output if splits is None else (output, received[0])
+    whole = tf.convert_to_tensor(tensor)
+    there, back = _stand_in(whole.dtype, moves=True)
+    # No splits stand for equal parts.
+    parts = tf.cast(tf.convert_to_tensor([] if splits is None else splits), tf.int32)
+    output, received = primitives.all_to_all(there(whole), parts, Call(name, ignore_name_scope, process_set))
+    return back(output) if splits is None else (back(output), received)
 
 
 def reducescatter(
@@ -216,20 +186,9 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce a tensor over the ranks and give each its part of dim 0; the first ranks get what is left over."""
-
-    def reduce(packed: tf.Tensor) -> Any:
-        return mpi_ops._reducescatter(
-            guarded(packed),
-            name=name,
-            op=op,
-            ignore_name_scope=ignore_name_scope,
-            process_set=process_set,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-        )
-
+    how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
     with tf.device(device_dense):
-        return _compressed([tensor], compression, lambda packed: [_one(reduce, packed[0])])[0]
+        return _compressed([tensor], compression, lambda packed: _each_dtype(packed, reduce_scatter, how, call))[0]
 
 
 def grouped_reducescatter(
@@ -244,18 +203,9 @@ def grouped_reducescatter(
     """Reduce and scatter several tensors; those of a dtype leave together."""
     if not tensors:
         return tensors
-
-    def reduce(packed: Sequence[tf.Tensor]) -> Any:
-        return mpi_ops._grouped_reducescatter(
-            [guarded(tensor) for tensor in packed],
-            op=op,
-            process_set=process_set,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-        )
-
+    how, call = Reduce(op, prescale_factor, postscale_factor), Call(process_set=process_set)
     with tf.device(device_dense):
-        return _compressed(tensors, compression, lambda packed: _by_dtype(reduce, packed))
+        return _compressed(tensors, compression, lambda packed: _each_dtype(packed, reduce_scatter, how, call))
 
 
 def _check_op(op: int, process_set: Any) -> None:
@@ -296,27 +246,29 @@ def _compressed(tensors: Sequence[Any], compression: Any, reduce: Callable[[list
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
-def _stand_in(dtype: tf.DType) -> tuple[Callable[[tf.Tensor], tf.Tensor], Callable[[tf.Tensor], tf.Tensor]]:
-    """Return what takes tensors of `dtype` to one that Horovod knows, and back."""
+def _stand_in(
+    dtype: tf.DType, moves: bool
+) -> tuple[Callable[[tf.Tensor], tf.Tensor], Callable[[tf.Tensor], tf.Tensor]]:
+    """Return what takes tensors of `dtype` to one that Horovod knows, and back; it adds fewer than it `moves`."""
     if dtype == tf.bfloat16:
         return lambda tensor: tf.cast(tensor, tf.float32), lambda tensor: tf.cast(tensor, tf.bfloat16)
-    if dtype in _AS_SIGNED:
+    if moves and dtype in _AS_SIGNED:
         return lambda tensor: tf.bitcast(tensor, _AS_SIGNED[dtype]), lambda tensor: tf.bitcast(tensor, dtype)
     return lambda tensor: tensor, lambda tensor: tensor
 
 
-def _one(call: Callable[[tf.Tensor], Any], tensor: tf.Tensor) -> tf.Tensor:
-    there, back = _stand_in(tensor.dtype)
-    return back(kept(call(there(tensor))))
-
-
-def _by_dtype(call: Callable[[Sequence[tf.Tensor]], Any], tensors: Sequence[tf.Tensor]) -> list[Any]:
-    """Call `call` once for each dtype among `tensors`, and keep their order."""
+def _each_dtype(
+    tensors: Sequence[tf.Tensor], function: Callable[..., list[tf.Tensor]], *options: Any, moves: bool = False
+) -> list[Any]:
+    """Call `function` once for each dtype among `tensors`, and keep their order; `options` end with the call."""
+    *how, call = options
     results: list[Any] = list(tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        there, back = _stand_in(dtype)
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+    for dtype in dtypes:
+        there, back = _stand_in(dtype, moves)
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        outputs = kept(list(call([there(tensors[i]) for i in places])))
+        own = call if len(dtypes) == 1 else call.part(dtype.name)
+        outputs = function([there(tensors[i]) for i in places], *how, own)
         for i, output in zip(places, outputs, strict=True):
             results[i] = back(output)
     return results

@@ -189,7 +189,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             mode=mode,
             save_freq=save_freq,
         )
-        self.filepath = None
+        self.filepath: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse to train without a place for the model."""
@@ -208,7 +208,7 @@ def _scale_velocities(optimizer: Any, factor: float) -> None:
     Raises:
         ConfigError: it has momentum, and where it keeps velocities is not known.
     """
-    if not getattr(optimizer, "momentum", 0.0) or factor == 1.0:
+    if not getattr(optimizer, "momentum", 0.0) or factor == 1.0 or not optimizer.built:
         return
     velocities = getattr(optimizer, "momentums", getattr(optimizer, "_momentums", None))
     if velocities is None:

@@ -95,9 +95,14 @@ def in_own_loop(world: World, optimizer: Any, compiled: bool, way: str = "apply_
 
 def in_fit(world: World, optimizer: Any, **options: Any) -> list[np.ndarray]:
     model = model_of(seed=7 + world.rank)  # the callback makes them alike
-    model.compile(optimizer, mean_square)
     callbacks = [hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)]
-    model.fit(dataset(world), verbose=0, shuffle=False, callbacks=callbacks, **options)
+    # Keras computes losses in this type, whatever the layers compute in.
+    keras.config.set_floatx("float64")
+    try:
+        model.compile(optimizer, mean_square)
+        model.fit(dataset(world), verbose=0, shuffle=False, callbacks=callbacks, **options)
+    finally:
+        keras.config.set_floatx("float32")
     return [np.array(weight) for weight in model.get_weights()]
 
 
