@@ -76,7 +76,7 @@ def keras_optimizer(
 
     Args:
         optimizer: a Keras optimizer.
-        name: prefix of the exchange's names; "Distributed" and the optimizer's name if None.
+        name: prefix of the exchange's names; "Distributed" and the optimizer's class if None.
         device_dense: the device on which gradients are reduced.
         device_sparse: the same for rows, where `device_dense` names none.
         compression: `Compression.none`, `Compression.fp16` (16 bits on the wire, added up in 32), or a class of one's
@@ -95,7 +95,7 @@ def keras_optimizer(
         ConfigError: options that Horovod refuses, no Keras optimizer, or one that is wrapped already.
     """
     reduction = Reduction(
-        name or f"Distributed{getattr(optimizer, 'name', type(optimizer).__name__)}",
+        name or f"Distributed{type(optimizer).__name__}",
         op,
         compression,
         groups_of(num_groups, groups),

@@ -15,7 +15,7 @@ from hvdtrain.horovod.basics import Adasum, Average, Compression, Sum, global_pr
 from hvdtrain.horovod.collectives import allreduce
 from hvdtrain.horovod.exchange import exchange_among, is_included, one_over_size
 from hvdtrain.training.reduction import Gradient, GradientReducer, ReductionOptions, scaled
-from hvdtrain.training.variables import unique_paths, unwrap
+from hvdtrain.training.variables import unwrap
 
 _OPS: dict[int, ReduceOp] = {Average: "average", Sum: "sum", Adasum: "adasum"}
 
@@ -58,17 +58,15 @@ class Reduction:
         """Tell whether the gradient of `source` stays on its rank."""
         return _is_variable(source) and id(unwrap(source)) in self.local
 
-    def reduce(
-        self, gradients: Sequence[Gradient], sources: Sequence[Any], *, by_place: bool = False
-    ) -> list[Gradient]:
+    def reduce(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
         """Return the reduced gradients, in the order given; those of local variables divided by the ranks.
 
-        The ranks' gradients match by the paths of their variables, or by their places in the list.
+        As with Horovod the ranks' gradients match by their places in the list: names of layers may differ.
         """
         _refuse_xla()
         results = list(gradients)
         shared = [i for i, source in enumerate(sources) if not self.is_local(source)]
-        reduced = self._over_ranks([results[i] for i in shared], [sources[i] for i in shared], by_place)
+        reduced = self._over_ranks([results[i] for i in shared], [sources[i] for i in shared])
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         for i in set(range(len(results))) - set(shared):
@@ -76,18 +74,18 @@ class Reduction:
                 results[i] = scaled(results[i], one_over_size(self.process_set))
         return results
 
-    def _over_ranks(self, gradients: list[Gradient], sources: Sequence[Any], by_place: bool) -> list[Gradient]:
+    def _over_ranks(self, gradients: list[Gradient], sources: Sequence[Any]) -> list[Gradient]:
         if not gradients or not is_included(self.process_set):
             return gradients
         role = numbered(self.role)
-        paths = [str(place) for place in range(len(sources))] if by_place else unique_paths(sources)
-        groups = self._groups(sources, paths)
+        places = [str(place) for place in range(len(sources))]
+        groups = self._groups(sources)
         with tf.device(self.device_dense):
             if self.op not in _OPS:
-                return [self._by_itself(g, f"{role}.{path}") for g, path in zip(gradients, paths, strict=True)]
+                return [self._by_itself(g, f"{role}.{place}") for g, place in zip(gradients, places, strict=True)]
             if self._travels_in_halves:
-                return self._reducer(groups, "fp16").reduce(gradients, paths, role=role)
-            return self._through_compressor(self._reducer(groups), gradients, paths, role)
+                return self._reducer(groups, "fp16").reduce(gradients, places, role=role)
+            return self._through_compressor(self._reducer(groups), gradients, places, role)
 
     @property
     def _travels_in_halves(self) -> bool:
@@ -105,24 +103,19 @@ class Reduction:
     def _divides_when_run(self) -> bool:
         return self.op == Average and is_elastic()
 
-    def _groups(self, sources: Sequence[Any], paths: Sequence[str]) -> Any:
+    def _groups(self, sources: Sequence[Any]) -> Any:
         if not isinstance(self.groups, list):
             return 0 if self.groups is None else int(self.groups)
-        path_by_variable = {
-            id(unwrap(source)): path for source, path in zip(sources, paths, strict=True) if _is_variable(source)
-        }
-        return tuple(
-            tuple(path_by_variable[id(unwrap(v))] for v in group if id(unwrap(v)) in path_by_variable)
-            for group in self.groups
-        )
+        places = {id(unwrap(source)): str(i) for i, source in enumerate(sources) if _is_variable(source)}
+        return tuple(tuple(places[id(unwrap(v))] for v in group if id(unwrap(v)) in places) for group in self.groups)
 
     def _through_compressor(
-        self, reducer: GradientReducer, gradients: list[Gradient], paths: list[str], role: str
+        self, reducer: GradientReducer, gradients: list[Gradient], places: list[str], role: str
     ) -> list[Gradient]:
         """Reduce what `compression`, Horovod's or a user's own, makes of the dense gradients."""
         whole = [self._dense(gradient) for gradient in gradients]
         pairs = [(g, None) if _is_apart(g) else self.compression.compress(tf.convert_to_tensor(g)) for g in whole]
-        reduced = reducer.reduce([packed for packed, _ in pairs], paths, role=role)
+        reduced = reducer.reduce([packed for packed, _ in pairs], places, role=role)
         if self._divides_when_run:
             reduced = [scaled(gradient, one_over_size(self.process_set)) for gradient in reduced]
         return [

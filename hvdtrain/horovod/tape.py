@@ -95,12 +95,12 @@ class ReducingTape(tf.GradientTape):
     ) -> Any:
         """Return d target / d sources, reduced, in the structure of `sources`.
 
-        `use_generic_names` matches the ranks' gradients by their place instead of by the variables' paths. What else
+        The ranks' gradients match by their places in any case, so `use_generic_names` changes nothing. What else
         tf.GradientTape.gradient takes is passed on.
         """
         flat = tf.nest.flatten(sources)
         local = super().gradient(target, [_watched(source) for source in flat], output_gradients, **kwargs)
-        reduced = self._reduction.reduce(local, flat, by_place=use_generic_names)
+        reduced = self._reduction.reduce(local, flat)
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def get_local_and_global_gradients(

@@ -199,7 +199,10 @@ def _check_optimizer(optimizer: Any) -> None:
             "hvd.DistributedOptimizer in model.fit or hvd.DistributedGradientTape in a loop of your own."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ConfigError(f"DistributedOptimizer wraps Keras optimizers. Received: {type(optimizer).__name__}.")
+        kind = type(optimizer)
+        raise ConfigError(
+            f"DistributedOptimizer wraps optimizers of Keras 3. Received: {kind.__module__}.{kind.__name__}."
+        )
     if is_distributed(optimizer):
         raise ConfigError("This optimizer reduces gradients already: pass the one that was wrapped.")
 
