@@ -34,12 +34,13 @@ from hvdtrain.horovod.exchange import one_over_size
 from hvdtrain.horovod.primitives import Call, Reduce, all_gather, all_reduce, reduce_scatter
 from hvdtrain.training.reduction import scaled
 from hvdtrain.training.sparse import sum_duplicates
-from hvdtrain.training.variables import unwrap
+from hvdtrain.training.variables import as_written, unwrap
 
 _Change = Callable[[tf.Tensor], tf.Tensor]
 _AS_SIGNED = {tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 
+@as_written
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -69,6 +70,7 @@ def allreduce(
         return _compressed([tensor], compression, lambda packed: _each_dtype(packed, all_reduce, how, call))[0]
 
 
+@as_written
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -105,6 +107,7 @@ def grouped_allreduce(
     return results
 
 
+@as_written
 def allgather(
     tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = global_process_set
 ) -> Any:
@@ -112,6 +115,7 @@ def allgather(
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 
 
+@as_written
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -123,6 +127,7 @@ def grouped_allgather(
     return _each_dtype([tf.convert_to_tensor(tensor) for tensor in tensors], all_gather, call, moves=True)
 
 
+@as_written
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -136,6 +141,7 @@ def broadcast(
     return back(primitives.broadcast(there(whole), root_rank, Call(name, ignore_name_scope, process_set)))
 
 
+@as_written
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: Any = global_process_set
 ) -> Any:
@@ -155,6 +161,7 @@ def broadcast_(
         return [tensor.read_value() for tensor in tensors]
 
 
+@as_written
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -174,6 +181,7 @@ def alltoall(
     return back(output) if splits is None else (back(output), received)
 
 
+@as_written
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -191,6 +199,7 @@ def reducescatter(
         return _compressed([tensor], compression, lambda packed: _each_dtype(packed, reduce_scatter, how, call))[0]
 
 
+@as_written
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",

@@ -12,6 +12,7 @@ from hvdtrain.horovod.reduction import Reduction, groups_of
 from hvdtrain.training.variables import as_written, unwrap
 
 
+@as_written
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -44,6 +45,7 @@ def DistributedGradientTape(
     return ReducingTape(gradtape, reduction)
 
 
+@as_written
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -85,6 +87,7 @@ class ReducingTape(tf.GradientTape):
         self._tape = tape._tape
         self._reduction = reduction
 
+    @as_written
     def register_local_source(self, source: Any) -> None:
         """Leave the gradient of `source`, a variable, on its rank."""
         self._reduction.keep_local([source])
@@ -103,6 +106,7 @@ class ReducingTape(tf.GradientTape):
         reduced = self._reduction.reduce(local, flat)
         return tf.nest.pack_sequence_as(sources, reduced)
 
+    @as_written
     def get_local_and_global_gradients(
         self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:

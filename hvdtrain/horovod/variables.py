@@ -7,9 +7,10 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import global_process_set
 from hvdtrain.horovod.collectives import broadcast_
 from hvdtrain.horovod.exchange import exchange_among, is_included
-from hvdtrain.training.variables import unwrap
+from hvdtrain.training.variables import as_written, unwrap
 
 
+@as_written
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: Any = global_process_set, inplace: bool = False
 ) -> None:

@@ -110,6 +110,7 @@ class Distributed:
         counter = innermost(self)._iterations
         self.distribution.step(gradients, variables, counter, lambda reduced: plain(reduced, variables))
 
+    @as_written
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce and apply pairs of gradients and variables; those of `compute_gradients` are reduced already."""
         pairs = grads_and_vars if isinstance(grads_and_vars, _Reduced) else list(grads_and_vars)
@@ -118,6 +119,7 @@ class Distributed:
         with self.distribution.done():
             return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 
+    @as_written
     def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: Any = None) -> list[tuple[Any, Any]]:
         """Return pairs of reduced gradients and variables; `loss` is a function, or a value that `tape` recorded.
 
@@ -155,6 +157,7 @@ def distributed(optimizer: Any, distribution: Distribution) -> Any:
     _check_optimizer(optimizer)
     kind = optimizer.__class__
     wrapped: Any = type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    _register_alike(wrapped, kind)
     twin = wrapped.from_config(optimizer.get_config())
     twin.distribution = distribution
     if optimizer.built:
@@ -190,6 +193,14 @@ def built(optimizer: Any, variables: Sequence[Any] | None) -> list[Any]:
         with tf.init_scope():
             optimizer.build(list(variables))
     return list(variables)
+
+
+def _register_alike(wrapped: Any, kind: Any) -> None:
+    """Let Keras save `wrapped` under the name that `kind` is registered under, and load `kind` by it."""
+    package, registered, name = keras.saving.get_registered_name(kind).rpartition(">")
+    if registered:
+        for each in (wrapped, kind):  # the last one is what is loaded
+            keras.saving.register_keras_serializable(package, name)(each)
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdtrain
 import hvdtrain.horovod as hvd
 import hvdtrain.horovod.keras as hvd_keras
 from hvdtrain.config.errors import ConfigError
@@ -138,6 +139,16 @@ def test_a_wrapped_optimizer_is_one_of_its_kind_with_its_state():
     assert isinstance(wrapped, keras.optimizers.Adam)
     assert wrapped.get_config() == plain.get_config()
     assert [np.array(v).tolist() for v in wrapped.variables()] == [np.array(v).tolist() for v in plain.variables]
+
+
+def test_a_model_that_is_saved_with_a_registered_optimizer_loads_without_horovod(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    for plain in (hvdtrain.LARS(0.1), hvdtrain.LossScaleOptimizer(keras.optimizers.SGD(0.1))):
+        wrapped = hvd.DistributedOptimizer(plain)
+        wrapped.build(model.trainable_variables)
+        model.compile(wrapped, keras.losses.MeanSquaredError())
+        model.save(tmp_path / "model.keras")
+        assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is type(plain)
 
 
 def test_groups_by_their_older_name():
