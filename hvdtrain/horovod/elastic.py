@@ -13,7 +13,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import init, rank, shutdown
 from hvdtrain.horovod.objects import broadcast_object, broadcast_object_fn
 from hvdtrain.horovod.variables import broadcast_variables
-from hvdtrain.horovod.wrapped import built
+from hvdtrain.horovod.wrapped import built, distribution_of
 from hvdtrain.training.variables import unwrap
 
 __all__ = [
@@ -86,7 +86,7 @@ class _VariablesState(ObjectState):
         super().sync()
 
     def _save_values(self) -> None:
-        self._values = [np.array(unwrap(variable)) for variable in self._variables()]
+        self._values = [np.array(unwrap(variable).numpy()) for variable in self._variables()]
 
 
 class TensorFlowState(_VariablesState):
@@ -126,3 +126,18 @@ class TensorFlowKerasState(_VariablesState):
         self.backend = backend
         built(self.optimizer, model.trainable_variables)
         super().__init__(lambda: [*self.model.variables, *self.optimizer.variables], **kwargs)
+
+    def restore(self) -> None:
+        """Return to what was kept last; gradients that wait for further passes are forgotten."""
+        super().restore()
+        self._forget_passes()
+
+    def sync(self) -> None:
+        """Take over rank 0's model, optimizer and properties, and keep them."""
+        super().sync()
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        distribution = distribution_of(self.optimizer)
+        if distribution is not None:
+            distribution.forget()

@@ -84,6 +84,11 @@ class Distribution:
 
         tf.cond(tf.greater_equal(count.assign_add(1), self._passes), whole, part)
 
+    def forget(self) -> None:
+        """Begin anew with the passes of a step, as all ranks must after one of them has left or come."""
+        if self._count is not None:
+            self._count.assign(0)
+
     def _buffers(self, variables: Sequence[Any]) -> tuple[GradientSum, tf.Variable]:
         if self._sum is None or self._count is None:
             self._sum = GradientSum(variables)
@@ -169,13 +174,13 @@ def distributed(optimizer: Any, distribution: Distribution) -> Any:
     return twin
 
 
-def is_distributed(optimizer: Any) -> bool:
-    """Tell whether `optimizer`, or one that it holds, reduces gradients."""
+def distribution_of(optimizer: Any) -> Distribution | None:
+    """Return what `optimizer`, or one that it holds, does before it applies gradients; None if it does not reduce."""
     while optimizer is not None:
         if isinstance(optimizer, Distributed):
-            return True
+            return optimizer.distribution
         optimizer = getattr(optimizer, "inner_optimizer", None)
-    return False
+    return None
 
 
 def innermost(optimizer: Any) -> Any:
@@ -214,7 +219,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ConfigError(
             f"DistributedOptimizer wraps optimizers of Keras 3. Received: {kind.__module__}.{kind.__name__}."
         )
-    if is_distributed(optimizer):
+    if distribution_of(optimizer) is not None:
         raise ConfigError("This optimizer reduces gradients already: pass the one that was wrapped.")
 
 

@@ -1,9 +1,11 @@
 """`elastic.run` begins again after a lost exchange, and hides nothing else."""
 
 import horovod.tensorflow.elastic as plain
+import keras
 import pytest
 import tensorflow as tf
 
+import hvdtrain.horovod as hvd
 import hvdtrain.horovod.elastic as face
 
 CUT_OFF = "{{node my_own_name}} [gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer"
@@ -51,3 +53,17 @@ def test_other_errors_are_raised_where_horovod_returns_none():
     assert plain.run(first_fails_with(error))(State(), "") is None
     with pytest.raises(tf.errors.UnknownError, match="a full disk"):
         face.run(first_fails_with(error))(State(), "")
+
+
+def test_gradients_that_wait_for_further_passes_are_forgotten():
+    """A rank that has come has none, and all must exchange in the same call."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=3)
+    state = face.TensorFlowKerasState(model, optimizer)
+    weight = model.trainable_variables[0]
+    for _ in range(2):
+        optimizer.apply([tf.ones([1, 1])], [weight])
+    assert int(optimizer.distribution._count) == 2
+    state.restore()
+    assert int(optimizer.distribution._count) == 0
+    assert int(optimizer.iterations) == 0

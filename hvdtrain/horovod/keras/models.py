@@ -9,7 +9,7 @@ import keras
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Compression
 from hvdtrain.horovod.optimizer import keras_optimizer
-from hvdtrain.horovod.wrapped import is_distributed
+from hvdtrain.horovod.wrapped import distribution_of
 
 
 def load_model(
@@ -40,6 +40,6 @@ def load_model(
     own = {kind.__name__: kind for kind in custom_optimizers or ()}
     model = keras.models.load_model(path, custom_objects={**own, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not is_distributed(optimizer):
+    if optimizer is not None and distribution_of(optimizer) is None:
         model.optimizer = keras_optimizer(optimizer, compression=compression)
     return model
