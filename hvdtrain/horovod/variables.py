@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from hvdtrain.backends.compiled import numbered
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import global_process_set
 from hvdtrain.horovod.collectives import broadcast_
@@ -22,7 +23,8 @@ def broadcast_variables(
     if not is_included(process_set):
         return
     if not inplace:
-        by_place = {f"variable{place}": tensor for place, tensor in enumerate(tensors)}
+        call = numbered("variables")
+        by_place = {f"{call}/{place}": tensor for place, tensor in enumerate(tensors)}
         exchange_among(process_set).broadcast(by_place, root=root_rank)
         return
     for device in dict.fromkeys(tensor.device for tensor in tensors):
