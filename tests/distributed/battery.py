@@ -18,11 +18,12 @@ sys.path.insert(0, str(HERE))
 CHECKS = HERE / "checks"
 # What lies above the exchange does not depend on who carries it, and four ranks take turns on two cores: what takes
 # long to compile is left out of most worlds.
-LONG_TO_COMPILE = {"callbacks", "combinations", "face_training", "face_traps", "jit", "keras_models", "precision"}
+FACE = {"face_training", "face_traps", "face_variants"}
+LONG_TO_COMPILE = {"callbacks", "combinations", "jit", "keras_models", "precision"} | FACE
 FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
     ("mpirun", 1): LONG_TO_COMPILE | {"face_collectives"},
     ("mpirun", 2): set(),
-    ("gloo", 1): {"combinations", "face_training", "face_traps"},
+    ("gloo", 1): {"combinations"} | FACE,
     ("gloo", 4): LONG_TO_COMPILE - {"face_training"},
 }
 # These show that others can fail, or go once more over an exchange that another check has made.
@@ -32,15 +33,6 @@ TWO_RANKS_ONLY = {
     "accumulation.check_own_loop_eager",
     "accumulation.check_sparse_gradients_either_way",
     "accumulation.check_the_comparison_notices",
-    "face_training.check_a_saved_model_goes_on",
-    "face_training.check_backward_passes_per_step",
-    "face_training.check_best_model_checkpoint",
-    "face_training.check_broadcast_leaves_local_variables",
-    "face_training.check_groups_of_variables",
-    "face_training.check_momentum_is_corrected",
-    "face_training.check_own_loops_are_training_in_one_process",
-    "face_training.check_ways_that_gradients_travel",
-    "face_training.check_xla_is_refused_in_words",
     "parity.check_dense_adam_float64",
     "parity.check_dense_sgd_float32",
     "parity.check_embedding_adam_float64",
