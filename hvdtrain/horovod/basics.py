@@ -116,16 +116,18 @@ def init(*args: Any, **kwargs: Any) -> None:
     """Initialize Horovod; the arguments are `comm` and `process_sets`, as Horovod's own.
 
     A process set of all ranks, which Horovod's own `init` fails on, becomes the global one. Settings of the exchange
-    that the environment leaves open are those that `hvdtrain` measured (`hvdtrain/runtime/tuning.py`).
+    that the environment leaves open are those that `hvdtrain` measured (`hvdtrain/runtime/tuning.py`), but in elastic
+    jobs Horovod's own.
     """
     _init(*args, **kwargs)
 
 
 def _init(comm: Any = None, process_sets: Any = None) -> None:
-    set_exchange_defaults(os.environ)
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     whole: list[ProcessSet] = []
     if not is_elastic():
+        # Once they are set, Horovod cannot be initialized a second time.
+        set_exchange_defaults(os.environ)
         environment = detect_environment(os.environ)
         if environment.launcher == "none":
             os.environ.update(ALONE)

@@ -1,6 +1,7 @@
 """Elastic training: state that outlives the loss and the arrival of ranks."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ __all__ = [
     "shutdown",
 ]
 
+_READ_ONCE = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
+"""Horovod crashes where it reads these a second time (a null pointer in `ParameterManager::BayesianParameter`)."""
+
 _TRANSPORTS = ("Horovod", "gloo", "MPI_", "NCCL", "nccl")
 """One of these is in the message of an exchange that was cut off; the op's own name may be anything."""
 
@@ -55,6 +59,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reset() -> None:
     shutdown()
+    for name in _READ_ONCE:
+        os.environ.pop(name, None)
     init()
 
 
