@@ -1,5 +1,7 @@
 """`elastic.run` begins again after a lost exchange, and hides nothing else."""
 
+import os
+
 import horovod.tensorflow.elastic as plain
 import keras
 import pytest
@@ -9,6 +11,7 @@ import hvdtrain.horovod as hvd
 import hvdtrain.horovod.elastic as face
 
 CUT_OFF = "{{node my_own_name}} [gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer"
+RESET = face._reset
 
 
 class State:
@@ -67,3 +70,13 @@ def test_gradients_that_wait_for_further_passes_are_forgotten():
     state.restore()
     assert int(optimizer.distribution._count) == 0
     assert int(optimizer.iterations) == 0
+
+
+def test_a_reset_leaves_out_what_horovod_cannot_read_twice(monkeypatch):
+    seen = []
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "0.5")
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1024")
+    monkeypatch.setattr(face, "shutdown", lambda: seen.append("shutdown"))
+    monkeypatch.setattr(face, "init", lambda: seen.append(sorted({*face._READ_ONCE} & os.environ.keys())))
+    RESET()
+    assert seen == ["shutdown", []]
