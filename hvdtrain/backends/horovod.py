@@ -12,28 +12,13 @@ from hvdtrain.runtime.collectives import Collectives, collective_name
 from hvdtrain.runtime.session import Session
 
 
-class HorovodBackend:
-    """Data parallel training over the ranks of a session."""
+class HorovodExchange:
+    """The exchange among the ranks of `collectives`."""
 
-    name = "horovod"
-
-    def __init__(self, session: Session, collectives: Collectives) -> None:
-        self._session = session
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.size = session.mesh.size("dp")
-        self.index = session.mesh.coordinate("dp")
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """No context is needed: each process holds plain variables."""
-        return nullcontext()
-
-    def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Return `batches`, which are this rank's already."""
-        return batches
-
-    def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step`: this process has one replica."""
-        return step(*args)
+        self.size = collectives.size
+        self.index = collectives.rank
 
     def _name(self, name: str) -> str:
         return collective_name(self._collectives.axis, name)
@@ -72,6 +57,30 @@ class HorovodBackend:
                 variable.assign(self._collectives.broadcast(value, root=root, name=name))
 
         run_once(assign_all)
+
+
+class HorovodBackend(HorovodExchange):
+    """Data parallel training over the ranks of a session."""
+
+    name = "horovod"
+
+    def __init__(self, session: Session, collectives: Collectives) -> None:
+        super().__init__(collectives)
+        self._session = session
+        self.size = session.mesh.size("dp")
+        self.index = session.mesh.coordinate("dp")
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """No context is needed: each process holds plain variables."""
+        return nullcontext()
+
+    def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return `batches`, which are this rank's already."""
+        return batches
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Call `step`: this process has one replica."""
+        return step(*args)
 
     def gather_bytes(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """Exchange `payload` over the control channel."""

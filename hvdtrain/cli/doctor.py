@@ -1,15 +1,19 @@
-"""``python -m hvdtrain doctor``: is everything here that training on many processes needs?"""
+"""``python -m hvdtrain doctor``: is everything here that training on many processes needs? Does a script run?"""
 
 import argparse
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hvdtrain.cli.script.report import lines_of, needs_hand, read_script
+from hvdtrain.cli.script.rewrite import difference, rewritten
+from hvdtrain.config.errors import UserError
 from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.diagnose import diagnose
 
@@ -23,15 +27,39 @@ Tries each part that training needs: Python, TensorFlow, Keras, Horovod and its 
 all-reduce over 2 ranks with Gloo and with MPI, cores, memory, shared memory, GPUs. Takes about 20 seconds.
 The exit code is 1 if a check failed. A warning is something that training can do without: where Horovod is
 not installed, training runs on one process.
+
+With --script a Horovod script is read instead, not run: each of its imports and calls works as it is, works with the
+import changed to hvdtrain.horovod, or needs a change that is named. The exit code is 1 if one is to be made by hand.
 """
 
 
 def main(argv: list[str]) -> int:
     """Run all checks, show them, and return 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m hvdtrain doctor", description=_DESCRIPTION)
-    parser.parse_args(argv)
+    parser.add_argument("--script", type=Path, metavar="FILE", help="say what a Horovod script calls, and what changes")
+    parser.add_argument("--write", action="store_true", help="show and make the changes of the script's imports")
+    options = parser.parse_args(argv)
+    if options.write and options.script is None:
+        parser.error("--write changes a script: name it with --script FILE.")
+    if options.script is not None:
+        return _read_script(options.script, write=options.write)
     checks = _on_terminal() if sys.stdout.isatty() else _in_plain_text()
     return 1 if any(check.status == "failed" for check in checks) else 0
+
+
+def _read_script(path: Path, *, write: bool) -> int:
+    """Report on a Horovod script, rewrite its imports if asked to, and return 1 if more is left to do."""
+    try:
+        script = read_script(path)
+        print("\n".join(lines_of(script)))
+        if write and script.replacements:
+            after = rewritten(script.source, script.replacements)
+            print(difference(path, script.source, after), end="")
+            path.write_bytes(after)
+    except (UserError, OSError) as error:
+        print(f"hvdtrain: error: {error}", file=sys.stderr)
+        return 2
+    return 1 if needs_hand(script) else 0
 
 
 def _in_plain_text() -> list[Check]:

@@ -7,11 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends.compiled import numbered
 from hvdtrain.backends.protocol import Exchange
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
-
-_NAMES = "hvdtrain/sync_batch_norm/names"
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -50,15 +49,20 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         """Return mean and variance over all replicas, shape [size of axis], in the dtype of `inputs`."""
-        exchange = current_exchange() if self.exchange is None else self.exchange
-        if exchange.size == 1:
+        exchange = self.replicas()
+        if exchange is None:
             return super()._moments(inputs, mask)
         # Keras adds this to the number of unmasked elements.
         extra = 0.0 if mask is None else keras.backend.epsilon()
         local = tf.math.multiply_no_nan(self._local_sums(inputs, mask), tf.cast(self.present, tf.float64))
-        total = sum_over_replicas(local, exchange, _numbered(f"sync_batch_norm/{self.path}"))
+        total = sum_over_replicas(local, exchange, numbered(f"sync_batch_norm/{self.path}"))
         mean, variance = _mean_and_variance(total, channels=inputs.shape[self.axis], extra=extra)
         return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
+
+    def replicas(self) -> Exchange | None:
+        """Return the exchange with the other replicas, None where there are none."""
+        exchange = current_exchange() if self.exchange is None else self.exchange
+        return exchange if exchange.size > 1 else None
 
     def _local_sums(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
         """Return [count, sums, sums of squares] of this replica in float64.
@@ -110,22 +114,6 @@ def sum_over_replicas(tensor: tf.Tensor, exchange: Exchange, name: str) -> tf.Te
         return total, lambda upstream: exchange.all_reduce(upstream, name=f"{name}/backward")
 
     return summed(tensor)
-
-
-def _numbered(name: str) -> str:
-    """Return `name`, with a number from its second use in the function that is being compiled.
-
-    A layer may be called twice, and layers of nested models may share a path; two messages under way must not share a
-    name. What a function's body uses counts with the function itself.
-    """
-    if tf.executing_eagerly():
-        return name
-    graph = tf.compat.v1.get_default_graph()
-    while (outer := getattr(graph, "outer_graph", None)) is not None and outer.building_function:
-        graph = outer
-    used = graph.get_collection_ref(_NAMES)
-    used.append(name)
-    return name if used.count(name) == 1 else f"{name}#{used.count(name)}"
 
 
 def sync_layers(model: Any) -> list[SyncBatchNormalization]:

@@ -1,14 +1,4 @@
-"""The only place that calls Horovod's collectives.
-
-Horovod's data ops carry no state, so TensorFlow takes two with equal inputs for one, and one with a constant input for
-a constant: its first result is kept, and the op never runs again. Where the input is constant on one rank only, the
-others wait for it for ever. Three things keep each op what it is:
-
-- an attribute of its own, by which the graph optimizer (Grappler) does not merge it with another;
-- an input that passes through PlaceholderWithDefault, which Grappler does not fold;
-- an empty `_scoped_allocator`, for which the runtime's own constant folding, which every function goes through when it
-  is first called, leaves an op alone (`IsConstantFoldable` in tensorflow/core/common_runtime/constant_folding.cc).
-"""
+"""Horovod's collectives as training calls them, each under a name that the ranks share."""
 
 import zlib
 from collections.abc import Sequence
@@ -17,9 +7,9 @@ from typing import Any, Literal
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
-from tensorflow.core.framework import attr_value_pb2
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.runtime.guarded import guarded, kept
 
 ReduceOp = Literal["sum", "average", "adasum"]
 
@@ -38,28 +28,14 @@ def collective_name(*parts: str) -> str:
     return clean if clean == name else f"{clean}.{zlib.crc32(name.encode()):08x}"
 
 
-def _guarded(tensor: tf.Tensor) -> tf.Tensor:
-    if tf.executing_eagerly():
-        return tensor
-    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
-
-
-def _kept(output: Any, name: str) -> Any:
-    if not tf.executing_eagerly():
-        first = output[0] if isinstance(output, list | tuple) else output
-        first.op._set_attr("_hvd_uid", attr_value_pb2.AttrValue(i=zlib.crc32(name.encode())))
-        none = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue())
-        first.op._set_attr("_scoped_allocator", none)
-    return output
-
-
 class Collectives:
-    """Collectives among the ranks along one axis of the mesh."""
+    """Collectives among the ranks along one axis of the mesh, or among those of one of Horovod's process sets."""
 
-    def __init__(self, axis: str, rank: int, size: int) -> None:
+    def __init__(self, axis: str, rank: int, size: int, process_set: Any = hvd.global_process_set) -> None:
         self.axis = axis
         self.rank = rank
         self.size = size
+        self._process_set = process_set
 
     def all_reduce(
         self,
@@ -82,42 +58,50 @@ class Collectives:
         if op == "adasum" and not hvd.mpi_enabled():
             raise ConfigError("Adasum needs MPI: start with mpirun, or horovodrun --mpi.")
         output = mpi_ops._allreduce(
-            _guarded(tensor),
+            guarded(tensor),
             name=name,
             op=_OPS["sum" if op == "average" else op],
             prescale_factor=prescale,
             postscale_factor=postscale / self.size if op == "average" else postscale,
             ignore_name_scope=True,
+            process_set=self._process_set,
         )
-        return _kept(output, name)
+        return kept(output, name)
 
     def grouped_all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> list[tf.Tensor]:
         """Sum each of `tensors` over the axis in one message per dtype; none leaves before all are there."""
+        if tensors[0].dtype in _UNSUMMABLE:
+            wide = [tf.cast(tensor, tf.float32) for tensor in tensors]
+            sums = self.grouped_all_reduce(wide, name=name, prescale=prescale, postscale=postscale)
+            return [tf.cast(total, tensors[0].dtype) for total in sums]
         outputs = mpi_ops._grouped_allreduce(
-            [_guarded(tensor) for tensor in tensors],
+            [guarded(tensor) for tensor in tensors],
             name=name,
             op=hvd.Sum,
             prescale_factor=prescale,
             postscale_factor=postscale,
             ignore_name_scope=True,
+            process_set=self._process_set,
         )
-        return list(_kept(outputs, name))
+        return list(kept(outputs, name))
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate the ranks' tensors along dim 0, where their sizes may differ."""
         if tensor.dtype == tf.bfloat16:
             return tf.bitcast(self.all_gather(tf.bitcast(tensor, tf.uint16), name=name), tf.bfloat16)
-        return _kept(mpi_ops.allgather(_guarded(tensor), name=name, ignore_name_scope=True), name)
+        return kept(
+            mpi_ops.allgather(guarded(tensor), name=name, ignore_name_scope=True, process_set=self._process_set), name
+        )
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Cut `tensor` into equal parts along dim 0, send part i to rank i, and line up what came, by rank.
 
         Dim 0 must be the same multiple of the axis' size on all ranks; the result has the shape of `tensor`.
         """
-        output = mpi_ops.alltoall(_guarded(tensor), name=name, ignore_name_scope=True)
-        return tf.ensure_shape(_kept(output, name), tensor.shape)
+        output = mpi_ops.alltoall(guarded(tensor), name=name, ignore_name_scope=True, process_set=self._process_set)
+        return tf.ensure_shape(kept(output, name), tensor.shape)
 
     def broadcast(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
         """Return `root`'s tensor on every rank; dtypes that Horovod does not move travel as bits."""
@@ -128,5 +112,7 @@ class Collectives:
             signed = tf.int32 if tensor.dtype == tf.uint32 else tf.int64
             bits = self.broadcast(tf.bitcast(tensor, signed), root=root, name=name)
             return tf.bitcast(bits, tensor.dtype)
-        output = mpi_ops.broadcast(_guarded(tensor), root, name=name, ignore_name_scope=True)
-        return _kept(output, name)
+        output = mpi_ops.broadcast(
+            guarded(tensor), root, name=name, ignore_name_scope=True, process_set=self._process_set
+        )
+        return kept(output, name)

@@ -15,7 +15,7 @@ from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_pro
 from hvdtrain.runtime.environment import Environment, detect_environment
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
-from hvdtrain.runtime.tuning import set_exchange_defaults
+from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
 from hvdtrain.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def _start_horovod(environment: Environment) -> "Collectives":
             "python -m hvdtrain doctor shows what does not fit."
         ) from error
     if environment.launcher == "none":
-        # Without mpirun some MPI libraries end the process in MPI_Init; Gloo starts alone anywhere.
-        os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
+        os.environ.update(ALONE)
     hvd.init()
     if (hvd.rank(), hvd.size()) != (environment.rank, environment.size):
         raise LaunchError(

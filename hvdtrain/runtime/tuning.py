@@ -12,6 +12,9 @@ EXCHANGE_DEFAULTS = {
     "HOROVOD_FUSION_THRESHOLD": str(16 * 2**20),
 }
 
+ALONE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+"""For a process that no launcher started: some MPI libraries end it in MPI_Init; Gloo starts anywhere."""
+
 TRANSPORTS = "OMPI_MCA_btl"
 
 

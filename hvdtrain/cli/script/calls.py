@@ -1,0 +1,101 @@
+"""The calls of a script that go to Horovod, and the few of Keras 2 that scripts of its time make beside them."""
+
+import ast
+from collections.abc import Iterator, Mapping
+
+from hvdtrain.cli.script.finding import Finding, Verdict
+from hvdtrain.cli.script.names import FACE, STANDS_FOR
+
+_OF_TENSORFLOW_1 = {
+    "BroadcastGlobalVariablesHook": "belongs to TensorFlow 1's sessions: model.fit with "
+    "hvd.callbacks.BroadcastGlobalVariablesCallback(0), or hvd.broadcast_variables in a loop.",
+    "broadcast_global_variables": "TensorFlow 2 keeps no list of all variables: "
+    "hvd.broadcast_variables(model.variables + optimizer.variables, root_rank=0).",
+    "LocalGradientAggregationHelper": "works in TensorFlow 1's graphs only: "
+    "hvd.DistributedOptimizer(optimizer, backward_passes_per_step=...).",
+}
+_OF_KERAS_2 = {
+    "fit_generator": "Keras 3 has model.fit only, which takes generators too.",
+    "evaluate_generator": "Keras 3 has model.evaluate only, which takes generators too.",
+}
+_POSITIONS_THAT_MOVED = {"DistributedOptimizer": 8, "PartialDistributedOptimizer": 99, "BestModelCheckpoint": 2}
+"""How many arguments without a name `horovod.keras` takes in the order of `horovod.tensorflow.keras`."""
+
+
+def calls_of(tree: ast.AST, bound: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what becomes of each call and each decorator, `bound` being what imported names stand for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = _dotted(node.func, bound)
+            yield from _of_horovod(node, name) if name else _of_keras(node)
+        elif isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                if not isinstance(decorator, ast.Call) and (name := _dotted(decorator, bound)):
+                    yield from _found(decorator.lineno, f"@{ast.unparse(decorator)}", name, None)
+
+
+def _dotted(node: ast.expr, bound: Mapping[str, str]) -> str | None:
+    """Return the full name of what is called, where it is Horovod's."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in bound:
+        return None
+    return ".".join([bound[node.id], *reversed(parts)])
+
+
+def _of_horovod(call: ast.Call, name: str) -> Iterator[Finding]:
+    yield from _found(call.lineno, f"{ast.unparse(call.func)}(...)", name, call)
+
+
+def _found(line: int, said: str, name: str, call: ast.Call | None) -> Iterator[Finding]:
+    module, _, symbol = name.rpartition(".")
+    names = FACE.get(STANDS_FOR.get(module, module))
+    if names is None:
+        # A method of something imported, or a part of Horovod that stays as it is.
+        return
+    works: Verdict = "works as is" if module in FACE else "works with the import changed"
+    if symbol not in names:
+        yield Finding(line, said, "needs this change", f"{symbol} is not part of Horovod 0.28.1.")
+        return
+    advice = _OF_TENSORFLOW_1.get(symbol) or (_arguments(call, module, symbol) if call else "")
+    yield Finding(line, said, "needs this change" if advice else works, advice)
+
+
+def _arguments(call: ast.Call, module: str, symbol: str) -> str:
+    """Return what must change in the arguments of a call."""
+    named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
+    if named.get("session", "None") != "None":
+        return "TensorFlow 2 has no sessions: leave session out."
+    if named.get("legacy_opts") == "True":
+        return "Keras 3 has no legacy optimizers: leave legacy_opts out."
+    if symbol == "TensorFlowState" and not call.args and "variables" not in named:
+        return "TensorFlow 2 keeps no list of all variables: pass variables=model.variables + optimizer.variables."
+    if symbol == "DistributedOptimizer" and named.get("op", "").endswith("Adasum"):
+        return "Keras optimizers take no Adasum: hvd.DistributedGradientTape(tape, op=hvd.Adasum)."
+    if symbol == "DistributedOptimizer" and call.args and "v1.train." in ast.unparse(call.args[0]):
+        return "TensorFlow 1's optimizers need sessions: use one of keras.optimizers."
+    if module.startswith("horovod.keras") and len(call.args) > _POSITIONS_THAT_MOVED.get(symbol, 99):
+        return f"name the arguments after the first {_POSITIONS_THAT_MOVED[symbol]}: their order is another."
+    return ""
+
+
+def _of_keras(call: ast.Call) -> Iterator[Finding]:
+    """Find what Keras 3 no longer has, in the calls that stand in Horovod's examples."""
+    said = ast.unparse(call.func)
+    named = {keyword.arg for keyword in call.keywords}
+    last = said.rpartition(".")[2]
+    advice = _OF_KERAS_2.get(last, "") if "." in said else ""
+    if last == "compile" and "experimental_run_tf_function" in named:
+        advice = "leave experimental_run_tf_function out: Keras 3 does not know it."
+    elif ".optimizers.legacy." in f".{said}":
+        advice = "Keras 3 has no legacy optimizers: leave .legacy out."
+    elif "optimizers." in said and "lr" in named:
+        advice = "the argument is called learning_rate."
+    elif "optimizers." in said and "decay" in named:
+        advice = "Keras 3 has no decay: pass a schedule of keras.optimizers.schedules as learning_rate."
+    elif last == "variables" and "opt" in said.lower() and not call.args:
+        advice = "of an optimizer that is not wrapped variables is a list: leave the parentheses out."
+    if advice:
+        yield Finding(call.lineno, f"{said}(...)", "needs this change", advice)

@@ -1,0 +1,146 @@
+"""Joining the job, process sets, and what Horovod says of itself: Horovod's own functions where they are sound."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from horovod.tensorflow import (
+    Adasum,
+    Average,
+    Compression,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+    add_process_set,
+    ccl_built,
+    check_extension,
+    check_num_rank_power_of_2,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    gpu_available,
+    handle_average_backwards_compatibility,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_rank_op,
+    local_size,
+    local_size_op,
+    mpi_built,
+    mpi_enabled,
+    mpi_ops,
+    mpi_threads_supported,
+    nccl_built,
+    process_set_included_op,
+    rank,
+    rank_op,
+    refs_to_vars,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    size_op,
+    split_list,
+    start_timeline,
+    stop_timeline,
+    vars_to_refs,
+)
+
+from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "ccl_built",
+    "check_extension",
+    "check_num_rank_power_of_2",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "gpu_available",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_elastic",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "refs_to_vars",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "split_list",
+    "start_timeline",
+    "stop_timeline",
+    "vars_to_refs",
+]
+
+
+def is_elastic() -> bool:
+    """Tell whether ranks may come and go: then nothing that is compiled may hold their number."""
+    return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Initialize Horovod; the arguments are `comm` and `process_sets`, as Horovod's own.
+
+    A process set of all ranks, which Horovod's own `init` fails on, becomes the global one. Settings of the exchange
+    that the environment leaves open are those that `hvdtrain` measured (`hvdtrain/runtime/tuning.py`), but in elastic
+    jobs Horovod's own.
+    """
+    _init(*args, **kwargs)
+
+
+def _init(comm: Any = None, process_sets: Any = None) -> None:
+    sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    whole: list[ProcessSet] = []
+    if not is_elastic():
+        # Once they are set, Horovod cannot be initialized a second time.
+        set_exchange_defaults(os.environ)
+        environment = detect_environment(os.environ)
+        if environment.launcher == "none":
+            os.environ.update(ALONE)
+        whole = [one for one in sets if comm is None and one.ranks == list(range(environment.size))]
+    _refuse_duplicates(sets)
+    apart = [one for one in sets if one not in whole]
+    mpi_ops.init(comm, process_sets if isinstance(process_sets, str) else apart)
+    for one in whole:
+        one.process_set_id = global_process_set.process_set_id
+
+
+def _refuse_duplicates(sets: Sequence[ProcessSet]) -> None:
+    ranks = [one.ranks for one in sets if one.ranks is not None]
+    twice = next((each for each in ranks if ranks.count(each) > 1), None)
+    if twice is not None:
+        raise ValueError(f"Duplicate process sets are not allowed. Received: the ranks {twice} more than once.")

@@ -1,0 +1,283 @@
+"""Horovod's collectives by its own names and arguments.
+
+What they do beyond Horovod's own:
+
+- within a compiled function they are neither merged, nor folded to a constant (`primitives.py`);
+- Keras variables, and whatever else becomes a tensor, may be passed;
+- bfloat16 travels as float32: what is only moved stays exact, a reduction is rounded once, at its end;
+- unsigned integers of 32 and 64 bits are moved as signed ones, bit by bit; Horovod does not add them;
+- a group may hold several dtypes, and dense and sparse tensors in any order;
+- of sparse tensors each row comes back once, the sum of what several ranks have.
+
+Their gradients are those that Horovod registers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvdtrain.horovod import primitives
+from hvdtrain.horovod.basics import (
+    Adasum,
+    Average,
+    Compression,
+    Sum,
+    check_num_rank_power_of_2,
+    global_process_set,
+    handle_average_backwards_compatibility,
+    mpi_enabled,
+    size,
+)
+from hvdtrain.horovod.exchange import one_over_size
+from hvdtrain.horovod.primitives import Call, Reduce, all_gather, all_reduce, reduce_scatter
+from hvdtrain.training.reduction import scaled
+from hvdtrain.training.sparse import sum_duplicates
+from hvdtrain.training.variables import as_written, unwrap
+
+_Change = Callable[[tf.Tensor], tf.Tensor]
+_AS_SIGNED = {tf.uint32: tf.int32, tf.uint64: tf.int64}
+
+
+@as_written
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Reduce a tensor, or tf.IndexedSlices, elementwise over the ranks of `process_set`; the average by default.
+
+    Shape and dtype must agree on all ranks. `average` is Horovod's older way to say `op`.
+    """
+    op = handle_average_backwards_compatibility(op, average)
+    _check_op(op, process_set)
+    if isinstance(tensor, tf.IndexedSlices):
+        _check_sparse(op, prescale_factor, postscale_factor)
+        with tf.device(device_sparse):
+            return _rows(tensor, op, name, process_set, ignore_name_scope)
+
+    how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
+    with tf.device(device_dense):
+        return _compressed([tensor], compression, lambda packed: _each_dtype(packed, all_reduce, how, call))[0]
+
+
+@as_written
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> Any:
+    """Reduce tensors and tf.IndexedSlices, in any order; the dense ones of a dtype leave together."""
+    if not tensors:
+        return tensors
+    op = handle_average_backwards_compatibility(op, average)
+    _check_op(op, process_set)
+    results = list(tensors)
+    sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
+    dense = [i for i in range(len(tensors)) if i not in sparse]
+
+    how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
+    with tf.device(device_sparse):
+        for i in sparse:
+            _check_sparse(op, prescale_factor, postscale_factor)
+            results[i] = _rows(tensors[i], op, name and f"{name}_{i}", process_set, ignore_name_scope)
+    with tf.device(device_dense):
+        reduced = _compressed(
+            [tensors[i] for i in dense], compression, lambda packed: _each_dtype(packed, all_reduce, how, call)
+        )
+    for i, result in zip(dense, reduced, strict=True):
+        results[i] = result
+    return results
+
+
+@as_written
+def allgather(
+    tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = global_process_set
+) -> Any:
+    """Concatenate the ranks' tensors along dim 0, where their sizes may differ."""
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
+
+
+@as_written
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any = global_process_set,
+) -> list[Any]:
+    """Gather several tensors; those of a dtype leave together."""
+    call = Call(name, ignore_name_scope, process_set)
+    return _each_dtype([tf.convert_to_tensor(tensor) for tensor in tensors], all_gather, call, moves=True)
+
+
+@as_written
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any = global_process_set,
+) -> Any:
+    """Return the tensor of `root_rank` (counted among all ranks, in a process set too) on every rank."""
+    whole = tf.convert_to_tensor(tensor)
+    there, back = _stand_in(whole.dtype, moves=True)
+    return back(primitives.broadcast(there(whole), root_rank, Call(name, ignore_name_scope, process_set)))
+
+
+@as_written
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: Any = global_process_set
+) -> Any:
+    """Overwrite `variables`, all on one device, with the values of `root_rank`, and return their new values.
+
+    They are matched by their places in the list, as two of them may share a name.
+    """
+    tensors = [unwrap(variable) for variable in variables]
+    sent = mpi_ops.MPI_LIB.horovod_broadcast_inplace_resource(
+        [tensor.handle for tensor in tensors],
+        variable_names=[f"variable{place}" for place in range(len(tensors))],
+        name=name,
+        root_rank=root_rank,
+        process_set_id=process_set.process_set_id,
+    )
+    with tf.control_dependencies([] if tf.executing_eagerly() else [sent]):
+        return [tensor.read_value() for tensor in tensors]
+
+
+@as_written
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any = global_process_set,
+) -> Any:
+    """Send `splits[i]` rows (equal parts if None) to rank i and line up what came, by rank.
+
+    With `splits` the rows that came from each rank are returned as well.
+    """
+    whole = tf.convert_to_tensor(tensor)
+    there, back = _stand_in(whole.dtype, moves=True)
+    # No splits stand for equal parts.
+    parts = tf.cast(tf.convert_to_tensor([] if splits is None else splits), tf.int32)
+    output, received = primitives.all_to_all(there(whole), parts, Call(name, ignore_name_scope, process_set))
+    return back(output) if splits is None else (back(output), received)
+
+
+@as_written
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce a tensor over the ranks and give each its part of dim 0; the first ranks get what is left over."""
+    how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
+    with tf.device(device_dense):
+        return _compressed([tensor], compression, lambda packed: _each_dtype(packed, reduce_scatter, how, call))[0]
+
+
+@as_written
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce and scatter several tensors; those of a dtype leave together."""
+    if not tensors:
+        return tensors
+    how, call = Reduce(op, prescale_factor, postscale_factor), Call(process_set=process_set)
+    with tf.device(device_dense):
+        return _compressed(tensors, compression, lambda packed: _each_dtype(packed, reduce_scatter, how, call))
+
+
+def _check_op(op: int, process_set: Any) -> None:
+    """Refuse an Adasum that would hang or fail within Horovod."""
+    if op != Adasum:
+        return
+    if process_set.process_set_id != global_process_set.process_set_id:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    if not check_num_rank_power_of_2(size()):
+        raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
+    if not mpi_enabled():
+        raise NotImplementedError("Adasum needs MPI: start with mpirun, or horovodrun --mpi.")
+
+
+def _check_sparse(op: int, prescale: float, postscale: float) -> None:
+    if op == Adasum:
+        raise NotImplementedError(
+            "The Adasum reduction does not currently support sparse tensors. As a workaround please pass "
+            "sparse_as_dense=True to DistributedOptimizer"
+        )
+    if op not in (Sum, Average):
+        raise NotImplementedError("Only Sum and Average ops are supported with tf.IndexedSlices")
+    if prescale != 1.0 or postscale != 1.0:
+        raise NotImplementedError("Pre/postscale_factor are not supported with tf.IndexedSlices")
+
+
+def _rows(slices: tf.IndexedSlices, op: int, name: str | None, process_set: Any, ignore_scope: bool) -> Any:
+    values = allgather(slices.values, name and f"{name}_values", ignore_scope, process_set)
+    indices = allgather(slices.indices, name and f"{name}_indices", ignore_scope, process_set)
+    total = sum_duplicates(tf.IndexedSlices(values, indices, slices.dense_shape))
+    return scaled(total, one_over_size(process_set)) if op == Average else total
+
+
+def _compressed(tensors: Sequence[Any], compression: Any, reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Reduce what `compression` makes of `tensors`, and undo it."""
+    pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    reduced = reduce([packed for packed, _ in pairs])
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def _stand_in(
+    dtype: tf.DType, moves: bool
+) -> tuple[Callable[[tf.Tensor], tf.Tensor], Callable[[tf.Tensor], tf.Tensor]]:
+    """Return what takes tensors of `dtype` to one that Horovod knows, and back; it adds fewer than it `moves`."""
+    if dtype == tf.bfloat16:
+        return lambda tensor: tf.cast(tensor, tf.float32), lambda tensor: tf.cast(tensor, tf.bfloat16)
+    if moves and dtype in _AS_SIGNED:
+        return lambda tensor: tf.bitcast(tensor, _AS_SIGNED[dtype]), lambda tensor: tf.bitcast(tensor, dtype)
+    return lambda tensor: tensor, lambda tensor: tensor
+
+
+def _each_dtype(
+    tensors: Sequence[tf.Tensor], function: Callable[..., list[tf.Tensor]], *options: Any, moves: bool = False
+) -> list[Any]:
+    """Call `function` once for each dtype among `tensors`, and keep their order; `options` end with the call."""
+    *how, call = options
+    results: list[Any] = list(tensors)
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+    for dtype in dtypes:
+        there, back = _stand_in(dtype, moves)
+        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        own = call if len(dtypes) == 1 else call.part(dtype.name)
+        outputs = function([there(tensors[i]) for i in places], *how, own)
+        for i, output in zip(places, outputs, strict=True):
+            results[i] = back(output)
+    return results

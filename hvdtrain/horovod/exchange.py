@@ -1,0 +1,32 @@
+"""The exchange of this project's own pieces among the ranks of one of Horovod's process sets."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.horovod import HorovodExchange
+from hvdtrain.horovod.basics import global_process_set, is_elastic, rank, size, size_op
+from hvdtrain.runtime.collectives import Collectives
+
+
+def exchange_among(process_set: Any) -> HorovodExchange:
+    """Return the exchange among the ranks of `process_set`, of which this one must be part."""
+    if process_set.process_set_id == global_process_set.process_set_id:
+        return HorovodExchange(Collectives("world", rank(), size()))
+    axis = f"set{process_set.process_set_id}"
+    return HorovodExchange(Collectives(axis, process_set.rank(), process_set.size(), process_set))
+
+
+def is_included(process_set: Any) -> bool:
+    """Tell whether this rank is part of `process_set`."""
+    return process_set.process_set_id == global_process_set.process_set_id or bool(process_set.included())
+
+
+def size_of(process_set: Any) -> Any:
+    """Return the number of ranks: an int, or where ranks may come and go, a tensor that is read when it is needed."""
+    return size_op(process_set.process_set_id) if is_elastic() else process_set.size()
+
+
+def one_over_size(process_set: Any) -> tf.Tensor:
+    """Return 1 / the number of ranks, in float64."""
+    return tf.math.reciprocal(tf.cast(size_of(process_set), tf.float64))

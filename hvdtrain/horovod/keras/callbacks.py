@@ -1,0 +1,219 @@
+"""Horovod's Keras callbacks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from horovod._keras import callbacks as horovod_callbacks
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.horovod.basics import rank, size
+from hvdtrain.horovod.collectives import allreduce
+from hvdtrain.horovod.variables import broadcast_variables
+from hvdtrain.horovod.wrapped import built, innermost
+from hvdtrain.training.variables import unwrap
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives every rank the weights and the optimizer's state of `root_rank`, before the first step of training.
+
+    Args:
+        root_rank: the rank whose values are taken over.
+        device: the device on which they travel.
+        local_variables: a variable, or several, that each rank keeps to itself.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.broadcast_done = False
+        self._local: dict[int, tf.Variable] = {}
+        alone = local_variables is None or hasattr(local_variables, "assign")
+        given: Iterable[Any] = [local_variables] if alone else local_variables
+        for variable in given:
+            if variable is not None:
+                self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave `var` as each rank has it."""
+        if not hasattr(var, "assign"):
+            raise ConfigError("All local variables must be of tf.Variable type.")
+        self._local[id(unwrap(var))] = unwrap(var)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Broadcast before the first step."""
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self.broadcast_done:
+            return
+        variables = [*self.model.variables]
+        if self.model.optimizer is not None:
+            built(self.model.optimizer, self.model.trainable_variables)
+            variables += self.model.optimizer.variables
+        with tf.device(self.device):
+            broadcast_variables([v for v in variables if id(unwrap(v)) not in self._local], self.root_rank)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages an epoch's figures over the ranks, for the callbacks that come after it.
+
+    Every rank must have the same ones.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace the figures by their averages."""
+        if not logs:
+            return
+        names = sorted(logs)
+        with tf.device(self.device):
+            averages = allreduce(tf.constant([float(logs[name]) for name in names], tf.float64), name="metrics")
+        logs.update(zip(names, averages.numpy().tolist(), strict=True))
+
+
+class _LearningRate(horovod_callbacks.LearningRateScheduleCallbackImpl):
+    """What Keras 3 has changed under Horovod's schedules: how a rate is read and set, and where momentum is."""
+
+    model: Any
+
+    def _adjust_learning_rate(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        old = _rate_of(optimizer)
+        new = self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new
+        if self.momentum_correction and old:
+            _scale_velocities(innermost(optimizer), new / old)
+
+    def _restore_momentum_if_needed(self) -> None:
+        """Do nothing: momentum itself was not changed."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Show the learning rate among the epoch's figures."""
+        if logs is not None:
+            logs["lr"] = _rate_of(self.model.optimizer)
+
+
+class LearningRateScheduleCallback(_LearningRate, keras.callbacks.Callback):
+    """Sets the learning rate to `initial_lr * multiplier` between two epochs.
+
+    Momentum is corrected by scaling the velocities with the rate, which is what scaling momentum for the length of a
+    step comes to (Nesterov's own step keeps the plain momentum): Keras compiles momentum into the step as a constant.
+
+    Args:
+        initial_lr: the learning rate at the start of training.
+        multiplier: a function of the epoch, or a constant c that stands for c ** (epoch - start_epoch).
+        start_epoch: the first epoch.
+        end_epoch: the first epoch that is left alone again.
+        staircase: set the rate at the beginning of epochs; otherwise of every batch, for fractions of an epoch.
+        momentum_correction: scale the velocities of optimizers that have momentum.
+        steps_per_epoch: found by itself where Keras knows the number of steps.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__(
+            None, initial_lr, multiplier, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch
+        )
+
+
+class LearningRateWarmupCallback(_LearningRate, keras.callbacks.Callback):
+    """Raises the learning rate from `initial_lr / hvd.size()` to `initial_lr` over some epochs.
+
+    After Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour". For further arguments see
+    `LearningRateScheduleCallback`.
+
+    Args:
+        initial_lr: the learning rate that is reached.
+        warmup_epochs: how many epochs it takes.
+        momentum_correction: see there.
+        steps_per_epoch: see there.
+        verbose: 1 tells on rank 0 when it is reached.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(None, initial_lr, self._share, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        self.verbose = verbose
+
+    def _share(self, epoch: float) -> float:
+        # The fraction of an epoch is rounded up by a batch, so that an epoch ends at a round number.
+        after = epoch + 1.0 / self.steps_per_epoch
+        return (after * (size() - 1) / self.end_epoch + 1) / size()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Show the learning rate, and tell when it is reached."""
+        super().on_epoch_end(epoch, logs)
+        if epoch == self.end_epoch - 1 and self.verbose > 0 and rank() == 0:
+            rate = _rate_of(self.model.optimizer)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Saves the best model; set `filepath` on it before training."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+    ) -> None:
+        super().__init__(
+            filepath="best.weights.h5" if save_weights_only else "best.keras",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse to train without a place for the model."""
+        if not self.filepath:
+            raise ConfigError("BestModelCheckpoint: set callback.filepath = 'model.keras' before training.")
+        super().on_train_begin(logs)
+
+
+def _rate_of(optimizer: Any) -> float:
+    return float(tf.convert_to_tensor(optimizer.learning_rate))
+
+
+def _scale_velocities(optimizer: Any, factor: float) -> None:
+    """Multiply the velocities of an optimizer with momentum, as far as it has made them.
+
+    Raises:
+        ConfigError: it has momentum, and where it keeps velocities is not known.
+    """
+    if not getattr(optimizer, "momentum", 0.0) or factor == 1.0 or not optimizer.built:
+        return
+    velocities = getattr(optimizer, "momentums", getattr(optimizer, "_momentums", None))
+    if velocities is None:
+        raise ConfigError(
+            f"Where {type(optimizer).__name__} keeps its velocities is not known: pass momentum_correction=False."
+        )
+    for velocity in velocities:
+        velocity.assign(velocity * factor)

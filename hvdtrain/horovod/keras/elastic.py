@@ -1,0 +1,48 @@
+"""Elastic training with Keras: state, and the callbacks that commit and update it."""
+
+from typing import Any
+
+import keras
+from horovod._keras import elastic as horovod_callbacks
+
+from hvdtrain.horovod.elastic import TensorFlowKerasState, run
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "TensorFlowKerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
+
+
+class KerasState(TensorFlowKerasState):
+    """A Keras model, its optimizer (the compiled one if None), and further properties that become attributes."""
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, optimizer, **kwargs)
+
+
+class CommitStateCallback(horovod_callbacks.CommitStateCallbackImpl, keras.callbacks.Callback):
+    """Commits `state` every `batches_per_commit` batches, and at the end of each epoch."""
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__(None, state, batches_per_commit)
+
+
+class UpdateBatchStateCallback(horovod_callbacks.UpdateBatchStateCallbackImpl, keras.callbacks.Callback):
+    """Keeps `state.batch` at the number of the last batch, and at 0 after an epoch.
+
+    Keras takes the number of steps from the data, so the first epoch after a reset is as long as the others.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(None, state)
+
+
+class UpdateEpochStateCallback(horovod_callbacks.UpdateEpochStateCallbackImpl, keras.callbacks.Callback):
+    """Keeps `state.epoch` at the number of epochs that are done, over all resets."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(None, state)

@@ -1,0 +1,140 @@
+"""Horovod's optimizers, by the arguments of `horovod.tensorflow`, `horovod.tensorflow.keras` and `horovod.keras`."""
+
+from typing import Any
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.horovod.basics import Adasum, Average, Compression, global_process_set
+from hvdtrain.horovod.reduction import Reduction, groups_of
+from hvdtrain.horovod.tape import variables_of
+from hvdtrain.horovod.wrapped import Distribution, distributed
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wrap a Keras optimizer as `hvdtrain.horovod.keras.DistributedOptimizer` does.
+
+    `use_locking` is for optimizers of TensorFlow 1, which are refused.
+    """
+    if op == Adasum:
+        raise ConfigError(
+            "op == Adasum is not supported yet with Keras: use hvd.DistributedGradientTape(tape, op=hvd.Adasum)."
+        )
+    return keras_optimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+
+
+def keras_optimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return an optimizer of the same class, configuration and state that reduces gradients before it applies them.
+
+    In `model.fit`, and in loops of one's own through `apply` and `apply_gradients`, compiled or not. A
+    LossScaleOptimizer may be inside or around it. It is called with local gradients: those of a
+    `DistributedGradientTape` would be reduced twice.
+
+    Args:
+        optimizer: a Keras optimizer.
+        name: prefix of the exchange's names; "Distributed" and the optimizer's class if None.
+        device_dense: the device on which gradients are reduced.
+        device_sparse: the same for rows, where `device_dense` names none.
+        compression: `Compression.none`, `Compression.fp16` (16 bits on the wire, added up in 32), or a class of one's
+            own with `compress` and `decompress`.
+        sparse_as_dense: make sparse gradients dense; otherwise their rows are gathered and those of one index added.
+        gradient_predivide_factor: divide by it before the sum, and by size / factor after.
+        op: Average or Sum.
+        backward_passes_per_step: calls whose gradients are added up before one exchange and one update.
+        average_aggregated_gradients: divide by that number.
+        num_groups: older name of `groups`.
+        groups: number of groups of gradients that leave together, or lists of variables.
+        process_set: the ranks that reduce; others apply their own gradients.
+        scale_local_gradients: divide gradients of variables that were registered as local by the number of ranks.
+
+    Raises:
+        ConfigError: options that Horovod refuses, no Keras optimizer, or one that is wrapped already.
+    """
+    reduction = Reduction(
+        name or f"Distributed{type(optimizer).__name__}",
+        op,
+        compression,
+        groups_of(num_groups, groups),
+        sparse_as_dense,
+        gradient_predivide_factor,
+        process_set,
+        scale_local_gradients,
+        device_dense or device_sparse,
+    )
+    return distributed(optimizer, Distribution(reduction, backward_passes_per_step, average_aggregated_gradients))
+
+
+def partial_keras_optimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    groups: Any = None,
+    process_set: Any = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wrap an optimizer as `DistributedOptimizer` does; gradients of `local_layers`, which are built, stay local."""
+    wrapped = keras_optimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    wrapped.distribution.reduction.keep_local(variables_of(local_layers))
+    return wrapped

@@ -1,0 +1,31 @@
+"""Horovod's synchronized batch normalization, by its own arguments."""
+
+from typing import Any
+
+import keras
+
+from hvdtrain.backends.protocol import Exchange
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.horovod.basics import global_process_set, is_elastic, size
+from hvdtrain.horovod.exchange import exchange_among
+from hvdtrain.layers import sync_batch_norm
+
+
+@keras.saving.register_keras_serializable(package="horovod")
+class SyncBatchNormalization(sync_batch_norm.SyncBatchNormalization):
+    """Batch normalization with the statistics of all ranks' samples.
+
+    Besides `fused`, which must be False, the arguments are those of `keras.layers.BatchNormalization`. Other than
+    Horovod's it weighs the ranks by their samples, and it may be used with a mask.
+    """
+
+    def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
+        if fused in (True, None):
+            raise ConfigError("SyncBatchNormalization does not support fused=True.")
+        super().__init__(**kwargs)
+
+    def replicas(self) -> Exchange | None:
+        """Return the exchange among all ranks, None where there is one; ranks that may come need it in any case."""
+        if self.exchange is not None:
+            return super().replicas()
+        return exchange_among(global_process_set) if is_elastic() or size() > 1 else None

@@ -1,0 +1,133 @@
+"""Gradient tapes whose gradients are those of all ranks."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.horovod.basics import Average, Compression, global_process_set
+from hvdtrain.horovod.reduction import Reduction, groups_of
+from hvdtrain.training.variables import as_written, unwrap
+
+
+@as_written
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = global_process_set,
+    scale_local_gradients: bool = True,
+) -> "ReducingTape":
+    """Wrap a tape, recorded already or to be used as `with`: `gradient` returns reduced gradients.
+
+    Sources may be Keras or TensorFlow variables. `device_sparse` has no effect of its own: rows go where dense
+    gradients do.
+    """
+    reduction = Reduction(
+        "DistributedGradientTape",
+        op,
+        compression,
+        groups_of(num_groups, groups),
+        sparse_as_dense,
+        gradient_predivide_factor,
+        process_set,
+        scale_local_gradients,
+        device_dense or device_sparse,
+    )
+    return ReducingTape(gradtape, reduction)
+
+
+@as_written
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> "ReducingTape":
+    """Wrap a tape as `DistributedGradientTape` does; the gradients of `local_layers` stay on their rank."""
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in variables_of(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+class ReducingTape(tf.GradientTape):
+    """A tape that reduces what it computes."""
+
+    def __init__(self, tape: tf.GradientTape, reduction: Reduction) -> None:
+        super().__init__(tape._persistent, tape._watch_accessed_variables)
+        self._tape = tape._tape
+        self._reduction = reduction
+
+    @as_written
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of `source`, a variable, on its rank."""
+        self._reduction.keep_local([source])
+
+    @as_written
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return d target / d sources, reduced, in the structure of `sources`.
+
+        The ranks' gradients match by their places in any case, so `use_generic_names` changes nothing. What else
+        tf.GradientTape.gradient takes is passed on.
+        """
+        flat = tf.nest.flatten(sources)
+        local = super().gradient(target, [_watched(source) for source in flat], output_gradients, **kwargs)
+        reduced = self._reduction.reduce(local, flat)
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+    @as_written
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return (source, gradient) of the local sources, and of the others."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        pairs = list(zip(sources, gradients, strict=True))
+        local = [pair for pair in pairs if self._reduction.is_local(pair[0])]
+        return local, [pair for pair in pairs if not self._reduction.is_local(pair[0])]
+
+
+def variables_of(local_layers: Any) -> Iterable[Any]:
+    """Return the trainable variables of a layer or of a collection of layers.
+
+    Raises:
+        ConfigError: something else was passed.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
+    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
+        raise ConfigError("All local layers must be of tf.keras.layers.Layer type.")
+    return [variable for layer in layers for variable in layer.trainable_weights]
+
+
+def _watched(source: Any) -> Any:
+    return unwrap(source) if hasattr(source, "assign") else source

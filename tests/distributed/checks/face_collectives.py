@@ -1,0 +1,332 @@
+"""Horovod's collectives through the face: by dtype and shape, compiled and not, with their gradients."""
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from world import World
+
+import hvdtrain.horovod as hvd
+import hvdtrain.horovod.keras as hvd_keras
+
+SUMMED = ["uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+MOVED = [*SUMMED, "bool", "uint16", "int16"]
+
+
+def filled(world: World, dtype: str, shape: list[int]) -> tf.Tensor:
+    """A tensor that is rank + 1 everywhere."""
+    return tf.cast(tf.fill(shape, world.rank + 1), dtype)
+
+
+def total(world: World) -> int:
+    return world.size * (world.size + 1) // 2
+
+
+def both_ways(function: Any, *arguments: Any) -> list[Any]:
+    """Call a function eagerly and compiled."""
+    return [function(*arguments), tf.function(function, autograph=False)(*arguments)]
+
+
+def check_allreduce_by_dtype_and_rank(world: World) -> None:
+    def sums() -> list[tf.Tensor]:
+        return [
+            hvd.allreduce(filled(world, dtype, [3] * dims), op=hvd.Sum, name=f"sum_{dtype}_{dims}")
+            for dtype in SUMMED
+            for dims in (1, 2, 3)
+        ]
+
+    for results in both_ways(sums):
+        for place, result in enumerate(results):
+            assert result.dtype == tf.as_dtype(SUMMED[place // 3])
+            assert result.shape == [3] * (place % 3 + 1)
+            np.testing.assert_array_equal(tf.cast(result, tf.float64), total(world))
+
+
+def check_operations_and_factors(world: World) -> None:
+    value = keras.Variable(np.full((2, 2), world.rank + 1.0, "float32"))
+    average = total(world) / world.size
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({}, average),
+        ({"op": hvd.Average}, average),
+        ({"op": hvd.Min}, 1),
+        ({"op": hvd.Max}, world.size),
+        ({"op": hvd.Product}, float(np.prod(np.arange(1.0, world.size + 1)))),
+        ({"op": hvd.Sum, "prescale_factor": 2.0, "postscale_factor": 3.0}, 6 * total(world)),
+        ({"compression": hvd.Compression.fp16, "op": hvd.Sum}, total(world)),
+        ({"op": hvd.Average, "process_set": hvd.global_process_set, "ignore_name_scope": True}, average),
+    ]
+    for options, expected in cases:
+        for result in both_ways(lambda options=options: hvd.allreduce(value, **options)):
+            np.testing.assert_allclose(result, expected, rtol=1e-6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        np.testing.assert_allclose(hvd.allreduce(value, average=False), total(world))
+    assert any("replaced with `op`" in str(each.message) for each in caught)
+    expect(ValueError, "supersedes average", lambda: hvd.allreduce(value, average=True, op=hvd.Sum))
+
+
+def expect(kind: type[BaseException], words: str, call: Any) -> None:
+    """Check that a call is refused with these words."""
+    try:
+        call()
+    except kind as error:
+        assert words in str(error), error
+        return
+    raise AssertionError(f"{words!r} was not raised")
+
+
+def check_groups_of_several_dtypes(world: World) -> None:
+    tensors = [filled(world, dtype, [2, i + 1]) for i, dtype in enumerate(SUMMED[2:])]
+    for results in both_ways(lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group")):
+        for tensor, result in zip(tensors, results, strict=True):
+            assert (result.dtype, result.shape) == (tensor.dtype, tensor.shape)
+            np.testing.assert_array_equal(tf.cast(result, tf.float64), total(world))
+    for results in both_ways(lambda: hvd.grouped_allgather(tensors, name="gathered")):
+        for tensor, result in zip(tensors, results, strict=True):
+            assert (result.dtype, result.shape[0]) == (tensor.dtype, 2 * world.size)
+            np.testing.assert_array_equal(tf.cast(result[::2, 0], tf.int32), np.arange(world.size) + 1)
+    assert hvd.grouped_allreduce([]) == []
+    assert hvd.grouped_reducescatter([]) == []
+
+
+def check_gathers_of_unequal_parts(world: World) -> None:
+    expected = np.repeat(np.arange(world.size) + 1, np.arange(world.size) + 1)
+    for dtype in MOVED:
+        mine = filled(world, dtype, [world.rank + 1, 2])
+        result = hvd.allgather(mine, name=f"gather_{dtype}")
+        assert result.dtype == mine.dtype
+        np.testing.assert_array_equal(tf.cast(result[:, 1], tf.int32), expected > 0 if dtype == "bool" else expected)
+
+
+def check_broadcasts_of_every_dtype(world: World) -> None:
+    root = world.size - 1
+    for dtype in [*MOVED, "uint32", "uint64"]:
+        mine = filled(world, dtype, [2, 2])
+        for result in both_ways(lambda mine=mine, dtype=dtype: hvd.broadcast(mine, root, name=f"sent_{dtype}")):
+            assert result.dtype == mine.dtype
+            expected = tf.cast(tf.fill([2, 2], root + 1), dtype)
+            assert bool(tf.reduce_all(result == expected)), dtype
+
+
+def check_alltoall(world: World) -> None:
+    rows = tf.repeat(tf.range(world.size, dtype=tf.int64), 2) * 10 + world.rank
+    equal = np.repeat(np.arange(world.size), 2) + 10 * world.rank
+    for result in both_ways(lambda: hvd.alltoall(rows)):
+        np.testing.assert_array_equal(result, equal)
+    splits = np.arange(world.size) + 1
+    mine = tf.cast(tf.fill([int(splits.sum()), 2], world.rank + 1), tf.bfloat16)
+    for result, received in both_ways(lambda: hvd.alltoall(mine, splits, name="uneven")):
+        np.testing.assert_array_equal(received, [world.rank + 1] * world.size)
+        came = np.repeat(np.arange(world.size) + 1, world.rank + 1)
+        np.testing.assert_array_equal(tf.cast(result[:, 0], tf.int32), came)
+
+
+def check_reducescatter(world: World) -> None:
+    # One row more than there are ranks: the first rank has two.
+    rows = tf.range(world.size + 1, dtype=tf.float32)[:, tf.newaxis] * (world.rank + 1.0)
+    mine = np.array_split(np.arange(world.size + 1.0), world.size)[world.rank][:, np.newaxis]
+    for result in both_ways(lambda: hvd.reducescatter(rows, op=hvd.Sum)):
+        np.testing.assert_allclose(result, mine * total(world))
+    for result in both_ways(lambda: hvd.reducescatter(rows, prescale_factor=2.0, compression=hvd.Compression.fp16)):
+        np.testing.assert_allclose(result, 2 * mine * total(world) / world.size, rtol=1e-3)
+    pair = [rows, tf.cast(rows, tf.float64), tf.cast(rows, tf.bfloat16)]
+    for results in both_ways(lambda: hvd.grouped_reducescatter(pair, op=hvd.Sum)):
+        for tensor, result in zip(pair, results, strict=True):
+            assert result.dtype == tensor.dtype
+            np.testing.assert_allclose(tf.cast(result, tf.float32), mine * total(world))
+
+
+def check_gradients_are_those_that_horovod_documents(world: World) -> None:
+    """Of an average the average, of a sum the sum; a gather's and a broadcast's are averages too."""
+    x = tf.Variable(tf.ones([world.size, 2]) * (world.rank + 1.0))
+    upstream = tf.reshape(tf.range(world.size * 2, dtype=tf.float32), [world.size, 2]) * (world.rank + 1.0)
+    base = upstream / (world.rank + 1.0)
+    average = total(world) / world.size
+    root = 0
+
+    def gradient(call: Any) -> Any:
+        with tf.GradientTape() as tape:
+            result = call(x)
+        return tape.gradient(result, x, upstream)
+
+    def slice_gradient(call: Any) -> Any:
+        with tf.GradientTape() as tape:
+            result = call(x[: world.rank + 1])
+        return tape.gradient(result, x, tf.ones_like(result) * (world.rank + 1.0))
+
+    cases: list[tuple[Any, Any]] = [
+        (lambda: gradient(lambda t: hvd.allreduce(t, op=hvd.Sum)), base * total(world)),
+        (lambda: gradient(hvd.allreduce), base * average),
+        (lambda: gradient(lambda t: hvd.grouped_allreduce([t], op=hvd.Sum)[0]), base * total(world)),
+        (lambda: gradient(lambda t: hvd.broadcast(t, root)), base * average if world.rank == root else base * 0),
+        (lambda: gradient(hvd.alltoall), None),
+        (lambda: slice_gradient(hvd.allgather), [[average] * 2] * (world.rank + 1)),
+        (lambda: slice_gradient(lambda t: hvd.grouped_allgather([t])[0]), [[average] * 2] * (world.rank + 1)),
+    ]
+    for call, expected in cases:
+        for result in both_ways(call):
+            dense = tf.convert_to_tensor(result).numpy()
+            if expected is None:  # every rank's upstream row for this one comes back
+                rows = [base[world.rank] * (rank + 1.0) for rank in range(world.size)]
+                np.testing.assert_allclose(dense, rows)
+                continue
+            np.testing.assert_allclose(dense[: len(expected)], expected, rtol=1e-6)
+
+    def scattered(op: int) -> Any:
+        with tf.GradientTape() as tape:
+            result = hvd.reducescatter(x, op=op)
+        return tape.gradient(result, x, tf.ones_like(result) * (world.rank + 1.0))
+
+    of_ranks = np.arange(world.size)[:, np.newaxis] + 1.0
+    np.testing.assert_allclose(scattered(hvd.Average), np.repeat(of_ranks, 2, 1))
+    np.testing.assert_allclose(scattered(hvd.Sum), np.repeat(of_ranks, 2, 1) * world.size)
+
+
+def check_a_constant_on_one_rank_is_exchanged_every_time(world: World) -> None:
+    """TensorFlow would fold it and run the op once, and the other ranks would wait for ever."""
+
+    def exchange(step: tf.Tensor) -> tf.Tensor:
+        mine = tf.constant(1.0) if world.rank == 0 else tf.cast(step, tf.float32)
+        first, second = (hvd.allreduce(mine, op=hvd.Sum, name=name) for name in ("first", "second"))
+        return tf.stack([first, second])
+
+    compiled = tf.function(exchange, autograph=False)
+    for step in range(3):
+        expected = 1.0 + (world.size - 1) * step
+        np.testing.assert_allclose(compiled(tf.constant(step)), [expected, expected])
+
+
+class Halving:
+    """A compressor as users write them."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return tensor / 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
+        return tf.cast(tensor, context) * 2
+
+
+def check_a_compressor_of_ones_own(world: World) -> None:
+    np.testing.assert_allclose(
+        hvd.allreduce(filled(world, "float32", [3]), op=hvd.Sum, compression=Halving), total(world)
+    )
+
+
+def check_objects(world: World) -> None:
+    root = world.size - 1
+    mine = {"rank": world.rank, "list": list(range(world.rank))}
+    roots = {"rank": root, "list": list(range(root))}
+    assert hvd.broadcast_object(mine, root_rank=root) == roots
+    assert hvd.broadcast_object_fn(root_rank=root)(mine) == roots
+    assert [each["rank"] for each in hvd.allgather_object(mine)] == list(range(world.size))
+
+
+def check_broadcast_variables(world: World) -> None:
+    root = world.size - 1
+
+    def start() -> list[Any]:
+        plain = [tf.Variable(tf.ones(2, dtype) * world.rank) for dtype in ("float32", "int64", "float64")]
+        return [*plain, keras.Variable(np.full(3, world.rank, "float32"))]
+
+    for inplace in (False, True):
+        variables = start()
+        hvd.broadcast_variables(variables, root_rank=root, inplace=inplace)
+        for variable in variables:
+            np.testing.assert_array_equal(variable.numpy(), root)
+    variables = start()
+    more = start()
+
+    @tf.function
+    def of_model_and_optimizer() -> None:
+        hvd.broadcast_variables(variables, root_rank=root)
+        hvd.broadcast_variables(more, root_rank=root)
+
+    of_model_and_optimizer()
+    for variable in [*variables, *more]:
+        np.testing.assert_array_equal(variable.numpy(), root)
+    for value in both_ways(lambda: hvd.broadcast_(variables[:1], root)[0]):
+        np.testing.assert_array_equal(value, root)
+
+
+def check_what_a_rank_knows(world: World) -> None:
+    assert (hvd.rank(), hvd.size()) == (world.rank, world.size)
+    assert (int(hvd.rank_op()), int(hvd.size_op())) == (world.rank, world.size)
+    assert (int(hvd.local_rank_op()), int(hvd.local_size_op())) == (hvd.local_rank(), hvd.local_size())
+    assert hvd.cross_size() == 1
+    assert hvd.is_initialized()
+    assert hvd.is_homogeneous()
+    assert hvd.mpi_enabled() == (world.controller == "mpi")
+    assert int(hvd.process_set_included_op()) == 1
+    hvd.init()  # joined already
+
+
+def check_keras_values(world: World) -> None:
+    values = [world.rank + 1.0, 2.0 * world.rank]
+    np.testing.assert_allclose(hvd_keras.allreduce(values, op=hvd.Sum), [total(world), world.size * (world.size - 1)])
+    assert hvd_keras.allgather(values).shape == [2 * world.size]
+    np.testing.assert_allclose(hvd_keras.broadcast(values, world.size - 1)[0], world.size)
+    assert hvd_keras.reducescatter(np.ones((world.size, 2), "float32"), op=hvd.Sum).shape == [1, 2]
+
+
+def check_process_sets(world: World) -> None:
+    """Sets of some ranks; the others take no part, and the root counts among all."""
+    if world.size < 2:
+        return
+    expect(ValueError, "duplicate process set", lambda: hvd.add_process_set(list(range(world.size))))
+    odd = [rank for rank in range(world.size) if rank % 2]
+    among = hvd.add_process_set(odd)
+    try:
+        if among.included():
+            assert (among.size(), among.rank()) == (len(odd), odd.index(world.rank))
+            mine = filled(world, "float32", [2])
+            summed = sum(rank + 1 for rank in odd)
+            for result in both_ways(lambda: hvd.allreduce(mine, op=hvd.Sum, process_set=among)):
+                np.testing.assert_allclose(result, summed)
+            np.testing.assert_allclose(hvd.allreduce(mine, process_set=among), summed / len(odd))
+            assert hvd.allgather(mine, process_set=among).shape == [2 * len(odd)]
+            np.testing.assert_allclose(hvd.broadcast(mine, odd[-1], process_set=among), odd[-1] + 1)
+            assert hvd.allgather_object(world.rank, process_set=among) == odd
+            rows = tf.IndexedSlices(mine[:, tf.newaxis], tf.constant([0, world.rank]), tf.constant([9, 1]))
+            np.testing.assert_allclose(
+                tf.convert_to_tensor(hvd.allreduce(rows, process_set=among))[0], summed / len(odd)
+            )
+            expect(
+                NotImplementedError,
+                "non-global process sets",
+                lambda: hvd.allreduce(mine, op=hvd.Adasum, process_set=among),
+            )
+        variable = tf.Variable(float(world.rank))
+        hvd.broadcast_variables([variable], root_rank=odd[0], process_set=among)
+        assert float(variable) == (odd[0] if world.rank % 2 else world.rank)
+    finally:
+        world.gather(b"")
+        assert hvd.remove_process_set(among)
+    assert among.size() is None
+
+
+def check_ranks_that_have_joined_count_as_zeros(world: World) -> None:
+    for step in range(world.rank + 1):
+        there = world.size - step
+        np.testing.assert_allclose(hvd.allreduce(tf.ones(2), op=hvd.Sum), there)
+    last = int(hvd.join())
+    assert 0 <= last < world.size
+    np.testing.assert_allclose(hvd.allreduce(tf.ones(2), op=hvd.Sum), world.size)
+
+
+def check_adasum_is_refused_where_it_would_fail(world: World) -> None:
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([4, 2]))
+    if world.controller == "mpi" and world.size > 1:
+        np.testing.assert_allclose(hvd.allreduce(tf.ones(3), op=hvd.Adasum), 1.0, rtol=1e-6)
+        expect(NotImplementedError, "sparse_as_dense=True", lambda: hvd.allreduce(rows, op=hvd.Adasum))
+    if world.controller != "mpi":
+        expect(NotImplementedError, "Adasum needs MPI", lambda: hvd.allreduce(tf.ones(3), op=hvd.Adasum))
+    expect(NotImplementedError, "Only Sum and Average", lambda: hvd.allreduce(rows, op=hvd.Max))
+    expect(NotImplementedError, "not supported with tf.IndexedSlices", lambda: hvd.allreduce(rows, prescale_factor=2.0))
+
+
+def check_a_timeline_is_to_be_asked_for(world: World) -> None:
+    expect(ValueError, "HOROVOD_TIMELINE=DYNAMIC", lambda: hvd.start_timeline("timeline.json"))

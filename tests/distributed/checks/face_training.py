@@ -1,0 +1,282 @@
+"""Horovod's optimizer, tape, callbacks, load_model and elastic state through the face, against one process."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from world import World, flat_bytes, plain_training, relative_error
+
+import hvdtrain.horovod as hvd
+import hvdtrain.horovod.keras as hvd_keras
+
+STEPS, BATCH = 20, 8
+TOLERANCE = 1e-9  # float64
+
+
+def model_of(seed: int = 7, dtype: str = "float64") -> Any:
+    """Two inputs' worth of gradients: an embedding's rows, and dense ones."""
+    keras.utils.set_random_seed(seed)
+    layers: list[Any] = [
+        keras.Input((3,), dtype="int32"),
+        keras.layers.Embedding(5, 4, dtype=dtype, name="table"),
+        keras.layers.Flatten(dtype=dtype),
+        keras.layers.Dense(6, activation="tanh", dtype=dtype, name="hidden"),
+        keras.layers.Dense(1, dtype=dtype, name="out"),
+    ]
+    return keras.Sequential(layers)
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return rng.integers(0, 5, (STEPS * BATCH, 3)).astype("int32"), rng.standard_normal((STEPS * BATCH, 1))
+
+
+def batches(size: int = BATCH) -> list[tuple[np.ndarray, np.ndarray]]:
+    x, y = data()
+    return [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
+
+
+def part(world: World, batch: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's share of a batch."""
+    return batch[0][world.rank :: world.size], batch[1][world.rank :: world.size]
+
+
+def dataset(world: World) -> tf.data.Dataset:
+    parts = [part(world, batch) for batch in batches()]
+    x, y = (np.concatenate([each[i] for each in parts]) for i in (0, 1))
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH // world.size)
+
+
+def per_sample(targets: Any, outputs: Any) -> tf.Tensor:
+    return tf.reduce_mean(tf.square(outputs - targets), axis=-1)
+
+
+def mean_square(targets: Any, outputs: Any) -> tf.Tensor:
+    return tf.reduce_mean(per_sample(targets, outputs))
+
+
+def momentum() -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def alone(optimizer: Any, size: int = BATCH) -> list[np.ndarray]:
+    """One process, the whole batches."""
+    return plain_training(model_of(), optimizer, per_sample, batches(size))
+
+
+def in_fit(world: World, optimizer: Any, **options: Any) -> list[np.ndarray]:
+    model = model_of(seed=7 + world.rank)  # the callback makes them alike
+    callbacks = [hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)]
+    # Keras computes losses in this type, whatever the layers compute in.
+    keras.config.set_floatx("float64")
+    try:
+        model.compile(optimizer, mean_square)
+        model.fit(dataset(world), verbose=0, shuffle=False, callbacks=callbacks, **options)
+    finally:
+        keras.config.set_floatx("float32")
+    return [np.array(weight) for weight in model.get_weights()]
+
+
+def agree(world: World, weights: list[np.ndarray], reference: list[np.ndarray], tolerance: float = TOLERANCE) -> None:
+    assert max(float(np.abs(w - s).max()) for w, s in zip(weights, model_of().get_weights(), strict=True)) > 1e-2
+    error = relative_error(weights, reference)
+    assert error <= tolerance, error
+    assert world.same_everywhere(flat_bytes(weights))
+
+
+def check_fit_is_training_in_one_process(world: World) -> None:
+    agree(world, in_fit(world, hvd.DistributedOptimizer(momentum())), alone(momentum()))
+
+
+def one_rank_overflows(world: World, wrap: Any, passes: int) -> None:
+    """An overflow on the last rank is skipped by all, and none waits for it."""
+    variable = keras.Variable(np.ones(2, "float32"), name="of_halves")
+    optimizer = wrap(keras.optimizers.SGD(1.0), passes)
+
+    @tf.function(autograph=False)
+    def step(bad: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable.value * (world.rank + 1.0))
+            scaled = optimizer.scale_loss(loss)
+        gradient = tape.gradient(scaled, variable.value)
+        optimizer.apply([tf.where(bad, gradient * np.inf, gradient)], [variable])
+
+    optimizer.build([variable])
+    for _ in range(passes):
+        step(tf.constant(world.rank == world.size - 1))
+    np.testing.assert_array_equal(variable.numpy(), 1.0)
+    scale = optimizer.dynamic_scale.numpy()
+    assert scale == 512.0, scale
+    for _ in range(passes):
+        step(tf.constant(False))
+    average = (world.size + 1) / 2
+    np.testing.assert_allclose(variable.numpy(), 1.0 - passes * average)
+
+
+def check_loss_scaling_inside_and_outside(world: World) -> None:
+    def inside(optimizer: Any, passes: int) -> Any:
+        scaling = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1024.0)
+        return hvd.DistributedOptimizer(scaling, backward_passes_per_step=passes)
+
+    def outside(optimizer: Any, passes: int) -> Any:
+        reducing = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes)
+        return keras.optimizers.LossScaleOptimizer(reducing, initial_scale=1024.0)
+
+    for wrap in (inside, outside):
+        for passes in (1, 2):
+            one_rank_overflows(world, wrap, passes)
+
+
+def check_layers_that_stay_local(world: World) -> None:
+    """Their gradients are divided by the ranks, or left alone."""
+    model = model_of()
+    x, y = part(world, batches()[0])
+    local = model.get_layer("out")
+
+    def gradients(wrap: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = mean_square(y, model(x))
+        tape = wrap(tape)
+        return [tf.convert_to_tensor(g).numpy() for g in tape.gradient(loss, model.trainable_variables)]
+
+    keep_all = {"local_layers": list(model.layers), "scale_local_gradients": False}
+    plain = gradients(lambda tape: hvd.PartialDistributedGradientTape(tape, **keep_all))
+    shared = gradients(hvd.DistributedGradientTape)
+    for scale, share in ((True, world.size), (False, 1)):
+        partial = gradients(
+            lambda tape, scale=scale: hvd.PartialDistributedGradientTape(
+                tape, local_layers=local, scale_local_gradients=scale
+            )
+        )
+        for i, gradient in enumerate(partial):
+            expected = plain[i] / share if i >= len(partial) - 2 else shared[i]
+            np.testing.assert_allclose(gradient, expected, rtol=1e-12)
+    with tf.GradientTape() as tape:
+        loss = mean_square(y, model(x))
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=local)
+    of_local, of_others = tape.get_local_and_global_gradients(loss, model.trainable_variables)
+    assert (len(of_local), len(of_others)) == (2, 3)
+    optimizer = hvd_keras.PartialDistributedOptimizer(
+        keras.optimizers.SGD(1.0), local_layers=local, scale_local_gradients=False
+    )
+    kernel = local.kernel
+    before = kernel.numpy()
+    optimizer.apply([tf.fill(kernel.shape, tf.cast(world.rank, tf.float64))], [kernel])
+    np.testing.assert_allclose(kernel.numpy(), before - world.rank)
+
+
+def check_an_optimizer_of_a_process_set(world: World) -> None:
+    """Ranks outside of the set apply their own gradients."""
+    if world.size < 2:
+        return
+    first_two = hvd.add_process_set([0]) if world.size == 2 else hvd.add_process_set([0, 1])
+    variable = tf.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=first_two)
+    optimizer.apply([tf.constant([world.rank + 1.0])], [keras.Variable(variable.numpy(), name="apart")])
+    kept = float(optimizer._trainable_variables[0].numpy()[0])
+    expected = {2: [1.0, 2.0], 4: [1.5, 1.5, 3.0, 4.0]}[world.size][world.rank]
+    world.gather(b"")
+    hvd.remove_process_set(first_two)
+    assert kept == -expected, kept
+
+
+def check_tapes_in_every_shape(world: World) -> None:
+    """One that is used as `with`, two that share names in one function, generic names, and a structure."""
+    a, b = (tf.Variable([1.0, 2.0], name="same") for _ in range(2))
+    average = (world.size + 1) / 2
+
+    @tf.function
+    def gradients() -> Any:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as first, tf.GradientTape() as recorded:
+            loss = (world.rank + 1.0) * tf.reduce_sum(a * a)
+            other = (world.rank + 1.0) * tf.reduce_sum(b * 3.0)
+        second = hvd.DistributedGradientTape(recorded)
+        one = first.gradient(loss, {"a": a, "more": [b]})
+        two = second.gradient(other, [b], use_generic_names=True)
+        assert one["more"] == [None]
+        return one["a"], two[0]
+
+    one, two = gradients()
+    np.testing.assert_allclose(one, 2 * average * a.numpy())
+    np.testing.assert_allclose(two, [3 * average] * 2)
+    for op, expected in ((hvd.Min, 1.0), (hvd.Max, world.size)):
+        with tf.GradientTape() as tape:
+            loss = (world.rank + 1.0) * tf.reduce_sum(a)
+        tape = hvd.DistributedGradientTape(tape, op=op)
+        assert isinstance(tape, tf.GradientTape)
+        np.testing.assert_allclose(tape.gradient(loss, [a])[0], [expected] * 2)
+
+
+def check_the_callbacks(world: World) -> None:
+    """Figures are averages, rates go up to what they should and down again, and momentum follows."""
+    seen: list[dict[str, float]] = []
+    warmup = hvd_keras.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2, momentum_correction=False)
+    after = hvd_keras.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 0.1**epoch, start_epoch=2, end_epoch=3)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1e-9, momentum=0.9))
+    model.compile(optimizer, "mae")
+    keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
+    average = hvd_keras.callbacks.MetricAverageCallback()
+    x, y = np.zeros((8, 1), "float32"), np.full((8, 1), world.rank + 1.0, "float32")
+    small = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+    model.fit(small, epochs=3, verbose=0, callbacks=[average, warmup, after, keep])
+    rates = [logs["lr"] for logs in seen]
+    # After the first of two epochs the rate is half way between 0.4 / size and 0.4.
+    np.testing.assert_allclose(rates, [0.2 * (1 + 1 / world.size), 0.4, 0.4 * 0.01], rtol=1e-6)
+    assert world.same_everywhere(repr([logs["loss"] for logs in seen]).encode())
+
+
+def check_synchronized_batch_normalization(world: World) -> None:
+    """Outputs and moving averages are those of plain layers with the whole batch."""
+    whole = np.random.default_rng(2).standard_normal((4 * world.size, 3)) * 3 + 1
+    mine = whole[4 * world.rank : 4 * (world.rank + 1)]
+    layer = hvd.SyncBatchNormalization(momentum=0.5, dtype="float64")
+    plain = keras.layers.BatchNormalization(momentum=0.5, dtype="float64")
+    expected = plain(whole, training=True)[4 * world.rank : 4 * (world.rank + 1)]
+    np.testing.assert_allclose(layer(mine, training=True), expected, rtol=1e-9)
+    for value, reference in zip(layer.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(value.numpy(), reference.numpy(), rtol=1e-9)
+    again = hvd.SyncBatchNormalization.from_config(layer.get_config())
+    assert again.momentum == 0.5
+
+
+def check_elastic_states(world: World) -> None:
+    """What rank 0 has is synchronized; what was committed comes back."""
+    variable = tf.Variable([float(world.rank)])
+    state = hvd.elastic.TensorFlowState([variable], batch=world.rank)
+    state.sync()
+    assert (float(variable[0]), state.batch) == (0.0, 0)
+    variable.assign([5.0])
+    state.batch = 5
+    state.save()
+    variable.assign([6.0])
+    state.batch = 6
+    state.restore()
+    assert (float(variable[0]), state.batch) == (5.0, 5)
+
+    model = model_of(seed=world.rank)
+    model.compile(hvd.DistributedOptimizer(momentum()), mean_square)
+    keras_state = hvd_keras.elastic.KerasState(model, batch=0, epoch=world.rank)
+    assert len(model.optimizer.variables) > 2, "slots are not part of the state"
+    keras_state.sync()
+    assert keras_state.epoch == 0
+    assert world.same_everywhere(flat_bytes(model.get_weights()))
+    callbacks = [
+        hvd_keras.elastic.CommitStateCallback(keras_state, batches_per_commit=2),
+        hvd_keras.elastic.UpdateBatchStateCallback(keras_state),
+        hvd_keras.elastic.UpdateEpochStateCallback(keras_state),
+    ]
+    model.fit(dataset(world).take(3), epochs=2, verbose=0, callbacks=callbacks)
+    assert (keras_state.batch, keras_state.epoch) == (0, 2)
+    kept = [np.array(weight) for weight in model.get_weights()]
+    velocity = model.optimizer.variables[-1].numpy()
+    keras_state.save()
+    model.fit(dataset(world), verbose=0)
+    keras_state.restore()
+    assert flat_bytes(kept) == flat_bytes(model.get_weights())
+    np.testing.assert_array_equal(model.optimizer.variables[-1].numpy(), velocity)

@@ -1,0 +1,180 @@
+"""The options of Horovod's optimizer through the face, and its callbacks and load_model in more detail."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks.face_training import (
+    BATCH,
+    STEPS,
+    TOLERANCE,
+    adam,
+    agree,
+    alone,
+    batches,
+    data,
+    dataset,
+    in_fit,
+    mean_square,
+    model_of,
+    momentum,
+    part,
+)
+from world import World
+
+import hvdtrain.horovod as hvd
+import hvdtrain.horovod.keras as hvd_keras
+
+
+def in_own_loop(world: World, optimizer: Any, compiled: bool, way: str = "apply_gradients") -> list[np.ndarray]:
+    model = model_of()
+    variables = model.trainable_variables
+
+    def step(x: Any, y: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = mean_square(y, model(x, training=True))
+        if way == "compute_gradients":
+            optimizer.apply_gradients(optimizer.compute_gradients(loss, variables, tape))
+            return loss
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        if way == "apply":
+            optimizer.apply(gradients, variables)
+        else:
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return loss
+
+    call = tf.function(step, reduce_retracing=True) if compiled else step
+    for batch in batches():
+        x, y = part(world, batch)
+        call(tf.constant(x), tf.constant(y))
+    return [np.array(weight) for weight in model.get_weights()]
+
+
+def check_own_loops_are_training_in_one_process(world: World) -> None:
+    expected = alone(adam())
+    for compiled in (False, True):
+        agree(world, in_own_loop(world, hvd_keras.DistributedOptimizer(adam()), compiled), expected)
+    agree(world, in_own_loop(world, hvd_keras.DistributedOptimizer(adam()), True, "apply"), expected)
+    agree(world, in_own_loop(world, hvd_keras.DistributedOptimizer(adam()), True, "compute_gradients"), expected)
+
+
+def check_ways_that_gradients_travel(world: World) -> None:
+    """Groups, dense rows and factors change nothing; a sum is an average times the ranks; 16 bits are close."""
+    expected = alone(momentum())
+    ways: list[tuple[dict[str, Any], float]] = [
+        ({"groups": 2}, TOLERANCE),
+        ({"sparse_as_dense": True}, TOLERANCE),
+        ({"gradient_predivide_factor": 2.0}, TOLERANCE),
+        # Of 2^-11 at each of two roundings of 20 gradients; velocities add up at most 10 times as much.
+        ({"compression": hvd.Compression.fp16, "sparse_as_dense": True}, 20 * 10 * 2**-10),
+    ]
+    for options, tolerance in ways:
+        weights = in_own_loop(world, hvd.DistributedOptimizer(momentum(), **options), True)
+        agree(world, weights, expected, tolerance)
+    summed = keras.optimizers.SGD(0.05 / world.size, momentum=0.9)
+    agree(world, in_own_loop(world, hvd.DistributedOptimizer(summed, op=hvd.Sum), True), expected)
+
+
+def check_groups_of_variables(world: World) -> None:
+    model = model_of()
+    groups = [model.get_layer("hidden").trainable_variables, model.get_layer("out").trainable_variables]
+    tape_gradients = []
+    x, y = part(world, batches()[0])
+    for options in ({}, {"groups": groups}, {"groups": 1}):
+        with tf.GradientTape() as tape:
+            loss = mean_square(y, model(x))
+        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=True, **options)
+        tape_gradients.append(tape.gradient(loss, model.trainable_variables))
+    for gradients in tape_gradients[1:]:
+        for gradient, plain in zip(gradients, tape_gradients[0], strict=True):
+            np.testing.assert_allclose(gradient, plain, rtol=1e-12)
+
+
+def check_backward_passes_per_step(world: World) -> None:
+    """Two batches and one update are a batch twice as large, or their sum; the calls are all counted."""
+
+    def averaging() -> Any:
+        return hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2, average_aggregated_gradients=True)
+
+    averaged, summed = alone(momentum(), 2 * BATCH), alone(keras.optimizers.SGD(0.1, momentum=0.9), 2 * BATCH)
+    summing = hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2)
+    for optimizer, expected in ((averaging(), averaged), (summing, summed)):
+        agree(world, in_own_loop(world, optimizer, True), expected)
+        assert int(optimizer.iterations) == STEPS
+    agree(world, in_own_loop(world, averaging(), False), averaged)
+    agree(world, in_fit(world, averaging()), averaged)
+
+
+def check_xla_is_refused_in_words(world: World) -> None:
+    variable = tf.Variable([1.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([kept := keras.Variable([1.0], name="xla")])
+    try:
+        tf.function(lambda: optimizer.apply([variable * 1.0], [kept]), jit_compile=True, autograph=False)()
+    except ValueError as error:
+        assert "jit_compile=False" in str(error), error
+        return
+    raise AssertionError("XLA compiled an exchange")
+
+
+def check_momentum_is_corrected(world: World) -> None:
+    """Velocities follow the rate: v <- momentum (new / old) v - new g."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5)), lambda y, out: tf.reduce_sum(out))
+    schedule = hvd_keras.callbacks.LearningRateScheduleCallback(0.1, 0.1)
+    ones = np.ones((1, 1), "float32")
+    model.fit(ones, ones, epochs=3, verbose=0, callbacks=[schedule])
+    weight = velocity = 0.0
+    for old, new in ((0.1, 0.1), (0.1, 0.01), (0.01, 0.001)):
+        velocity = 0.5 * new / old * velocity - new
+        weight += velocity
+    np.testing.assert_allclose(model.get_weights()[0], weight, rtol=1e-5)
+
+
+def check_broadcast_leaves_local_variables(world: World) -> None:
+    model = model_of(seed=world.rank)
+    own = model.get_layer("out").kernel
+    before = own.numpy()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), mean_square)
+    callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(world.size - 1, local_variables=[own])
+    x, y = part(world, batches()[0])
+    model.fit(x, y, verbose=0, callbacks=[callback])
+    np.testing.assert_array_equal(own.numpy(), before)
+    expected = model_of(seed=world.size - 1)
+    np.testing.assert_array_equal(model.get_layer("table").embeddings.numpy(), expected.get_weights()[0])
+
+
+class Renamed(keras.optimizers.SGD):
+    """An optimizer that Keras does not know."""
+
+
+def check_a_saved_model_goes_on(world: World) -> None:
+    """Loaded with its optimizer's state, wrapped; and without Horovod it is an ordinary model."""
+    for kind in (adam, lambda: Renamed(0.05, momentum=0.9)):
+        model = model_of()
+        model.compile(hvd.DistributedOptimizer(kind()), keras.losses.MeanSquaredError())
+        model.fit(dataset(world), verbose=0, shuffle=False)
+        name = type(model.optimizer).__name__
+        path = world.folder / f"face-{name}.keras"
+        if world.rank == 0:
+            model.save(path)
+        world.gather(b"")
+        loaded = hvd_keras.load_model(str(path), custom_optimizers=[Renamed], custom_objects={"unused": len})
+        assert type(loaded.optimizer).__name__ == name
+        assert int(loaded.optimizer.iterations) == STEPS
+        plain = keras.models.load_model(path, custom_objects={"Renamed": Renamed})
+        assert type(plain.optimizer) is type(kind())
+        for each in (model, loaded):
+            each.fit(dataset(world), verbose=0, shuffle=False)
+        agree(world, [np.array(w) for w in loaded.get_weights()], [np.array(w) for w in model.get_weights()])
+
+
+def check_best_model_checkpoint(world: World) -> None:
+    model = model_of()
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError())
+    best = hvd_keras.callbacks.BestModelCheckpoint(monitor="loss", save_weights_only=True)
+    best.filepath = str(world.folder / f"best-{world.rank}.weights.h5")
+    x, y = data()
+    model.fit(x, y, verbose=0, callbacks=[best])
+    model.load_weights(best.filepath)

@@ -1,0 +1,109 @@
+"""The examples of docs/migration.md, exactly as they are printed there, on small data."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli.script.report import read_script
+from tests.launching import hvdtrain, launcher, run
+
+ROOT = Path(__file__).parents[2]
+FIT, TAPE, RESNET, ELASTIC = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs/migration.md").read_text(encoding="utf-8"), re.DOTALL
+)
+# What the examples load, small and made up.
+AROUND = """
+import keras, numpy as np, tensorflow as tf
+import horovod.tensorflow
+
+rng = np.random.default_rng(0)
+digits = rng.integers(0, 255, (256, 28, 28)).astype("float32"), rng.integers(0, 10, 256)
+keras.datasets.mnist.load_data = lambda path: (digits, digits)
+
+def images(folder, **options):
+    pixels, labels = rng.random((16, 8, 8, 3), "float32"), np.arange(16) % 4
+    return tf.data.Dataset.from_tensor_slices((pixels, labels)).batch(4)
+
+def small(weights):
+    layers = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(4, activation="softmax")]
+    return keras.Sequential([keras.Input((8, 8, 3)), *layers])
+
+keras.utils.image_dataset_from_directory = images
+keras.applications.ResNet50 = small
+
+def train(name, text):
+    keras.utils.set_random_seed(horovod.tensorflow.rank() if horovod.tensorflow.is_initialized() else 0)
+    names = {}
+    exec(text, names)
+    model = names["model"]
+    shared = sum(float(np.abs(weight).sum()) for weight in model.get_weights())
+    epoch = names.get("resume_from", "")
+    kind = type(getattr(model, "optimizer", None) or names["optimizer"]).__mro__[1].__name__
+    print(f"TRAINED {name} {epoch} {shared!r} {kind}\\n", end="", flush=True)
+"""
+
+
+def test_the_examples_train_and_the_ranks_agree(tmp_path):
+    fit = FIT.replace("500 //", "8 //")
+    first, second = (RESNET.replace("rate = 90", f"rate = {epochs}") for epochs in (2, 3))
+    calls = [f"train({n!r}, {t!r})" for n, t in zip("ftrs", (fit, TAPE, first, second), strict=True)]
+    calls[1:1] = ["import hvdtrain.horovod", "hvdtrain.horovod.start_timeline('timeline.json')"]
+    calls[4:4] = ["hvdtrain.horovod.stop_timeline()"]
+    (tmp_path / "examples.py").write_text("\n".join([AROUND, *calls]))
+    job = run(
+        [*launcher("gloo", 2), sys.executable, "examples.py"], cwd=tmp_path, timeout=200, HOROVOD_TIMELINE="DYNAMIC"
+    )
+    assert job.code == 0, job.text[-4000:]
+    found = re.findall(r"TRAINED (\w) (\d*) (\S+) (\w+)", job.out)
+    assert len(found) == 8, job.text[-4000:]
+    assert len(set(found)) == 4, f"the ranks drifted apart: {found}"
+    assert {(name, epoch) for name, epoch, *_ in found} == {("f", ""), ("t", ""), ("r", "0"), ("s", "2")}
+    assert {kind for name, *_, kind in found if name != "t"} == {"Distributed"}
+    assert (tmp_path / "checkpoints/mnist-1.index").exists()
+    assert (tmp_path / "checkpoint-3.keras").exists()
+    assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
+
+
+DYING = """
+import os, signal
+import horovod.tensorflow
+import keras
+
+class Dying(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2 and horovod.tensorflow.size() == 2 and horovod.tensorflow.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_elastic_example_outlives_a_rank(tmp_path):
+    script = ELASTIC.replace("callbacks = [\n", "callbacks = [\n        Dying(),\n")
+    end = "history = train(state)\nprint('DONE', hvd.size(), state.epoch, len(history.epoch), flush=True)\n"
+    (tmp_path / "train.py").write_text(DYING + script.replace("train(state)\n", end))
+    discover = tmp_path / "discover.sh"
+    discover.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    discover.chmod(0o755)
+    command = ["horovodrun", "--gloo", "-np", "2", "--min-np", "1", "--network-interfaces", "lo"]
+    command += ["--host-discovery-script", str(discover), sys.executable, "train.py"]
+    # Horovod cannot read a cycle time twice: the second time it crashes.
+    job = run(command, cwd=tmp_path, timeout=150, HOROVOD_GLOO_TIMEOUT_SECONDS="10", HOROVOD_CYCLE_TIME="0.5")
+    # After the loss in the third epoch, two were committed: three are left.
+    assert "DONE 1 5 3" in job.out, job.text[-6000:]
+
+
+@pytest.mark.parametrize("text", [FIT, TAPE, RESNET, ELASTIC])
+def test_doctor_has_nothing_to_say_of_the_examples(tmp_path, text):
+    (tmp_path / "train.py").write_text(text)
+    assert {finding.verdict for finding in read_script(tmp_path / "train.py").findings} == {"works as is"}
+
+
+def test_doctor_reads_and_rewrites_a_script(tmp_path):
+    before = FIT.replace("hvdtrain.horovod.keras", "horovod.tensorflow.keras")
+    (tmp_path / "train.py").write_text(before)
+    job = hvdtrain("none", 1, "doctor", "--script", "train.py", "--write", cwd=tmp_path)
+    assert job.code == 0, job.text
+    assert "+import hvdtrain.horovod.keras as hvd" in job.out
+    assert (tmp_path / "train.py").read_text() == FIT
+    assert "Traceback" not in hvdtrain("none", 1, "doctor", "--script", "none.py", cwd=tmp_path).text

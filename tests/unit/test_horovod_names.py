@@ -1,0 +1,184 @@
+"""The face has every public name of Horovod 0.28.1, with the same arguments and defaults."""
+
+import importlib
+import inspect
+import types
+
+import horovod.keras
+import horovod.tensorflow.keras
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain
+import hvdtrain.horovod as hvd
+import hvdtrain.horovod.keras as hvd_keras
+from hvdtrain.config.errors import ConfigError
+
+NOT_HOROVODS = {"is_version_greater_equal_than", "ops"}
+"""What Horovod's modules imported for themselves, besides modules."""
+
+SAME = [
+    ("horovod.tensorflow", "hvdtrain.horovod", {"BroadcastGlobalVariablesHook"}),
+    ("horovod.tensorflow.elastic", "hvdtrain.horovod.elastic", set()),
+    ("horovod.tensorflow.keras", "hvdtrain.horovod.keras", {"Adasum", "PartialDistributedOptimizer"}),
+    ("horovod.tensorflow.keras.callbacks", "hvdtrain.horovod.keras.callbacks", set()),
+    ("horovod.tensorflow.keras.elastic", "hvdtrain.horovod.keras.elastic", set()),
+]
+"""Horovod's module, the face's, and what the face has besides: of `horovod.keras`, and of TensorFlow 1."""
+
+MODULES_OF_A_MODULE = {"elastic", "callbacks"}
+
+
+def public_names(module):
+    """Names that a script may use: what is Horovod's, and the modules that are part of its documentation."""
+    names = set()
+    for name in dir(module):
+        value = getattr(module, name)
+        is_module = isinstance(value, types.ModuleType) and name not in MODULES_OF_A_MODULE
+        if not (name.startswith("_") or is_module or name in NOT_HOROVODS):
+            names.add(name)
+    return names
+
+
+def arguments(function):
+    """Names, kinds and defaults of a function's parameters; annotations do not count."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "more"), SAME)
+def test_names_are_horovods(theirs, ours, more):
+    theirs, ours = importlib.import_module(theirs), importlib.import_module(ours)
+    declared = set(getattr(ours, "__all__", [n for n in public_names(ours) if defined_in(ours, n)]))
+    assert declared == public_names(theirs) | more
+
+
+def defined_in(module, name):
+    return getattr(getattr(module, name), "__module__", None) == module.__name__
+
+
+CALLABLES = [
+    pytest.param(theirs, ours, name, id=f"{theirs}-{name}")
+    for theirs, ours, _ in SAME
+    for name in sorted(public_names(importlib.import_module(theirs)))
+    if callable(getattr(importlib.import_module(theirs), name))
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "name"), CALLABLES)
+def test_arguments_and_defaults_are_horovods(theirs, ours, name):
+    theirs, ours = (getattr(importlib.import_module(module), name) for module in (theirs, ours))
+    assert ours is theirs or arguments(ours) == arguments(theirs)
+
+
+@pytest.mark.parametrize("name", sorted(public_names(horovod.keras)))
+def test_what_keras_scripts_pass_by_name_is_accepted(name):
+    """`horovod.keras` orders a few arguments otherwise, and averages by the older word."""
+    theirs, ours = getattr(horovod.keras, name), getattr(hvd_keras, name)
+    if callable(theirs):
+        accepted = {p.name for p in inspect.signature(ours).parameters.values()}
+        assert {p.name for p in inspect.signature(theirs).parameters.values()} <= accepted
+
+
+def test_constants_are_horovods():
+    for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product", "global_process_set", "Compression"):
+        assert getattr(hvd, name) is getattr(horovod.tensorflow, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (lambda: hvd.BroadcastGlobalVariablesHook(0), "BroadcastGlobalVariablesCallback"),
+        (lambda: hvd.broadcast_global_variables(0), "hvd.broadcast_variables"),
+        (lambda: hvd_keras.broadcast_global_variables(0), "hvd.broadcast_variables"),
+        (lambda: hvd.LocalGradientAggregationHelper(4, len, False, False, 0, 0), "backward_passes_per_step=4"),
+        (lambda: hvd.elastic.TensorFlowState(), "variables=model.variables"),
+        (lambda: hvd.elastic.TensorFlowState([tf.Variable(0)], session=1), "Leave session out"),
+        (lambda: hvd.broadcast_object(1, session=1), "Leave session out"),
+        (lambda: hvd.allgather_object(1, session=1), "Leave session out"),
+        (lambda: hvd.broadcast_object_fn(session=1), "Leave session out"),
+        (lambda: tf.function(lambda: hvd.broadcast_object(1))(), "outside of tf.function"),
+        (lambda: hvd.DistributedOptimizer(tf.compat.v1.train.AdamOptimizer()), "keras.optimizers"),
+        (lambda: hvd_keras.load_model("model.keras", legacy_opts=True), "Leave legacy_opts out"),
+    ],
+)
+def test_what_belongs_to_tensorflow_1_says_what_to_use_instead(call, instead):
+    with pytest.raises(ConfigError, match=instead):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"op": hvd.Adasum}, "op == Adasum is not supported yet with Keras"),
+        ({"op": hvd.Max}, "op currently only supports Average and Sum"),
+        ({"groups": 0}, "groups should be"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "not supported with op != Average"),
+        ({"backward_passes_per_step": 0}, "at least 1. Received: 0"),
+    ],
+)
+def test_options_that_an_optimizer_refuses(options, said):
+    with pytest.raises(ConfigError, match=said):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), **options)
+
+
+def test_only_keras_optimizers_are_wrapped_and_only_once():
+    with pytest.raises(ConfigError, match="Received: builtins"):
+        hvd.DistributedOptimizer("sgd")
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(ConfigError, match="reduces gradients already"):
+        hvd_keras.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(wrapped))
+
+
+def test_a_wrapped_optimizer_is_one_of_its_kind_with_its_state():
+    plain = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 10), beta_1=0.8)
+    plain.build([variable := keras.Variable(np.ones(3, "float32"))])
+    plain.apply([tf.ones(3)], [variable])
+    wrapped = hvd.DistributedOptimizer(plain)
+    assert isinstance(wrapped, keras.optimizers.Adam)
+    assert wrapped.get_config() == plain.get_config()
+    assert [np.array(v).tolist() for v in wrapped.variables()] == [np.array(v).tolist() for v in plain.variables]
+
+
+def test_a_model_that_is_saved_with_a_registered_optimizer_loads_without_horovod(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    for plain in (hvdtrain.LARS(0.1), hvdtrain.LossScaleOptimizer(keras.optimizers.SGD(0.1))):
+        wrapped = hvd.DistributedOptimizer(plain)
+        wrapped.build(model.trainable_variables)
+        model.compile(wrapped, keras.losses.MeanSquaredError())
+        model.save(tmp_path / "model.keras")
+        assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is type(plain)
+
+
+def test_groups_by_their_older_name():
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(), num_groups=2)
+    assert wrapped.distribution.reduction.groups == 2
+
+
+def test_local_layers_must_be_layers():
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
+    optimizer = hvd_keras.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=layer)
+    assert len(optimizer.distribution.reduction.local) == 2
+    with pytest.raises(ConfigError, match="All local layers must be"):
+        hvd_keras.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=[3])
+    with pytest.raises(ConfigError, match="All local layers must be"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3])
+
+
+def test_what_callbacks_and_layers_refuse():
+    with pytest.raises(ConfigError, match="All local variables must be"):
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[3])
+    with pytest.raises(ConfigError, match=r"set callback\.filepath"):
+        hvd_keras.callbacks.BestModelCheckpoint().on_train_begin()
+    with pytest.raises(ConfigError, match="does not support fused=True"):
+        hvd.SyncBatchNormalization(fused=True)
+    with pytest.raises(ConfigError, match="Model must be built first"):
+        hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.layers.Dense(1)]))
+
+
+def test_process_sets_that_are_given_twice():
+    with pytest.raises(ValueError, match=r"Duplicate process sets are not allowed\. Received: the ranks \[0, 1\]"):
+        hvd.init(process_sets=[hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 0])])
