@@ -1,37 +1,25 @@
-"""What the benchmarks share: starting a launch, reading what it prints, and writing figures down."""
+"""What the benchmarks share: reading what a launch prints, and writing figures down."""
 
 import argparse
 import json
 import os
 import platform
-import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from hvdtrain.bench.launching import LaunchFailed, ask, launcher, shown
 
-def launcher(controller: str, size: int) -> list[str]:
-    """Return the words before `python` that start `size` ranks; none for the controller `none`."""
-    if controller == "none":
-        return []
-    if controller == "mpirun":
-        return ["mpirun", "--bind-to", "none", "--oversubscribe", "-np", str(size)]
-    return ["horovodrun", "--gloo", "-np", str(size)]
+__all__ = ["launcher", "printed", "write"]
 
 
 def printed(command: Sequence[str], word: str, *, limit_s: float) -> Any:
     """Run a command; return the JSON that it prints in a line behind `word`. A command that fails ends the program."""
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    if os.geteuid() == 0:
-        environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
-    found = re.search(rf"{word} ([{{\[].*)", done.stdout) if word else None
-    if done.returncode or (word and found is None):
-        sys.exit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(found[1]) if found else None
+    try:
+        return ask(command, word, limit_s=limit_s).value
+    except LaunchFailed as error:
+        sys.exit(f"{shown(command)} failed: {error}")
 
 
 def write(arguments: argparse.Namespace, results: Any) -> None:

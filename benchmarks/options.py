@@ -83,20 +83,13 @@ def plain(name: str) -> Callable[[], Any]:
     import keras
     import tensorflow as tf
 
+    from hvdtrain.bench.plain import plain_step
+
     model, optimizer = build(name), keras.optimizers.SGD(0.01)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer.build(model.trainable_variables)
-    variables = [variable.value for variable in model.trainable_variables]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = plain_step(model, optimizer, loss, hvd.DistributedGradientTape)
     x, y = map(tf.constant, samples(name, MODELS[name][4]))
-
-    @tf.function
-    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            value = loss(y, model(x, training=True))
-        gradients = hvd.DistributedGradientTape(tape).gradient(value, variables)
-        optimizer.apply(gradients, model.trainable_variables)
-        return value
-
     return lambda: step(x, y)
 
 

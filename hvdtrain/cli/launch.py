@@ -1,5 +1,6 @@
 """What the verbs that run on several ranks share: one connection, one set of options, one way to fail."""
 
+import argparse
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping
@@ -31,18 +32,31 @@ def run_on_all_ranks(
         describe: gives the options of the runtime, and what must be equal on all ranks.
         action: what the verb does.
     """
-    environment: Environment | None = None
-    link: Link | None = None
-    try:
-        environment = detect_environment()
-        link = open_link(timeout=LINK_TIMEOUT_S)
-        request = together(link.control, parse, timeout=LINK_TIMEOUT_S)
+
+    def run(link: Link, request: T) -> None:
         runtime, facts = describe(request)
         with left_out(*NOT_FOR_RUNS):
             session = open_session(link, runtime, facts)
         set_current(session)
         action(session, request)
         session.close()
+
+    return run_linked(parse, run)
+
+
+def run_linked(parse: Callable[[], T], action: Callable[[Link, T], None]) -> int:
+    """Do what `run_on_all_ranks` does without a session: neither TensorFlow nor Horovod is started.
+
+    Args:
+        parse: as above.
+        action: what the verb does; it closes the link.
+    """
+    environment: Environment | None = None
+    link: Link | None = None
+    try:
+        environment = detect_environment()
+        link = open_link(timeout=LINK_TIMEOUT_S)
+        action(link, together(link.control, parse, timeout=LINK_TIMEOUT_S))
     except BaseException as error:
         if environment is None:
             raise
@@ -51,6 +65,14 @@ def run_on_all_ranks(
             end_process(code)
         return code
     return 0
+
+
+def shows_help(parser: argparse.ArgumentParser, argv: list[str]) -> bool:
+    """Tell whether `argv` asks for the options, and if so show them, on rank 0 alone."""
+    asked = bool({"-h", "--help"} & set(argv))
+    if asked and detect_environment().rank == 0:
+        parser.print_help()
+    return asked
 
 
 @contextlib.contextmanager

@@ -12,11 +12,12 @@ VERBS = {
     "train": "hvdtrain.cli.train:main",
     "evaluate": "hvdtrain.cli.evaluate:main",
     "data": "hvdtrain.cli.data:main",
+    "bench": "hvdtrain.cli.bench:main",
     "recipes": "hvdtrain.cli.recipes:main",
     "env": "hvdtrain.cli.env:main",
     "doctor": "hvdtrain.cli.doctor:main",
 }
-DISTRIBUTED = ("train", "evaluate", "data")
+DISTRIBUTED = ("train", "evaluate", "data", "bench")
 
 USAGE = """\
 usage: python -m hvdtrain [VERB] [RECIPE] [--option value ...]
@@ -26,6 +27,7 @@ Verbs:
   evaluate RUN_DIR     evaluate the newest checkpoint of a run on its validation data
   data pack|inspect|bench
                        pack class folders into TFRecords, look at data, measure their speed
+  bench                compare backends, hand-written loops and collectives, with a report
   recipes              list the recipes
   env                  print what belongs into a bug report
   doctor               check the installation, part by part

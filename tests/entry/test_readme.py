@@ -105,8 +105,8 @@ def test_own_model_and_data(tmp_path):
 
 
 def test_the_verbs_of_the_table_exist(tmp_path):
-    verbs = re.findall(r"^\| `(\w+)[^|]*` \|", README[README.index("| verb |") :], re.MULTILINE)[:6]
-    assert verbs == ["train", "evaluate", "data", "recipes", "env", "doctor"]
+    verbs = re.findall(r"^\| `(\w+)[^|]*` \|", README[README.index("| verb |") :], re.MULTILINE)[:7]
+    assert verbs == ["train", "evaluate", "data", "bench", "recipes", "env", "doctor"]
     for verb in verbs:
         job = hvdtrain("none", 1, verb, "--help", cwd=tmp_path)
         assert job.code == 0, job.text

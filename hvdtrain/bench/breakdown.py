@@ -1,0 +1,125 @@
+"""Where the time of a step goes: variants of the step, each without one more part, take turns in the same processes.
+
+    whole    a batch from the pipeline, forward and backward pass, exchange, update
+    batch    the same on one batch again and again: without the pipeline
+    alone    the same without the exchange, on all ranks at once
+    passes   the same without the update: forward and backward pass
+
+The parts are the differences: input = whole - batch, exchange = batch - alone, update = alone - passes. What overlaps
+with something else counts only as far as it makes the step longer. Differences of times that are noisy can be
+negative; they are told as they are.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.bench.timing import Timing
+from hvdtrain.config.run import Config
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.models.registry import model_family
+from hvdtrain.runtime.session import Session
+from hvdtrain.training.losses import summed_loss
+from hvdtrain.training.metric_specs import MetricSpec
+from hvdtrain.training.microbatches import per_microbatch
+from hvdtrain.training.step import LocalSums, TrainStep, UpdateRule
+from hvdtrain.training.trainer import Trainer
+from hvdtrain.training.update import AllReduceUpdate
+
+CAN_TELL = ("horovod", "single")
+"""Backends whose exchange can be left out without changing the rest: each process holds plain variables."""
+ROUNDS = 3
+PARTS = {
+    "forward and backward": ("passes", None),
+    "exchange": ("batch", "alone"),
+    "input": ("whole", "batch"),
+    "update": ("alone", "passes"),
+}
+"""Each part's time is that of the first variant less that of the second."""
+
+
+class NoUpdate:
+    """Leaves everything as it is, once all gradients are there."""
+
+    def update(self, local: LocalSums, *, measure: bool) -> tuple[tf.Tensor, None]:
+        """See `UpdateRule`."""
+        gradients = [g.values if isinstance(g, tf.IndexedSlices) else g for g in local.gradients if g is not None]
+        with tf.control_dependencies(gradients):
+            return tf.identity(local.totals), None
+
+
+class Variants:
+    """The steps that take turns, by name, and their times in milliseconds in each round."""
+
+    def __init__(self, backend: Backend, steps: dict[str, Callable[[], Any]]) -> None:
+        self._backend = backend
+        self._steps = steps
+        self.times_ms: dict[str, list[float]] = {name: [] for name in steps}
+
+    def run(self, count: int) -> None:
+        """Let each take `count` steps in each round."""
+        for step in self._steps.values():
+            step().numpy()  # traces
+        for _ in range(ROUNDS):
+            for name, step in self._steps.items():
+                self._backend.gather_bytes(b"", timeout=600.0)  # nobody computes while others begin
+                self.times_ms[name].append(_milliseconds(step, count))
+
+    @staticmethod
+    def parts(by_rank: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+        """Return milliseconds of each part: medians over the rounds, on the slowest rank."""
+        names = by_rank[0]
+        medians = {name: float(np.median(np.max([times[name] for times in by_rank], axis=0))) for name in names}
+        return {
+            part: medians[over] - (0.0 if under is None else medians[under]) for part, (over, under) in PARTS.items()
+        }
+
+
+def _milliseconds(step: Callable[[], Any], count: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(count - 1):
+        step()
+    step().numpy()
+    return 1000.0 * (time.perf_counter() - begin) / count
+
+
+def breakdown(session: Session, config: Config, trainer: Trainer, data: TrainingData, timing: Timing) -> Variants:
+    """Let the variants of `trainer`'s step take turns; every rank calls it, after what else is measured."""
+    backend = trainer.backend
+    stream = data.batches(0)
+    one = next(stream)
+    whole = trainer.compiled_step(data)
+    steps: dict[str, Callable[[], Any]] = {
+        "whole": lambda: whole(next(stream), measure=False).totals,
+        "batch": lambda: whole(one, measure=False).totals,
+    }
+    mine = one._replace(global_samples=config.data.batch // backend.size)
+    here = SingleBackend(session)
+    steps["alone"] = _alone(config, trainer, here, mine, AllReduceUpdate(here, trainer.state))
+    steps["passes"] = _alone(config, trainer, here, mine, NoUpdate())
+    variants = Variants(backend, steps)
+    variants.run(timing.steps)
+    return variants
+
+
+def _alone(config: Config, trainer: Trainer, here: Backend, mine: Batch, rule: UpdateRule) -> Callable[[], Any]:
+    """Return a step on this rank's part of a batch that exchanges nothing."""
+    model, training = trainer.model, config.training
+    outputs = model(mine.inputs, training=False)
+    names = lambda: getattr(model, "output_names", None)  # noqa: E731
+    samples = config.data.batch // trainer.backend.size
+    step = TrainStep(
+        here,
+        trainer.state,
+        summed_loss(model_family(config.model).loss(), None, names),
+        MetricSpec([], []).settle(mine.targets, outputs, here, names),
+        rule,
+        microbatch=per_microbatch(samples, 1, training.accumulate) if training.accumulate > 1 else None,
+    )
+    return lambda: step(mine, measure=False).totals

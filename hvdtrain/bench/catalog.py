@@ -1,0 +1,122 @@
+"""The models that are measured, on random data; no TensorFlow."""
+
+from dataclasses import dataclass, replace
+
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.model import ModelConfig
+from hvdtrain.config.optim import OptimConfig
+from hvdtrain.config.precision import PrecisionName
+from hvdtrain.config.registry import suggestion
+from hvdtrain.config.run import Config
+from hvdtrain.config.training import TrainingConfig
+
+SGD = OptimConfig("sgd", learning_rate=0.01)
+MOMENTUM = OptimConfig("sgd", {"momentum": 0.9}, learning_rate=0.01)
+ADAM = OptimConfig("adam", learning_rate=1e-4)
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model as it is measured."""
+
+    about: str
+    config: Config
+    """Model, data, optimizer; its batch is that of one step over all ranks."""
+    steps: int
+    """Steps of a window: about a second on one core."""
+
+
+def _model(
+    name: str, about: str, model: ModelConfig, data: DataConfig, optim: OptimConfig, steps: int
+) -> tuple[str, BenchModel]:
+    return name, BenchModel(about, Config(f"bench {name}", model, data, optim, TrainingConfig(epochs=1)), steps)
+
+
+MODELS = dict(
+    (
+        _model(
+            "resnet20",
+            "ResNet-20, 0.27 M parameters, 32 x 32 images: mostly arithmetic",
+            ModelConfig("resnet", {"depth": 20}),
+            DataConfig("synthetic_images", {"samples": 4096}, batch=64),
+            MOMENTUM,
+            steps=10,
+        ),
+        _model(
+            "lm",
+            "transformer language model, 12.7 M parameters, sequences of 128 tokens",
+            ModelConfig("transformer"),
+            DataConfig("synthetic_tokens", {"samples": 1024}, batch=8),
+            ADAM,
+            steps=4,
+        ),
+        _model(
+            "mlp",
+            "wide MLP, 58.6 M parameters, 234 MB of gradients: mostly exchange",
+            ModelConfig("mlp", {"depth": 4, "width": 4096}),
+            DataConfig("synthetic_images", {"size": 20, "channels": 5, "samples": 4096}, batch=64),
+            SGD,
+            steps=4,
+        ),
+        _model(
+            "dlrm",
+            "recommendation model, 26 tables of 50,000 rows: sparse gradients",
+            ModelConfig("dlrm", {"rows": 50_000}),
+            DataConfig("synthetic_clicks", {"rows": 50_000, "samples": 32_768}, batch=256),
+            SGD,
+            steps=20,
+        ),
+        _model(
+            "digits",
+            "small CNN, 0.15 M parameters, 8 x 8 images: steps of milliseconds, for a first try",
+            ModelConfig("small_cnn"),
+            DataConfig("synthetic_images", {"size": 8, "channels": 1, "samples": 4096}, batch=64),
+            MOMENTUM,
+            steps=10,
+        ),
+        _model(
+            "resnet50",
+            "ResNet-50, 25.6 M parameters, 224 x 224 images: for GPUs",
+            ModelConfig("resnet_imagenet"),
+            DataConfig("synthetic_images", {"size": 224, "classes": 1000, "samples": 512}, batch=64),
+            MOMENTUM,
+            steps=10,
+        ),
+        _model(
+            "lm_large",
+            "transformer language model, 136 M parameters, sequences of 1024 tokens: for GPUs",
+            ModelConfig("transformer", {"depth": 12, "width": 768, "heads": 12}),
+            DataConfig("synthetic_tokens", {"length": 1024, "vocabulary": 32_768, "samples": 512}, batch=16),
+            ADAM,
+            steps=5,
+        ),
+    )
+)
+"""By name; those after `dlrm` must be asked for."""
+USUAL = ("resnet20", "lm", "mlp", "dlrm")
+
+
+def bench_model(name: str) -> BenchModel:
+    """Return the model `name`.
+
+    Raises:
+        ConfigError: there is none, with the nearest one there is.
+    """
+    if name not in MODELS:
+        raise ConfigError(f"bench has no model {name!r}.{suggestion(name, dict.fromkeys(MODELS, ''))}")
+    return MODELS[name]
+
+
+def bench_config(name: str, *, batch: int, precision: PrecisionName = "float32", accumulate: int = 1) -> Config:
+    """Return the configuration of `name` with `batch` samples per step over all ranks.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    config = bench_model(name).config
+    return replace(
+        config,
+        data=replace(config.data, batch=batch),
+        training=replace(config.training, precision=precision, accumulate=accumulate),
+    )

@@ -1,0 +1,33 @@
+"""The machine that results are of; no TensorFlow."""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.runtime.diagnosis.process import first_line
+from hvdtrain.runtime.report import collect_environment, nvidia_gpus
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, machine, GPUs, MPI and environment variables."""
+    mpirun = shutil.which("mpirun")
+    facts = {"gpus": nvidia_gpus(), "mpi": {"mpirun": first_line([mpirun, "--version"]) if mpirun else None}}
+    return collect_environment() | facts
+
+
+def host_class(facts: Mapping[str, Any]) -> str:
+    """Return what kind of machine it is, in a word that a folder may be named: 2-cores, 16-cores-1-nvidia-h200."""
+    name = f"{facts['machine']['usable_cores']}-cores"
+    gpus = facts["gpus"]
+    if gpus:
+        model = re.sub(r"[^a-z0-9]+", "-", gpus[0].split(",")[0].lower()).strip("-")
+        name += f"-{len(gpus)}-{model}"
+    return name
+
+
+def default_ranks(cores_per_rank: int) -> list[int]:
+    """Return 2, 4, 8 … ranks as far as each has its cores; 2 on the smallest machine."""
+    room = len(os.sched_getaffinity(0)) // cores_per_rank
+    return [2**power for power in range(1, 12) if 2**power <= max(2, room)]

@@ -1,0 +1,58 @@
+"""Medians, their spread, and when a machine was too noisy for a ratio; pure functions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LEAST_ROUNDS = 3
+WIDEST = 0.10
+"""Distance between the quartiles of a ratio, as a share of its median, from which on the ratio is not printed."""
+MOST_FOREIGN = 0.25
+"""Cores' worth of time that other programs may take meanwhile, in the median over the rounds."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and its quartiles (linear between the values)."""
+
+    low: float
+    median: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """The distance between the quartiles as a share of the median."""
+        return (self.high - self.low) / self.median if self.median else float("inf")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A ratio that is not told."""
+
+    reason: str
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return median and quartiles of at least one value."""
+    low, median, high = np.percentile(values, [25, 50, 75])
+    return Spread(float(low), float(median), float(high))
+
+
+def ratio(over: Sequence[float], under: Sequence[float], foreign: Sequence[float] = ()) -> Spread | Refused:
+    """Return the ratio of two sides that took turns, round by round, or why it cannot be told.
+
+    Args:
+        over: one figure of one side for each round.
+        under: the other side's, of the same rounds.
+        foreign: cores' worth of time that other programs took, for each launch of either side.
+    """
+    rounds = min(len(over), len(under))
+    if rounds < LEAST_ROUNDS:
+        return Refused(f"{rounds} round{'s' * (rounds != 1)}: fewer than {LEAST_ROUNDS} do not tell how noisy it was")
+    if len(foreign) and (taken := float(np.median(foreign))) > MOST_FOREIGN:
+        return Refused(f"too noisy: other programs took {taken:.2f} cores meanwhile")
+    found = spread([a / b for a, b in zip(over, under, strict=False)])
+    if found.width > WIDEST:
+        return Refused(f"too noisy: its quartiles are {found.low:.3g} and {found.high:.3g}")
+    return found

@@ -1,0 +1,174 @@
+"""A hand-written training loop as Horovod's documentation has it, and the same without Horovod.
+
+Nothing of hvdtrain's training is in it: it is what hvdtrain is compared with. With one process it does not load
+Horovod. Model, data and optimizer are those of the other sides.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.bench.timing import Timing, merged, peak_rss_mib, process_settings, processor_seconds
+from hvdtrain.config.run import Config
+from hvdtrain.data.registry import load_splits
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.models.registry import build_model, model_family
+from hvdtrain.optim.optimizers import build_optimizer
+from hvdtrain.runtime.environment import Environment
+
+Tape = Callable[[tf.GradientTape], Any]
+
+BUFFER = 10_000
+"""Samples that are shuffled, as in Horovod's examples."""
+
+
+def pin_and_start(environment: Environment) -> int:
+    """Do for the plain loop what `hvdtrain.init` does for the others; return the number of threads."""
+    threads = _pinned(environment.local_rank, environment.local_size)
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+    gpus = tf.config.list_physical_devices("GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    if gpus:
+        tf.config.set_visible_devices(gpus[environment.local_rank % len(gpus)], "GPU")
+    if environment.size > 1:
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+    return threads
+
+
+def _pinned(rank: int, size: int) -> int:
+    """Give this rank its block of cores, as hvdtrain does, and return their number."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // size
+    if share == 0:
+        return 1
+    os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+    return share
+
+
+class PlainLoop:
+    """The loop of one rank.
+
+    Args:
+        config: model, data, optimizer and batch over all ranks.
+        environment: this rank's place.
+    """
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        import keras
+
+        self._splits = load_splits(config.data, config.training.seed)
+        self._batch = config.data.batch // environment.size
+        self._size = environment.size
+        keras.config.set_dtype_policy(config.training.precision)
+        self.model = build_model(config.model, self._splits.sample_shape, self._splits.classes, config.training.seed)
+        keras.config.set_dtype_policy("float32")
+        self.optimizer = build_optimizer(config.optim, 1, config.data.batch)
+        self._loss = model_family(config.model).loss()
+
+    def batches(self) -> Any:
+        """Return an endless stream of this rank's batches."""
+        count = tf.nest.flatten(_elements(self._splits))[0].shape[0]
+        data = tf.data.Dataset.from_tensor_slices(_elements(self._splits))
+        return data.repeat().shuffle(min(BUFFER, count)).batch(self._batch).prefetch(4)
+
+    def steps(self, window: int) -> Iterator[None]:
+        """Train step by step; the loss is read once in every window of so many steps."""
+        self.optimizer.build(self.model.trainable_variables)
+        tape: Tape = lambda tape: tape  # noqa: E731
+        if self._size > 1:
+            import horovod.tensorflow as hvd
+
+            tape = hvd.DistributedGradientTape
+            hvd.broadcast_variables([v.value for v in self.model.variables + self.optimizer.variables], root_rank=0)
+        training_step = plain_step(self.model, self.optimizer, self._loss, tape)
+        for step, (inputs, targets) in enumerate(self.batches()):
+            value = training_step(inputs, targets)
+            if step % window == window - 1:
+                float(value)
+            yield
+
+    def gradient_sizes(self) -> list[dict[str, Any]]:
+        """Return the fields of `GradientSize` for each gradient; the step is traced for it and not run."""
+        found: list[dict[str, Any]] = []
+
+        def look(inputs: Any, targets: Any) -> None:
+            with tf.GradientTape() as tape:
+                value = self._loss(targets, self.model(inputs, training=True))
+            variables = [variable.value for variable in self.model.trainable_variables]
+            found.extend(map(self._size_of, tape.gradient(value, variables)))
+
+        tf.function(look, autograph=False).get_concrete_function(*next(iter(self.batches())))
+        return found
+
+    def _size_of(self, gradient: Any) -> dict[str, Any]:
+        whole = int(np.prod(gradient.shape)) * gradient.dtype.size
+        if not isinstance(gradient, tf.IndexedSlices):
+            return {"bytes": whole}
+        row = int(np.prod(gradient.shape[1:])) * gradient.dtype.size + gradient.indices.dtype.size
+        rows = int(np.prod(gradient.indices.shape)) / self._batch
+        return {"bytes": whole, "rows_per_sample": rows, "row_bytes": row}
+
+
+def plain_step(model: Any, optimizer: Any, loss: Any, tape_of: Tape) -> Callable[[Any, Any], tf.Tensor]:
+    """Return the compiled step; `tape_of` makes a tape give the gradients of all ranks."""
+    variables = [variable.value for variable in model.trainable_variables]
+
+    @tf.function
+    def training_step(inputs: Any, targets: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            value = loss(targets, model(inputs, training=True))
+        gradients = tape_of(tape).gradient(value, variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return value
+
+    return training_step
+
+
+def _elements(splits: DataSplits) -> Any:
+    return splits.train.elements  # type: ignore[attr-defined]  # random data lie in memory
+
+
+def window_of(steps: Iterator[None], count: int) -> float:
+    """Take `count` steps and return the milliseconds that one took."""
+    begin = time.perf_counter()
+    for _ in range(count):
+        next(steps)
+    return 1000.0 * (time.perf_counter() - begin) / count
+
+
+def measure(config: Config, timing: Timing, environment: Environment) -> dict[str, Any]:
+    """Measure the loop; every rank calls it and the answer counts on rank 0."""
+    threads = pin_and_start(environment)
+    loop = PlainLoop(config, environment)
+    steps = loop.steps(timing.steps)
+    for _ in range(timing.warm_up):
+        window_of(steps, timing.steps)
+    begin = processor_seconds()
+    windows = [window_of(steps, timing.steps) for _ in range(timing.windows)]
+    cpu = (processor_seconds() - begin) / (timing.windows * timing.steps)
+    facts = _from_all_ranks([cpu, peak_rss_mib()], environment.size)
+    own = {
+        "windows_ms": windows,
+        "settings": process_settings(threads),
+        "parameters": sum(int(np.prod(v.shape)) for v in loop.model.trainable_variables),
+    }
+    if environment.size == 1:
+        own["gradients"] = loop.gradient_sizes()
+    return merged(own, facts[:, 0], facts[:, 1])
+
+
+def _from_all_ranks(facts: list[float], size: int) -> Any:
+    """Return everybody's facts [rank, fact]."""
+    if size == 1:
+        return np.array([facts])
+    import horovod.tensorflow as hvd
+
+    return hvd.allgather(tf.constant([facts], tf.float64)).numpy()

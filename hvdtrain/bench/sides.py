@@ -1,0 +1,84 @@
+"""Who is compared: by name, how it is started and what it cannot do; no TensorFlow."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.registry import suggestion
+
+Launcher = Literal["mpirun", "gloo", "none"]
+Traffic = Literal["ring", "server", "none"]
+
+IDEAL = "one-core"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of those that take turns."""
+
+    about: str
+    launcher: Launcher
+    """Who starts its processes; none: it is one process."""
+    backend: str | None = None
+    """What `--backend` is given; None for a hand-written loop."""
+    several: bool = False
+    """Whether its one process holds several replicas (`--replicas`)."""
+    traffic: Traffic = "none"
+    """How gradients travel between processes: see `wire`."""
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether it is a hand-written loop, which has nothing of hvdtrain's."""
+        return self.backend is None
+
+    def processes(self, ranks: int) -> int:
+        """Return how many processes hold `ranks` replicas."""
+        return 1 if self.launcher == "none" else ranks
+
+
+SIDES = {
+    "horovod-mpi": Side("hvdtrain on Horovod over MPI", "mpirun", "horovod", traffic="ring"),
+    "horovod-gloo": Side("hvdtrain on Horovod over Gloo", "gloo", "horovod", traffic="ring"),
+    "plain-mpi": Side("hand-written loop, Horovod at its own settings over MPI", "mpirun", traffic="ring"),
+    "plain-gloo": Side("hand-written loop, Horovod at its own settings over Gloo", "gloo", traffic="ring"),
+    IDEAL: Side("hand-written loop without Horovod, one process on one rank's cores: the ideal", "none"),
+    "single": Side("hvdtrain in one process, without Horovod", "none", "single"),
+    "one_device": Side("hvdtrain on tf.distribute's OneDeviceStrategy", "none", "one_device"),
+    "mirrored": Side("hvdtrain on tf.distribute's MirroredStrategy", "none", "mirrored", several=True),
+    "central_storage": Side(
+        "hvdtrain on tf.distribute's CentralStorageStrategy", "none", "central_storage", several=True
+    ),
+    "multi_worker_mirrored": Side(
+        "hvdtrain on tf.distribute's MultiWorkerMirroredStrategy", "mpirun", "multi_worker_mirrored", traffic="ring"
+    ),
+    "parameter_server": Side(
+        "hvdtrain on tf.distribute's ParameterServerStrategy", "mpirun", "parameter_server", traffic="server"
+    ),
+}
+USUAL = ("horovod-mpi", "horovod-gloo", "plain-mpi", "plain-gloo", "mirrored", "multi_worker_mirrored")
+
+
+def side(name: str) -> Side:
+    """Return the side `name`.
+
+    Raises:
+        ConfigError: there is none, with the nearest one there is.
+    """
+    if name not in SIDES:
+        raise ConfigError(f"bench has no backend {name!r}.{suggestion(name, dict.fromkeys(SIDES, ''))}")
+    return SIDES[name]
+
+
+def refusal(name: str, *, ranks: int, precision: str, accumulate: int) -> str | None:
+    """Say why this side cannot run at all as it is asked to; None where it can be tried."""
+    this = side(name)
+    if this.launcher == "none" and not this.several and ranks > 1:
+        return "it is one replica"
+    if this.by_hand and precision == "mixed_float16":
+        return "the hand-written loop has no loss scaling"
+    if this.by_hand and accumulate > 1:
+        return (
+            "the hand-written loop has no accumulation: Horovod's is part of its optimizer, which does not work with "
+            "Keras 3"
+        )
+    return None

@@ -1,0 +1,102 @@
+"""A side that hvdtrain trains, on whichever backend: the loop that users run, with a stopwatch."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.select import backend_for
+from hvdtrain.bench.breakdown import CAN_TELL, breakdown
+from hvdtrain.bench.timing import Timing, merged, peak_rss_mib, process_settings, processor_seconds
+from hvdtrain.config.run import Config
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.observability.events import BaseObserver
+from hvdtrain.runtime.session import Session
+from hvdtrain.training.job import run_trainer
+from hvdtrain.training.loop import Plan
+from hvdtrain.training.run_data import run_data
+from hvdtrain.training.trainer import Trainer
+
+GATHER_TIMEOUT_S = 600.0
+
+
+class Stopwatch(BaseObserver):
+    """Times windows of steps on rank 0.
+
+    Args:
+        steps: steps of a window.
+        beside: called between two windows, and not timed.
+    """
+
+    def __init__(self, steps: int, beside: Callable[[], None] | None = None) -> None:
+        self.windows_ms: list[float] = []
+        self._steps = steps
+        self._beside = beside
+        self._begin = time.perf_counter()
+
+    def on_progress(self, step: int) -> None:
+        """End a window and begin the next one."""
+        if step % self._steps:
+            return
+        self.windows_ms.append(1000.0 * (time.perf_counter() - self._begin) / self._steps)
+        if self._beside is not None:
+            self._beside()
+        self._begin = time.perf_counter()
+
+
+class Metered:
+    """Training data that note the processor time of this rank when the first and after the last counted step."""
+
+    def __init__(self, data: TrainingData, timing: Timing) -> None:
+        self.steps_per_epoch = data.steps_per_epoch
+        self.batch = data.batch
+        self.seconds: dict[int, float] = {}
+        self._data = data
+        self._timing = timing
+
+    def batches(self, start_step: int) -> Iterator[Batch]:
+        """See `TrainingData.batches`."""
+        for step, batch in enumerate(self._data.batches(start_step), start_step):
+            if step in (self._timing.first, self._timing.last):
+                self.seconds[step] = processor_seconds()
+            yield batch
+
+    def per_step(self) -> float:
+        """Return the processor time of one counted step."""
+        first, last = self._timing.first, self._timing.last
+        return (self.seconds[last] - self.seconds[first]) / (last - first)
+
+
+def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
+    """Measure training as users run it; every rank calls it and the answer counts on rank 0."""
+    backend = backend_for(session)
+    source = run_data(config, backend)
+    trainer = run_trainer(config, source, backend)
+    trainer.build(source.training)
+    data, watch = Metered(source.training, timing), Stopwatch(timing.steps)
+    # One step more than is counted: with it the processor time after the last one is noted.
+    trainer.train(data, Plan(timing.last + 1, timing.steps), observers=watch)
+    facts = from_all_ranks(backend, {"cpu": data.per_step(), "rss": peak_rss_mib()})
+    own: dict[str, Any] = {
+        "windows_ms": watch.windows_ms[timing.warm_up : timing.warm_up + timing.windows],
+        "settings": process_settings(session.plan.threads),
+        "parameters": trainer.state.parameters(),
+    }
+    if timing.breakdown and backend.name in CAN_TELL:
+        own["breakdown_ms"] = _breakdown(session, config, trainer, source.training, timing)
+    return merged(own, [fact["cpu"] for fact in facts], [fact["rss"] for fact in facts])
+
+
+def from_all_ranks(backend: Backend, fact: Any) -> list[Any]:
+    """Return everybody's `fact`, of JSON types."""
+    return [json.loads(text) for text in backend.gather_bytes(json.dumps(fact).encode(), timeout=GATHER_TIMEOUT_S)]
+
+
+def _breakdown(
+    session: Session, config: Config, trainer: Trainer, data: TrainingData, timing: Timing
+) -> dict[str, float]:
+    variants = breakdown(session, config, trainer, data, timing)
+    by_rank = from_all_ranks(trainer.backend, variants.times_ms)
+    return variants.parts(by_rank)

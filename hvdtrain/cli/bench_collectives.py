@@ -1,0 +1,74 @@
+"""`bench collectives`: the comparison of collectives over sizes."""
+
+import argparse
+import functools
+import shlex
+from pathlib import Path
+
+from hvdtrain.bench.bandwidth import COLLECTIVES, parsed_size
+from hvdtrain.bench.engines import ENGINES, engine
+from hvdtrain.cli.bench_suite import OUT, Folder, positive, refuse_launchers
+from hvdtrain.cli.local import run_here
+
+_DESCRIPTION = """\
+Times collectives over sizes, all engines in turn, each launch in fresh processes, beside what the host's memory allows.
+Tells latency, algorithm and bus bandwidth as nccl-tests defines them. At 400 MB a rank takes up to 2 GB of memory.
+"""
+
+SIZES = ("1KB", "64KB", "1MB", "16MB", "100MB", "400MB")
+
+
+def main(argv: list[str]) -> int:
+    """Measure what `argv` names, write the report and return the exit code: 1 if nothing could be measured."""
+    return run_here(lambda: _parser().parse_args(argv), lambda words: _bench(words, argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, ENGINES)) + 2
+    parser = argparse.ArgumentParser(
+        "python -m hvdtrain bench collectives",
+        description=_DESCRIPTION,
+        epilog="engines:\n" + "\n".join(f"  {name:<{width}}{one.about}" for name, one in ENGINES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--engines", nargs="+", metavar="NAME", default=list(ENGINES), help="all by default")
+    parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
+    parser.add_argument("--sizes", nargs="+", type=_size, default=list(map(parsed_size, SIZES)), help=" ".join(SIZES))
+    parser.add_argument("--ranks", type=positive, default=2, help="ranks (2)")
+    parser.add_argument("--rounds", type=positive, default=5, help="launches of each engine (5)")
+    parser.add_argument("--limit", type=positive, default=900, help="seconds that a launch may take (900)")
+    parser.add_argument("--out", type=Path, default=Path(OUT), help=f"the report goes to OUT/DATE-HOST ({OUT})")
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parsed_size(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a size of at least 1KB: 64KB, 1MB. Received: {text}.") from None
+
+
+def _bench(words: argparse.Namespace, argv: list[str]) -> int:
+    refuse_launchers()
+    from hvdtrain.bench.collectives import run_collectives
+    from hvdtrain.bench.results import CollectivesResults
+
+    for name in words.engines:
+        engine(name)
+    folder = Folder(words.out, "collectives")
+    tell = functools.partial(print, flush=True)
+    tell(f"{len(words.engines)} engines, {words.rounds} rounds; {folder.path}")
+    runs, series = run_collectives(
+        words.engines,
+        words.collectives,
+        sorted(words.sizes),
+        ranks=words.ranks,
+        rounds=words.rounds,
+        limit_s=words.limit,
+        tell=tell,
+    )
+    command = shlex.join(["python", "-m", "hvdtrain", "bench", "collectives", *argv])
+    options = {name: value for name, value in vars(words).items() if name != "out"}
+    folder.keep(collectives=CollectivesResults(command, options, words.ranks, runs, series))
+    tell(folder.report())
+    return 0 if series else 1

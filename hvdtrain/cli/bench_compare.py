@@ -1,0 +1,31 @@
+"""`bench compare`: what changed between two results."""
+
+import argparse
+from pathlib import Path
+
+from hvdtrain.cli.local import run_here
+
+
+def main(argv: list[str]) -> int:
+    """Print what changed between the two results that `argv` names."""
+    return run_here(lambda: _parser().parse_args(argv), _compare)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m hvdtrain bench compare",
+        description="Prints, as Markdown, what changed between two results of bench: times of steps and collectives, "
+        "versions and settings.",
+    )
+    parser.add_argument("before", type=Path, metavar="A", help="folder of results, or its results.json")
+    parser.add_argument("after", type=Path, metavar="B", help="the other one")
+    return parser
+
+
+def _compare(words: argparse.Namespace) -> int:
+    from hvdtrain.bench.compare import compared
+    from hvdtrain.bench.document import to_markdown
+    from hvdtrain.bench.results import read_results
+
+    print(to_markdown(compared(read_results(words.before), read_results(words.after))), end="")
+    return 0

@@ -1,0 +1,47 @@
+"""`bench engine`: one launch of one engine's collectives, which `bench collectives` starts and a reader may repeat."""
+
+import argparse
+
+from hvdtrain.bench.bandwidth import parsed_size
+from hvdtrain.bench.calls import measure
+from hvdtrain.bench.engines import ENGINES
+from hvdtrain.bench.timing import say
+from hvdtrain.cli.launch import parse_errors_as_user_errors, run_linked, shows_help
+from hvdtrain.config.registry import resolve
+from hvdtrain.runtime.session import Link
+
+_DESCRIPTION = """\
+Times the collectives of one engine on the ranks that a launcher has started, and prints milliseconds a call as JSON.
+bench collectives starts it; its reports show the whole command.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Measure the engine that `argv` names and return the exit code."""
+    if shows_help(_parser(), argv):
+        return 0
+    return run_linked(lambda: _parse(argv), _measure)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    with parse_errors_as_user_errors():
+        return _parser().parse_args(argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m hvdtrain bench engine", description=_DESCRIPTION)
+    parser.add_argument("engine", choices=tuple(ENGINES))
+    parser.add_argument("--collectives", nargs="+", required=True)
+    parser.add_argument("--sizes", nargs="+", type=parsed_size, required=True, help="1KB 4MB …")
+    return parser
+
+
+def _measure(link: Link, words: argparse.Namespace) -> None:
+    code = {name: engine.code for name, engine in ENGINES.items()}
+    caller = resolve("engine", words.engine, code)(link)
+    answer = measure(caller, link, words.collectives, words.sizes)
+    if link.environment.rank == 0:
+        say(answer)
+    link.control.barrier(60.0)
+    caller.close()
+    link.close()

@@ -1,0 +1,30 @@
+"""`bench report`: the report of results that are there, as after a comparison that was interrupted."""
+
+import argparse
+from pathlib import Path
+
+from hvdtrain.cli.local import run_here
+
+
+def main(argv: list[str]) -> int:
+    """Write the report of the results that `argv` names."""
+    return run_here(lambda: _parser().parse_args(argv), _report)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m hvdtrain bench report",
+        description="Writes report.md and report.html anew from the results.json of a folder, which also a comparison "
+        "that was interrupted leaves.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of results")
+    return parser
+
+
+def _report(words: argparse.Namespace) -> int:
+    from hvdtrain.bench.report import write_report
+    from hvdtrain.bench.results import read_results
+
+    write_report(read_results(words.folder), words.folder)
+    print(f"report      {words.folder / 'report.html'}")
+    return 0

@@ -1,0 +1,106 @@
+"""`bench side`: one launch of one side, which the suite starts and a reader may repeat."""
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.bench.catalog import MODELS, bench_config, bench_model
+from hvdtrain.bench.sides import SIDES, Side
+from hvdtrain.bench.timing import Timing, limit_cores, say
+from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks, shows_help
+from hvdtrain.config.errors import UserError
+from hvdtrain.config.files import apply_values, digest
+from hvdtrain.config.run import Config
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.quiet import import_tensorflow_quietly
+from hvdtrain.runtime.session import Session
+
+_DESCRIPTION = """\
+Measures one side of the comparison in these processes and prints its figures as JSON. bench starts it, under a launcher
+where the side has several processes; its reports show the whole command.
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A parsed command line."""
+
+    side: Side
+    config: Config
+    timing: Timing
+    cores: int
+
+
+def main(argv: list[str]) -> int:
+    """Measure the side that `argv` names and return the exit code."""
+    if shows_help(_parser(), argv):
+        return 0
+    if argv and argv[0] in SIDES and SIDES[argv[0]].by_hand:
+        return _by_hand(argv)
+    return run_on_all_ranks(lambda: parse(argv), _describe, _trained)
+
+
+def parse(argv: list[str]) -> Request:
+    """Read the command line and keep this process to its cores, which the ranks are about to divide.
+
+    Raises:
+        UserError: a mistake in it, or a backend that this hvdtrain does not have.
+    """
+    with parse_errors_as_user_errors():
+        words = _parser().parse_args(argv)
+    this = SIDES[words.side]
+    config = bench_config(words.model, batch=words.batch, precision=words.precision, accumulate=words.accumulate)
+    timing = Timing(words.steps or bench_model(words.model).steps, words.windows, words.warm_up, words.breakdown)
+    if not this.by_hand:
+        runtime: dict[str, Any] = {"backend": this.backend}
+        if this.several:
+            runtime["replicas"] = words.ranks
+        config = apply_values(config, {"runtime": runtime}, f"--backend {this.backend}")
+    limit_cores(words.cores * words.ranks)
+    return Request(this, config, timing, words.cores)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m hvdtrain bench side", description=_DESCRIPTION)
+    parser.add_argument("side", choices=tuple(SIDES))
+    parser.add_argument("model", choices=tuple(MODELS))
+    parser.add_argument("--batch", type=int, required=True, help="samples per optimizer step over all ranks")
+    parser.add_argument("--ranks", type=int, default=1, help="replicas, over all processes")
+    parser.add_argument("--precision", default="float32")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--cores", type=int, default=1, help="cores of each rank")
+    parser.add_argument("--steps", type=int, help="steps of a window; by default the model's own")
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=2, help="windows that are not counted")
+    parser.add_argument("--breakdown", action="store_true", help="find out where a step's time goes")
+    return parser
+
+
+def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
+    return request.config.runtime, {"the configuration": digest(request.config)}
+
+
+def _trained(session: Session, request: Request) -> None:
+    from hvdtrain.bench.trained import measure
+
+    answer = measure(session, request.config, request.timing)
+    if session.environment.rank == 0:
+        say(answer)
+
+
+def _by_hand(argv: list[str]) -> int:
+    """Measure a hand-written loop: none of hvdtrain's connections and settings may be there."""
+    environment = detect_environment()
+    try:
+        request = parse(argv)
+        import_tensorflow_quietly()
+        from hvdtrain.bench.plain import measure
+
+        answer = measure(request.config, request.timing, environment)
+    except (UserError, KeyboardInterrupt) as error:
+        return handle_failure(None, environment, error)
+    if environment.rank == 0:
+        say(answer)
+    return 0

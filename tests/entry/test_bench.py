@@ -1,0 +1,126 @@
+"""`python -m hvdtrain bench` as a user types it: small, to see that it works; what it measures means nothing here."""
+
+import json
+import os
+import re
+
+import pytest
+
+from hvdtrain.bench.results import read_results
+from tests.launching import hvdtrain
+
+TINY = "--models digits --ranks 2 --batch 16 --scaling strong --rounds 1 --windows 1 --warm-up 1 --steps 2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A comparison of two sides, then one of collectives: one folder holds both."""
+    place = tmp_path_factory.mktemp("bench")
+    words = ["--backends", "horovod-mpi", "plain-gloo", "single"]
+    suite = hvdtrain("none", 1, "bench", *words, *TINY.split(), "--accumulate", "1", cwd=place)
+    assert suite.code == 0, suite.text[-4000:]
+    words = "--engines mpi4py memory tf-ring --collectives allreduce alltoall reducescatter --sizes 1KB 64KB --rounds 1"
+    collectives = hvdtrain("none", 1, "bench", "collectives", *words.split(), cwd=place)
+    assert collectives.code == 0, collectives.text[-4000:]
+    (made,) = (place / "bench").iterdir()
+    assert f"report      bench/{made.name}/report.html" in suite.out
+    assert f"report      bench/{made.name}/report.html" in collectives.out
+    assert {path.name for path in made.iterdir()} == {"results.json", "report.md", "report.html"}
+    return made
+
+
+def test_all_sides_were_measured(folder):
+    cells = {cell.side: cell for cell in read_results(folder).suite.cells}
+    assert {side: len(cell.rounds) for side, cell in cells.items()} == {
+        "one-core": 1,
+        "horovod-mpi": 1,
+        "plain-gloo": 1,
+        "single": 0,
+    }
+    assert "one replica" in cells["single"].skipped
+    assert {cell.parameters for cell in cells.values() if cell.rounds} == {151_306}
+    for side, processes in {"one-core": 1, "horovod-mpi": 2, "plain-gloo": 2}.items():
+        (found,) = cells[side].rounds
+        assert len(found.windows_ms) == 1
+        assert found.windows_ms[0] > 0
+        assert 0 < found.cpu_s < 60
+        assert len(found.peak_rss_mib) == processes
+        assert min(found.peak_rss_mib) > 100
+    assert sum(size.bytes for size in cells["one-core"].gradients) == 4 * 151_306
+    assert cells["horovod-mpi"].settings["HOROVOD_CYCLE_TIME"] == "0.5"
+    assert "HOROVOD_CYCLE_TIME" not in cells["plain-gloo"].settings, "the hand-written loop has Horovod's own settings"
+    assert cells["plain-gloo"].settings["threads"] == cells["horovod-mpi"].settings["threads"]
+    assert cells["plain-gloo"].settings["cores of rank 0"] == cells["horovod-mpi"].settings["cores of rank 0"]
+
+
+def test_the_parts_add_up_to_a_step(folder):
+    cells = {cell.side: cell for cell in read_results(folder).suite.cells}
+    parts = cells["horovod-mpi"].rounds[0].breakdown_ms
+    assert set(parts) == {"forward and backward", "exchange", "input", "update"}
+    assert parts["forward and backward"] > 0
+    assert sum(parts.values()) > 0
+    assert cells["plain-gloo"].rounds[0].breakdown_ms is None
+
+
+def test_the_report_holds_both_and_refuses_ratios_of_one_round(folder):
+    text = (folder / "report.md").read_text()
+    assert "| horovod-mpi |" in text
+    assert "1 round: fewer than 3 do not tell how noisy it was" in text
+    assert "## Collectives, 2 ranks" in text
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3  # no efficiency was told: its picture is left out
+    facts = json.loads((folder / "results.json").read_text())["environment"]["packages"]
+    assert f"| tensorflow | {facts['tensorflow']} |" in text
+
+
+def test_collectives_were_measured(folder):
+    found = read_results(folder).collectives
+    times = {(one.engine, one.collective, one.bytes): one.times_ms for one in found.series}
+    for size in (1000, 64_000):
+        for engine, name in (("mpi4py", "allreduce"), ("mpi4py", "reducescatter"), ("memory", "add")):
+            assert times[engine, name, size][0] > 0
+        for name in ("allreduce", "alltoall"):
+            assert times["tf-ring", name, size][0] > 0
+    (run,) = (run for run in found.engines if run.engine == "tf-ring")
+    assert set(run.skipped) == {"reducescatter"}, "TensorFlow has it on GPUs only"
+
+
+def test_a_printed_command_can_be_repeated(folder, tmp_path):
+    commands = re.findall(r"^    (python -m hvdtrain bench side one-core .*)", (folder / "report.md").read_text(), re.M)
+    job = hvdtrain("none", 1, *commands[0].split()[3:], cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    answer = json.loads(job.out[job.out.index("{") :])
+    assert len(answer["windows_ms"]) == 1
+
+
+def test_compare_shows_that_nothing_changed(folder, tmp_path):
+    job = hvdtrain("none", 1, "bench", "compare", str(folder), str(folder / "results.json"), cwd=tmp_path)
+    assert job.code == 0, job.text
+    assert re.search(r"^\| horovod-mpi \| digits, 2 ranks, batch 16 \|.* 1\.000 \| too few rounds \|$", job.out, re.M)
+    assert not list(tmp_path.iterdir())
+
+
+def test_horovods_own_collectives_come_out_right(tmp_path):
+    """Every engine checks what comes out before it is timed."""
+    every = ["allreduce", "allgather", "reducescatter", "alltoall", "broadcast"]
+    words = ["bench", "engine", "horovod-gloo", "--collectives", *every, "--sizes", "1KB"]
+    job = hvdtrain("gloo", 2, *words, cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    assert job.out.count('"collective"') == 5
+
+
+def test_a_backend_that_is_not_there_is_refused_in_a_line(tmp_path):
+    words = ["bench", "side", "single", "digits", "--batch", "16", "--ranks", "2"]
+    job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
+    assert job.code != 0
+    assert job.err.count("hvdtrain: error:") == 1
+    assert "--backend single trains in one process" in job.err
+
+
+def test_help_loads_no_tensorflow(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    for words in ([], ["collectives"], ["compare"], ["report"], ["side"], ["engine"]):
+        job = hvdtrain("none", 1, "bench", *words, "--help", cwd=tmp_path, PYTHONPATH=path)
+        assert job.code == 0, job.text
+        assert job.out.startswith("usage: python -m hvdtrain bench"), job.text

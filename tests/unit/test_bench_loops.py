@@ -1,0 +1,136 @@
+"""What is measured, in one process: the hand-written loop, and the variants of a step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.bench.breakdown import NoUpdate, Variants, breakdown
+from hvdtrain.bench.catalog import bench_config
+from hvdtrain.bench.plain import PlainLoop, window_of
+from hvdtrain.bench.timing import Timing
+from hvdtrain.bench.trained import Metered, Stopwatch, measure
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.model import ModelConfig
+from hvdtrain.runtime.environment import Nobody
+from hvdtrain.training.job import run_trainer
+from hvdtrain.training.run_data import run_data
+from hvdtrain.training.step import LocalSums
+
+pytestmark = pytest.mark.usefixtures("session")
+
+DLRM = replace(
+    bench_config("dlrm", batch=8),
+    model=ModelConfig("dlrm", {"rows": 20, "dim": 4, "width": 8}),
+    data=DataConfig("synthetic_clicks", {"rows": 20, "samples": 64, "fields": 3}, batch=8),
+)
+MLP = replace(
+    bench_config("mlp", batch=8, accumulate=2),
+    model=ModelConfig("mlp", {"depth": 1, "width": 8}),
+    data=DataConfig("synthetic_images", {"size": 4, "samples": 64}, batch=8),
+)
+
+
+def test_the_plain_loop_trains_and_knows_its_gradients():
+    loop = PlainLoop(DLRM, Nobody().detect({}))
+    before = [v.numpy() for v in loop.model.trainable_variables]
+    assert window_of(loop.steps(2), 4) > 0
+    moved = [not np.array_equal(a, v.numpy()) for a, v in zip(before, loop.model.trainable_variables, strict=True)]
+    assert all(moved)
+    sizes = loop.gradient_sizes()
+    tables = [size for size in sizes if "rows_per_sample" in size]
+    assert tables == [{"bytes": 20 * 4 * 4, "rows_per_sample": 1.0, "row_bytes": 4 * 4 + 4}] * 3
+    assert sum(size["bytes"] for size in sizes) == 4 * sum(
+        int(np.prod(v.shape)) for v in loop.model.trainable_variables
+    )
+
+
+def test_the_plain_loop_computes_in_the_precision_it_is_asked_for():
+    import keras
+
+    narrow = replace(MLP, training=replace(MLP.training, precision="mixed_bfloat16"))
+    loop = PlainLoop(narrow, Nobody().detect({}))
+    assert loop.model.get_layer("hidden0").compute_dtype == "bfloat16"
+    assert keras.config.dtype_policy().name == "float32", "others are not to find another policy"
+
+
+def test_the_variants_of_a_step_take_turns(session):
+    backend = SingleBackend(session)
+    source = run_data(MLP, backend)
+    trainer = run_trainer(MLP, source, backend)
+    trainer.build(source.training)
+    found = breakdown(session, MLP, trainer, source.training, Timing(steps=2, windows=1))
+    assert {name: len(times) for name, times in found.times_ms.items()} == {
+        "whole": 3,
+        "batch": 3,
+        "alone": 3,
+        "passes": 3,
+    }
+    parts = found.parts([found.times_ms])
+    assert sum(parts.values()) == pytest.approx(float(np.median(found.times_ms["whole"])))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_a_side_answers(session, steps):
+    answer = measure(session, MLP, Timing(steps=steps, windows=3, warm_up=1, breakdown=steps == 1))
+    assert len(answer["windows_ms"]) == 3
+    assert answer["parameters"] == 48 * 8 + 8 + 8 * 10 + 10
+    assert answer["cpu_s"] > 0
+    assert len(answer["peak_rss_mib"]) == 1
+    assert ("breakdown_ms" in answer) == (steps == 1)
+
+
+def test_the_parts_are_the_differences_on_the_slowest_rank():
+    ranks = [
+        {"whole": [10.0, 12.0, 11.0], "batch": [9.0] * 3, "alone": [6.0] * 3, "passes": [5.0] * 3},
+        {"whole": [9.0, 9.0, 9.0], "batch": [9.5] * 3, "alone": [4.0] * 3, "passes": [4.0] * 3},
+    ]
+    assert Variants.parts(ranks) == {"forward and backward": 5.0, "exchange": 3.5, "input": 1.5, "update": 1.0}
+
+
+def test_without_an_update_the_gradients_are_there_and_nothing_changes():
+    variable, calls = tf.Variable([1.0, 2.0]), []
+
+    def seen(value):
+        calls.append(value)
+        return value
+
+    @tf.function
+    def step():
+        gradient = tf.numpy_function(seen, [variable.read_value()], tf.float32)
+        rows = tf.IndexedSlices(tf.numpy_function(seen, [variable.read_value()], tf.float32), tf.constant([0, 1]))
+        local = LocalSums([gradient, rows, None], tf.constant([1.0, 2.0, 0.0]), tf.constant(2.0), True)
+        return NoUpdate().update(local, measure=False)[0]
+
+    assert step().numpy().tolist() == [1.0, 2.0, 0.0]
+    assert len(calls) == 2, "gradients that nobody waits for are not computed"
+    assert variable.numpy().tolist() == [1.0, 2.0]
+
+
+def test_processor_time_is_noted_between_the_counted_steps():
+    class Data:
+        steps_per_epoch, batch = 5, 8
+
+        def batches(self, start_step):
+            while True:
+                yield start_step
+
+    data = Metered(Data(), Timing(steps=2, windows=3, warm_up=1))
+    stream = data.batches(0)
+    for step in range(9):
+        next(stream)
+        if step >= 2:
+            sum(n * n for n in range(20_000))
+    assert set(data.seconds) == {2, 8}
+    assert data.per_step() > 0
+
+
+def test_windows_are_timed_without_what_is_done_between_them():
+    called = []
+    watch = Stopwatch(3, lambda: called.append(len(watch.windows_ms)))
+    for step in range(1, 8):
+        watch.on_progress(step)
+    assert len(watch.windows_ms) == 2
+    assert called == [1, 2]
