@@ -1,6 +1,6 @@
 """Horovod: one replica in each process, collectives by its C++ engine."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,12 +16,20 @@ class HorovodBackend:
     """Data parallel training over the ranks of a session."""
 
     name = "horovod"
+    local_index = 0
+    local_size = 1
+    lacks = ()
+    sends_together = False
+    needs_builders = False
 
     def __init__(self, session: Session, collectives: Collectives) -> None:
         self._session = session
         self._collectives = collectives
         self.size = session.mesh.size("dp")
         self.index = session.mesh.coordinate("dp")
+        self.process = self.index
+        self.processes = self.size
+        self.carrier = session.environment.controller if self.size > 1 else None
 
     def scope(self) -> AbstractContextManager[Any]:
         """No context is needed: each process holds plain variables."""
@@ -34,6 +42,12 @@ class HorovodBackend:
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Call `step`: this process has one replica."""
         return step(*args)
+
+    def prepare(self, optimizer: Any) -> None:
+        """Leave it as it is: it knows of no replicas."""
+
+    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Take all: they are plain variables."""
 
     def _name(self, name: str) -> str:
         return collective_name(self._collectives.axis, name)

@@ -1,11 +1,13 @@
 """Keras metrics over all replicas: their variables are added up, never their results."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.heads import heads_of, spread
 from hvdtrain.training.variables import unwrap
@@ -33,9 +35,16 @@ class MetricSet:
     """
 
     def __init__(self, bound: Sequence[BoundMetric], backend: Backend, names: Callable[[], Any] = lambda: None) -> None:
-        self.bound = list(bound)
+        given = list(bound)
+        # A replica counts in variables of its own: the first one in those that were given.
+        self._sets = ForEachReplica(backend, lambda place: _copies(given) if place else given)
         self._backend = backend
         self._names = names
+
+    @property
+    def bound(self) -> list[BoundMetric]:
+        """The metrics of the replica that asks."""
+        return self._sets.own
 
     def fresh(self) -> "MetricSet":
         """Return the same metrics with nothing counted, for evaluation beside training.
@@ -43,11 +52,16 @@ class MetricSet:
         Raises:
             ConfigError: a metric that cannot be made from its own configuration.
         """
-        return MetricSet([b._replace(metric=_copy(b.metric)) for b in self.bound], self._backend, self._names)
+        return MetricSet(_copies(self.bound), self._backend, self._names)
 
     def reset(self) -> None:
-        """Forget everything that was counted."""
+        """Forget everything that this replica counted."""
         for bound in self.bound:
+            bound.metric.reset_state()
+
+    def reset_all(self) -> None:
+        """Forget everything that the replicas of this process counted."""
+        for bound in itertools.chain(*self._sets.all):
             bound.metric.reset_state()
 
     def update(self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor | float) -> None:
@@ -147,6 +161,10 @@ def _close(a: tf.Tensor, b: tf.Tensor) -> bool:
 
 def _halves(half: int) -> tuple[slice, slice]:
     return slice(0, half), slice(half, 2 * half)
+
+
+def _copies(bound: Sequence[BoundMetric]) -> list[BoundMetric]:
+    return [b._replace(metric=_copy(b.metric)) for b in bound]
 
 
 def _copy(metric: Any) -> Any:

@@ -60,8 +60,8 @@ def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTra
     return SourceTraining(
         splits.train,
         batch=data.batch,
-        index=backend.index,
-        size=backend.size,
+        index=backend.process,
+        size=backend.processes,
         seed=config.training.seed,
         shuffle=data.shuffle,
         tail=data.tail,
@@ -77,7 +77,7 @@ def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> Sou
         # Loss and metrics take one kind of targets: whole labels become shares as well.
         reading = replace(reading, finish=_on_shares(reading, splits.classes))
     return SourceEvaluation(
-        splits.validation, batch=config.eval_batch, index=backend.index, size=backend.size, reading=reading
+        splits.validation, batch=config.eval_batch, index=backend.process, size=backend.processes, reading=reading
     )
 
 
