@@ -136,7 +136,7 @@ class KerasCallbacks(Hooks):
         Raises:
             ConfigError: a callback gave the replicas different learning rates.
         """
-        rate = float(self._model.optimizer.learning_rate)
+        rate = float(tf.convert_to_tensor(self._model.optimizer.learning_rate))
         mine = tf.Variable([[float(self._model.stop_training), rate]], dtype=tf.float64)
         all_of_them = self._gather(mine.read_value()).numpy()
         rates = all_of_them[:, 1]

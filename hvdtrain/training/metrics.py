@@ -40,6 +40,7 @@ class MetricSet:
         self._sets = ForEachReplica(backend, lambda place: _copies(given) if place else given)
         self._backend = backend
         self._names = names
+        self._sample: tuple[Any, Any] | None = None
 
     @property
     def bound(self) -> list[BoundMetric]:
@@ -52,7 +53,20 @@ class MetricSet:
         Raises:
             ConfigError: a metric that cannot be made from its own configuration.
         """
-        return MetricSet(_copies(self.bound), self._backend, self._names)
+        fresh = MetricSet(_copies(self.bound), self._backend, self._names)
+        if self._sample is not None:
+            fresh.build(*self._sample)
+        return fresh
+
+    def build(self, targets: Any, outputs: Any) -> None:
+        """Let the metrics, and their copies to come, create here what they would create with their first batch.
+
+        Within the replicas of a strategy they could not.
+        """
+        self._sample = tf.nest.map_structure(lambda tensor: tensor[:1], (targets, outputs))
+        for bound in self._sets.all:
+            self._count(bound, *self._sample, None)
+        self.reset_all()
 
     def reset(self) -> None:
         """Forget everything that this replica counted."""
@@ -70,7 +84,7 @@ class MetricSet:
             return
 
         def count() -> tf.Tensor:
-            self._count(targets, outputs, sample_weight)
+            self._count(self.bound, targets, outputs, sample_weight)
             return tf.constant(True)
 
         if tf.is_tensor(present):
@@ -78,11 +92,11 @@ class MetricSet:
         elif present:
             count()
 
-    def _count(self, targets: Any, outputs: Any, sample_weight: Any) -> None:
+    def _count(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> None:
         heads = heads_of(outputs, self._names())
         labels = spread("The target", targets, list(heads), to_all=False)
         weights = spread("sample_weight", sample_weight, list(heads), to_all=True)
-        for _, metric, head, weighted in self.bound:
+        for _, metric, head, weighted in bound:
             metric.update_state(labels[head], heads[head], sample_weight=weights[head] if weighted else None)
 
     def reduce(self, role: str) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.pipeline import TrainingData
@@ -40,7 +41,7 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
 def _rate_of(optimizer: Any) -> str:
     """Return the learning rate in one phrase."""
     optimizer = innermost(optimizer)
-    value, schedule = f"{float(optimizer.learning_rate):g}", optimizer._learning_rate
+    value, schedule = f"{float(tf.convert_to_tensor(optimizer.learning_rate)):g}", optimizer._learning_rate
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return f"{value} now, by {type(schedule).__name__}"
     return value

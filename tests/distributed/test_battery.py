@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.battery import TWO_RANKS_ONLY, checks_of
+from tests.distributed.battery import CHECKS, OF_TF_DISTRIBUTE, TWO_RANKS_ONLY, check_names, checks_of
 from tests.launching import launcher, run
 
-WORLDS = [(controller, size) for controller in ("gloo", "mpirun") for size in (1, 2, 4)]
+WORLDS = [(controller, size, "auto") for controller in ("gloo", "mpirun") for size in (1, 2, 4)]
+STRATEGIES = [("none", 1, "mirrored"), ("mpirun", 2, "multi_worker_mirrored")]
 TIMEOUT_S = 560
 END = "the_job_ends_well"
+
+
+def names_of(controller, size, backend):
+    if backend == "auto":
+        return checks_of(controller, size)
+    return check_names(CHECKS / f"{OF_TF_DISTRIBUTE}.py")
 
 
 @pytest.fixture(scope="session")
@@ -20,12 +27,12 @@ def battery(tmp_path_factory):
     """Return what a world's launch came to; the first test of a world launches it."""
 
     @functools.cache
-    def outcome(controller, size):
-        folder = tmp_path_factory.mktemp(f"battery-{controller}-{size}")
+    def outcome(controller, size, backend):
+        folder = tmp_path_factory.mktemp(f"battery-{controller}-{size}-{backend}")
         results = folder / "results.json"
         script = Path(__file__).with_name("battery.py")
-        python = [sys.executable, str(script), str(results), str(folder)]
-        names = checks_of(controller, size)
+        python = [sys.executable, str(script), str(results), str(folder), backend]
+        names = names_of(controller, size, backend)
         job = run([*launcher(controller, size), *python, *names], cwd=folder, timeout=TIMEOUT_S)
         return job, json.loads(results.read_text()) if results.exists() else {}
 
@@ -33,9 +40,9 @@ def battery(tmp_path_factory):
 
 
 CASES = [
-    pytest.param(world, name, id=f"{world[0]}-{world[1]}-{name}")
-    for world in WORLDS
-    for name in [*checks_of(*world), END]
+    pytest.param(world, name, id=f"{world[0]}-{world[1]}-{world[2]}-{name}")
+    for world in [*WORLDS, *STRATEGIES]
+    for name in [*names_of(*world), END]
 ]
 
 
