@@ -107,7 +107,8 @@ class StrategyBackend:
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate the replicas' tensors along dim 0."""
-        return self._context(name).all_gather(tensor, axis=0)
+        # What comes from outside of the replica has no device yet.
+        return self._context(name).all_gather(tf.identity(tensor), axis=0)
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Refuse: tf.distribute has no such exchange.
