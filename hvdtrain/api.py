@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from hvdtrain.config.runtime import BackendName, RuntimeConfig
+from hvdtrain.config.runtime import BackendName, CommunicationName, RuntimeConfig
 from hvdtrain.runtime.control import end_process
 from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.failures import handle_failure
@@ -16,6 +16,8 @@ from hvdtrain.runtime.session import Link, Session, current, has_session, open_l
 def init(
     *,
     backend: BackendName = "auto",
+    replicas: int | None = None,
+    communication: CommunicationName = "auto",
     threads: int | None = None,
     pin: bool = True,
     start_timeout: float = 120.0,
@@ -26,7 +28,11 @@ def init(
     From here on an exception on one rank ends the job, and the ranks leave together at the end of the script.
 
     Args:
-        backend: `horovod`, `single`, or `auto`: horovod under a launcher.
+        backend: `horovod`, `single`, a strategy of tf.distribute (`mirrored`, `multi_worker_mirrored`,
+            `central_storage`, `one_device`, `tpu`), or `auto`: horovod under a launcher, else single.
+        replicas: replicas in the one process of `mirrored` and `central_storage`; None: every GPU, or 2 parts of the
+            CPU.
+        communication: what `multi_worker_mirrored` sends over: `ring`, `nccl` or `auto`.
         threads: threads an operation may use; None divides the cores among the ranks of this machine.
         pin: give each rank its own cores where there are enough.
         start_timeout: seconds to wait for the other ranks.
@@ -39,7 +45,7 @@ def init(
         return
     link: Link | None = None
     try:
-        config = RuntimeConfig(backend, threads, pin, start_timeout)
+        config = RuntimeConfig(backend, replicas, communication, threads, pin, start_timeout)
         link = open_link(timeout=start_timeout)
         session = open_session(link, config)
     except BaseException as error:

@@ -1,6 +1,6 @@
 """Horovod: one replica in each process, collectives by its C++ engine."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -63,12 +63,20 @@ class HorovodBackend(HorovodExchange):
     """Data parallel training over the ranks of a session."""
 
     name = "horovod"
+    local_index = 0
+    local_size = 1
+    lacks = ()
+    sends_together = False
+    needs_builders = False
 
     def __init__(self, session: Session, collectives: Collectives) -> None:
         super().__init__(collectives)
         self._session = session
         self.size = session.mesh.size("dp")
         self.index = session.mesh.coordinate("dp")
+        self.process = self.index
+        self.processes = self.size
+        self.carrier = session.environment.controller if self.size > 1 else None
 
     def scope(self) -> AbstractContextManager[Any]:
         """No context is needed: each process holds plain variables."""
@@ -81,6 +89,12 @@ class HorovodBackend(HorovodExchange):
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Call `step`: this process has one replica."""
         return step(*args)
+
+    def prepare(self, optimizer: Any) -> None:
+        """Leave it as it is: it knows of no replicas."""
+
+    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Take all: they are plain variables."""
 
     def gather_bytes(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """Exchange `payload` over the control channel."""

@@ -1,6 +1,6 @@
 """What a training loop needs of whoever distributes it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -10,7 +10,7 @@ ReduceOp = Literal["sum", "average", "adasum"]
 
 
 class Exchange(Protocol):
-    """Collectives among the replicas; usable within a compiled function."""
+    """Collectives among the replicas; usable within a compiled function, in what `Backend.run` calls."""
 
     @property
     def size(self) -> int:
@@ -18,7 +18,7 @@ class Exchange(Protocol):
 
     @property
     def index(self) -> int:
-        """This replica's place among them."""
+        """This replica's place among them; outside of `Backend.run` that of this process's first."""
 
     def all_reduce(
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
@@ -44,6 +44,38 @@ class Backend(Exchange, Protocol):
     def name(self) -> str:
         """The backend's name, as `--backend` takes it."""
 
+    @property
+    def carrier(self) -> str | None:
+        """What tensors travel over, where there is a choice: `mpi`, `gloo`, `ring` …"""
+
+    @property
+    def process(self) -> int:
+        """This process's place among those that read data: each reads its part of every global batch."""
+
+    @property
+    def processes(self) -> int:
+        """Number of processes; as many as there are replicas, or one that holds all of them."""
+
+    @property
+    def local_index(self) -> int:
+        """This replica's place among those of its process; outside of `run` 0."""
+
+    @property
+    def local_size(self) -> int:
+        """Number of replicas in each process."""
+
+    @property
+    def lacks(self) -> Collection[str]:
+        """Names of the step's options that cannot be used."""
+
+    @property
+    def sends_together(self) -> bool:
+        """Whether gradients are to leave in one message, which no condition of the graph may hold."""
+
+    @property
+    def needs_builders(self) -> bool:
+        """Whether model and optimizer must be made within `scope`."""
+
     def scope(self) -> AbstractContextManager[Any]:
         """The context in which model and optimizer are created."""
 
@@ -51,7 +83,16 @@ class Backend(Exchange, Protocol):
         """Hand this process's batches to its replicas."""
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step` once for each replica of this process, within a compiled function."""
+        """Call `step` once for each replica of this process, within a compiled function.
+
+        Every replica is given `args`: what is its own it finds by its place. Returns what the first one returned.
+        """
+
+    def prepare(self, optimizer: Any) -> None:
+        """Let a Keras optimizer apply gradients that were reduced already."""
+
+    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Refuse variables, by path, that the model changes in its forward pass, where that cannot be done."""
 
     def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
         """Give every replica the values that replica `root` has, by path."""

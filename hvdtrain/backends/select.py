@@ -5,7 +5,11 @@ from hvdtrain.runtime.session import Session, current
 
 
 def backend_for(session: Session) -> Backend:
-    """Return the Horovod backend where Horovod runs, else the single one."""
+    """Return the backend of the strategy that the session holds, of Horovod where it runs, else the single one."""
+    if session.strategy is not None:
+        from hvdtrain.backends.tf_distribute import StrategyBackend
+
+        return StrategyBackend(session, session.strategy)
     if session.collectives is None:
         from hvdtrain.backends.single import SingleBackend
 

@@ -1,6 +1,6 @@
 """One process, one replica: the reference that every other backend must match."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,11 +14,27 @@ class SingleBackend:
     """Every collective is the identity."""
 
     name = "single"
+    carrier = None
     size = 1
     index = 0
+    local_index = 0
+    local_size = 1
+    lacks = ()
+    sends_together = False
+    needs_builders = False
 
     def __init__(self, session: Session) -> None:
         self._session = session
+
+    @property
+    def process(self) -> int:
+        """The process is the replica."""
+        return self.index
+
+    @property
+    def processes(self) -> int:
+        """There are as many as replicas."""
+        return self.size
 
     def scope(self) -> AbstractContextManager[Any]:
         """No context is needed."""
@@ -31,6 +47,12 @@ class SingleBackend:
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Call `step`."""
         return step(*args)
+
+    def prepare(self, optimizer: Any) -> None:
+        """Leave it as it is."""
+
+    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Take all: they are plain variables."""
 
     def all_reduce(
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0

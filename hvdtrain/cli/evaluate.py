@@ -3,12 +3,12 @@
 import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
 from hvdtrain.config.files import digest
 from hvdtrain.config.run import Config
-from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.config.runtime import BackendName, RuntimeConfig
 from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.session import Session
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> Request:
-    """Read `RUN_DIR [--backend NAME]`.
+    """Read `RUN_DIR [--backend NAME] [--replicas N]`.
 
     Raises:
         UserError: a wrong option, or no run in that folder.
@@ -42,13 +42,14 @@ def parse(argv: list[str]) -> Request:
         arguments = _parser().parse_args(argv)
     _, config = opened(arguments.run_dir, "evaluate")
     # Where the run was trained says nothing about where it is evaluated.
-    return Request(replace(config, runtime=RuntimeConfig(backend=arguments.backend)), arguments.run_dir)
+    return Request(replace(config, runtime=RuntimeConfig(arguments.backend, arguments.replicas)), arguments.run_dir)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m hvdtrain evaluate", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--backend", choices=("auto", "horovod", "single"), default="auto")
+    parser.add_argument("--backend", choices=get_args(BackendName), default="auto")
+    parser.add_argument("--replicas", type=int, default=None)
     return parser
 
 

@@ -5,7 +5,16 @@ from typing import Literal
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.section import section
 
-BackendName = Literal["auto", "horovod", "single"]
+BackendName = Literal[
+    "auto", "horovod", "single", "mirrored", "multi_worker_mirrored", "central_storage", "one_device", "tpu"
+]
+CommunicationName = Literal["auto", "ring", "nccl"]
+WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored", "central_storage")
+"""Backends that keep several replicas in one process, as many as `--replicas` says."""
+IN_ONE_PROCESS: tuple[BackendName, ...] = ("single", *WITH_REPLICAS, "one_device", "tpu")
+"""Backends that no other process can join."""
+OF_TF_DISTRIBUTE: tuple[BackendName, ...] = (*WITH_REPLICAS, "multi_worker_mirrored", "one_device", "tpu")
+"""Backends that are strategies of tf.distribute."""
 
 
 @section
@@ -14,6 +23,10 @@ class RuntimeConfig:
 
     backend: BackendName = "auto"
     """Who distributes the training; auto: horovod under a launcher, single otherwise."""
+    replicas: int | None = None
+    """Replicas in the one process of mirrored and central_storage; None: every GPU, or 2 parts of the CPU."""
+    communication: CommunicationName = "auto"
+    """What multi_worker_mirrored sends over: ring (gRPC), nccl (GPUs), or what TensorFlow chooses."""
     threads: int | None = None
     """Threads an operation may use on each rank; None divides the cores among the ranks of a machine."""
     pin: bool = True
@@ -22,6 +35,18 @@ class RuntimeConfig:
     """Seconds to wait at the start for the other ranks."""
 
     def __post_init__(self) -> None:
+        if self.replicas is not None:
+            if self.replicas < 1:
+                raise ConfigError(f"--replicas must be at least 1. Received: {self.replicas}.")
+            if self.backend not in WITH_REPLICAS:
+                raise ConfigError(
+                    f"--replicas is for --backend {' and '.join(WITH_REPLICAS)}: --backend {self.backend} does not "
+                    "take it."
+                )
+        if self.communication != "auto" and self.backend != "multi_worker_mirrored":
+            raise ConfigError(
+                f"--communication is for --backend multi_worker_mirrored: --backend {self.backend} does not take it."
+            )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads must be at least 1. Received: {self.threads}.")
         if not self.start_timeout > 0:

@@ -21,11 +21,11 @@ class RunInfo:
     backend: str
     """``horovod``, ``single`` …"""
     world_size: int
-    """Number of ranks."""
+    """Number of replicas: ranks, or parts of one process."""
     launcher: str
     """Who started the ranks: ``horovodrun``, ``mpirun``, ``srun`` … ``none``."""
     controller: str | None
-    """``mpi`` or ``gloo``; None where no exchange takes place."""
+    """What tensors travel over: ``mpi``, ``gloo``, ``ring`` …; None where there is no choice, or no exchange."""
     global_batch: int
     """Samples per optimizer step over all ranks."""
     per_replica_batch: int
@@ -48,6 +48,14 @@ class RunInfo:
     """Options of the step that are not at their defaults."""
     threads: int | None = None
     """Threads an operation may use on each rank, where it is known."""
+
+    processes: int | None = None
+    """Number of processes; None: one for each replica."""
+
+    @property
+    def replica_word(self) -> str:
+        """What a replica is called: ``rank`` where it is a process."""
+        return "rank" if self.processes in (None, self.world_size) else "replica"
 
     @property
     def microbatch(self) -> int:

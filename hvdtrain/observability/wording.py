@@ -88,15 +88,16 @@ def header(info: RunInfo) -> list[tuple[str, str]]:
 
 def _backend(info: RunInfo) -> str:
     controller = f" ({info.controller})" if info.controller else ""
-    ranks = plural(info.world_size, "rank") + (f" by {info.launcher}" if info.launcher != "none" else "")
-    threads = f", {plural(info.threads, 'thread')}" + (" each" if info.world_size > 1 else "") if info.threads else ""
+    ranks = plural(info.world_size, info.replica_word) + (f" by {info.launcher}" if info.launcher != "none" else "")
+    each = " each" if info.world_size > 1 and info.replica_word == "rank" else ""
+    threads = f", {plural(info.threads, 'thread')}{each}" if info.threads else ""
     return f"{info.backend}{controller}, {ranks}{threads}"
 
 
 def _batch(info: RunInfo) -> str:
     parts = [plural(info.global_batch, "sample")]
     if info.world_size > 1:
-        parts.append(f"{info.per_replica_batch:,} per rank")
+        parts.append(f"{info.per_replica_batch:,} per {info.replica_word}")
     if info.accumulate > 1:
         parts.append(f"in {info.accumulate} microbatches of {info.microbatch:,}")
     if info.learning_rate:

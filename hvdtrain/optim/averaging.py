@@ -24,7 +24,7 @@ def averaged_weights(optimizer: Any, model: Any) -> Iterator[None]:
     neither the zeros it is created with nor weights from before a broadcast enter it.
     """
     inner = innermost(optimizer)
-    if not (inner.use_ema and inner.built and int(inner.iterations) > 0):
+    if not (inner.use_ema and inner.built and int(tf.convert_to_tensor(inner.iterations)) > 0):
         yield
         return
     variables = [variable for variable in model.trainable_variables if _average(inner, variable) is not None]

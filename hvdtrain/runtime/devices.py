@@ -70,15 +70,15 @@ def place_process(
     return plan
 
 
-def configure_tensorflow(plan: DevicePlan, environment: Environment) -> None:
-    """Apply `plan` to TensorFlow's thread pools and show it one GPU, by local rank."""
+def configure_tensorflow(plan: DevicePlan, environment: Environment, *, all_gpus: bool = False) -> None:
+    """Apply `plan` to TensorFlow's thread pools and show it one GPU, by local rank, or all of them."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(plan.threads)
     tf.config.threading.set_inter_op_parallelism_threads(max(2, plan.threads))
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
-        mine = gpus[environment.local_rank % len(gpus)]
+        mine = gpus if all_gpus else [gpus[environment.local_rank % len(gpus)]]
         tf.config.set_visible_devices(mine, "GPU")
-        tf.config.experimental.set_memory_growth(mine, True)
-    tf.config.list_logical_devices()  # creates the context, with what was set above
+        for gpu in mine:
+            tf.config.experimental.set_memory_growth(gpu, True)

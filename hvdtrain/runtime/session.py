@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.agreement import agree, installed_versions
 from hvdtrain.runtime.control import ControlChannel, open_control
 from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_process
 from hvdtrain.runtime.environment import Environment, detect_environment
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
+from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices
 from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
 from hvdtrain.runtime.watchdog import Watchdog
 
@@ -56,7 +57,9 @@ class Session:
     mesh: Mesh
     plan: DevicePlan
     collectives: "Collectives | None" = field(default=None)
-    """None where one process trains alone, without Horovod."""
+    """None where Horovod does not run."""
+    strategy: OpenStrategy | None = None
+    """None where tf.distribute does not take part."""
 
     @property
     def environment(self) -> Environment:
@@ -75,15 +78,20 @@ class Session:
             import horovod.tensorflow as hvd
 
             hvd.shutdown()
+        elif self.strategy is not None:
+            # The server that each worker of a strategy runs ends with its process.
+            self.control.barrier(EXIT_TIMEOUT_S)
         self.link.close()
 
 
 def wants_horovod(config: RuntimeConfig, environment: Environment) -> bool:
     """Resolve `--backend`: by itself it is horovod under a launcher and single elsewhere."""
-    if config.backend == "single" and environment.size > 1:
+    if config.backend in IN_ONE_PROCESS and environment.size > 1:
+        more = " and --replicas N" if config.backend in WITH_REPLICAS else ""
         raise LaunchError(
-            f"--backend single trains in one process, but {environment.launcher} started {environment.size}: each "
-            "would train a model of its own. Use --backend horovod, or start one process."
+            f"--backend {config.backend} trains in one process, but {environment.launcher} started "
+            f"{environment.size}: each would train a model of its own. Use --backend horovod, or start one process"
+            f"{more}."
         )
     wanted = config.backend == "horovod" or (config.backend == "auto" and environment.launcher != "none")
     if wanted and importlib.util.find_spec("horovod") is None:
@@ -132,16 +140,31 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     with_horovod = wants_horovod(config, environment)
     plan = place_process(link.control, environment, config, timeout=timeout)
     import_tensorflow_quietly()
+    strategy = _start_tensorflow(link, config, plan)
+    collectives = _start_horovod(environment) if with_horovod else None
+    return Session(link, Mesh.data_parallel(environment.rank, environment.size), plan, collectives, strategy)
+
+
+def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan) -> OpenStrategy | None:
+    """Set up TensorFlow's threads and devices, and make the strategy of a backend of tf.distribute."""
+    environment = link.environment
     try:
         with start_up_chatter_hidden():
-            configure_tensorflow(plan, environment)
+            prepare_devices(config)
+            configure_tensorflow(plan, environment, all_gpus=config.backend in WITH_REPLICAS)
     except RuntimeError as error:
         warnings.warn(
             f"TensorFlow was in use before hvdtrain.init(): its threads stay as they are ({error}).",
-            stacklevel=2,
+            stacklevel=3,
         )
-    collectives = _start_horovod(environment) if with_horovod else None
-    return Session(link, Mesh.data_parallel(environment.rank, environment.size), plan, collectives)
+    import tensorflow as tf
+
+    with start_up_chatter_hidden():
+        strategy = None
+        if config.backend in OF_TF_DISTRIBUTE:
+            strategy = open_strategy(config, environment, link.control, timeout=config.start_timeout)
+        tf.config.list_logical_devices()  # creates the context, with what was set above
+    return strategy
 
 
 class _Current:

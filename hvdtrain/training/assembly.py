@@ -34,6 +34,21 @@ def built_model(model: Any, options: StepOptions) -> Any:
     return built
 
 
+def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
+    """Refuse what was built outside of the scope of a backend that makes variables for all of its replicas.
+
+    Raises:
+        ConfigError: a model or an optimizer where a function that builds it is needed.
+    """
+    kinds = {"model": (model, keras.Model), "optimizer": (optimizer, keras.optimizers.Optimizer)}
+    for name, (given, kind) in kinds.items():
+        if isinstance(given, kind):
+            raise ConfigError(
+                f"--backend {backend} makes variables for its replicas itself: give Trainer a function that builds the "
+                f"{name}, such as lambda: {type(given).__name__}(...). Received: the {name} {given.name!r}."
+            )
+
+
 def converted(model: Any, options: StepOptions) -> Any:
     """Return `model`, or a copy of it with the layers that the options name."""
     return with_sync_batch_norm(model) if options.sync_batch_norm else model

@@ -68,8 +68,11 @@ class KerasCallbacks(Hooks):
         self._wishes = wishes
         self._sums = np.zeros(2)
         self._logs: dict[str, float] = {}
-        self._gather = tf.function(lambda mine: backend.all_gather(mine, name="callbacks/agreement"), autograph=False)
+        self._gather = tf.function(lambda mine: backend.run(self._agree, mine), autograph=False)
         model.stop_training = False
+
+    def _agree(self, mine: tf.Tensor) -> tf.Tensor:
+        return self._backend.all_gather(mine, name="callbacks/agreement")
 
     @property
     def history(self) -> dict[str, list[float]]:
@@ -133,7 +136,7 @@ class KerasCallbacks(Hooks):
         Raises:
             ConfigError: a callback gave the replicas different learning rates.
         """
-        rate = float(self._model.optimizer.learning_rate)
+        rate = float(tf.convert_to_tensor(self._model.optimizer.learning_rate))
         mine = tf.Variable([[float(self._model.stop_training), rate]], dtype=tf.float64)
         all_of_them = self._gather(mine.read_value()).numpy()
         rates = all_of_them[:, 1]

@@ -8,12 +8,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.training.heads import inputs_for
 from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.losses import LossFunction, with_model_losses
 from hvdtrain.training.metrics import MetricSet
+from hvdtrain.training.part import own_part
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ class Evaluator:
         self._model = model
         self._loss = loss
         self._metrics = metrics
-        self._sums = tf.Variable(tf.zeros([2], tf.float64), trainable=False)
+        self._sums = ForEachReplica(backend, lambda _: tf.Variable(tf.zeros([2], tf.float64), trainable=False))
         self._update = tf.function(self._update_batch, autograph=False, reduce_retracing=True)
-        self._reduce = tf.function(self._reduce_all, autograph=False)
-        self._look = tf.function(self._look_at_all, autograph=False)
+        self._reduce = tf.function(lambda: backend.run(self._reduce_all), autograph=False)
+        self._look = tf.function(lambda: backend.run(self._look_at_all), autograph=False)
 
     def __call__(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
         """Evaluate on `batches`, of which each replica must have the same number; `hooks` may look in.
@@ -52,15 +54,16 @@ class Evaluator:
             DataError: there is not one sample.
         """
         begin = time.perf_counter()
-        self._metrics.reset()
-        self._sums.assign(tf.zeros([2], tf.float64))
+        self._metrics.reset_all()
+        for sums in self._sums.all:
+            sums.assign(tf.zeros([2], tf.float64))
         hooks = hooks or Hooks()
         for number, batch in enumerate(self._backend.distribute(batches)):
             hooks.begin_test_step(number)
             self._update(batch)
             hooks.end_test_step(number, self._so_far)
         self._reduce()
-        total, weight = self._sums.numpy()
+        total, weight = self._sums.own.numpy()
         if not weight:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
         return Evaluation(float(total / weight), self._metrics.results(), time.perf_counter() - begin)
@@ -73,20 +76,22 @@ class Evaluator:
         return {"loss": loss, **{name: float(value) for name, value in metrics.items()}}
 
     def _look_at_all(self) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        sums = self._backend.all_reduce(self._sums.read_value(), name="evaluation_so_far/loss")
+        sums = self._backend.all_reduce(self._sums.own.read_value(), name="evaluation_so_far/loss")
         return sums, self._metrics.results_so_far("evaluation_so_far")
 
     def _update_batch(self, batch: Batch) -> None:
         self._backend.run(self._update_replica, batch)
 
     def _update_replica(self, batch: Batch) -> None:
+        batch = own_part(batch, self._backend)
         outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
         part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._model)
         share = tf.cast(tf.stack([part.total, part.weight]), tf.float64)
         # A placeholder's loss may be anything: it is left out, not multiplied by zero.
-        self._sums.assign_add(tf.where(batch.present > 0, share, tf.zeros_like(share)))
+        self._sums.own.assign_add(tf.where(batch.present > 0, share, tf.zeros_like(share)))
         self._metrics.update(batch.targets, outputs, batch.sample_weight, batch.present)
 
     def _reduce_all(self) -> None:
-        self._sums.assign(self._backend.all_reduce(self._sums.read_value(), name="evaluation/loss"))
+        sums = self._sums.own
+        sums.assign(self._backend.all_reduce(sums.read_value(), name="evaluation/loss"))
         self._metrics.reduce("evaluation")

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import Batch
+from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.datasets import DatasetTraining, evaluation_of_dataset
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
 from hvdtrain.data.python_code import warn_of_python
@@ -53,14 +53,20 @@ def training_data(
         if steps_per_epoch is not None:
             raise ConfigError("steps_per_epoch is for datasets that do not end; arrays have their own length.")
         source = data if isinstance(data, ArraySource) else ArraySource(data)
-        return SourceTraining(source, batch=batch, index=backend.index, size=backend.size, seed=seed, shuffle=shuffle)
+        per_replica(batch, backend.size)
+        return SourceTraining(
+            source, batch=batch, index=backend.process, size=backend.processes, seed=seed, shuffle=shuffle
+        )
     if backend.index == 0:
         warn_of_python(data)
     dataset = data if batch is None else data.batch(batch)
     first = _first(dataset)
     _check_same_order(first, backend, "Give shuffle() a seed")
     size = batch or int(tf.nest.flatten(first)[0].shape[0])
-    return DatasetTraining(dataset, batch=size, index=backend.index, size=backend.size, steps_per_epoch=steps_per_epoch)
+    per_replica(size, backend.size)
+    return DatasetTraining(
+        dataset, batch=size, index=backend.process, size=backend.processes, steps_per_epoch=steps_per_epoch
+    )
 
 
 def _stream(
@@ -71,17 +77,20 @@ def _stream(
     first = first_batch(data)
     _check_same_order(first, backend, "Draw from generators with a seed")
     size = len(tf.nest.flatten(first)[0])
+    per_replica(size, backend.size)
     if isinstance(data, keras.utils.PyDataset):
         return PyDatasetTraining(
             data,
             batch=size,
-            index=backend.index,
-            size=backend.size,
+            index=backend.process,
+            size=backend.processes,
             seed=seed,
             shuffle=shuffle,
             steps_per_epoch=steps_per_epoch,
         )
-    return GeneratorTraining(data, batch=size, index=backend.index, size=backend.size, steps_per_epoch=steps_per_epoch)
+    return GeneratorTraining(
+        data, batch=size, index=backend.process, size=backend.processes, steps_per_epoch=steps_per_epoch
+    )
 
 
 def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> Any:
@@ -128,12 +137,12 @@ def _weighted(elements: tuple[Any, ...], table: np.ndarray) -> tuple[Any, ...]:
 def validation_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[Batch]:
     """Return this replica's part of validation data: arrays, an ArraySource, or global batches of any kind."""
     if is_stream(data):
-        return StreamEvaluation(data, index=backend.index, size=backend.size)
+        return StreamEvaluation(data, index=backend.process, size=backend.processes)
     if isinstance(data, tf.data.Dataset):
         _first(data)
-        return evaluation_of_dataset(data, index=backend.index, size=backend.size)
+        return evaluation_of_dataset(data, index=backend.process, size=backend.processes)
     source = data if isinstance(data, ArraySource) else ArraySource(data, "validation data")
-    return SourceEvaluation(source, batch=batch, index=backend.index, size=backend.size)
+    return SourceEvaluation(source, batch=batch, index=backend.process, size=backend.processes)
 
 
 def _first(dataset: tf.data.Dataset) -> tuple[Any, ...]:

@@ -1,11 +1,13 @@
 """Keras metrics over all replicas: their variables are added up, never their results."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.heads import heads_of, spread
 from hvdtrain.training.variables import unwrap
@@ -33,9 +35,17 @@ class MetricSet:
     """
 
     def __init__(self, bound: Sequence[BoundMetric], backend: Backend, names: Callable[[], Any] = lambda: None) -> None:
-        self.bound = list(bound)
+        given = list(bound)
+        # A replica counts in variables of its own: the first one in those that were given.
+        self._sets = ForEachReplica(backend, lambda place: _copies(given) if place else given)
         self._backend = backend
         self._names = names
+        self._sample: tuple[Any, Any] | None = None
+
+    @property
+    def bound(self) -> list[BoundMetric]:
+        """The metrics of the replica that asks."""
+        return self._sets.own
 
     def fresh(self) -> "MetricSet":
         """Return the same metrics with nothing counted, for evaluation beside training.
@@ -43,11 +53,29 @@ class MetricSet:
         Raises:
             ConfigError: a metric that cannot be made from its own configuration.
         """
-        return MetricSet([b._replace(metric=_copy(b.metric)) for b in self.bound], self._backend, self._names)
+        fresh = MetricSet(_copies(self.bound), self._backend, self._names)
+        if self._sample is not None:
+            fresh.build(*self._sample)
+        return fresh
+
+    def build(self, targets: Any, outputs: Any) -> None:
+        """Let the metrics, and their copies to come, create here what they would create with their first batch.
+
+        Within the replicas of a strategy they could not.
+        """
+        self._sample = tf.nest.map_structure(lambda tensor: tensor[:1], (targets, outputs))
+        for bound in self._sets.all:
+            self._count(bound, *self._sample, None)
+        self.reset_all()
 
     def reset(self) -> None:
-        """Forget everything that was counted."""
+        """Forget everything that this replica counted."""
         for bound in self.bound:
+            bound.metric.reset_state()
+
+    def reset_all(self) -> None:
+        """Forget everything that the replicas of this process counted."""
+        for bound in itertools.chain(*self._sets.all):
             bound.metric.reset_state()
 
     def update(self, targets: Any, outputs: Any, sample_weight: Any, present: tf.Tensor | float) -> None:
@@ -56,7 +84,7 @@ class MetricSet:
             return
 
         def count() -> tf.Tensor:
-            self._count(targets, outputs, sample_weight)
+            self._count(self.bound, targets, outputs, sample_weight)
             return tf.constant(True)
 
         if tf.is_tensor(present):
@@ -64,11 +92,11 @@ class MetricSet:
         elif present:
             count()
 
-    def _count(self, targets: Any, outputs: Any, sample_weight: Any) -> None:
+    def _count(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> None:
         heads = heads_of(outputs, self._names())
         labels = spread("The target", targets, list(heads), to_all=False)
         weights = spread("sample_weight", sample_weight, list(heads), to_all=True)
-        for _, metric, head, weighted in self.bound:
+        for _, metric, head, weighted in bound:
             metric.update_state(labels[head], heads[head], sample_weight=weights[head] if weighted else None)
 
     def reduce(self, role: str) -> None:
@@ -147,6 +175,10 @@ def _close(a: tf.Tensor, b: tf.Tensor) -> bool:
 
 def _halves(half: int) -> tuple[slice, slice]:
     return slice(0, half), slice(half, 2 * half)
+
+
+def _copies(bound: Sequence[BoundMetric]) -> list[BoundMetric]:
+    return [b._replace(metric=_copy(b.metric)) for b in bound]
 
 
 def _copy(metric: Any) -> Any:

@@ -1,10 +1,12 @@
 """What a training step may do besides the plain one: the same names as the flags of the command line."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.exchange import CompressionName, ExchangeConfig, ReduceOpName, SparseName
 from hvdtrain.config.precision import PrecisionName
@@ -69,6 +71,20 @@ class StepOptions:
         if size & (size - 1):
             raise ConfigError(f"--reduce-op adasum needs 2, 4, 8 … ranks. Received: {size}.")
 
+    def check_backend(self, name: str, lacks: Collection[str]) -> None:
+        """Refuse what the backend `name` cannot do: options that it `lacks`, and Adasum where one is compression.
+
+        Raises:
+            ConfigError: naming the option and the backend.
+        """
+        given = next((option for option in self.chosen() if option in lacks), None)
+        if given is None and lacks and self.reduce_op == "adasum":
+            given = "reduce_op adasum"
+        if given is not None:
+            raise ConfigError(
+                f"--{given.replace('_', '-')} is not for --backend {name}: leave it out, or use --backend horovod."
+            )
+
     def chosen(self) -> dict[str, Any]:
         """Return the options that are not at their defaults, by name."""
         plain = StepOptions(precision="float32" if self.precision == "float32" else None)
@@ -78,6 +94,13 @@ class StepOptions:
     def clipping(self) -> Clipping:
         """The bounds on the gradient."""
         return Clipping(self.clip_norm, self.clip_value)
+
+    def reduction_on(self, backend: Backend) -> ReductionOptions:
+        """Return how gradients travel on `backend`: where they are to leave together, rows are gathered at once."""
+        options = self.reduction
+        if not backend.sends_together:
+            return options
+        return replace(options, groups=1, sparse_as_dense=bool(options.sparse_as_dense))
 
     @property
     def reduction(self) -> ReductionOptions:

@@ -13,6 +13,7 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.data.datasets import evaluation_of_dataset
 from hvdtrain.data.pipeline import SourceEvaluation
 from hvdtrain.training.heads import inputs_for
+from hvdtrain.training.part import own_part
 
 
 class Predictor:
@@ -21,7 +22,9 @@ class Predictor:
     def __init__(self, backend: Backend, model: Any) -> None:
         self._backend = backend
         self._model = model
-        self._outputs = tf.function(self._outputs_of, autograph=False, reduce_retracing=True)
+        self._outputs = tf.function(
+            lambda batch: backend.run(self._outputs_of, batch), autograph=False, reduce_retracing=True
+        )
 
     def __call__(self, batches: Iterable[Batch]) -> Any:
         """Return the outputs [samples, …] as arrays in the model's structure, the same on every replica.
@@ -35,9 +38,8 @@ class Predictor:
         return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
 
     def _outputs_of(self, batch: Batch) -> Any:
-        outputs = self._backend.run(
-            lambda inputs: self._model(inputs_for(self._model, inputs), training=False), batch.inputs
-        )
+        batch = own_part(batch, self._backend)
+        outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
         # Each replica's part is the next piece of the global batch: gathered, they are in order. Placeholders go.
         rows = tf.cast(batch.present, tf.int32) * tf.shape(tf.nest.flatten(outputs)[0])[0]
         flat = [
@@ -55,8 +57,8 @@ def prediction_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[B
     if not isinstance(data, tf.data.Dataset):
         count = len(tf.nest.flatten(data)[0])
         source = ArraySource((data, np.zeros(count, np.int32)), "inputs")
-        return SourceEvaluation(source, batch=batch, index=backend.index, size=backend.size)
-    return evaluation_of_dataset(data.map(_with_no_targets), index=backend.index, size=backend.size)
+        return SourceEvaluation(source, batch=batch, index=backend.process, size=backend.processes)
+    return evaluation_of_dataset(data.map(_with_no_targets), index=backend.process, size=backend.processes)
 
 
 def _with_no_targets(*elements: Any) -> tuple[Any, tf.Tensor]:

@@ -61,8 +61,8 @@ def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTra
     return SourceTraining(
         splits.train,
         batch=data.batch,
-        index=backend.index,
-        size=backend.size,
+        index=backend.process,
+        size=backend.processes,
         seed=config.training.seed,
         shuffle=data.shuffle,
         tail=data.tail,
@@ -80,8 +80,8 @@ def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> Sou
     return SourceEvaluation(
         splits.validation,
         batch=config.eval_batch,
-        index=backend.index,
-        size=backend.size,
+        index=backend.process,
+        size=backend.processes,
         reading=reading,
         exchange=_exchange(backend),
     )

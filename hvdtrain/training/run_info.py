@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.pipeline import TrainingData
@@ -22,7 +23,8 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
         backend=backend.name,
         world_size=backend.size,
         launcher=session.environment.launcher,
-        controller=session.environment.controller if backend.size > 1 else None,
+        controller=backend.carrier,
+        processes=backend.processes,
         global_batch=data.batch,
         per_replica_batch=data.batch // backend.size,
         total_steps=plan.total_steps,
@@ -39,7 +41,7 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
 def _rate_of(optimizer: Any) -> str:
     """Return the learning rate in one phrase."""
     optimizer = innermost(optimizer)
-    value, schedule = f"{float(optimizer.learning_rate):g}", optimizer._learning_rate
+    value, schedule = f"{float(tf.convert_to_tensor(optimizer.learning_rate)):g}", optimizer._learning_rate
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return f"{value} now, by {type(schedule).__name__}"
     return value

@@ -74,6 +74,10 @@ class TrainState:
             for path, value in self.variables().items()
         }
 
+    def changing(self) -> dict[str, tf.Variable]:
+        """Return the variables, by path, that the model changes in its forward pass."""
+        return {**self._statistics, **self.generators}
+
     def parameters(self) -> int:
         """Number of scalars among the model's weights."""
         return sum(int(np.prod(value.shape)) for value in self._weights.values())
@@ -92,7 +96,7 @@ class TrainState:
                 mean = backend.all_reduce(wide, name=f"statistics/{path}", op="average")
                 variable.assign(tf.cast(mean, variable.dtype))
 
-        run_once(average_all)
+        run_once(lambda: backend.run(average_all))
 
     def parameter_hash(self) -> str:
         """Return the SHA-256 over path, dtype, shape and bytes of `model.weights`, in the order of paths."""

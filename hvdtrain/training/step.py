@@ -14,6 +14,7 @@ from hvdtrain.training.heads import inputs_for
 from hvdtrain.training.losses import LossFunction, with_model_losses
 from hvdtrain.training.metrics import MetricSet
 from hvdtrain.training.microbatches import Microbatches
+from hvdtrain.training.part import own_part
 from hvdtrain.training.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.training.reduction import Gradient
 from hvdtrain.training.state import TrainState
@@ -154,6 +155,7 @@ class TrainStep:
         return self._backend.run(self._replica_step, batch, measure)
 
     def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
+        batch = own_part(batch, self._backend)
         self._state.seed_generators(self._backend.index)
         rate = tf.convert_to_tensor(self._state.optimizer.learning_rate)
         if measure:
@@ -202,14 +204,15 @@ class TrainStep:
     def begin_metrics(self) -> None:
         """See `CompiledStep`."""
         if self._epoch is not None:
-            self._epoch.reset()
+            self._epoch.reset_all()
 
     def metrics_so_far(self) -> dict[str, float]:
         """See `CompiledStep`."""
         return {name: float(value) for name, value in self._look_at_epoch().items()}
 
     def _epoch_so_far(self) -> dict[str, tf.Tensor]:
-        return {} if self._epoch is None else self._epoch.results_so_far("metric_so_far")
+        epoch = self._epoch
+        return {} if epoch is None else self._backend.run(lambda: epoch.results_so_far("metric_so_far"))
 
     def epoch_metrics(self) -> dict[str, float]:
         """See `CompiledStep`."""
@@ -217,12 +220,12 @@ class TrainStep:
             return {}
         self._reduce_epoch()
         results = self._epoch.results()
-        self._epoch.reset()
+        self._epoch.reset_all()
         return results
 
     def _reduce_epoch_metrics(self) -> None:
         if self._epoch is not None:
-            self._epoch.reduce("epoch_metric")
+            self._backend.run(self._epoch.reduce, "epoch_metric")
 
     def _forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
         if not self._jit:

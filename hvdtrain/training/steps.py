@@ -81,7 +81,8 @@ class OurSteps:
 
     def build(self, batch: Batch) -> None:
         """See `Steps`."""
-        outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
+        with self._backend.scope():
+            outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
         self.narrow_outputs = narrow(outputs)
         if self._metrics is None:
             self._metrics = self._spec.settle(batch.targets, outputs, self._backend, self._names)
@@ -95,7 +96,7 @@ class OurSteps:
         key = (length, epoch_metrics)
         if key not in self._known:
             assert self._metrics is not None, "build comes first"
-            rule = AllReduceUpdate(self._backend, state, options.reduction, options.clipping)
+            rule = AllReduceUpdate(self._backend, state, options.reduction_on(self._backend), options.clipping)
             self._known[key] = TrainStep(
                 self._backend,
                 state,
@@ -139,6 +140,11 @@ class KerasSteps:
             # The gradients that ranks owe one another would count by the samples of the wrong rank.
             "SyncBatchNormalization": bool(sync_layers(model)),
         }
+        if backend.needs_builders:
+            raise ConfigError(
+                f"{type(model).__name__} has a step of its own, which --backend {backend.name} cannot run: use "
+                "--backend horovod, or single."
+            )
         for name, used in unfit.items():
             if used:
                 raise ConfigError(

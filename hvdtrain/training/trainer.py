@@ -19,7 +19,7 @@ from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.advice import advice
-from hvdtrain.training.assembly import built_model, built_optimizer, converted
+from hvdtrain.training.assembly import built_model, built_optimizer, converted, refuse_instances
 from hvdtrain.training.callbacks import KerasCallbacks, wishes_of_all
 from hvdtrain.training.compile_settings import Objective, settle
 from hvdtrain.training.compression_probe import compression_cost
@@ -50,7 +50,8 @@ class Trainer:
     Args:
         model: a Keras model, or a function without arguments that builds one. One with a `train_step` of its own is
             trained by it. What is trained is `trainer.model`: with `sync_batch_norm=True` a copy.
-        optimizer: a Keras optimizer, its name, or a function that builds one.
+        optimizer: a Keras optimizer, its name, or a function that builds one. Backends of tf.distribute take a
+            function for the model, and a function or a name for the optimizer.
         loss: a Keras loss, its name, or a function `f(y_true, y_pred)` that returns one value for each sample; for
             several outputs a dict or list of them.
         metrics: Keras metrics or their names; for several outputs a dict or list. `accuracy` is the share of samples
@@ -82,7 +83,10 @@ class Trainer:
     ) -> None:
         self.backend = backend or backend_for(current())
         self.options = step_options(options)
+        self.options.check_backend(self.backend.name, self.backend.lacks)
         self.options.check_world(self.backend.size, current().environment.controller)
+        if self.backend.needs_builders:
+            refuse_instances(self.backend.name, model, optimizer)
         self._seed = seed
         with self.backend.scope():
             built = built_model(model, self.options)
@@ -90,6 +94,7 @@ class Trainer:
             optimizer, objective, self._notes = settle(built, optimizer, told)
             self.model = converted(built, self.options)
             self.optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
+        self.backend.prepare(self.optimizer)
         kind = KerasSteps if has_own_step(self.model) else OurSteps
         self._steps: Steps = kind(self.backend, self.model, self.optimizer, objective, self.options)
         self._state: TrainState | None = None
@@ -100,7 +105,9 @@ class Trainer:
     def state(self) -> TrainState:
         """The training state; it exists once the model's variables do."""
         if self._state is None:
-            self._state = TrainState(self.model, self.optimizer, self._seed)
+            with self.backend.scope():
+                self._state = TrainState(self.model, self.optimizer, self._seed)
+            self.backend.check_changing(self._state.changing())
         return self._state
 
     def fit(
@@ -204,9 +211,8 @@ class Trainer:
 
     def build_on(self, batch: Batch) -> None:
         """Do what `build` does, on a batch that is like those to come."""
-        with self.backend.scope():
-            self._steps.build(batch)
-            _ = self.state
+        self._steps.build(batch)
+        _ = self.state
 
     def broadcast_state(self) -> None:
         """Give every rank the variables and scalars of rank 0."""

@@ -8,47 +8,54 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.battery import MPI_ONLY, TWO_RANKS_ONLY, checks_of
+from tests.distributed.battery import CHECKS, MPI_ONLY, OF_TF_DISTRIBUTE, TWO_RANKS_ONLY, check_names, checks_of
 from tests.launching import launcher, run
 
-CONTROLLERS = ("gloo", "mpirun")
-WORLDS = [(controller, size) for size in (1, 2, 4) for controller in CONTROLLERS]
+WORLDS = [(controller, size, "auto") for size in (1, 2, 4) for controller in ("gloo", "mpirun")]
+STRATEGIES = [("none", 1, "mirrored"), ("mpirun", 2, "multi_worker_mirrored")]
 TIMEOUT_S = 560
 END = "the_job_ends_well"
+
+
+def names_of(controller, size, backend):
+    if backend == "auto":
+        return checks_of(controller, size)
+    return check_names(CHECKS / f"{OF_TF_DISTRIBUTE}.py")
 
 
 @pytest.fixture(scope="session")
 def battery(tmp_path_factory):
     """Return what a world's launch came to; the first test of a world launches it."""
 
-    def run_world(controller, size):
-        folder = tmp_path_factory.mktemp(f"battery-{controller}-{size}")
+    def run_world(controller, size, backend):
+        folder = tmp_path_factory.mktemp(f"battery-{controller}-{size}-{backend}")
         results = folder / "results.json"
         script = Path(__file__).with_name("battery.py")
-        python = [sys.executable, str(script), str(results), str(folder)]
-        names = checks_of(controller, size)
+        python = [sys.executable, str(script), str(results), str(folder), backend]
+        names = names_of(controller, size, backend)
         job = run([*launcher(controller, size), *python, *names], cwd=folder, timeout=TIMEOUT_S)
         return job, json.loads(results.read_text()) if results.exists() else {}
 
     with ThreadPoolExecutor() as pool:
 
         @functools.cache
-        def launched(controller, size):
-            return pool.submit(run_world, controller, size)
+        def launched(*world):
+            return pool.submit(run_world, *world)
 
-        def outcome(controller, size):
-            if size == 1:  # one rank leaves a core free: these two worlds run side by side
-                for each in CONTROLLERS:
-                    launched(each, size)
-            return launched(controller, size).result()
+        def outcome(*world):
+            _, size, backend = world
+            if (size, backend) == (1, "auto"):  # one rank leaves a core free: these two worlds run side by side
+                for each in WORLDS[:2]:
+                    launched(*each)
+            return launched(*world).result()
 
         yield outcome
 
 
 CASES = [
-    pytest.param(world, name, id=f"{world[0]}-{world[1]}-{name}")
-    for world in WORLDS
-    for name in [*checks_of(*world), END]
+    pytest.param(world, name, id=f"{world[0]}-{world[1]}-{world[2]}-{name}")
+    for world in [*WORLDS, *STRATEGIES]
+    for name in [*names_of(*world), END]
 ]
 
 

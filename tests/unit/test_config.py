@@ -53,7 +53,7 @@ OTHER = Config(
     ExchangeConfig("sum", "bf16", "dense", gradient_groups=3, predivide=2.0),
     CheckpointConfig(checkpoint_every=4, keep=1),
     ObservabilityConfig(log_every=2, tensorboard=False, plots=False),
-    RuntimeConfig("single", threads=2, pin=False, start_timeout=9.5),
+    RuntimeConfig("multi_worker_mirrored", communication="ring", threads=2, pin=False, start_timeout=9.5),
 )
 # Options that go with none of those of OTHER.
 THIRD = dataclasses.replace(
@@ -61,6 +61,7 @@ THIRD = dataclasses.replace(
     data=DataConfig(on_bad_record="skip:3"),
     optim=OptimConfig(schedule="step", decay_at=(0.25, 0.5), decay_factor=0.5, clip_value=2.0),
     training=TrainingConfig(sync_batch_norm=True),
+    runtime=RuntimeConfig("mirrored", replicas=3),
 )
 
 
@@ -273,6 +274,7 @@ LIMITS = {
     "checkpoint_every": ([0, -1], [1, None]),
     "keep": ([0, -1], [1]),
     "log_every": ([0, -1], [1]),
+    "replicas": ([0, -1], [1, None]),
     "threads": ([0, -1], [1, None]),
     "start_timeout": ([0, -1.0, NAN], [0.1]),
 }
@@ -283,6 +285,7 @@ BESIDE = {
     "decay_power": {"schedule": "polynomial"},
     "decay_at": {"schedule": "step"},
     "decay_factor": {"schedule": "step", "decay_at": (0.5,)},
+    "replicas": {"backend": "mirrored"},
 }
 NUMBERS = {
     option: section

@@ -1,0 +1,154 @@
+"""The strategies of tf.distribute: several replicas in one process, or one in each worker."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import ReduceOp
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.runtime.session import Session
+from hvdtrain.runtime.strategies import OpenStrategy
+
+
+class StrategyBackend:
+    """Data parallel training over the replicas of a strategy, by a loop of our own and not by `Model.fit`.
+
+    A process that holds several replicas reads the whole global batch, of which each replica takes its part within
+    the compiled step.
+    """
+
+    lacks = ("accumulate", "compression", "gradient_groups", "predivide", "sync_batch_norm")
+    sends_together = True
+    needs_builders = True
+
+    def __init__(self, session: Session, opened: OpenStrategy) -> None:
+        self._session = session
+        self._strategy = opened.strategy
+        self.name = opened.name
+        self.carrier = opened.carrier
+        self.size = int(opened.strategy.num_replicas_in_sync)
+        self.process = session.environment.rank
+        self.processes = session.environment.size
+        self.local_size = self.size // self.processes
+
+    @property
+    def index(self) -> int:
+        """See `Exchange`."""
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not self._strategy:
+            return self.process * self.local_size
+        return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+    @property
+    def local_index(self) -> int:
+        """See `Backend`."""
+        return self.index - self.process * self.local_size
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return the scope in which variables become those of all replicas."""
+        return self._strategy.scope()
+
+    def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return `batches`: the step cuts them."""
+        return batches
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Call `step` for each replica of this process."""
+        results = self._strategy.run(step, args=args)
+        return tf.nest.map_structure(lambda result: self._strategy.experimental_local_results(result)[0], results)
+
+    def prepare(self, optimizer: Any) -> None:
+        """Keep it from adding gradients up over the replicas: Keras' optimizers do so, and would count them n times."""
+        while optimizer is not None:
+            optimizer._all_reduce_sum_gradients = list
+            optimizer = getattr(optimizer, "inner_optimizer", None)
+
+    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Refuse them where all replicas share one copy.
+
+        Raises:
+            ConfigError: naming the first.
+        """
+        if self.name == "central_storage" and variables:
+            raise ConfigError(
+                "--backend central_storage holds one copy of each variable, which no layer may change in its forward "
+                f"pass, as that of {next(iter(variables))} does. Use --backend mirrored."
+            )
+
+    def _context(self, name: str) -> Any:
+        """Return the replica context in which `name` is exchanged."""
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not self._strategy:
+            raise ConfigError(
+                f"--backend {self.name} exchanges tensors only within its replicas, which Trainer runs: {name!r} was "
+                "to be exchanged outside of them. In a loop of your own use --backend horovod."
+            )
+        return context
+
+    def all_reduce(
+        self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
+    ) -> tf.Tensor:
+        """Reduce over the replicas."""
+        if op == "adasum":
+            raise ConfigError(f"--reduce-op adasum is Horovod's: --backend {self.name} cannot do it.")
+        after = postscale / self.size if op == "average" else postscale
+        total = self._context(name).all_reduce(tf.distribute.ReduceOp.SUM, _times(tensor, prescale))
+        return _times(total, after)
+
+    def grouped_all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> list[tf.Tensor]:
+        """Sum over the replicas, as one batch."""
+        scaled = [_times(tensor, prescale) for tensor in tensors]
+        totals = self._context(name).all_reduce(tf.distribute.ReduceOp.SUM, scaled)
+        return [_times(total, postscale) for total in totals]
+
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Concatenate the replicas' tensors along dim 0."""
+        # What comes from outside of the replica has no device yet.
+        return self._context(name).all_gather(tf.identity(tensor), axis=0)
+
+    def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Refuse: tf.distribute has no such exchange.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"tf.distribute has no all-to-all: --backend {self.name} cannot exchange {name!r}.")
+
+    def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
+        """Give every worker the values of `root`; the replicas of one process are always given the same."""
+        if self.processes == 1:
+            return
+
+        def values() -> dict[str, tf.Tensor]:
+            return {path: self._from(root, variable.read_value(), path) for path, variable in tensors.items()}
+
+        found = tf.function(lambda: self.run(values), autograph=False).get_concrete_function()()
+        for path, variable in tensors.items():
+            variable.assign(found[path])
+
+    def _from(self, root: int, value: tf.Tensor, path: str) -> tf.Tensor:
+        """Return the value of `root`: the sum of its own and of zeros."""
+        known = value.dtype in _SUMMABLE
+        mine = value if known else tf.cast(value, tf.int64)
+        total = self.all_reduce(mine if self.index == root else tf.zeros_like(mine), name=f"broadcast/{path}")
+        return total if known else tf.cast(total, value.dtype)
+
+    def gather_bytes(self, payload: bytes, *, timeout: float) -> list[bytes]:
+        """Exchange `payload` over the control channel."""
+        return self._session.control.exchange(payload, timeout=timeout)
+
+    def close(self) -> None:
+        """Wait for the other workers and end the session."""
+        self._session.close()
+
+
+_SUMMABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+"""What collectives add up on every device; other integers and booleans travel as int64."""
+
+
+def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    return tensor if factor == 1.0 else tensor * factor

@@ -1,0 +1,319 @@
+"""The backends of tf.distribute against one process: weights, figures, random draws, and what they refuse."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from checks.parity import BATCH, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, batches_of, per_sample
+from checks.training import CROSSENTROPY, samples
+from world import World, flat_bytes, moved, plain_training, relative_error
+
+import hvdtrain
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.backends.tf_distribute import StrategyBackend
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.recipes.registry import recipe
+from hvdtrain.runtime.strategies import open_strategy
+from hvdtrain.training.inputs import training_data
+from hvdtrain.training.job import run_trainer
+from hvdtrain.training.loop import Plan
+from hvdtrain.training.run_data import run_data
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "--accumulate": {"accumulate": 2},
+    "--compression": {"compression": "bf16"},
+    "--gradient-groups": {"gradient_groups": 2},
+    "--predivide": {"predivide": 2.0},
+    "--sync-batch-norm": {"sync_batch_norm": True},
+    "--reduce-op adasum": {"reduce_op": "adasum"},
+}
+
+
+def classifier(seed: int, *middle: Any) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(8, activation="tanh"), *middle, keras.layers.Dense(3)]
+    )
+
+
+def another(world: World, name: Any) -> StrategyBackend:
+    """A backend over the devices that this process has."""
+    session = world.session
+    config = RuntimeConfig(name)
+    return StrategyBackend(session, open_strategy(config, session.environment, session.control, timeout=10))
+
+
+def backends_of(world: World) -> list[StrategyBackend]:
+    if world.backend.name == "multi_worker_mirrored":
+        return [world.backend]
+    return [world.backend, another(world, "central_storage"), another(world, "one_device")]
+
+
+def trained(backend: Any, kind: str, optimizer: str, dtype: str, seed: int = 0, **options: Any) -> hvdtrain.Trainer:
+    build, data = MODELS[kind]
+    model = lambda: build(dtype, seed=seed)  # noqa: E731
+    trainer = hvdtrain.Trainer(model, OPTIMIZERS[optimizer], per_sample, backend=backend, **options)
+    trainer.fit(data(dtype), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
+    return trainer
+
+
+def error_of(trainer: hvdtrain.Trainer, kind: str, optimizer: str, dtype: str) -> float:
+    build, data = MODELS[kind]
+    reference = build(dtype, seed=0)
+    start = [np.array(w) for w in reference.get_weights()]
+    result = plain_training(reference, OPTIMIZERS[optimizer](), per_sample, batches_of(*data(dtype)))
+    assert moved(result, start) >= 1e-2, "the weights hardly moved: the comparison says nothing"
+    return relative_error(trainer.model.get_weights(), result)
+
+
+def assert_parity(world: World, kind: str, optimizer: str, dtype: str, **options: Any) -> None:
+    for backend in backends_of(world):
+        trainer = trained(backend, kind, optimizer, dtype, **options)
+        assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), "the ranks' weights differ"
+        error = error_of(trainer, kind, optimizer, dtype)
+        assert error <= TOLERANCE[dtype], f"{backend.name} {kind} {optimizer} {dtype}: {error:.2e}"
+        for variable in trainer.model.weights:
+            first, *others = [local.numpy() for local in local_values(backend, variable)]
+            assert all((first == other).all() for other in others), f"the replicas' {variable.path} differ"
+
+
+def local_values(backend: Any, variable: Any) -> Sequence[Any]:
+    return backend._strategy.experimental_local_results(variable.value)
+
+
+def check_dense_sgd_float32(world: World) -> None:
+    assert_parity(world, "dense", "sgd", "float32")
+
+
+def check_dense_adam_float64_from_the_chiefs_weights(world: World) -> None:
+    """Each worker draws weights of its own, and all train those of the first."""
+    assert_parity(world, "dense", "adam", "float64", seed=world.rank)
+
+
+def check_embedding_adam_float32(world: World) -> None:
+    assert_parity(world, "embedding", "adam", "float32", sparse_gradients="gather")
+
+
+def check_embedding_sgd_made_dense(world: World) -> None:
+    trainer = trained(world.backend, "embedding", "sgd", "float64", sparse_gradients="dense")
+    assert error_of(trainer, "embedding", "sgd", "float64") <= TOLERANCE["float64"]
+
+
+def check_a_recipe_trains_as_on_one_process(world: World) -> None:
+    expected, loss = trained_recipe(SingleBackend(world.session))
+    for backend in backends_of(world):
+        weights, own_loss = trained_recipe(backend)
+        np.testing.assert_allclose(own_loss, loss, rtol=1e-5, err_msg=backend.name)
+        assert relative_error(weights, expected) <= 1e-5, f"{backend.name}: {relative_error(weights, expected):.2e}"
+
+
+def trained_recipe(backend: Any) -> tuple[list[np.ndarray], float]:
+    """Return weights and loss after 20 steps of `digits`."""
+    config = recipe("digits")
+    source = run_data(config, backend)
+    trainer = run_trainer(config, source, backend)
+    trainer.build(source.training)
+    result = trainer.train(source.training, Plan(20))
+    return trainer.model.get_weights(), result.train_loss
+
+
+class Unreduced(StrategyBackend):
+    """A backend whose gradients are each replica's own."""
+
+    def grouped_all_reduce(self, tensors: Any, *, name: str, **factors: Any) -> list[tf.Tensor]:
+        return list(tensors)
+
+
+def check_the_comparison_notices(world: World) -> None:
+    backend = Unreduced(world.session, world.session.strategy)
+    error = error_of(trained(backend, "dense", "sgd", "float32"), "dense", "sgd", "float32")
+    assert error > 1e3 * TOLERANCE["float32"], f"the comparison did not notice: {error:.2e}"
+
+
+def check_the_steps_options(world: World) -> None:
+    """Bounds, averages of weights, sums, XLA and recomputation, against one process without the last two."""
+
+    def weights_with(backend: Any, optimizer: Callable[[], Any], **options: Any) -> list[np.ndarray]:
+        trainer = hvdtrain.Trainer(lambda: classifier(0), optimizer, CROSSENTROPY, backend=backend, **options)
+        trainer.fit(samples(50), batch=16, epochs=2, verbose=False, log_every=3)
+        return [*trainer.model.get_weights(), *(np.array(v) for v in trainer.optimizer.variables)]
+
+    alone, size = SingleBackend(world.session), world.size
+    averaged = lambda: keras.optimizers.Adam(0.01, use_ema=True, weight_decay=0.01)  # noqa: E731
+    plain, times = lambda: keras.optimizers.SGD(0.1), lambda: keras.optimizers.SGD(0.1 / size)
+    for ours, theirs, options in [
+        (averaged, averaged, {"clip_norm": 0.1, "jit": True}),
+        (times, plain, {"reduce_op": "sum", "recompute": True}),
+    ]:
+        got = weights_with(world.backend, ours, **options)
+        expected = weights_with(alone, theirs, **{k: v for k, v in options.items() if k == "clip_norm"})
+        if ours is times:
+            got, expected = got[:4], expected[:4]  # the rates differ
+        assert relative_error(got, expected) <= 1e-5, f"{options}: {relative_error(got, expected):.2e}"
+
+
+def check_an_overflow_is_skipped_by_all(world: World) -> None:
+    x, y = samples(32)
+    x[20] = 1e30  # infinite in fp16, on the last of two replicas only
+    model = lambda: classifier(0, keras.layers.Dense(8))  # noqa: E731
+    trainer = hvdtrain.Trainer(model, "sgd", CROSSENTROPY, backend=world.backend, precision="mixed_float16")
+    trainer.build(training_data((x, y), world.backend, batch=32, seed=0, shuffle=False, steps_per_epoch=None))
+    before = flat_bytes(trainer.model.get_weights())
+    scale = float(tf.convert_to_tensor(trainer.optimizer.dynamic_scale))
+    trainer.fit((x, y), batch=32, shuffle=False, verbose=False)
+    assert flat_bytes(trainer.model.get_weights()) == before
+    assert float(tf.convert_to_tensor(trainer.optimizer.dynamic_scale)) == scale / 2
+
+
+def check_evaluation_and_prediction_are_those_of_one_process(world: World) -> None:
+    x, y = samples(101)
+    for backend in backends_of(world):
+        metrics = ["accuracy", keras.metrics.F1Score(average="macro", name="f1")]
+        one_hot = np.eye(3, dtype="float32")[y]
+        trainer = hvdtrain.Trainer(
+            lambda: classifier(0), "sgd", keras.losses.CategoricalCrossentropy(from_logits=True), metrics,
+            backend=backend,
+        )  # fmt: skip
+        reference = keras.metrics.F1Score(average="macro")
+        for batch in (16, 100, 1000):  # 100 leaves a batch of one sample, of which one replica has none
+            outcome = trainer.evaluate((x, one_hot), batch=batch)
+            logits = trainer.model(x).numpy()
+            reference.reset_state()
+            reference.update_state(one_hot, logits)
+            assert round(outcome.metrics["accuracy"] * 101) == int((logits.argmax(1) == y).sum())
+            np.testing.assert_allclose(outcome.metrics["f1"], float(reference.result()), rtol=1e-6)
+            np.testing.assert_allclose(outcome.loss, float(CROSSENTROPY(y, logits)), rtol=1e-6)
+            np.testing.assert_allclose(trainer.predict(x, batch=batch), logits, rtol=1e-5, atol=1e-6)
+
+
+def check_callbacks_see_figures_over_all_replicas(world: World) -> None:
+    seen: list[dict[str, float]] = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(dict(logs)), on_train_batch_end=lambda batch, logs: None
+    )
+    stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, min_delta=10.0)
+    kept = keras.callbacks.ModelCheckpoint(str(world.folder / f"{world.backend.name}.keras"))
+    for backend in backends_of(world):
+        seen.clear()
+        still = lambda: keras.optimizers.SGD(0.0)  # noqa: E731
+        trainer = hvdtrain.Trainer(lambda: classifier(0), still, CROSSENTROPY, ["accuracy"], backend=backend)
+        data = samples(50)
+        result = trainer.fit(
+            data, batch=16, epochs=9, validation_data=data, verbose=False, callbacks=[note, stop, kept]
+        )
+        assert result.epochs == 2, backend.name
+        np.testing.assert_allclose(seen[0]["accuracy"], seen[0]["val_accuracy"], rtol=1e-6)
+        np.testing.assert_allclose(seen[0]["loss"], seen[0]["val_loss"], rtol=1e-6)
+        assert world.same_everywhere(repr(seen).encode())
+    if world.rank == 0:
+        again = keras.models.load_model(world.folder / f"{world.backend.name}.keras")
+        assert flat_bytes(again.get_weights()) == flat_bytes(trainer.model.get_weights())
+
+
+def check_statistics_are_averaged_and_replicas_draw_differently(world: World) -> None:
+    """With a rate of zero BatchNorm's statistics are the means of those of each replica's samples."""
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        return keras.Sequential(
+            [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.0), Drawn(), keras.layers.Dense(3)]
+        )
+
+    still = lambda: keras.optimizers.SGD(0.0)  # noqa: E731
+    trainer = hvdtrain.Trainer(build, still, CROSSENTROPY, backend=world.backend)
+    x, y = samples(32)
+    trainer.fit((x, y), batch=32, shuffle=False, verbose=False)
+    normalization, drawn = trainer.model.layers[0], trainer.model.layers[1]
+    halves = x[:16], x[16:]
+    np.testing.assert_allclose(normalization.moving_mean.numpy(), x.mean(0), rtol=1e-5, atol=1e-6)
+    variance = np.mean([half.var(0) for half in halves], axis=0)
+    np.testing.assert_allclose(normalization.moving_variance.numpy(), variance, rtol=1e-5)
+    # Its statistics are averages too: of two equal draws the mean of the squares is the square of the mean.
+    mean, squares = drawn.mean.numpy(), drawn.square.numpy()
+    assert squares - mean**2 > 1e-6, "the replicas drew the same numbers"
+
+
+class Drawn(keras.layers.Layer):
+    """Passes its input on, and keeps a number that it draws, and its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = keras.random.SeedGenerator(0)
+        self.mean = self.add_weight(shape=(), trainable=False, initializer="zeros", name="mean")
+        self.square = self.add_weight(shape=(), trainable=False, initializer="zeros", name="square")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            number = keras.random.uniform((), seed=self.generator)
+            self.mean.assign(number)
+            self.square.assign(number**2)
+        return inputs
+
+
+def check_a_checkpoint_reaches_every_replica(world: World) -> None:
+    trainer = trained(world.backend, "dense", "adam", "float32")
+    expected = flat_bytes(trainer.model.get_weights())
+    state = trainer.state
+    if world.rank == 0:
+        Checkpointer(world.folder / f"of-{world.backend.name}").save(20, state.variables(), vars(state.scalars))
+    for variable in state.variables().values():
+        variable.assign(tf.zeros_like(variable))
+    if world.rank == 0:
+        trainer.restore(Checkpointer(world.folder / f"of-{world.backend.name}").newest())
+    trainer.broadcast_state()
+    assert flat_bytes(trainer.model.get_weights()) == expected
+    assert int(tf.convert_to_tensor(trainer.optimizer.iterations)) == state.scalars.step == 20
+    assert len(state.agreed_hash(world.backend)) == 64
+    for variable in trainer.model.weights:
+        first, *others = [local.numpy() for local in local_values(world.backend, variable)]
+        assert all((first == other).all() for other in others)
+
+
+def check_what_is_refused(world: World) -> None:
+    name, build = world.backend.name, lambda: classifier(0)
+    for option, given in REFUSED.items():
+        with pytest.raises(ConfigError, match=f"{option} is not for --backend {name}"):
+            hvdtrain.Trainer(build, "sgd", CROSSENTROPY, backend=world.backend, **given)
+    with pytest.raises(ConfigError, match="give Trainer a function that builds the model"):
+        hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, backend=world.backend)
+    with pytest.raises(ConfigError, match="give Trainer a function that builds the optimizer"):
+        hvdtrain.Trainer(build, keras.optimizers.SGD(0.1), CROSSENTROPY, backend=world.backend)
+
+    class OwnStep(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            return {}
+
+    with pytest.raises(ConfigError, match=f"OwnStep has a step of its own, which --backend {name} cannot run"):
+        hvdtrain.Trainer(OwnStep, "sgd", CROSSENTROPY, backend=world.backend)
+    with pytest.raises(ConfigError, match="exchanges tensors only within its replicas"), tf.GradientTape() as tape:
+        variable = tf.Variable(1.0)
+        hvdtrain.DistributedGradientTape(tape, exchange=world.backend).gradient(variable * 2.0, [variable])
+    trainer = hvdtrain.Trainer(build, "sgd", CROSSENTROPY, backend=world.backend)
+    with pytest.raises(ConfigError, match="does not divide among 2"):
+        trainer.fit(samples(50), batch=15, verbose=False)
+
+
+def check_central_storage_refuses_layers_that_change_variables(world: World) -> None:
+    if world.backend.name == "multi_worker_mirrored":
+        return
+    backend = another(world, "central_storage")
+    for layer in (keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5)):
+        trainer = hvdtrain.Trainer(lambda layer=layer: classifier(0, layer()), "sgd", CROSSENTROPY, backend=backend)
+        with pytest.raises(ConfigError, match="central_storage holds one copy of each variable"):
+            trainer.fit(samples(50), batch=16, verbose=False)
+
+
+def check_devices_that_are_not_there_are_not_made_up(world: World) -> None:
+    """The CPU was cut into two when TensorFlow started."""
+    if world.backend.name == "multi_worker_mirrored":
+        return
+    session = world.session
+    config = replace(RuntimeConfig("mirrored"), replicas=3)
+    with pytest.raises(LaunchError, match="needs 3 devices"):
+        open_strategy(config, session.environment, session.control, timeout=10)
