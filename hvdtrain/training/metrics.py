@@ -63,9 +63,10 @@ class MetricSet:
 
         Within the replicas of a strategy they could not.
         """
-        self._sample = tf.nest.map_structure(lambda tensor: tensor[:1], (targets, outputs))
+        targets, outputs = tf.nest.map_structure(lambda tensor: tensor[:1], (targets, outputs))
+        self._sample = targets, outputs
         for bound in self._sets.all:
-            self._count(bound, *self._sample, None)
+            self._count(bound, targets, outputs, None)
         self.reset_all()
 
     def reset(self) -> None:

@@ -39,7 +39,7 @@ def test_what_workers_send_over_is_for_workers(backend):
 
 
 def test_no_replicas_are_none():
-    with pytest.raises(ConfigError, match="--replicas must be at least 1. Received: 0"):
+    with pytest.raises(ConfigError, match=r"--replicas must be at least 1\. Received: 0"):
         RuntimeConfig("mirrored", replicas=0)
 
 

@@ -77,5 +77,5 @@ def test_a_tf_config_that_is_no_json_is_refused(second):
 
 
 def test_a_worker_that_nobody_started_is_told_how():
-    with pytest.raises(LaunchError, match="names 2 workers.*start them with horovodrun or mpirun"):
+    with pytest.raises(LaunchError, match=r"names 2 workers.*start them with horovodrun or mpirun"):
         check_given(json.dumps(TWO), detect_environment({}))
