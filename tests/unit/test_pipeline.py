@@ -4,6 +4,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 import tensorflow as tf
+from sklearn.datasets import load_digits
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.data import DataConfig
@@ -342,13 +343,22 @@ def test_digits_are_split_as_promised():
     assert (splits.train.size, splits.validation.size) == (1437, 360)
     assert (splits.sample_shape, splits.classes) == ((8, 8, 1), 10)
     for source in (splits.train, splits.validation):
-        images, labels = source.elements
+        images, labels = source.gather(tf.range(source.size))
         assert images.shape[1:] == splits.sample_shape
         assert (float(tf.reduce_min(images)), float(tf.reduce_max(images))) == (0.0, 1.0)
         shares = np.bincount(labels.numpy()) / source.size
         assert (abs(shares - 0.1) < 0.01).all()  # stratified
-    again = load_splits(DataConfig("digits"))
-    assert (again.validation.elements[1].numpy() == splits.validation.elements[1].numpy()).all()
+    first, again = (load_splits(DataConfig("digits")).validation.gather(tf.range(360))[1].numpy() for _ in range(2))
+    assert (first == again).all()
+
+
+def test_the_digits_are_those_of_scikit_learn():
+    bundled = load_digits()
+    splits = load_splits(DataConfig("digits"))
+    for part in (splits.train, splits.validation):
+        images, labels = (array.numpy() for array in part.gather(tf.range(part.size)))
+        known = {image.tobytes(): label for image, label in zip(bundled.images, bundled.target, strict=True)}
+        assert [known[(image[..., 0] * 16.0).astype("float64").tobytes()] for image in images] == labels.tolist()
 
 
 def test_synthetic_images_are_what_was_asked_for():
