@@ -10,7 +10,7 @@ launch/setup.sh --test
 . launch/env.sh
 
 # A hang shows where it hangs: every thread's stack after so many seconds in one test.
-run_pytest() { python -m pytest -o faulthandler_timeout=580 --durations=12 --durations-min=5 "$@"; }
+run_pytest() { python -m pytest -o faulthandler_timeout=920 --durations=12 --durations-min=5 "$@"; }
 
 check() {
     printf '\n== %s\n' "$1"

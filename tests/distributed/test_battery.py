@@ -13,7 +13,7 @@ from tests.launching import launcher, run
 
 WORLDS = [(controller, size, "auto") for size in (1, 2, 4) for controller in ("gloo", "mpirun")]
 STRATEGIES = [("none", 1, "mirrored"), ("mpirun", 2, "multi_worker_mirrored")]
-TIMEOUT_S = 560
+TIMEOUT_S = 900
 END = "the_job_ends_well"
 
 
