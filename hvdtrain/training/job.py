@@ -263,7 +263,9 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
 
 def _title(summary: dict[str, Any]) -> str:
     size = summary["world_size"]
-    return f"{summary['recipe']}, {size} rank" + "s" * (size > 1)
+    # Without a launcher there is one process, which may hold several replicas.
+    word = "replica" if summary["launcher"] == "none" and size > 1 else "rank"
+    return f"{summary['recipe']}, {plural(size, word)}"
 
 
 def _summary(

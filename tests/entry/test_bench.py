@@ -9,6 +9,7 @@ import pytest
 from hvdtrain.bench.results import read_results
 from tests.launching import hvdtrain
 
+pytestmark = pytest.mark.xdist_group("bench")  # one process makes the report that these tests look at
 TINY = "--models digits --ranks 2 --batch 16 --scaling strong --rounds 1 --windows 1 --warm-up 1 --steps 2"
 
 
