@@ -6,6 +6,7 @@ import pytest
 
 from tests.launching import hvdtrain
 
+pytestmark = pytest.mark.xdist_group("backends")  # one process makes the run that the others are held against
 STEPS = "20"
 
 
