@@ -115,7 +115,16 @@ def start(folder, source, *words):
     """Begin to pack in a process group of its own."""
     command = [sys.executable, "-m", "hvdtrain", "data", "pack", source, "packed", *words]
     environ = job_environment(HVDTRAIN_CACHE=str(folder / "cache"))
-    return subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Tests that run in the background of a shell ignore Ctrl-C, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def wait_for(condition, process, timeout=100):
