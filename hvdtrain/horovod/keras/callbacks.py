@@ -14,6 +14,14 @@ from hvdtrain.horovod.variables import broadcast_variables
 from hvdtrain.horovod.wrapped import built, innermost
 from hvdtrain.training.variables import unwrap
 
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the weights and the optimizer's state of `root_rank`, before the first step of training.
