@@ -17,6 +17,10 @@ COMMANDS = {
 
 def main(argv: list[str]) -> int:
     """Run the command that `argv` names, the comparison of training steps if none, and return the exit code."""
+    if "--autotune" in argv and argv[0].startswith("-"):
+        from hvdtrain.cli.bench_autotune import main as autotune
+
+        return autotune([word for word in argv if word != "--autotune"])
     if not argv or argv[0].startswith("-"):
         from hvdtrain.cli.bench_suite import main as suite
 

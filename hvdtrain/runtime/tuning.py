@@ -1,6 +1,7 @@
 """Settings of the exchange that must be in the environment before MPI and Horovod start."""
 
 from collections.abc import MutableMapping
+from pathlib import Path
 
 EXCHANGE_DEFAULTS = {
     # MPI's waiting thread spins on the core that computes. Yielding made a step of ResNet-20 1.7x, of a
@@ -17,11 +18,20 @@ ALONE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 
 TRANSPORTS = "OMPI_MCA_btl"
 
+TUNED = "OMPI_MCA_coll_tuned_"
+LARGE_MESSAGES = {
+    TUNED + "use_dynamic_rules": "1",
+    TUNED + "dynamic_rules_filename": str(Path(__file__).with_name("openmpi-allreduce.conf")),
+}
+"""How Open MPI adds up large messages; the file has the measurements. A step of the MLP took 0.79 of the time."""
+
 
 def set_exchange_defaults(environ: MutableMapping[str, str]) -> None:
     """Put the defaults into `environ` wherever the user has not decided otherwise."""
     for name, value in EXCHANGE_DEFAULTS.items():
         environ.setdefault(name, value)
+    if not any(name.startswith(TUNED) for name in environ):
+        environ.update(LARGE_MESSAGES)
     environ[TRANSPORTS] = _without_ofi(environ.get(TRANSPORTS, "^"))
 
 

@@ -1,8 +1,10 @@
 """What is set before MPI and Horovod start, and what the user's own settings keep."""
 
+from pathlib import Path
+
 import pytest
 
-from hvdtrain.runtime.tuning import set_exchange_defaults
+from hvdtrain.runtime.tuning import LARGE_MESSAGES, TUNED, set_exchange_defaults
 
 
 def test_what_the_user_set_stays():
@@ -19,3 +21,26 @@ def test_the_transport_that_ends_late_is_left_out(before, after):
     environ = {} if before is None else {"OMPI_MCA_btl": before}
     set_exchange_defaults(environ)
     assert environ["OMPI_MCA_btl"] == after
+
+
+def test_large_messages_follow_rules_of_ours_unless_the_user_has_chosen_an_algorithm():
+    environ = {}
+    set_exchange_defaults(environ)
+    assert environ.items() >= LARGE_MESSAGES.items()
+    theirs = {TUNED + "allreduce_algorithm": "3"}
+    environ = dict(theirs)
+    set_exchange_defaults(environ)
+    assert {name: value for name, value in environ.items() if name.startswith(TUNED)} == theirs
+
+
+def test_the_rules_are_whole():
+    """Open MPI ignores a file that it cannot read to its end."""
+    lines = Path(LARGE_MESSAGES[TUNED + "dynamic_rules_filename"]).read_text().splitlines()
+    numbers = iter([int(word) for line in lines for word in line.split("#")[0].split()])
+    rules = {}
+    assert (next(numbers), next(numbers)) == (1, 2), "MPI_Allreduce alone"
+    for _ in range(next(numbers)):
+        ranks = next(numbers)
+        rules[ranks] = [tuple(next(numbers) for _ in range(4)) for _ in range(next(numbers))]
+    assert not list(numbers)
+    assert rules == {2: [(0, 0, 0, 0), (4 * 2**20, 5, 0, 2**20)], 5: [(0, 0, 0, 0)]}

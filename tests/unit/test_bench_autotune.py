@@ -1,0 +1,125 @@
+"""Which settings the search keeps, on machines whose times are known; no ranks are started."""
+
+import pytest
+
+from hvdtrain.bench.autotune import WORTH, autotune
+from hvdtrain.bench.launching import Answer, LaunchFailed
+from hvdtrain.bench.plan import Point
+from hvdtrain.bench.suite import Launching
+from hvdtrain.cli.main import main
+from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS
+
+MPI, GLOO = (Point(name, "lm", ranks=2, batch=8) for name in ("horovod-mpi", "horovod-gloo"))
+YIELD, CYCLE, FUSION = EXCHANGE_DEFAULTS
+
+
+class Machine:
+    """Takes 100 ms for a step, and as many more or fewer as the settings cost."""
+
+    def __init__(self, costs, foreign=0.0, drift=0.0):
+        self.asked = []
+        self._costs, self._foreign, self._drift = costs, foreign, drift
+
+    def __call__(self, command, settings):
+        self.asked.append(dict(settings))
+        cost = sum(self._costs.get((name, value), 0.0) for name, value in settings.items())
+        milliseconds = 100.0 + cost - self._drift * len(self.asked)
+        return Answer({"windows_ms": [milliseconds - 1, milliseconds, milliseconds + 7]}, self._foreign)
+
+
+def tuned(point=MPI, **machine):
+    machine = Machine(**machine)
+    told = []
+    return autotune(point, Launching(), machine, told.append), machine, told
+
+
+def test_the_defaults_stay_where_nothing_is_faster():
+    found, machine, told = tuned(costs={(YIELD, "0"): 50.0})
+    assert found.settings == {}
+    assert len(machine.asked) == len(told) == 6
+    assert machine.asked[0] == EXCHANGE_DEFAULTS
+    assert told[0] == "   100.00 ms a step  the defaults"
+    assert told[1] == f"   150.00 ms a step  {YIELD}=0"
+
+
+def test_what_is_faster_is_kept_while_the_rest_is_tried_and_compared_in_turn_at_the_end():
+    found, machine, _ = tuned(costs={(CYCLE, "0.1"): -10.0, (FUSION, "67108864"): -20.0, (FUSION, "4194304"): -5.0})
+    assert found.settings == {CYCLE: "0.1", FUSION: "67108864"}
+    assert found.saved == pytest.approx(0.3)
+    best = EXCHANGE_DEFAULTS | found.settings
+    assert machine.asked[-4:] == [EXCHANGE_DEFAULTS, best, EXCHANGE_DEFAULTS, best]
+
+
+def test_savings_that_are_too_small_to_be_told_from_noise_are_left():
+    assert tuned(costs={(CYCLE, "2"): -99.0 * WORTH})[0].settings == {}
+
+
+def test_a_machine_that_grows_faster_meanwhile_does_not_change_the_settings():
+    """The last comparison takes turns."""
+    found, machine, _ = tuned(costs={}, drift=2.0)
+    assert len(machine.asked) > 6, "something looked faster"
+    assert found.settings == {}
+
+
+def test_under_gloo_nothing_of_mpi_is_tried():
+    _, machine, _ = tuned(GLOO, costs={})
+    assert {asked[YIELD] for asked in machine.asked} == {"1"}
+    assert len(machine.asked) == 5
+
+
+def test_other_programs_make_it_unbelievable():
+    assert tuned(costs={}, foreign=0.1)[0].noise is None
+    assert tuned(costs={}, foreign=0.6)[0].noise == 0.6
+
+
+# -- the command --
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def put(machine):
+        monkeypatch.setattr(
+            "hvdtrain.bench.launching.ask", lambda command, word, *, limit_s, settings: machine(command, settings)
+        )
+
+    return put
+
+
+def test_what_was_found_is_written_to_be_sourced(machine, capsys, tmp_path):
+    machine(Machine({(CYCLE, "0.1"): -10.0}))
+    assert main(["bench", "--autotune", "--ranks", "2", "--model", "mlp"]) == 0
+    assert (tmp_path / "bench" / "exchange.env").read_text().splitlines() == [
+        "# python -m hvdtrain bench --autotune: mlp on 2 ranks, horovod-mpi;",
+        "# a step took 10% less time than with the defaults.",
+        "export HOROVOD_CYCLE_TIME=0.1",
+    ]
+    assert capsys.readouterr().out.endswith("to train so  source bench/exchange.env\n")
+
+
+def test_the_command_says_so_where_the_defaults_are_best(machine, capsys, tmp_path):
+    machine(Machine({}))
+    assert main(["bench", "--autotune", "--ranks", "2"]) == 0
+    assert "the defaults are as fast as anything that was tried" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_writes_nothing_where_it_was_too_noisy(machine, capsys, tmp_path):
+    machine(Machine({(CYCLE, "0.1"): -10.0}, foreign=0.5))
+    assert main(["bench", "--ranks", "2", "--autotune"]) == 1
+    assert "other programs took 0.50 cores meanwhile: nothing was written" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_explains_what_cannot_be_timed(machine, capsys):
+    def nothing(command, settings):
+        raise LaunchFailed("mpirun: No such file or directory")
+
+    machine(nothing)
+    assert main(["bench", "--autotune", "--ranks", "2"]) == 2
+    assert "horovod-mpi could not be timed: mpirun: No such file or directory" in capsys.readouterr().err
+    assert main(["bench", "--autotune", "--ranks", "3"]) == 2
+    assert "A batch of 8 samples does not divide among 3 ranks." in capsys.readouterr().err
+    assert main(["bench", "--autotune", "--backends", "mirrored"]) == 2
+    assert "--backends" in capsys.readouterr().err
