@@ -20,8 +20,9 @@ MOST_CLASSES = 20
 
 _DESCRIPTION = """\
 Reads everything, decodes images, and shows counts, types, shapes and classes. PATH is a folder that data pack made,
-TFRecord files (a file, a folder or a pattern in quotes), class folders of images or a tar file of them, an .npz file
-or a text file. The exit code is 1 if something is damaged; what it is, is named.
+TFRecord files (a file, a folder or a pattern in quotes), class folders of images or a tar file of them, MNIST's or
+CIFAR's files, an .npz file or a folder of .npy files, a .csv or .tsv table, a text file or a folder of .txt files. The
+exit code is 1 if something is damaged; what it is, is named.
 """
 
 

@@ -79,7 +79,7 @@ class _Lines:
 
     def show(self, progress: "PackProgress") -> None:
         """Print a line if it is time to."""
-        now, share = self._clock(), progress.bytes / progress.all_bytes
+        now, share = self._clock(), progress.share
         if int(share * 10) == self._tenths and now - self._said < SECONDS_BETWEEN_LINES:
             return
         self._tenths, self._said = int(share * 10), now

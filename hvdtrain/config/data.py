@@ -33,7 +33,8 @@ class DataConfig:
     sample once, always."""
     shard_by: Sharding = "samples"
     """What the ranks share: the samples of each batch, in an order that is the same for any number of ranks, or whole
-    files, read from first to last and shuffled in a buffer: for files on slow disks."""
+    files, read from first to last and shuffled in a buffer: for files on slow disks. By files an epoch is finished by
+    as many ranks as began it."""
     augment: tuple[str, ...] = ()
     """Changes of training images: crop, flip, mixup, in any order."""
     cache: Cache = "none"

@@ -1,27 +1,54 @@
 """Whether all ranks hold the same data: each takes its part of every batch, so all must number them alike."""
 
+import hashlib
+import os
+
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DataError
+from hvdtrain.data.source import Source
 from hvdtrain.data.splits import DataSplits
-
-TIMEOUT_S = 600.0
 
 
 def check_same_data(splits: DataSplits, backend: Backend) -> None:
     """Refuse data that differ by rank; every rank calls it.
 
     Raises:
-        DataError: naming a rank that differs, and which samples do.
+        DataError: naming a rank that differs, and which samples do; where they are in files, the first that differs.
     """
     if backend.size == 1:
         return
     mine = [source.fingerprint() for source in (splits.train, splits.validation)]
-    gathered = backend.gather_bytes(b"".join(mine), timeout=TIMEOUT_S)
+    gathered = backend.gather_bytes(b"".join(mine), timeout=None)
     for rank, other in enumerate(gathered):
         if other != gathered[0]:
             part = "training" if other[:32] != gathered[0][:32] else "validation"
+            difference = _first_difference(splits.train if part == "training" else splits.validation, rank, backend)
             raise DataError(
-                f"The {part} samples of rank {rank} are not those of rank 0: all ranks must load the same data in the "
-                "same order. Draw from generators with a seed (a --data function is given one if it names it), and "
-                "sort the files of a folder."
+                f"The {part} samples of rank {rank} are not those of rank 0{difference}: all ranks must load the same "
+                "data in the same order. Draw from generators with a seed (a --data function is given one if it names "
+                "it), and sort the files of a folder."
             )
+
+
+def _first_difference(source: Source, rank: int, backend: Backend) -> str:
+    """Say how the files of a rank differ from those of rank 0; "" where the source lists none, or they do not."""
+    mine = source.listing() if hasattr(source, "listing") else []
+
+    def of_both(text: str) -> tuple[str, str]:
+        texts = backend.gather_bytes(os.fsencode(text), timeout=None)
+        return os.fsdecode(texts[0]), os.fsdecode(texts[rank])
+
+    counts = tuple(map(int, of_both(str(len(mine)))))
+    # The first `same` entries are the same on both, and those up to `most` may be.
+    same, most = 0, min(counts)
+    while same < most:
+        middle = (same + most + 1) // 2
+        hashes = of_both(hashlib.sha256(os.fsencode("\n".join(mine[:middle]))).hexdigest())
+        same, most = (middle, most) if hashes[0] == hashes[1] else (same, middle - 1)
+    if same == max(counts):
+        return ""
+    there, here = of_both(mine[same] if same < len(mine) else "nothing")
+    return (
+        f" (rank 0 has {counts[0]:,} files, rank {rank} has {counts[1]:,}; the first that differs is {there} on rank 0 "
+        f"and {here} on rank {rank})"
+    )

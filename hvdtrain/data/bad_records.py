@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ class BadRecords:
         """What is wrong, by number of the sample."""
         self._source = source
         self._exchange = exchange
+        self._avoided: frozenset[int] = frozenset()
+        """The samples that are left out where samples are read now: those that were known when that was built."""
 
     @property
     def tolerated(self) -> bool:
@@ -39,15 +41,31 @@ class BadRecords:
     def examine(self, numbers: Any, error: Exception) -> None:
         """Find out which of the samples `numbers`, whose reading failed with `error`, are bad.
 
+        Those that were left out are not looked at again, but what was read in their place is.
+
         Raises:
             DataError: naming file and record, if it is one too many.
             Exception: `error`, if each of them can be read alone.
         """
-        bad = {int(n): text for n in np.asarray(numbers) if (text := self._trouble(int(n)))}
+        read = dict.fromkeys(int(n) if int(n) not in self._avoided else self._stand_in() for n in np.asarray(numbers))
+        bad = {number: text for number in read if (text := self._trouble(number))}
         if not bad:
             raise error
         self.found |= bad
         self._refuse_too_many(next(iter(bad.values())))
+
+    def recall(self, found: Mapping[str, str]) -> None:
+        """Leave out what a run found before it was stopped, where bad samples are tolerated.
+
+        Args:
+            found: what is wrong, by number of the sample.
+
+        Raises:
+            DataError: it is too many.
+        """
+        if self.tolerated and found:
+            self.found |= {int(number): text for number, text in found.items()}
+            self._refuse_too_many(next(iter(found.values())))
 
     def share(self) -> None:
         """Tell all ranks what was found on each, where that is tolerated; every rank calls it.
@@ -64,13 +82,14 @@ class BadRecords:
 
     def left_out(self, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return numbers [n] that can be read, and weights [n]: 0 for those that stand in for a bad sample."""
-        bad = tf.constant(sorted(self.found), tf.int64)
+        self._avoided = frozenset(self.found)
+        bad = tf.constant(sorted(self._avoided), tf.int64)
         good = ~tf.reduce_any(numbers[:, tf.newaxis] == bad, axis=1)
         return tf.where(good, numbers, self._stand_in()), tf.cast(good, tf.float32)
 
     def _stand_in(self) -> int:
-        """Return the number of a sample that is not known to be bad."""
-        return next(number for number in range(self._source.size) if number not in self.found)
+        """Return the number of the sample that is read in the place of those that are left out."""
+        return next(number for number in range(self._source.size) if number not in self._avoided)
 
     def _refuse_too_many(self, example: str) -> None:
         if not self.tolerated:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.bad_records import BadRecords
 from hvdtrain.data.files.places import cache_folder
-from hvdtrain.data.files.unpacked import made_once
+from hvdtrain.data.files.unpacked import made_once, writing_into
 from hvdtrain.data.pipeline import Reading
 from hvdtrain.data.source import Source
 
@@ -83,23 +84,30 @@ def _in_files(source: Source) -> list[np.ndarray]:
     with made_once(base.with_name(f"{base.name}.json")) as draft:
         if draft is not None:
             _write(source, specs, paths)
-            draft.write_text(json.dumps([path.name for path in paths]), encoding="utf-8")
+            with writing_into(draft.parent):
+                draft.write_text(json.dumps([path.name for path in paths]), encoding="utf-8")
     return [np.load(path, mmap_mode="r") for path in paths]
 
 
 def _write(source: Source, specs: list[tf.TensorSpec], paths: list[Path]) -> None:
     try:
-        arrays = [
-            np.lib.format.open_memmap(
-                path, mode="w+", dtype=np.dtype(spec.dtype.as_numpy_dtype), shape=(source.size, *spec.shape)
-            )
-            for path, spec in zip(paths, specs, strict=True)
-        ]
+        arrays = [_empty_file(path, spec, source.size) for path, spec in zip(paths, specs, strict=True)]
         _fill(arrays, source)
         for array in arrays:
             array.flush()
     except OSError as error:
+        for path in paths:
+            path.unlink(missing_ok=True)
         raise DataError(f"{source.name} cannot be kept in {paths[0].parent}: {error.strerror}.") from None
+
+
+def _empty_file(path: Path, spec: tf.TensorSpec, size: int) -> np.memmap:
+    """Return a file of `size` samples that has its room on the disk: writing into memory that has none kills."""
+    dtype, shape = np.dtype(spec.dtype.as_numpy_dtype), (size, *spec.shape)
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    with open(path, "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def _fill(arrays: Sequence[np.ndarray], source: Source) -> None:

@@ -24,6 +24,11 @@ class DatasetTraining:
         steps_per_epoch: needed where the dataset does not end; counted if None.
     """
 
+    remedy = (
+        "What helps: map() with num_parallel_calls=tf.data.AUTOTUNE and with TensorFlow's own operations, and cache() "
+        "where the decoded samples fit."
+    )
+
     def __init__(
         self, dataset: tf.data.Dataset, *, batch: int, index: int, size: int, steps_per_epoch: int | None = None
     ) -> None:

@@ -21,7 +21,8 @@ WINDOW = 10_000
 class FileOrder:
     """Files in an order that (seed, epoch) decides, one after the other, cut into an equal part for each replica.
 
-    A part ends within a file where it must: all replicas have the same number of samples, but for one.
+    A part ends within a file where it must: all replicas have the same number of samples, but for one. An epoch must be
+    finished by as many replicas as began it, as each has a part of its own.
 
     Args:
         source: samples in files: its `file_of` [samples] tells the file of each.
@@ -37,10 +38,14 @@ class FileOrder:
     def __init__(self, source: Source, batch: int, seed: int, shuffle: bool = True, tail: Tail = "pad") -> None:
         file_of = getattr(source, "file_of", None)
         if file_of is None:
-            raise ConfigError(f"--shard-by files is for samples in files. {source.name} is not read from any.")
+            raise ConfigError(
+                f"--shard-by files is for samples in files. {source.name} is not read from any, or is kept by --cache."
+            )
         # How many batches there are, and how long the last one is, does not depend on the order.
         self.counts = Order(source.size, batch, seed, shuffle, tail)
-        self._files = [np.flatnonzero(file_of == file) for file in np.unique(file_of)]
+        _, sizes = np.unique(file_of, return_counts=True)
+        self._files = np.split(np.argsort(file_of, kind="stable"), np.cumsum(sizes)[:-1])
+        """For each file, the numbers of its samples."""
 
     @property
     def full_batches(self) -> int:
@@ -85,6 +90,8 @@ class FileOrder:
         numbers = np.concatenate([self._files[file] for file in files])
         begin, end = part_of(len(numbers), index, size)
         mine = numbers[begin:end]
+        if not len(mine):
+            return numbers[:1]  # fewer samples than replicas: one that does not count
         if not self.counts.shuffle:
             return mine
         places = np.arange(len(mine)) + rng.uniform(0, WINDOW, len(numbers))[begin:end]

@@ -34,6 +34,8 @@ class TrainingData(Protocol):
     steps_per_epoch: int
     batch: int
     """Samples of a full global batch."""
+    remedy: str
+    """What helps where steps wait for these batches, in a sentence."""
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """Return this replica's batches from step `start_step` (from 0) on, without end."""
@@ -83,6 +85,7 @@ class SourceTraining:
         shard_by: see `DataConfig.shard_by`.
         reading: augmentation, and how bad samples are dealt with.
         exchange: tells all ranks of bad samples, at every epoch's start.
+        remedy: what helps where steps wait for the batches.
 
     Raises:
         ConfigError: the batch does not divide among the replicas.
@@ -101,6 +104,7 @@ class SourceTraining:
         shard_by: Sharding = "samples",
         reading: Reading | None = None,
         exchange: Exchange | None = None,
+        remedy: str = "What helps: a larger batch.",
     ) -> None:
         per_replica(batch, size)
         self.order: Order | FileOrder = (
@@ -111,6 +115,7 @@ class SourceTraining:
         self.batch = batch
         self.steps_per_epoch = self.order.steps_per_epoch
         self.source = source
+        self.remedy = remedy
         self.reading = reading or Reading()
         self.bad = BadRecords(source, self.reading.tolerated, exchange)
         self._index = index

@@ -1,9 +1,10 @@
 """Python code within a user's tf.data.Dataset, which is the usual reason for slow input."""
 
-import warnings
 from collections.abc import Iterator
 
 import tensorflow as tf
+
+from hvdtrain.runtime.warning import warn_on_first
 
 PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 GENERATOR_OP = "GeneratorDataset"
@@ -18,7 +19,7 @@ def warn_of_python(dataset: tf.data.Dataset) -> None:
             if "from_generator" in kinds
             else "Use TensorFlow's own operations in map(), or a keras.utils.PyDataset with workers=…."
         )
-        warnings.warn(
+        warn_on_first(
             f"The dataset runs Python code for its elements ({' and '.join(kinds)}): Python's lock lets one call run "
             f"at a time, whatever num_parallel_calls says, and training may wait for it. {cure}",
             stacklevel=2,

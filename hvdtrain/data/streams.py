@@ -6,7 +6,6 @@ Every rank reads whole batches and takes its part of each, so that the same batc
 import inspect
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from hvdtrain.data.ahead import ahead
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.global_batches import Cut, Elements, standard
 from hvdtrain.data.order import Order
+from hvdtrain.runtime.warning import warn_on_first
 
 PREFETCH = 4
 COUNTING_S = 20.0
@@ -81,6 +81,8 @@ class PyDatasetTraining:
     Raises:
         ConfigError: the batch does not divide among the replicas; steps_per_epoch is missing, or not needed.
     """
+
+    remedy = "What helps: more workers=… of the PyDataset, and less work in its __getitem__."
 
     def __init__(
         self,
@@ -155,6 +157,8 @@ class GeneratorTraining:
         ConfigError: the batch does not divide among the replicas.
         DataError: there are no batches.
     """
+
+    remedy = "What helps: a keras.utils.PyDataset with workers=…, which makes several batches at a time."
 
     def __init__(
         self, function: BatchFunction, *, batch: int, index: int, size: int, steps_per_epoch: int | None = None
@@ -261,7 +265,7 @@ def _count(function: BatchFunction) -> int:
         count += 1
         if not warned and time.monotonic() - begin > COUNTING_S:
             warned = True
-            warnings.warn(
+            warn_on_first(
                 f"{_name(function)} is being read to count its batches, {count} so far: pass steps_per_epoch, which it "
                 "needs if it does not end.",
                 stacklevel=2,
@@ -277,7 +281,7 @@ def _name(data: Any) -> str:
 
 def _warn_of_processes(dataset: keras.utils.PyDataset) -> None:
     if dataset.use_multiprocessing:
-        warnings.warn(
+        warn_on_first(
             f"{_name(dataset)} asks for use_multiprocessing: its batches are read by {max(1, dataset.workers)} threads "
             "instead, as a process that runs an exchange must not be forked.",
             stacklevel=2,

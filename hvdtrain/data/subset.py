@@ -48,6 +48,10 @@ class Subset:
         """See `Source`."""
         return hashlib.sha256(self._source.fingerprint() + self._numbers.tobytes()).digest()
 
+    def listing(self) -> list[str]:
+        """Return the files of the source that this is a part of; none where it lists none."""
+        return self._source.listing() if hasattr(self._source, "listing") else []
+
     def version(self) -> bytes:
         """Return what differs when the source's files have been changed; nothing where it has no such word."""
         return self._source.version() if hasattr(self._source, "version") else b""

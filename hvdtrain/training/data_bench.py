@@ -14,14 +14,14 @@ from hvdtrain.backends.select import backend_for
 from hvdtrain.config.run import Config
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.job import run_trainer
-from hvdtrain.training.run_data import run_data
+from hvdtrain.training.run_data import run_data, what_helps
 
 WARM_UP = 5
 READ_AHEAD = 32
 """Batches that may have been read while the step ran alone: they are taken before the pipeline is measured."""
 ROUNDS = 3
-ENOUGH = 1.5
-"""How many times as fast as the step a pipeline should be: reading takes cores that the step would use."""
+NEARLY = 0.9
+"""Share of the step's own speed at which training does not wait: rounds differ by up to a tenth."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,18 @@ class DataBench:
     """What the step takes when it is given one batch again and again."""
     together: float
     """What training reaches."""
+    cure: str = ""
+    """What would make the samples come faster, in a sentence; "" where nothing is left to be done."""
 
     @property
     def headroom(self) -> float:
         """How many times as fast as the step the pipeline is."""
         return self.pipeline / self.step
+
+    @property
+    def reached(self) -> float:
+        """Share of the step's own speed that training reaches."""
+        return self.together / self.step
 
 
 def bench_data(session: Session, config: Config, *, steps: int) -> DataBench:
@@ -69,7 +76,8 @@ def bench_data(session: Session, config: Config, *, steps: int) -> DataBench:
             side()
             seconds[name].append(time.perf_counter() - begin)
     samples = steps * config.data.batch
-    return DataBench(**{name: samples / float(np.median(times)) for name, times in seconds.items()})
+    rates = {name: samples / float(np.median(times)) for name, times in seconds.items()}
+    return DataBench(**rates, cure=what_helps(config.data, heavy=source.splits.train.heavy))
 
 
 def _drain(items: Iterable[Any]) -> None:
@@ -79,10 +87,12 @@ def _drain(items: Iterable[Any]) -> None:
 
 
 def verdict(result: DataBench) -> str:
-    """Say in a sentence whether training waits for its data."""
-    if result.headroom >= ENOUGH:
-        return f"The pipeline is {result.headroom:.1f} times as fast as the step: training does not wait for its data."
-    return (
-        f"The pipeline is {result.headroom:.1f} times as fast as the step: training waits for its data, or shares the "
-        "cores with what reads them. What helps: --cache memory or file, packed files, more --data-threads."
-    )
+    """Say in a few words whether training waits for its data, which is what it reaches against the step alone."""
+    share = f"{result.reached:.0%} of the step's speed"
+    facts = f"The pipeline is {result.headroom:.1f} times as fast as the step, and training reaches {share}:"
+    if result.reached >= NEARLY:
+        return f"{facts} it does not wait for its data."
+    why = "it waits for its data."
+    if result.headroom >= 1:
+        why = "the data come fast enough, but reading them takes cores that the step would use."
+    return f"{facts} {why} {result.cure}".rstrip()

@@ -11,15 +11,16 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.class_folders import scan
 from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
 from hvdtrain.data.sources.images import ImageSource
+from hvdtrain.training.job import left_out_line
 from tests.unit.images import write_folders
 
 
-def damaged(folder, *places):
+def damaged(folder, *places, size=0):
     files = write_folders(folder, each=10)
     for place in places:
         files[place].write_bytes(files[place].read_bytes()[:40])
     found = scan(folder)
-    return ImageSource(found.blobs, found.labels, "mine")
+    return ImageSource(found.blobs, found.labels, "mine", size=size)
 
 
 def training(source, *, tolerated=0, index=0, size=1, exchange=None, batch=4):
@@ -56,6 +57,26 @@ def test_what_is_tolerated_does_not_count_and_all_else_does(tmp_path):
     assert re.fullmatch(r".*ant/002\.png: .*(PNG|image).*", data.bad.found[2])
 
 
+def test_a_run_that_goes_on_counts_what_was_left_out_before(tmp_path):
+    source = damaged(tmp_path / "data", 2, 13)
+    before = {"2": "data/ant/002.png: damaged"}
+    data = training(source, tolerated=2)
+    data.bad.recall(before)
+    run(data, 5)
+    assert sorted(data.bad.found) == [2, 13]
+    assert data.bad.found[2] == before["2"]
+    data = training(source, tolerated=1)
+    data.bad.recall(before)
+    with pytest.raises(DataError, match=r"2 samples of mine are bad, more than --on-bad-record skip:1"):
+        run(data, 5)
+    with pytest.raises(DataError, match=r"damaged\. 3 samples of mine are bad, more than --on-bad-record skip:2"):
+        training(source, tolerated=2).bad.recall(dict.fromkeys("123", "damaged"))
+    strict = training(source)
+    strict.bad.recall(before)
+    with pytest.raises(DataError, match=r"--on-bad-record skip:N leaves out"):
+        run(strict, 5)
+
+
 def test_resuming_reads_the_same(tmp_path):
     source = damaged(tmp_path / "data", 2, 13)
     whole = run(training(source, tolerated=2), 9)
@@ -70,6 +91,37 @@ def test_one_too_many(tmp_path):
     source = damaged(tmp_path / "data", 2, 13)
     with pytest.raises(DataError, match=r"2 samples of mine are bad, more than --on-bad-record skip:1 tolerates"):
         run(training(source, tolerated=1), 5)
+
+
+def test_what_stands_in_for_a_bad_record_may_be_bad_too(tmp_path):
+    source = damaged(tmp_path / "data", 0, 13, size=8)
+    bad = training(source, tolerated=2).bad
+    error = tf.errors.InvalidArgumentError(None, None, "one of them")
+    batch = tf.constant([13, 4], tf.int64)
+    for found in ([13], [0, 13]):  # 0 is read in the place of 13
+        bad.left_out(batch)
+        bad.examine(batch, error)
+        assert sorted(bad.found) == found
+    bad.left_out(batch)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one of them"):
+        bad.examine(batch, error)
+    # This part of the evaluation meets 13, and 0 in its place only.
+    part = SourceEvaluation(source, batch=20, index=1, size=2, reading=Reading(tolerated=2))
+    (batch,) = part
+    assert float(tf.reduce_sum(batch.sample_weight)) == 9
+    assert sorted(part.bad.found) == [0, 13]
+
+
+def test_what_another_rank_found_is_left_out_when_it_is_met(tmp_path):
+    source = damaged(tmp_path / "data", 0, 13, size=8)
+    bad = training(source, tolerated=2, exchange=lambda mine: [mine, b'{"0": "ant/000.png: bad"}']).bad
+    batch = tf.constant([13, 4], tf.int64)
+    bad.examine(batch, ValueError("one"))
+    bad.left_out(batch)  # reads 0 in the place of 13
+    bad.share()
+    bad.examine(batch, ValueError("one"))
+    numbers, weights = bad.left_out(batch)
+    assert (numbers.numpy().tolist(), weights.numpy().tolist()) == ([1, 4], [0, 1])
 
 
 def test_the_ranks_count_together(tmp_path):
@@ -115,6 +167,14 @@ def test_an_error_that_no_sample_explains_is_shown_as_it_is(tmp_path):
     error = tf.errors.InternalError(None, None, "out of luck")
     with pytest.raises(tf.errors.InternalError, match="out of luck"):
         data.bad.examine(tf.constant([0, 1], tf.int64), error)
+
+
+def test_what_was_left_out_is_told_in_a_line():
+    assert left_out_line([], "summary.json") == ""
+    assert left_out_line(["a: bad"], "summary.json") == "warning: 1 sample could not be read and did not count: a: bad"
+    assert left_out_line(["a: bad", "b: bad"], "summary.json").endswith(
+        "2 samples could not be read and did not count: a: bad (summary.json names all 2)"
+    )
 
 
 @pytest.mark.parametrize("word", ["skip", "skip:0", "skip:-1", "skip:x", "ignore"])

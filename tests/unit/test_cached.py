@@ -1,5 +1,6 @@
 """Samples that are decoded once."""
 
+import errno
 import os
 
 import numpy as np
@@ -78,6 +79,23 @@ def test_a_bad_record_is_named(source, tmp_path):
     found = scan(tmp_path / "data")
     with pytest.raises(DataError, match=r"bee/140\.png"):
         cached(ImageSource(found.blobs, found.labels, "mine"), "memory")
+
+
+def test_a_disk_without_room_is_told_before_anything_is_decoded(source, tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(descriptor, offset, length):
+        asked.append((offset, length))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(source, "gather", None)
+    with pytest.raises(DataError, match=r"mine cannot be kept in .*cache: No space left on device\."):
+        cached(source, "file")
+    ((offset, length),) = asked
+    assert offset == 0
+    assert length > 300 * 8 * 8 * 3
+    assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix in (".npy", ".draft")]
 
 
 def test_arrays_need_no_cache():

@@ -1,5 +1,6 @@
 """Class folders of images, as folders and within tar files."""
 
+import io
 import os
 import tarfile
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource, load
+from tests.unit.file_modes import closed
 from tests.unit.images import encoded, picture, tar_of, write_folders
 
 
@@ -149,6 +151,108 @@ def test_damaged_archives(tmp_path):
     refused(tmp_path / "no.tar", "no.tar", "no tar file")
     (tmp_path / "no.tar.gz").write_bytes(b"x" * 2000)
     refused(tmp_path / "no.tar.gz", "no.tar.gz", "damaged")
+
+
+def test_a_tar_file_that_is_damaged_or_cut_off_is_refused(tmp_path):
+    write_folders(tmp_path / "data")
+    whole = tar_of(tmp_path / "data", tmp_path / "data.tar", "w").read_bytes()
+    with tarfile.open(tmp_path / "data.tar") as archive:
+        (header,) = (member.offset for member in archive if member.name.endswith("bee/002.png"))
+    for name, content in (
+        ("header", whole[:header] + b"?" + whole[header + 1 :]),
+        ("between", whole[:header]),
+        ("within", whole[: header + 600]),
+        ("end", whole[: len(whole) // 10240 * 10240 - 10240]),
+    ):
+        (tmp_path / f"{name}.tar").write_bytes(content)
+        refused(tmp_path / f"{name}.tar", f"{name}.tar is no tar file, or damaged")
+    with pytest.raises(DataError, match=r"its end is missing, and what comes after data/bee/\d+\.png cannot be read"):
+        scan(tmp_path / "header.tar")
+
+
+def tar_with(path, members):
+    """Write a tar file of members: bytes are files, "-> name" symbolic links, "= name" hard ones."""
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            if isinstance(content, bytes):
+                member.size = len(content)
+            else:
+                kind, member.linkname = content.split()
+                member.type = tarfile.SYMTYPE if kind == "->" else tarfile.LNKTYPE
+            archive.addfile(member, io.BytesIO(content) if isinstance(content, bytes) else None)
+    return path
+
+
+def test_links_within_a_tar_file_are_followed(tmp_path):
+    files = {f"./data/ant/{number}.png": encoded(picture(number)) for number in range(2)}
+    links = {"./data/bee/0.png": "-> ../ant/0.png", "./data/bee/1.png": "= data/ant/1.png"}
+    more = {"./data/bee/2.png": "-> 0.png", "./data/README": "-> notes.txt", "./data/notes.txt": b"", "./.new": "-> no"}
+    found = scan(tar_with(tmp_path / "data.tar", more | links | files))
+    assert found.names == ["ant/0.png", "ant/1.png", "bee/0.png", "bee/1.png", "bee/2.png"]
+    images, _ = all_of(ImageSource(found.blobs, found.labels, "mine"))
+    for number, image in zip((0, 1, 0, 1, 0), images, strict=True):
+        assert (image == picture(number)).all()
+
+
+@pytest.mark.parametrize("link", ["-> ../../other/0.png", "-> 1.png", "= data/gone.png", "-> /data/ant/0.png", "-> ."])
+def test_links_that_lead_to_no_file_of_a_tar_file_are_refused(tmp_path, link):
+    path = tar_with(tmp_path / "data.tar", {"data/ant/0.png": encoded(picture(0)), "data/bee/1.png": link})
+    refused(path, f"data/bee/1.png is a link to {link.split()[1]}, which is no file in it", "tar --dereference")
+
+
+def test_a_tar_file_hides_what_a_folder_hides(tmp_path):
+    folder = tmp_path / "data"
+    write_folders(folder)
+    write_folders(folder, classes=(".kept",), prefix="ant")
+    names = [scan(path).names for path in (folder, tar_of(folder, tmp_path / "data.tar", "w"))]
+    assert names[0] == names[1]
+    assert len(names[0]) == 10
+
+
+def test_folders_that_links_lead_to_are_searched_once_each(tmp_path):
+    write_folders(tmp_path / "data", classes=("ant",))
+    write_folders(tmp_path / "elsewhere", classes=("bee",))
+    (tmp_path / "data/bee").symlink_to(tmp_path / "elsewhere/bee")
+    (tmp_path / "data/ant/up").symlink_to("..")
+    (tmp_path / "data/bee/same").symlink_to(".")
+    names = scan(tmp_path / "data").names
+    assert names == [f"{name}/{number:03}.png" for name in ("ant", "bee") for number in range(5)]
+
+
+def test_copies_have_one_fingerprint_wherever_they_are(tmp_path):
+    folder = tmp_path / "data"
+    write_folders(folder)
+    (tmp_path / "there").mkdir()
+    forms = [folder, *(tar_of(folder, tmp_path / name, "w:gz") for name in ("data.tar.gz", "there/copy.tar.gz"))]
+    os.utime(forms[2], (1, 1))
+
+    def marks():
+        return {load(path=str(form)).train.fingerprint() for form in forms}
+
+    before = marks()
+    assert len(before) == 1
+    write_folders(folder, classes=("cat",))
+    forms = [folder]
+    assert marks().isdisjoint(before)
+    (folder / "cat/000.png").rename(folder / "cat/999.png")
+    assert len(marks() | {load(path=str(tar_of(folder, tmp_path / "new.tar", "w"))).train.fingerprint()}) == 1
+
+
+def test_what_may_not_be_read_is_named(tmp_path, cache):
+    folder = tmp_path / "data"
+    write_folders(folder)
+    archive = tar_of(folder, tmp_path / "data.tar", "w")
+    packed = tar_of(folder, tmp_path / "data.tar.gz")
+    with closed(folder / "ant"):
+        refused(folder, f"{folder / 'ant'} cannot be read: Permission denied.")
+        refused(folder / "ant" / "x", f"{folder / 'ant' / 'x'} cannot be read: Permission denied.")
+    with closed(archive):
+        refused(archive, f"{archive} cannot be read: Permission denied.")
+    with closed(cache):
+        refused(packed, f"The cache {cache} cannot be written: Permission denied. Set HVDTRAIN_CACHE.")
+    (folder / "ant/gone.png").symlink_to("nowhere")
+    refused(folder, f"{folder / 'ant/gone.png'} cannot be read: No such file")
 
 
 def test_data_are_found_in_the_folder_of_the_environment(tmp_path, monkeypatch):

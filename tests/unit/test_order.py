@@ -110,6 +110,22 @@ def test_by_files_the_pipeline_reads_the_same_samples():
     assert sorted(np.concatenate(parts)) == list(range(23))
 
 
+@pytest.mark.parametrize(("tail", "count"), [("pad", 3), ("repeat", 8)])
+def test_by_files_there_may_be_fewer_samples_than_replicas(tail, count):
+    order = FileOrder(InFiles(2, 1), 8, seed=2, tail=tail)
+    parts = [epoch_of(order, 0, index, 8) for index in range(8)]
+    seen = np.concatenate([np.concatenate(part) for part in parts])
+    assert len(seen) == count
+    assert set(seen) == {0, 1, 2}
+
+
+def test_by_files_the_files_need_not_lie_in_order():
+    source = InFiles(3, 3)
+    source.file_of = np.array([7, 2, 7, 2, 2, 7])
+    order = FileOrder(source, 6, seed=0, shuffle=False)
+    assert epoch_of(order, 0)[0].tolist() == [1, 3, 4, 0, 2, 5]
+
+
 def test_by_files_needs_files():
     with pytest.raises(ConfigError, match="--shard-by files is for samples in files"):
         FileOrder(ArraySource((np.zeros(3), np.zeros(3))), 2, seed=0)

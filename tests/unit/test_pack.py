@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ import tensorflow as tf
 from hvdtrain.cli import data_inspect, data_pack
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.files import features
 from hvdtrain.data.packing.inspection import inspect
 from hvdtrain.data.packing.pack import PackProgress, pack
 from hvdtrain.data.packing.shard_writer import encoded_example
 from hvdtrain.data.registry import load_splits
+from tests.unit.file_modes import closed
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -275,8 +278,9 @@ def test_a_folder_that_was_packed_otherwise_is_left_alone(source, tmp_path, chan
         (source / "ant" / "05.png").unlink()
     else:
         options[change] = 3
-    with pytest.raises(DataError, match="was packed from other images or with other options"):
+    with pytest.raises(DataError, match="was packed from other images or with other options") as refused:
         pack(source, dest, **options)
+    assert "name a new folder, or remove this one" in str(refused.value)
     assert files_of(dest) == first
 
 
@@ -328,6 +332,40 @@ def test_a_shard_of_another_size_is_refused_by_the_loader(source, tmp_path):
     shard.unlink()
     with pytest.raises(DataError, match=r"00001-of-00002\.tfrecord is missing: run data pack again"):
         load(tmp_path / "packed")
+
+
+def test_a_packed_folder_that_may_not_be_read_is_named(source, tmp_path):
+    packed = tmp_path / "packed"
+    pack(source, packed, shards=2, workers=1)
+    shard = packed / "train-00000-of-00002.tfrecord"
+    for path, named in (
+        (shard, shard),
+        (packed / "index.json", packed / "index.json"),
+        (packed / "index.npz", packed / "index.npz"),
+        (packed, packed / "packing.json"),
+    ):
+        with (
+            closed(path),
+            pytest.raises(DataError, match=rf"^{re.escape(str(named))} cannot be read: Permission denied"),
+        ):
+            load(packed)
+    with closed(shard):
+        report = inspect(str(packed))
+    assert len(report.damaged) == 15
+    assert report.damaged[0] == f"{shard.name}, record 0: {shard} cannot be read: Permission denied"
+
+
+def test_tfrecord_files_that_may_not_be_read_are_named(source, tmp_path):
+    pack(source, tmp_path / "packed", shards=1, workers=1)
+    (tmp_path / "plain/inner").mkdir(parents=True)
+    for name in ("features.yaml", "train-00000-of-00001.tfrecord"):
+        shutil.copy(tmp_path / "packed" / name, tmp_path / "plain")
+    inner = tmp_path / "plain/inner"
+    with closed(inner), pytest.raises(DataError, match=rf"^{inner} cannot be read: Permission denied"):
+        load(tmp_path / "plain")
+    file = tmp_path / "plain/train-00000-of-00001.tfrecord"
+    with closed(file), pytest.raises(DataError, match=rf"^{file} cannot be read: Permission denied"):
+        load(file)
 
 
 # Inspection
@@ -408,6 +446,23 @@ def test_class_folders_and_tar_files_are_shown(source, tmp_path):
         assert report.balance == {name: {"train": 10} for name in CLASSES}
 
 
+def test_an_image_may_be_called_like_a_shard(source, tmp_path):
+    (source / CLASSES[0] / "photo-1-of-3.png").symlink_to(next((source / CLASSES[0]).glob("*.png")))
+    report = inspect(str(source))
+    assert (report.kind, report.damaged) == ("images in class folders", [])
+    assert report.balance[CLASSES[0]] == {"train": 11}
+
+
+def test_what_may_not_be_inspected_is_named(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("one")
+    with closed(text), pytest.raises(DataError, match=rf"^{text} cannot be read: Permission denied"):
+        inspect(str(text))
+    name = "x" * 300
+    with pytest.raises(DataError, match=rf"^{name} cannot be read: File name too long"):
+        inspect(name)
+
+
 def test_arrays_are_shown(tmp_path):
     x = np.zeros((4, 2), np.float32)
     x[2, 1] = np.nan
@@ -425,6 +480,83 @@ def test_text_is_shown(tmp_path):
     report = inspect(str(tmp_path / "a.txt"))
     assert report.facts["lines"] == "3"
     assert report.damaged == [f"{tmp_path / 'a.txt'}, line 3: bytes that are no UTF-8"]
+
+
+def test_what_the_loaders_know_is_shown(tmp_path):
+    (tmp_path / "arrays").mkdir()
+    np.save(tmp_path / "arrays/x.npy", np.zeros((4, 2), np.float32))
+    np.save(tmp_path / "arrays/y.npy", np.array([0, 1, 1, 1]))
+    (tmp_path / "arrays/z.npy").write_bytes(b"none")
+    report = inspect(str(tmp_path / "arrays"))
+    assert (report.kind, list(report.facts)) == ("arrays", ["x", "y"])
+    assert report.balance == {"0": {"y": 1}, "1": {"y": 3}}
+    assert len(report.damaged) == 1
+    assert report.damaged[0].startswith("z: ")
+
+    for name, text in (("a", "one\ntwo\n"), ("deep/b", "zwö\n")):
+        (tmp_path / f"texts/{name}.txt").parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"texts/{name}.txt").write_text(text, encoding="utf-8")
+    report = inspect(str(tmp_path / "texts"))
+    assert report.facts == {
+        "files": "2",
+        "size": "13 bytes",
+        "characters": "12, 8 different ones",
+        "lines": "3",
+    }
+    (tmp_path / "texts/deep/b.txt").write_bytes(b"one\n\xff\n")
+    assert inspect(str(tmp_path / "texts")).damaged == [
+        f"{tmp_path / 'texts/deep/b.txt'}, line 2: bytes that are no UTF-8"
+    ]
+
+
+def test_tables_are_shown(tmp_path):
+    (tmp_path / "a.csv").write_text("price,town,gone\n1.5,Bonn,\n-2,,\n4,Ulm,\n")
+    report = inspect(str(tmp_path / "a.csv"))
+    assert (report.kind, report.damaged) == ("table", [])
+    assert report.facts == {
+        "rows": "3",
+        "column price": "numbers from -2 to 4",
+        "column town": "2 different texts, 1 missing",
+        "column gone": "nothing",
+    }
+    (tmp_path / "b.tsv").write_text("a\tb\n1\t2\n3\n")
+    (damage,) = inspect(str(tmp_path / "b.tsv")).damaged
+    assert damage == f"{tmp_path / 'b.tsv'}, line 3: the row has 1 values; the header names 2."
+
+
+def idx_bytes(array):
+    return bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+
+
+def test_the_files_of_mnist_are_shown(tmp_path):
+    images, labels = np.zeros((20, 3, 2), np.uint8), np.arange(20, dtype=np.uint8) % 2
+    for part, count in (("train", 20), ("t10k", 4)):
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(images[:count]))
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels[:count]))
+    report = inspect(str(tmp_path))
+    assert (report.kind, report.damaged) == ("idx files, as of MNIST", [])
+    assert report.facts == {"train": "20 images uint8 [3, 2, 1]", "validation": "4 images uint8 [3, 2, 1]"}
+    assert report.balance == {label: {"train": 10, "validation": 2} for label in "01"}
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(idx_bytes(images)[:-1])
+    (damage,) = inspect(str(tmp_path)).damaged
+    assert "train-images-idx3-ubyte holds 135 bytes; its header promises 136" in damage
+
+
+def test_the_files_of_cifar_are_shown(tmp_path):
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
+        (folder / name).write_bytes(b"".join(bytes([label, *bytes(3072)]) for label in (3, 9)))
+    with tarfile.open(tmp_path / "cifar.tar.gz", "w:gz") as archive:
+        archive.add(folder, folder.name)
+    for path in (folder, tmp_path / "cifar.tar.gz"):
+        report = inspect(str(path))
+        assert (report.kind, report.damaged) == ("CIFAR's files", [])
+        assert report.facts == {"train": "10 images uint8 [32, 32, 3]", "validation": "2 images uint8 [32, 32, 3]"}
+        assert report.balance == {label: {"train": 5, "validation": 1} for label in "39"}
+    (folder / "data_batch_2.bin").write_bytes(b"x")
+    (damage,) = inspect(str(folder)).damaged
+    assert "data_batch_2.bin holds 1 bytes" in damage
 
 
 def test_something_else_is_refused(tmp_path):
@@ -454,6 +586,27 @@ def test_plain_progress_is_a_line_for_each_tenth(capsys):
     now += 10
     shown.show(PackProgress(2, 2, 10**8, 10**8))
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_progress_of_empty_images_is_that_of_their_files(capsys):
+    shown = data_pack._Lines(lambda: 0.0)
+    for done in range(3):
+        shown.show(PackProgress(done, 2, 0, 0))
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["50%", "100%"]
+
+
+def test_a_description_is_written_whole_or_not_at_all(source, tmp_path, monkeypatch):
+    def full(path, text, **_):
+        path.write_bytes(text[:20].encode())
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            features.write_description(tmp_path / "features.yaml", features.Description({}, "image", "label"))
+        with pytest.raises(DataError, match="packed cannot be written into: No space left on device"):
+            pack(source, tmp_path / "packed", shards=1, workers=1)
+    assert not (tmp_path / "features.yaml").exists()
 
 
 def test_many_classes_make_a_small_table():

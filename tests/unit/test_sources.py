@@ -5,6 +5,7 @@ import pickle
 import re
 import struct
 import tarfile
+import warnings
 from pathlib import Path
 from typing import ClassVar
 
@@ -99,9 +100,14 @@ def test_bytes_that_are_no_images_stay_bytes(tmp_path):
     assert splits.classes is None  # numbers are no labels
 
 
-def test_arrays_that_nobody_uses_are_told_of(tmp_path):
+def test_arrays_that_nobody_uses_are_told_of(tmp_path, monkeypatch):
     np.savez(tmp_path / "a.npz", x=X, y=Y, sample_weights=Y)
     with pytest.warns(UserWarning, match="holds arrays that are not used: sample_weights"):
+        load("arrays", tmp_path / "a.npz")
+    for name, value in (("RANK", 1), ("SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_SIZE", 2)):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the first rank says it for all
         load("arrays", tmp_path / "a.npz")
 
 
@@ -498,6 +504,9 @@ def test_damaged_tar_files_are_refused(tmp_path):
     (tmp_path / "c.tar.gz").write_text("nothing")
     refused("cifar", tmp_path / "c.tar.gz", "c.tar.gz is no tar file, or damaged")
     refused("cifar", packed(tmp_path / "d.tar.gz", {}), "holds none of CIFAR's files")
+    plain = gzip.decompress(whole.read_bytes())
+    (tmp_path / "e.tar").write_bytes(plain[: plain.index(b"cifar-10-batches-py/test_batch")])
+    refused("cifar", tmp_path / "e.tar", "e.tar is no tar file, or damaged: its end is missing")
 
 
 @pytest.mark.data

@@ -1,5 +1,6 @@
 import gzip
 import re
+import shutil
 import zlib
 
 import numpy as np
@@ -238,6 +239,15 @@ def test_validation_may_have_a_path_of_its_own(folder):
     splits = load(folder / "part-1.tfrecord", validation_path=str(folder / "part-0.tfrecord"))
     train, held = everything(splits)
     assert (list(train), list(held)) == (list(range(6, 12)), list(range(6)))
+
+
+def test_of_a_path_for_validation_the_split_for_validation_is_taken(folder):
+    both = folder / "both"
+    both.mkdir()
+    shutil.copy(folder / "part-0.tfrecord", both / "val-00000-of-00001")
+    shutil.copy(folder / "part-1.tfrecord", both / "train-00000-of-00001")
+    _, held = everything(load(folder / "part-1.tfrecord", validation_path=str(both)))
+    assert list(held) == list(range(6))
 
 
 def test_images_of_any_size_are_brought_to_one(folder):

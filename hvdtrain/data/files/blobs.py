@@ -26,6 +26,7 @@ class Blobs:
         lengths: [pieces] how long it is.
         names: what each piece is called in messages; None: its file and place.
         check: called with a piece's bytes and its number; raises where they are damaged.
+        known_as: [pieces] what each piece is called on every host, wherever it lies there; None: its file and place.
 
     Raises:
         DataError: no pieces.
@@ -40,6 +41,7 @@ class Blobs:
         *,
         names: Callable[[int], str] | None = None,
         check: Check | None = None,
+        known_as: Sequence[str] | None = None,
     ) -> None:
         if not len(lengths):
             raise DataError(f"There is nothing to read in {', '.join(map(str, files[:3])) or 'no files'}.")
@@ -49,6 +51,7 @@ class Blobs:
         self.lengths = np.asarray(lengths, np.int64)
         self._names = names
         self._check = check
+        self._known_as = known_as
         self._open: dict[int, int] = {}
         weakref.finalize(self, _close, self._open)
 
@@ -85,11 +88,19 @@ class Blobs:
         return f"{self.files[int(self.file_of[number])]}, byte {int(self.offsets[number])}"
 
     def fingerprint(self) -> bytes:
-        """Return a hash of the files' names and of where the pieces are in them; their bytes are not read."""
-        digest = hashlib.sha256("\n".join(file.name for file in self.files).encode())
-        for array in (self.file_of, self.offsets, self.lengths):
+        """Return a hash of what the pieces are called on every host, and of their lengths; their bytes are not read."""
+        known_as, places = self._known_as, [self.lengths]
+        if known_as is None:
+            known_as, places = [file.name for file in self.files], [self.file_of, self.offsets, self.lengths]
+        digest = hashlib.sha256(os.fsencode("\n".join(known_as)))
+        for array in places:
             digest.update(array.tobytes())
         return digest.digest()
+
+    def listing(self) -> list[str]:
+        """Return what each piece is called on every host, and its size; none where they are called nothing."""
+        names = self._known_as or []
+        return [f"{name} ({size:,} bytes)" for name, size in zip(names, self.lengths, strict=False)]
 
     def version(self) -> bytes:
         """Return a hash of where the files are and when they were changed, which differs between hosts."""

@@ -1,6 +1,5 @@
 """Encoded images in one folder for each class, `[train/ | validation/]CLASS/IMAGE`, also within a tar file."""
 
-import os
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ import numpy as np
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.files.blobs import Blobs
+from hvdtrain.data.files.tar_members import files_within
 from hvdtrain.data.files.unpacked import seekable
+from hvdtrain.data.files.walking import files_below
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 SPLITS = {
@@ -74,9 +75,14 @@ def scan(path: Path) -> Found:
     number = {name: place for place, name in enumerate(classes)}
     _refuse_unknown(path, splits, names)
     whole = [piece.name.as_posix() for piece in pieces]
+    is_folder, several = path.is_dir(), len(set(splits)) > 1
     return Found(
         path=path,
-        blobs=_blobs(pieces, lambda i: str(path / whole[i]) if path.is_dir() else f"{path}, {whole[i]}"),
+        blobs=_blobs(
+            pieces,
+            names=lambda number: str(path / whole[number]) if is_folder else f"{path}, {whole[number]}",
+            known_as=[f"{part}/{name}" if several else str(name) for part, name in zip(splits, names, strict=True)],
+        ),
         names=[name.as_posix() for name in names],
         labels=np.array([number[name.parts[0]] for name in names], np.int32),
         classes=classes,
@@ -85,36 +91,32 @@ def scan(path: Path) -> Found:
 
 
 def _in_folder(path: Path) -> list[_Piece]:
-    pieces = []
-    for folder, inner, files in os.walk(path, onerror=_refuse_folder, followlinks=True):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        for name in filter(_is_image, files):
-            file = Path(folder) / name
-            pieces.append(_Piece(PurePosixPath(file.relative_to(path)), file, 0, file.stat().st_size))
-    return pieces
+    images = (file for file in files_below(path) if is_image(file.name))
+    return [_Piece(PurePosixPath(file.relative_to(path)), file, 0, _length(file)) for file in images]
 
 
-def _refuse_folder(error: OSError) -> None:
-    raise DataError(f"{error.filename} cannot be read: {error.strerror}.")
+def _length(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:  # a link to what is gone
+        raise DataError(f"{file} cannot be read: {error.strerror}.") from None
 
 
 def _in_tar(path: Path) -> list[_Piece]:
     plain = seekable(path)
-    pieces = []
     try:
         with tarfile.open(plain, "r:") as archive:
-            for member in archive:
-                name = PurePosixPath(member.name)
-                if name.is_absolute() or ".." in name.parts:
-                    raise DataError(f"{path} has a member outside of its own folder: {member.name!r}.")
-                if member.isreg() and _is_image(name.name):
-                    pieces.append(_Piece(name, plain, member.offset_data, member.size))
+            found = files_within(archive, path)
     except tarfile.TarError as error:
         raise DataError(f"{path} is no tar file, or damaged: {error}.") from None
-    return pieces
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    images = ((name, member) for name, member in found.items() if is_image(name.name))
+    return [_Piece(name, plain, member.offset_data, member.size) for name, member in images]
 
 
-def _is_image(name: str) -> bool:
+def is_image(name: str) -> bool:
+    """Tell an image by its file's name."""
     return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
 
 
@@ -140,7 +142,7 @@ def _refuse_unknown(path: Path, splits: Sequence[str], names: Sequence[PurePosix
         raise DataError(f"{path} has the class {strange[0]!r} for validation, but not for training.")
 
 
-def _blobs(pieces: Sequence[_Piece], name: Callable[[int], str]) -> Blobs:
+def _blobs(pieces: Sequence[_Piece], *, names: Callable[[int], str], known_as: Sequence[str]) -> Blobs:
     files = sorted({piece.file for piece in pieces})
     number = {file: place for place, file in enumerate(files)}
     return Blobs(
@@ -148,5 +150,6 @@ def _blobs(pieces: Sequence[_Piece], name: Callable[[int], str]) -> Blobs:
         np.array([number[piece.file] for piece in pieces]),
         np.array([piece.offset for piece in pieces]),
         np.array([piece.length for piece in pieces]),
-        names=name,
+        names=names,
+        known_as=known_as,
     )

@@ -24,6 +24,7 @@ they become float32 in [0, 1] after augmentation. With `classes`, whole numbers 
 outside of [0, classes) is an error. `sample_weight` and `name` (what a record is called in messages) are optional.
 """
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,10 +92,12 @@ def read_description(path: Path) -> Description:
 
 
 def write_description(path: Path, description: Description) -> None:
-    """Write what `read_description` reads; options that were not chosen are left out."""
+    """Write what `read_description` reads, all at once; options that were not chosen are left out."""
     features = {key: _chosen(vars(feature)) for key, feature in description.features.items()}
     values = {**_chosen(vars(description)), "features": features}
-    path.write_text(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), encoding="utf-8")
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), encoding="utf-8")
+    os.replace(draft, path)
 
 
 def _chosen(values: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config.errors import DataError
+from hvdtrain.data.files.places import is_there
 from hvdtrain.data.files.tfrecord_file import Index
 from hvdtrain.data.files.tfrecord_index import Records
 
@@ -91,16 +92,16 @@ class PackedFolder:
 
 def is_packed(folder: Path) -> bool:
     """Tell a folder that `data pack` made or began."""
-    return (folder / PLAN).is_file()
+    return is_there(folder / PLAN)
 
 
 def read_packed(folder: Path) -> PackedFolder:
     """Read the index of a packed folder; the shards are not looked at.
 
     Raises:
-        DataError: packing was not finished, or the index is damaged.
+        DataError: packing was not finished, or the index is damaged or cannot be read.
     """
-    if not (folder / INDEX).is_file():
+    if not is_there(folder / INDEX):
         raise DataError(f"{folder}: packing was not finished: run data pack again.")
     try:
         values = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -110,6 +111,8 @@ def read_packed(folder: Path) -> PackedFolder:
             packed = PackedFolder(folder, values["classes"], shards, index, arrays["labels"])
         if any(len(part) != sum(shard.records for shard in shards) for part in (*index, packed.labels)):
             raise ValueError(f"{ARRAYS} and {INDEX} differ in the number of records")
+    except PermissionError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from None
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(
             f"The index of {folder} is damaged ({error}): remove {INDEX} and run data pack again."

@@ -14,18 +14,30 @@ def find_data(path: str) -> Path:
     """Return the file or folder `path`; one that is not there is looked for in the folder HVDTRAIN_DATA.
 
     Raises:
-        DataError: it is in neither place.
+        DataError: it is in neither place, or it cannot be told.
     """
     if not path:
         raise DataError("This data source needs a file or folder: --data-args path PATH.")
     here = Path(path).expanduser()
-    if here.exists():
+    if is_there(here):
         return here
     folder = os.environ.get(DATA_VARIABLE)
-    if folder and not here.is_absolute() and (Path(folder) / here).exists():
+    if folder and not here.is_absolute() and is_there(Path(folder) / here):
         return Path(folder) / here
     looked = f", nor is it in {DATA_VARIABLE} ({folder})" if folder else f" ({DATA_VARIABLE} names no folder either)"
     raise DataError(f"There is no {here.absolute()}{'' if here.is_absolute() else looked}. See --data-args path.")
+
+
+def is_there(path: Path) -> bool:
+    """Tell whether there is a file or folder `path`.
+
+    Raises:
+        DataError: a folder on the way to it is closed to us.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def cache_folder() -> Path:

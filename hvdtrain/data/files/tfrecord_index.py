@@ -4,6 +4,7 @@ import glob
 import hashlib
 import os
 import re
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.config.errors import DataError
+from hvdtrain.data.files.class_folders import is_image
 from hvdtrain.data.files.places import DATA_VARIABLE, cache_folder, cache_key, find_data
 from hvdtrain.data.files.tfrecord_file import OPENERS, Index, compression, masked_checksum, read_index
-from hvdtrain.data.files.unpacked import made_once, seekable
+from hvdtrain.data.files.unpacked import made_once, seekable, writing_into
+from hvdtrain.data.files.walking import files_below
 
 INDEXED_AT_ONCE = 8
 """Files whose index is read at the same time: on a network's file system that is waiting, not work."""
@@ -47,9 +50,16 @@ class Records:
         return f"{self.names[file]}, record {number - int(self._firsts[file])}"
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of record `number` as they are: fewer where the file ends, damaged or not."""
-        with open(self.files[int(self.file_of[number])], "rb") as file:
-            return os.pread(file.fileno(), int(self.index.lengths[number]), int(self.index.offsets[number]))
+        """Return the bytes of record `number` as they are: fewer where the file ends, damaged or not.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        try:
+            with open(self.files[int(self.file_of[number])], "rb") as file:
+                return os.pread(file.fileno(), int(self.index.lengths[number]), int(self.index.offsets[number]))
+        except OSError as error:
+            raise DataError(f"{error.filename or self.place(number)} cannot be read: {error.strerror}.") from None
 
     def is_whole(self, data: bytes, number: int) -> bool:
         """Tell whether `data` are those that were written as record `number`."""
@@ -60,6 +70,12 @@ class Records:
         digest = hashlib.sha256(self.index.lengths.tobytes())
         digest.update(self.index.checksums.tobytes())
         return digest.digest()
+
+    def listing(self) -> list[str]:
+        """Return name, number of records and a checksum of their checksums for each file."""
+        parts = np.split(self.index.checksums, self._firsts[1:])
+        facts = zip(self.names, parts, strict=True)
+        return [f"{name} ({len(part):,} records, checksum {zlib.crc32(part.tobytes()):08x})" for name, part in facts]
 
     @cached_property
     def _firsts(self) -> np.ndarray:
@@ -78,15 +94,16 @@ def record_files(path: str) -> list[Path]:
     found = find_data(path)
     if not found.is_dir():
         return [found]
-    files = sorted(file for file in found.rglob("*") if is_record_file(file))
+    files = sorted(file for file in files_below(found) if is_record_file(file))
     if not files:
         raise DataError(f"{found} holds no TFRecord files (*.tfrecord, or names such as train-00000-of-00008).")
     return files
 
 
 def is_record_file(file: Path) -> bool:
-    """Tell a TFRecord file by its name."""
-    return not file.name.startswith(".") and bool(_IS_RECORD_FILE.search(file.name)) and file.is_file()
+    """Tell a TFRecord file by its name; an image may be called photo-1-of-3.png."""
+    name = file.name.lower()
+    return bool(_IS_RECORD_FILE.search(name)) and not name.startswith(".") and not is_image(name) and file.is_file()
 
 
 def _matching(pattern: str) -> list[Path]:
@@ -138,7 +155,8 @@ def _indexed(file: Path) -> tuple[Path, Index]:
     target = cache_folder() / f"{cache_key(plain, 'tfrecord index')}.npz"
     with made_once(target) as draft:
         if draft is not None:
-            with open(draft, "wb") as out:
-                np.savez(out, **read_index(plain, str(file))._asdict())
+            index = read_index(plain, str(file))
+            with writing_into(target.parent), open(draft, "wb") as out:
+                np.savez(out, **index._asdict())
     with np.load(target) as arrays:
         return plain, Index(**arrays)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.files.places import cache_folder, cache_key
+from hvdtrain.data.files.places import CACHE_VARIABLE, cache_folder, cache_key
 
 Opener = Callable[[Path], IO[bytes]]
 OPENERS: dict[str, Any] = {
@@ -54,9 +54,11 @@ def made_once(target: Path) -> Iterator[Path | None]:
     """Give the one process that is to make `target` the name of a draft, all others None as soon as it is there.
 
     The draft takes its place when the block ends well, and is removed when it does not.
+
+    Raises:
+        DataError: the folder of `target` cannot be written into.
     """
-    with open(target.with_name(f"{target.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(target.with_name(f"{target.name}.lock")):
         if target.exists():
             yield None
             return
@@ -66,6 +68,23 @@ def made_once(target: Path) -> Iterator[Path | None]:
             os.replace(draft, target)
         finally:
             draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """Make an error of the system while the block writes into the cache `folder` one that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"The cache {folder} cannot be written: {error.strerror}. Set {CACHE_VARIABLE}.") from None
+
+
+def _locked(file: Path) -> IO[str]:
+    """Open a file that only one process at a time has open so."""
+    with writing_into(file.parent):
+        opened = open(file, "w")  # noqa: SIM115 - closed by the caller
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        return opened
 
 
 def _unpack(path: Path, opener: Opener, draft: Path) -> None:

@@ -37,7 +37,11 @@ class _Examiner:
     def examine(self, number: int) -> Examined:
         """Return what is in record `number`, and what is wrong with it."""
         examined = Examined(self._records.place(number))
-        data = self._records.read(number)
+        try:
+            data = self._records.read(number)
+        except DataError as error:
+            examined.problems.append(str(error).rstrip("."))
+            return examined
         try:
             entries = tf.train.Example.FromString(data).features.feature
             examined.place += self._named(entries)

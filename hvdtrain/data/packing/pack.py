@@ -44,6 +44,11 @@ class PackProgress:
     """Of images, written so far; an estimate within shards."""
     all_bytes: int
 
+    @property
+    def share(self) -> float:
+        """How much of all there is to do is done, from 0 to 1; where all images are empty files, of the shards."""
+        return self.bytes / self.all_bytes if self.all_bytes else self.shards / self.all_shards
+
 
 def pack(
     source: Path,
@@ -138,9 +143,12 @@ def _claimed(dest: Path, plan: dict[str, Any]) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"Another data pack is writing into {dest}.") from None
-        write_json(dest / PLAN, plan)
-        yield
-        shutil.rmtree(dest / PARTS)
+        try:
+            write_json(dest / PLAN, plan)
+            yield
+            shutil.rmtree(dest / PARTS)
+        except OSError as error:
+            raise DataError(f"{dest} cannot be written into: {error.strerror}.") from None
 
 
 def _refuse_other(dest: Path, plan: dict[str, Any]) -> None:
@@ -154,7 +162,7 @@ def _refuse_other(dest: Path, plan: dict[str, Any]) -> None:
     if held and _read_plan(dest / PLAN) != plan:
         raise DataError(
             f"{dest} was packed from other images or with other options ({PLAN} in it): nothing in it is overwritten. "
-            "Give the same options, or name a new folder."
+            "Give the same options, name a new folder, or remove this one."
         )
 
 

@@ -12,7 +12,9 @@ CIFAR-100 has 100 fine and 20 coarse labels.
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy as np
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.tar_members import members
 from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.held_out import array_parts, check_range
 from hvdtrain.data.sources.numpy_pickle import read_pickle
@@ -28,6 +31,8 @@ from hvdtrain.data.splits import DataSplits
 SIDE, CHANNELS = 32, 3
 PIXELS = SIDE * SIDE * CHANNELS
 CLASSES = {"CIFAR-10": {"fine": 10}, "CIFAR-100": {"fine": 100, "coarse": 20}}
+MOST_MEMBERS = 20
+"""An archive of CIFAR's has its files among so many members: others are not read to their end to tell that."""
 Part = tuple[np.ndarray, np.ndarray]
 
 
@@ -148,27 +153,52 @@ def _layout(place: Path, files: dict[str, bytes]) -> Layout:
     return found[0]
 
 
+def is_cifar(path: Path) -> bool:
+    """Tell a folder or tar file with files of CIFAR's names.
+
+    Raises:
+        DataError: it cannot be read, or is no tar file.
+    """
+    if path.is_dir():
+        return any(_files_in(path))
+    with _opened(path) as archive:
+        return any(_name(member) in NAMES for member in islice(archive, MOST_MEMBERS))
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    files = sorted([*folder.glob("*"), *folder.glob("*/*")])
+    return (file for file in files if file.name in NAMES and file.is_file())
+
+
 def _in_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
-        if file.name in NAMES and file.is_file():
-            try:
-                yield file.name, file.read_bytes()
-            except OSError as error:
-                raise DataError(f"{file} cannot be read: {error.strerror}.") from None
+    for file in _files_in(folder):
+        try:
+            yield file.name, file.read_bytes()
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}.") from None
 
 
 def _in_tar(path: Path) -> Iterator[tuple[str, bytes]]:
+    with _opened(path) as archive:
+        for member in members(archive, path):
+            if _name(member) in NAMES and member.isreg():
+                content: Any = archive.extractfile(member)
+                yield _name(member), content.read()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     try:
         with tarfile.open(path) as archive:
-            for member in archive:
-                name = PurePosixPath(member.name).name
-                if name in NAMES and member.isreg():
-                    content: Any = archive.extractfile(member)
-                    yield name, content.read()
+            yield archive
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(f"{path} is no tar file, or damaged: {error}.") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _name(member: tarfile.TarInfo) -> str:
+    return PurePosixPath(member.name).name
 
 
 def _described(thing: Any) -> str:

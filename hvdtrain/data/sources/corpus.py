@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.walking import files_below
 
 SEPARATOR = b"\n\n"
 """What stands between two files of a folder, and between two topics of Python's documentation."""
@@ -48,7 +49,7 @@ def read_corpus(path: str, validation: float, *, utf8: bool) -> Corpus:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.rglob("*.txt") if file.is_file())
+    files = sorted(file for file in files_below(path) if file.suffix == ".txt" and file.is_file())
     if not files:
         raise DataError(f"The folder {path} holds no .txt files. See --data-args path.")
     return files

@@ -60,6 +60,10 @@ class ImageSource:
         facts = f"{self._resize} {self._channels}".encode()
         return hashlib.sha256(self._blobs.fingerprint() + self._labels.tobytes() + facts).digest()
 
+    def listing(self) -> list[str]:
+        """Return name and size of each image; see `Blobs.listing`."""
+        return self._blobs.listing()
+
     def version(self) -> bytes:
         """Return what differs when the files have been changed; see `Blobs.version`."""
         return self._blobs.version()

@@ -10,7 +10,6 @@ A folder holds x.npy and y.npy, or x_train.npy … likewise. Inputs of type uint
 and the former get a channel.
 """
 
-import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -24,6 +23,7 @@ from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.held_out import array_parts, check_range, is_labels
 from hvdtrain.data.sources.user_data import classes_of
 from hvdtrain.data.splits import DataSplits
+from hvdtrain.runtime.warning import warn_on_first
 
 NAMES = (("inputs", "x"), ("targets", "y"), ("sample_weight",))
 """What the parts of a sample may be called."""
@@ -53,7 +53,7 @@ def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits
         )
     given = _part(place, arrays, VALIDATION)
     if arrays:
-        warnings.warn(f"{place} holds arrays that are not used: {', '.join(sorted(arrays))}.", stacklevel=2)
+        warn_on_first(f"{place} holds arrays that are not used: {', '.join(sorted(arrays))}.", stacklevel=2)
     for elements in (train, given):
         if classes and elements is not None:
             _check_labels(place, elements[1], classes)

@@ -76,8 +76,9 @@ class RowSource:
         return f"{self.name}, row {number}"
 
     def fingerprint(self) -> bytes:
-        """Return a hash of name, version, number of samples and their shapes; the rows are not read."""
-        return hashlib.sha256(repr((self.name, self._version, self.size, self.spec)).encode()).digest()
+        """Return a hash of name, version, columns, number of samples and their shapes; the rows are not read."""
+        facts = (self.name, self._version, self._columns, self._classes, self.size, self.spec)
+        return hashlib.sha256(repr(facts).encode()).digest()
 
     def _spec(self, column: str, value: Any) -> tf.TensorSpec:
         array = as_array(value)

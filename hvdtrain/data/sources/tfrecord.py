@@ -1,7 +1,7 @@
 """TFRecord files: folders that `data pack` made, and others with a description of their records (see `features`)."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import tensorflow as tf
@@ -29,7 +29,7 @@ def load(
             Files that have train, and others that have validation (or val, test) in their names are told apart.
         features: the description of the records (see `features`); features.yaml beside the files if none is given.
         validation: records to hold out for validation where there are no files for it; 0: one of ten.
-        validation_path: files for validation, like `path`.
+        validation_path: files for validation, like `path`; of a folder with several splits, that for validation.
         image_size: height and width to bring all images to; 0 for images of one size.
 
     Raises:
@@ -42,7 +42,8 @@ def load(
         )
     parts = _parts(path)
     if validation_path:
-        parts = {"train": parts["train"], "validation": next(iter(_parts(validation_path).values()))}
+        given = _parts(validation_path)
+        parts = {"train": parts["train"], "validation": given[_held(given) or "train"]}
     description = _description(features, parts["train"])
 
     def source(part: str, name: str) -> TFRecordSource:
@@ -57,13 +58,18 @@ def _split(
     source: Callable[[str, str], TFRecordSource], parts: dict[str, Records], validation: int
 ) -> tuple[Source, Source]:
     """Return training and validation samples: of their own files, or `validation` of them held out."""
-    held = next((part for part in ("validation", "test") if part in parts), None)
+    held = _held(parts)
     if held is None:
         whole = source("train", "")
         return hold_out(whole, validation, parts["train"].labels)
     if validation:
         raise ConfigError(f"There are files for {held}: leave out --data-args validation.")
     return source("train", "training"), source(held, held)
+
+
+def _held(parts: Collection[str]) -> str | None:
+    """Return the split to validate on; None where there is none."""
+    return next((part for part in ("validation", "test") if part in parts), None)
 
 
 def _parts(path: str) -> dict[str, Records]:

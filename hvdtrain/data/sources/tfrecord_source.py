@@ -73,6 +73,10 @@ class TFRecordSource:
         facts = f"{self._description} {self._resize}".encode()
         return hashlib.sha256(self._records.fingerprint() + facts).digest()
 
+    def listing(self) -> list[str]:
+        """Return name, number of records and their checksum of each file."""
+        return self._records.listing()
+
     def _check(self, data: bytes, number: int) -> None:
         if not self._records.is_whole(data, number):
             raise DataError(f"{self.describe(number)}: the record is damaged (its checksum is wrong)")
@@ -95,7 +99,7 @@ class TFRecordSource:
         try:
             entries = entries_of(self._records.read(number))
             return str(entries[key].bytes_list.value[0].decode()) if key in entries else ""
-        except (IndexError, UnicodeDecodeError, OSError):
+        except (IndexError, UnicodeDecodeError, DataError):
             return ""
 
     def _nest(self, entries: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,0 +1,110 @@
+"""Whether `fit` and `evaluate` were given the same data on every rank: what a rank was given, and how they compare."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.batch import Batch
+
+WHOLE = "Every rank is given all of them, and the trainer takes the rank's part of each batch"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one rank was given, as far as it must be the same on all."""
+
+    kind: str
+    """arrays, a Dataset, a PyDataset or a generator function."""
+    batch: int
+    """Samples of a global batch."""
+    size: int | None
+    """Samples of arrays, batches of anything else; None where nobody knows before they are read."""
+    content: str
+    """A hash of arrays, or of the first batch of anything else."""
+
+
+def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: str = "") -> None:
+    """Refuse data that differ by rank; every rank calls it.
+
+    Args:
+        given: tells what this rank was given; not called where there is one process.
+        backend: the replicas.
+        what: which data they are: training, validation or prediction.
+        cure: what would make a Dataset or a stream give its batches in one order.
+
+    Raises:
+        DataError: the same on every rank, naming one that differs, and in what.
+    """
+    if backend.processes == 1:
+        return
+    payload = json.dumps(asdict(given())).encode()
+    first, *others = (Given(**json.loads(part)) for part in backend.gather_bytes(payload, timeout=None))
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise DataError(_difference(first, other, rank, what, cure))
+
+
+def content_of(batch: tuple[Any, ...]) -> str:
+    """Return a hash of the tensors of a batch."""
+    digest = hashlib.sha256()
+    for tensor in tf.nest.flatten(batch):
+        digest.update(tf.io.serialize_tensor(tensor).numpy())
+    return digest.hexdigest()
+
+
+class AsMany:
+    """Batches of which every rank must have the same number: compared when the last one was taken.
+
+    For those that are not counted before: batches that one rank evaluates alone would be missing on the others.
+
+    Raises:
+        DataError: naming a rank that has more or fewer.
+    """
+
+    def __init__(self, batches: Iterable[Batch], backend: Backend, what: str) -> None:
+        self._batches = batches
+        self._backend = backend
+        self._what = what
+
+    def __iter__(self) -> Iterator[Batch]:
+        count = 0
+        for batch in self._batches:
+            count += 1
+            yield batch
+        first, *others = map(int, self._backend.gather_bytes(str(count).encode(), timeout=None))
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                raise DataError(_sizes(self._what, "batches", first, other, rank))
+
+
+def _difference(first: Given, other: Given, rank: int, what: str, cure: str) -> str:
+    if other.kind != first.kind:
+        return f"The {what} data of rank {rank} are {other.kind}, and those of rank 0 {first.kind}. {WHOLE}."
+    if other.batch != first.batch:
+        return f"The {what} batches of rank {rank} hold {other.batch} samples, and those of rank 0 {first.batch}."
+    arrays = first.kind == "arrays"
+    if other.size != first.size:
+        return _sizes(what, "samples" if arrays else "batches", first.size, other.size, rank)
+    if arrays:
+        return (
+            f"The {what} samples of rank {rank} are not those of rank 0. {WHOLE}: a slice for each rank, such as "
+            "x[rank::size], would lose the rest."
+        )
+    return (
+        f"Rank {rank} reads the {what} data in another order than rank 0, so samples would be lost and repeated. "
+        f"{cure}, or call hvdtrain.init() before they are made, and leave out shard()."
+    )
+
+
+def _sizes(what: str, unit: str, first: int | None, other: int | None, rank: int) -> str:
+    slices = "x[rank::size] or shard()"
+    return (
+        f"The {what} data have {other} {unit} on rank {rank} and {first} on rank 0. {WHOLE}: leave out slices such as "
+        f"{slices}."
+    )

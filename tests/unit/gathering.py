@@ -1,0 +1,30 @@
+"""Ranks on threads of one process that exchange bytes, and nothing else."""
+
+import threading
+
+from hvdtrain.backends.single import SingleBackend
+from tests.unit.threaded_ranks import on_threads
+
+
+class Gathering(SingleBackend):
+    """One of `size` ranks, which meet in `gather_bytes`; what they brought is kept in `brought`."""
+
+    def __init__(self, index, size, barrier, brought):
+        super().__init__(None)
+        self.index = index
+        self.size = size
+        self._barrier = barrier
+        self.brought = brought
+
+    def gather_bytes(self, payload, *, timeout):
+        self.brought[self.index] = payload
+        self._barrier.wait()
+        everyone = list(self.brought)
+        self._barrier.wait()
+        return everyone
+
+
+def on_ranks(size, body):
+    """Run ``body(backend)`` on a thread for each rank; return what each returned or raised."""
+    barrier, brought = threading.Barrier(size, timeout=20), [b""] * size
+    return on_threads(size, lambda rank: body(Gathering(rank, size, barrier, brought)))

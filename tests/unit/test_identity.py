@@ -1,0 +1,148 @@
+"""A run goes on with the samples that it began with, and with no others."""
+
+import json
+from dataclasses import replace
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.cli.train import parse
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.model import ModelConfig
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.identity import check_same_samples, identity_of
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.recipes.registry import recipe
+from hvdtrain.training.folder import RunFolder
+from hvdtrain.training.job import train as train_in_process
+
+
+def splits(count=10, first=0.0):
+    x = np.arange(count, dtype="float32")
+    x[0] = first
+    train = ArraySource((x, x), "training")
+    return DataSplits(train, ArraySource((np.zeros(4), np.zeros(4)), "validation"), (), None)
+
+
+def test_the_same_samples_are_known_again_from_a_file():
+    saved = json.loads(json.dumps(identity_of(splits())))
+    check_same_samples(saved, identity_of(splits()), "run")
+
+
+@pytest.mark.parametrize(
+    ("other", "told"), [(splits(11), "11 now and 10 before"), (splits(first=9), "10 now and before, but others")]
+)
+def test_other_samples_are_refused_with_what_differs(other, told):
+    with pytest.raises(DataError) as raised:
+        check_same_samples(identity_of(splits()), identity_of(other), "run")
+    assert str(raised.value).startswith("--resume run: the training samples are not those that the run was trained")
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_other_validation_samples_are_refused():
+    other = replace(splits(), validation=ArraySource((np.ones(4), np.zeros(4)), "validation"))
+    with pytest.raises(DataError, match="the validation samples are not those"):
+        check_same_samples(identity_of(splits()), identity_of(other), "run")
+
+
+def test_a_source_without_a_fingerprint_is_known_by_its_size():
+    class Plain:
+        def __init__(self, size):
+            self.size = size
+
+    def of(size):
+        return identity_of(replace(splits(), train=Plain(size)))
+
+    check_same_samples(of(10), of(10), "run")
+    with pytest.raises(DataError, match="11 now and 10 before"):
+        check_same_samples(of(10), of(11), "run")
+
+
+# -- runs --
+
+
+def train(*args, **options):
+    """Train as in a process of its own: Keras numbers the optimizers of one."""
+    keras.utils.clear_session()
+    return train_in_process(*args, **options)
+
+
+@pytest.fixture
+def begun(session, tmp_path):
+    """A run of three steps on 40 samples in a file."""
+    write(tmp_path / "data.npz", 40)
+    train(session, config_of(tmp_path / "data.npz"), tmp_path / "run")
+    return RunFolder(tmp_path / "run")
+
+
+def write(path, count, classes=3):
+    rng = np.random.default_rng(0)
+    np.savez(path, x=rng.random((count, 4)).astype("float32"), y=np.arange(count) % classes)
+
+
+def config_of(path, steps=3):
+    base = recipe("digits")
+    return replace(
+        base,
+        model=ModelConfig("mlp", {"depth": 1, "width": 4}),
+        data=DataConfig("arrays", {"path": str(path)}, batch=8, eval_batch=8),
+        training=replace(base.training, max_steps=steps),
+        observability=replace(base.observability, tensorboard=False, plots=False),
+    )
+
+
+def manifest_of(folder):
+    return max(folder.checkpoints.glob("step-*")) / "manifest.json"
+
+
+def forget(folder):
+    """Take from the newest checkpoint what an earlier version did not write."""
+    manifest = json.loads(manifest_of(folder).read_text())
+    del manifest["scalars"]["data"]
+    manifest_of(folder).write_text(json.dumps(manifest))
+
+
+def test_a_run_goes_on_with_the_samples_that_it_began_with(session, begun, tmp_path):
+    saved = json.loads(manifest_of(begun).read_text())["scalars"]["data"]
+    assert (saved["training"]["samples"], saved["validation"]["samples"]) == (36, 4)
+    config = config_of(tmp_path / "data.npz", steps=4)
+    assert train(session, config, begun.path, resume=True)["resumed_from"] == 3
+    write(tmp_path / "data.npz", 41)
+    with pytest.raises(DataError, match=r"--resume .*run: the training samples .* \(37 now and 36 before\)"):
+        train(session, config_of(tmp_path / "data.npz", steps=5), begun.path, resume=True)
+
+
+def test_other_data_are_named_also_where_they_make_another_model(session, begun, tmp_path):
+    write(tmp_path / "data.npz", 40, classes=5)
+    with pytest.raises(DataError, match=r"the training samples .* \(36 now and before, but others\)"):
+        train(session, config_of(tmp_path / "data.npz", steps=5), begun.path, resume=True)
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(session, begun, tmp_path):
+    forget(begun)
+    train(session, config_of(tmp_path / "data.npz", steps=4), begun.path, resume=True)
+    assert json.loads(manifest_of(begun).read_text())["scalars"]["data"]["training"]["samples"] == 36
+
+
+def test_data_that_were_moved_are_known_again(session, begun, tmp_path):
+    there = tmp_path / "there.npz"
+    (tmp_path / "data.npz").rename(there)
+    words = ["--resume", str(begun.path), "--max-steps", "4", "--cache", "memory", "--data-args", "path", str(there)]
+    config = parse(words).config
+    assert train(session, config, begun.path, resume=True)["resumed_from"] == 3
+    assert parse(["--resume", str(begun.path)]).config.data == config.data  # where they are now
+    write(tmp_path / "data.npz", 30)
+    config = parse([*words[:-1], str(tmp_path / "data.npz")]).config
+    with pytest.raises(DataError, match=r"\(27 now and 36 before\)"):
+        train(session, config, begun.path, resume=True)
+
+
+def test_moved_data_are_refused_where_nobody_knows_what_they_were(session, begun, tmp_path):
+    forget(begun)
+    (tmp_path / "data.npz").rename(tmp_path / "there.npz")
+    config = parse(["--resume", str(begun.path), "--data-args", "path", str(tmp_path / "there.npz")]).config
+    with pytest.raises(ConfigError, match=r"its data must stay where they were\. Leave out --data-args"):
+        train(session, config, begun.path, resume=True)
