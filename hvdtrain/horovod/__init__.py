@@ -1,7 +1,8 @@
-"""Horovod's own Python API on Keras 3: `import hvdtrain.horovod as hvd` for `import horovod.tensorflow as hvd`.
+"""Horovod's own Python API on today's Keras: `import hvdtrain.horovod as hvd` for `import horovod.tensorflow as hvd`.
 
-The public names, signatures and meanings are those of `horovod.tensorflow` 0.28.1. Underneath are this project's
-pieces, and Horovod's own functions where they are sound.
+The public names, signatures and meanings are those of `horovod.tensorflow` 0.28.1, on Keras 3 and, where
+TF_USE_LEGACY_KERAS=1 is set, on tf_keras. Underneath are this project's pieces, and Horovod's own functions where they
+are sound.
 """
 
 from hvdtrain.horovod import elastic

@@ -12,9 +12,10 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import init, rank, shutdown
+from hvdtrain.horovod.distribution import distribution_of
+from hvdtrain.horovod.flavour import optimizers, refuse_other_keras
 from hvdtrain.horovod.objects import broadcast_object, broadcast_object_fn
 from hvdtrain.horovod.variables import broadcast_variables
-from hvdtrain.horovod.wrapped import built, distribution_of
 from hvdtrain.training.variables import unwrap
 
 __all__ = [
@@ -119,10 +120,11 @@ class TensorFlowKerasState(_VariablesState):
     """A Keras model, its optimizer (the compiled one if None), and further properties that become attributes.
 
     Raises:
-        ConfigError: the model is not built yet, or has no optimizer.
+        ConfigError: the model is not built yet, has no optimizer, or is not of this process's Keras.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        refuse_other_keras(model)
         if not model.built:
             raise ConfigError("Model must be built first. Run `model.build(input_shape)`.")
         self.model = model
@@ -130,8 +132,8 @@ class TensorFlowKerasState(_VariablesState):
         if self.optimizer is None:
             raise ConfigError("TensorFlowKerasState: pass optimizer=…, or compile the model.")
         self.backend = backend
-        built(self.optimizer, model.trainable_variables)
-        super().__init__(lambda: [*self.model.variables, *self.optimizer.variables], **kwargs)
+        optimizers.built(self.optimizer, model.trainable_variables)
+        super().__init__(lambda: [*self.model.variables, *optimizers.state_of(self.optimizer)], **kwargs)
 
     def restore(self) -> None:
         """Return to what was kept last; gradients that wait for further passes are forgotten."""

@@ -4,9 +4,10 @@ from typing import Any
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Adasum, Average, Compression, global_process_set
+from hvdtrain.horovod.distribution import Distribution
 from hvdtrain.horovod.reduction import Reduction, groups_of
 from hvdtrain.horovod.tape import variables_of
-from hvdtrain.horovod.wrapped import Distribution, distributed
+from hvdtrain.horovod.wrapped import distributed
 
 
 def DistributedOptimizer(
@@ -92,7 +93,7 @@ def keras_optimizer(
         scale_local_gradients: divide gradients of variables that were registered as local by the number of ranks.
 
     Raises:
-        ConfigError: options that Horovod refuses, no Keras optimizer, or one that is wrapped already.
+        ConfigError: options that Horovod refuses, no optimizer of this process's Keras, or one that is wrapped already.
     """
     reduction = Reduction(
         name or f"Distributed{type(optimizer).__name__}",

@@ -2,20 +2,18 @@
 
 from typing import Any
 
-import keras
-
 from hvdtrain.backends.protocol import Exchange
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import global_process_set, is_elastic, size
 from hvdtrain.horovod.exchange import exchange_among
-from hvdtrain.layers import sync_batch_norm
+from hvdtrain.horovod.flavour import keras, layers
 
 
 @keras.saving.register_keras_serializable(package="horovod")
-class SyncBatchNormalization(sync_batch_norm.SyncBatchNormalization):
+class SyncBatchNormalization(layers.SyncBatchNormalization):
     """Batch normalization with the statistics of all ranks' samples.
 
-    Besides `fused`, which must be False, the arguments are those of `keras.layers.BatchNormalization`. Other than
+    Besides `fused`, which must be False, the arguments are those of `tf.keras.layers.BatchNormalization`. Other than
     Horovod's it weighs the ranks by their samples, and it may be used with a mask.
     """
 

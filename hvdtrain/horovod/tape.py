@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Average, Compression, global_process_set
+from hvdtrain.horovod.flavour import keras, refuse_other_keras
 from hvdtrain.horovod.reduction import Reduction, groups_of
 from hvdtrain.training.variables import as_written, unwrap
 
@@ -124,8 +124,10 @@ def variables_of(local_layers: Any) -> Iterable[Any]:
         ConfigError: something else was passed.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
-    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
-        raise ConfigError("All local layers must be of tf.keras.layers.Layer type.")
+    for layer in layers:
+        refuse_other_keras(layer)
+        if not isinstance(layer, keras.layers.Layer):
+            raise ConfigError("All local layers must be of tf.keras.layers.Layer type.")
     return [variable for layer in layers for variable in layer.trainable_weights]
 
 

@@ -10,7 +10,7 @@ from hvdtrain.cli.script.report import read_script
 from tests.launching import hvdtrain, launcher, run
 
 ROOT = Path(__file__).parents[2]
-FIT, TAPE, RESNET, ELASTIC = re.findall(
+FIT, TAPE, RESNET, ELASTIC, LEGACY = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs/migration.md").read_text(encoding="utf-8"), re.DOTALL
 )
 # What the examples load, small and made up.
@@ -66,6 +66,36 @@ def test_the_examples_train_and_the_ranks_agree(tmp_path):
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
 
 
+AROUND_LEGACY = """
+import os
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
+import numpy as np, tensorflow as tf
+
+rng = np.random.default_rng(0)
+digits = rng.integers(0, 255, (256, 28, 28)).astype("float32"), rng.integers(0, 10, 256)
+tf.keras.datasets.mnist.load_data = lambda path: (digits, digits)
+"""
+AFTER_LEGACY = """
+hvd.allreduce(0.0)  # rank 0 has written its file
+loaded = hvd.load_model("mnist-2.h5")
+steps = [int(each.optimizer.iterations) for each in (model, loaded)]
+shared = sum(float(np.abs(weight).sum()) for weight in model.get_weights())
+print(f"TRAINED {steps} {shared!r} {type(loaded.optimizer).__mro__[2].__module__}\\n", end="", flush=True)
+"""
+
+
+def test_the_example_of_keras_2_trains_and_the_ranks_agree(tmp_path):
+    text = "\n".join([AROUND_LEGACY, LEGACY.replace("500 //", "8 //"), AFTER_LEGACY])
+    (tmp_path / "train.py").write_text(text)
+    job = run([*launcher("mpirun", 2), sys.executable, "train.py"], cwd=tmp_path, timeout=120)
+    assert job.code == 0, job.text[-4000:]
+    found = re.findall(r"TRAINED (.*)", job.out)
+    assert len(found) == 2, job.text[-4000:]
+    assert len(set(found)) == 1, f"the ranks drifted apart: {found}"
+    assert found[0].startswith("[8, 8] ")
+    assert found[0].endswith(" tf_keras.src.optimizers.legacy.adam")
+
+
 DYING = """
 import os, signal
 import horovod.tensorflow
@@ -78,22 +108,55 @@ class Dying(keras.callbacks.Callback):
 """
 
 
+def elastic_job(folder, script, ranks, hosts):
+    """Run a script with `ranks` at first on what the shell commands `hosts` print."""
+    (folder / "train.py").write_text(script)
+    discover = folder / "discover.sh"
+    discover.write_text(f"#!/bin/sh\n{hosts}\n")
+    discover.chmod(0o755)
+    command = ["horovodrun", "--gloo", "-np", str(ranks), "--min-np", "1", "--max-np", "2"]
+    command += ["--network-interfaces", "lo", "--host-discovery-script", str(discover), sys.executable, "train.py"]
+    # A rank waits so long for one that is still importing TensorFlow; Horovod cannot read a cycle time twice: the
+    # second time it crashes.
+    return run(command, cwd=folder, timeout=150, HOROVOD_GLOO_TIMEOUT_SECONDS="60", HOROVOD_CYCLE_TIME="0.5")
+
+
 def test_the_elastic_example_outlives_a_rank(tmp_path):
     script = ELASTIC.replace("callbacks = [\n", "callbacks = [\n        Dying(),\n")
     end = "history = train(state)\nprint('DONE', hvd.size(), state.epoch, len(history.epoch), flush=True)\n"
-    (tmp_path / "train.py").write_text(DYING + script.replace("train(state)\n", end))
-    discover = tmp_path / "discover.sh"
-    discover.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
-    discover.chmod(0o755)
-    command = ["horovodrun", "--gloo", "-np", "2", "--min-np", "1", "--network-interfaces", "lo"]
-    command += ["--host-discovery-script", str(discover), sys.executable, "train.py"]
-    # Horovod cannot read a cycle time twice: the second time it crashes.
-    job = run(command, cwd=tmp_path, timeout=150, HOROVOD_GLOO_TIMEOUT_SECONDS="10", HOROVOD_CYCLE_TIME="0.5")
+    script = DYING + script.replace("train(state)\n", end)
+    job = elastic_job(tmp_path, script, 2, "echo localhost:1; echo 127.0.0.1:1")
     # After the loss in the third epoch, two were committed: three are left.
     assert "DONE 1 5 3" in job.out, job.text[-6000:]
 
 
-@pytest.mark.parametrize("text", [FIT, TAPE, RESNET, ELASTIC])
+WAITING = """
+import pathlib, time
+import horovod.tensorflow
+import keras
+
+class Waiting(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if horovod.tensorflow.size() == 1:  # a host is there from now on
+            pathlib.Path("more").touch()
+            time.sleep(0.4)
+"""
+
+
+def test_a_rank_that_comes_later_takes_part_in_the_elastic_example(tmp_path):
+    """With data of its own: the ranks agree in the end, with what both have done."""
+    script = ELASTIC.replace("callbacks = [\n", "callbacks = [\n        Waiting(),\n")
+    script = script.replace("epochs=5 -", "epochs=12 -")
+    script = script.replace('np.ones((64, 4), "float32")', 'np.full((64, 4), 1.0 + hvd.rank(), "float32")')
+    end = "train(state)\nprint('DONE', hvd.size(), state.epoch, repr(model.get_weights()[0].sum()), flush=True)\n"
+    script = WAITING + script.replace("train(state)\n", end)
+    job = elastic_job(tmp_path, script, 1, "echo localhost:1; test -e more && echo 127.0.0.1:1; true")
+    found = re.findall(r"DONE (\d+) (\d+) (.*)", job.out)
+    assert [(size, epoch) for size, epoch, _ in found] == [("2", "12")] * 2, job.text[-6000:]
+    assert len({weights for *_, weights in found}) == 1, f"the ranks drifted apart: {found}"
+
+
+@pytest.mark.parametrize("text", [FIT, TAPE, RESNET, ELASTIC, LEGACY])
 def test_doctor_has_nothing_to_say_of_the_examples(tmp_path, text):
     (tmp_path / "train.py").write_text(text)
     assert {finding.verdict for finding in read_script(tmp_path / "train.py").findings} == {"works as is"}

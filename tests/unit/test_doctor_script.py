@@ -24,12 +24,12 @@ def script(tmp_path):
     return write
 
 
-def verdicts(path):
-    return [(f.line, f.what, f.verdict) for f in read_script(path).findings]
+def verdicts(path, environ=()):
+    return [(f.line, f.what, f.verdict) for f in read_script(path, dict(environ)).findings]
 
 
-def advice(path):
-    return [f.advice for f in read_script(path).findings if f.verdict == CHANGE]
+def advice(path, environ=()):
+    return [f.advice for f in read_script(path, dict(environ)).findings if f.verdict == CHANGE]
 
 
 @pytest.mark.parametrize("module", FACE)
@@ -97,6 +97,63 @@ def test_each_line_has_its_verdict(script):
 )
 def test_what_must_be_changed_by_hand_is_said(script, line, said):
     path = script(f"import horovod.tensorflow as hvd\nimport horovod.keras as hvk\n{line}\n")
+    assert said in " ".join(advice(path))
+
+
+OF_KERAS_2 = """\
+import os
+{setting}
+import tensorflow as tf
+import tf_keras
+from tf_keras import layers
+import horovod.tensorflow.keras as hvd
+hvd.load_model("m.h5", legacy_opts=True)
+optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(lr=0.1, decay=1e-4))
+hvd.broadcast_global_variables
+model.compile(optimizer, experimental_run_tf_function=False)
+model.fit_generator(data)
+opt.variables()
+"""
+
+
+@pytest.mark.parametrize(
+    "setting", ["os.environ['TF_USE_LEGACY_KERAS'] = '1'", "os.environ.setdefault('TF_USE_LEGACY_KERAS', 'True')"]
+)
+def test_scripts_of_keras_2_need_nothing_but_the_import_changed(script, setting):
+    path = script(OF_KERAS_2.format(setting=setting))
+    assert verdicts(path) == [
+        (2, setting, ASIS),
+        (4, "import tf_keras", ASIS),
+        (5, "from tf_keras", ASIS),
+        (6, "import horovod.tensorflow.keras as hvd", IMPORT),
+        (7, "hvd.load_model(...)", IMPORT),
+        (8, "hvd.DistributedOptimizer(...)", IMPORT),
+    ]
+
+
+def test_the_environment_may_choose_keras_2_too(script):
+    """What the script sets counts more."""
+    path = script(OF_KERAS_2.format(setting="pass"))
+    assert advice(path, {"TF_USE_LEGACY_KERAS": "1"}) == []
+    said = advice(path)
+    assert len([line for line in said if line.startswith("tf_keras is for scripts with os.environ[")]) == 2
+    assert any("leave .legacy out" in line for line in said)
+    path = script(OF_KERAS_2.format(setting="os.environ['TF_USE_LEGACY_KERAS'] = '0'"))
+    assert advice(path, {"TF_USE_LEGACY_KERAS": "1"}) == said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import keras", "keras is Keras 3"),
+        ("from keras import layers", "from tensorflow import keras"),
+        ("tf.keras.optimizers.SGD(lr=0.1)", "lr is passed over"),
+        ("keras.optimizers.SGD(0.1, decay=1e-4)", "the optimizers of optimizers.legacy"),
+        ("os.environ['TF_USE_LEGACY_KERAS'] = '1'", "above the import of Horovod"),
+    ],
+)
+def test_what_must_be_changed_in_scripts_of_keras_2(script, line, said):
+    path = script(f"os.environ['TF_USE_LEGACY_KERAS'] = '1'\nimport horovod.keras as hvd\n{line}\n")
     assert said in " ".join(advice(path))
 
 

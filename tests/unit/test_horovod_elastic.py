@@ -3,12 +3,12 @@
 import os
 
 import horovod.tensorflow.elastic as plain
-import keras
 import pytest
 import tensorflow as tf
 
 import hvdtrain.horovod as hvd
 import hvdtrain.horovod.elastic as face
+from hvdtrain.horovod.flavour import keras
 
 CUT_OFF = "{{node my_own_name}} [gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer"
 RESET = face._reset
@@ -65,7 +65,7 @@ def test_gradients_that_wait_for_further_passes_are_forgotten():
     state = face.TensorFlowKerasState(model, optimizer)
     weight = model.trainable_variables[0]
     for _ in range(2):
-        optimizer.apply([tf.ones([1, 1])], [weight])
+        optimizer.apply_gradients([(tf.ones([1, 1]), weight)])
     assert int(optimizer.distribution._count) == 2
     state.restore()
     assert int(optimizer.distribution._count) == 0

@@ -6,7 +6,6 @@ import types
 
 import horovod.keras
 import horovod.tensorflow.keras
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,7 +14,9 @@ import hvdtrain
 import hvdtrain.horovod as hvd
 import hvdtrain.horovod.keras as hvd_keras
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.horovod.flavour import IS_LEGACY, keras
 
+OF_KERAS_3 = pytest.mark.skipif(IS_LEGACY, reason="tf_keras has it, or has not got it")
 NOT_HOROVODS = {"is_version_greater_equal_than", "ops"}
 """What Horovod's modules imported for themselves, besides modules."""
 
@@ -100,7 +101,9 @@ def test_constants_are_horovods():
         (lambda: hvd.broadcast_object_fn(session=1), "Leave session out"),
         (lambda: tf.function(lambda: hvd.broadcast_object(1))(), "outside of tf.function"),
         (lambda: hvd.DistributedOptimizer(tf.compat.v1.train.AdamOptimizer()), "keras.optimizers"),
-        (lambda: hvd_keras.load_model("model.keras", legacy_opts=True), "Leave legacy_opts out"),
+        pytest.param(
+            lambda: hvd_keras.load_model("model.keras", legacy_opts=True), "Leave legacy_opts out", marks=OF_KERAS_3
+        ),
     ],
 )
 def test_what_belongs_to_tensorflow_1_says_what_to_use_instead(call, instead):
@@ -127,10 +130,12 @@ def test_only_keras_optimizers_are_wrapped_and_only_once():
     with pytest.raises(ConfigError, match="Received: builtins"):
         hvd.DistributedOptimizer("sgd")
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    scaling = keras.mixed_precision.LossScaleOptimizer
     with pytest.raises(ConfigError, match="reduces gradients already"):
-        hvd_keras.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(wrapped))
+        hvd_keras.DistributedOptimizer(scaling(wrapped))
 
 
+@OF_KERAS_3
 def test_a_wrapped_optimizer_is_one_of_its_kind_with_its_state():
     plain = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 10), beta_1=0.8)
     plain.build([variable := keras.Variable(np.ones(3, "float32"))])
@@ -141,6 +146,7 @@ def test_a_wrapped_optimizer_is_one_of_its_kind_with_its_state():
     assert [np.array(v).tolist() for v in wrapped.variables()] == [np.array(v).tolist() for v in plain.variables]
 
 
+@OF_KERAS_3
 def test_a_model_that_is_saved_with_a_registered_optimizer_loads_without_horovod(tmp_path):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     for plain in (hvdtrain.LARS(0.1), hvdtrain.LossScaleOptimizer(keras.optimizers.SGD(0.1))):
@@ -149,6 +155,21 @@ def test_a_model_that_is_saved_with_a_registered_optimizer_loads_without_horovod
         model.compile(wrapped, keras.losses.MeanSquaredError())
         model.save(tmp_path / "model.keras")
         assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is type(plain)
+
+
+@OF_KERAS_3
+def test_what_is_of_tf_keras_is_refused():
+    """By where it comes from; tests/unit/legacy_keras_cases.py shows the same of real objects."""
+    optimizer, layer, model = (type(n, (), {"__module__": "tf_keras.src"})() for n in ("SGD", "Dense", "Model"))
+    said = r"is of tf_keras, but tf\.keras is Keras 3: set TF_USE_LEGACY_KERAS=1"
+    with pytest.raises(ConfigError, match=rf"^tf_keras\.src\.SGD {said}"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ConfigError, match=f"Dense {said}"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[layer])
+    with pytest.raises(ConfigError, match=f"Model {said}"):
+        hvd.elastic.TensorFlowKerasState(model)
+    with pytest.raises(ConfigError, match=f"Model {said}"):
+        hvd_keras.callbacks.MetricAverageCallback().set_model(model)
 
 
 def test_groups_by_their_older_name():

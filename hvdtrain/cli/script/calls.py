@@ -1,7 +1,7 @@
 """The calls of a script that go to Horovod, and the few of Keras 2 that scripts of its time make beside them."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from hvdtrain.cli.script.finding import Finding, Verdict
 from hvdtrain.cli.script.names import FACE, STANDS_FOR
@@ -22,16 +22,22 @@ _POSITIONS_THAT_MOVED = {"DistributedOptimizer": 8, "PartialDistributedOptimizer
 """How many arguments without a name `horovod.keras` takes in the order of `horovod.tensorflow.keras`."""
 
 
-def calls_of(tree: ast.AST, bound: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what becomes of each call and each decorator, `bound` being what imported names stand for."""
+def calls_of(tree: ast.AST, bound: Mapping[str, str], is_legacy: bool) -> Iterator[Finding]:
+    """Yield what becomes of each call and each decorator.
+
+    Args:
+        tree: the script.
+        bound: what imported names stand for.
+        is_legacy: whether it trains with tf_keras.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = _dotted(node.func, bound)
-            yield from _of_horovod(node, name) if name else _of_keras(node)
+            yield from _of_horovod(node, name, is_legacy) if name else _of_keras(node, is_legacy)
         elif isinstance(node, ast.FunctionDef):
             for decorator in node.decorator_list:
                 if not isinstance(decorator, ast.Call) and (name := _dotted(decorator, bound)):
-                    yield from _found(decorator.lineno, f"@{ast.unparse(decorator)}", name, None)
+                    yield from _found(decorator.lineno, f"@{ast.unparse(decorator)}", name)
 
 
 def _dotted(node: ast.expr, bound: Mapping[str, str]) -> str | None:
@@ -45,11 +51,11 @@ def _dotted(node: ast.expr, bound: Mapping[str, str]) -> str | None:
     return ".".join([bound[node.id], *reversed(parts)])
 
 
-def _of_horovod(call: ast.Call, name: str) -> Iterator[Finding]:
-    yield from _found(call.lineno, f"{ast.unparse(call.func)}(...)", name, call)
+def _of_horovod(call: ast.Call, name: str, is_legacy: bool) -> Iterator[Finding]:
+    yield from _found(call.lineno, f"{ast.unparse(call.func)}(...)", name, call, is_legacy)
 
 
-def _found(line: int, said: str, name: str, call: ast.Call | None) -> Iterator[Finding]:
+def _found(line: int, said: str, name: str, call: ast.Call | None = None, is_legacy: bool = False) -> Iterator[Finding]:
     module, _, symbol = name.rpartition(".")
     names = FACE.get(STANDS_FOR.get(module, module))
     if names is None:
@@ -59,16 +65,16 @@ def _found(line: int, said: str, name: str, call: ast.Call | None) -> Iterator[F
     if symbol not in names:
         yield Finding(line, said, "needs this change", f"{symbol} is not part of Horovod 0.28.1.")
         return
-    advice = _OF_TENSORFLOW_1.get(symbol) or (_arguments(call, module, symbol) if call else "")
+    advice = _OF_TENSORFLOW_1.get(symbol) or (_arguments(call, module, symbol, is_legacy) if call else "")
     yield Finding(line, said, "needs this change" if advice else works, advice)
 
 
-def _arguments(call: ast.Call, module: str, symbol: str) -> str:
+def _arguments(call: ast.Call, module: str, symbol: str, is_legacy: bool) -> str:
     """Return what must change in the arguments of a call."""
     named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
     if named.get("session", "None") != "None":
         return "TensorFlow 2 has no sessions: leave session out."
-    if named.get("legacy_opts") == "True":
+    if named.get("legacy_opts") == "True" and not is_legacy:
         return "Keras 3 has no legacy optimizers: leave legacy_opts out."
     if symbol == "TensorFlowState" and not call.args and "variables" not in named:
         return "TensorFlow 2 keeps no list of all variables: pass variables=model.variables + optimizer.variables."
@@ -81,21 +87,35 @@ def _arguments(call: ast.Call, module: str, symbol: str) -> str:
     return ""
 
 
-def _of_keras(call: ast.Call) -> Iterator[Finding]:
-    """Find what Keras 3 no longer has, in the calls that stand in Horovod's examples."""
+def _of_keras(call: ast.Call, is_legacy: bool) -> Iterator[Finding]:
+    """Find what the script's Keras does not have, in the calls that stand in Horovod's examples."""
     said = ast.unparse(call.func)
     named = {keyword.arg for keyword in call.keywords}
-    last = said.rpartition(".")[2]
-    advice = _OF_KERAS_2.get(last, "") if "." in said else ""
-    if last == "compile" and "experimental_run_tf_function" in named:
-        advice = "leave experimental_run_tf_function out: Keras 3 does not know it."
-    elif ".optimizers.legacy." in f".{said}":
-        advice = "Keras 3 has no legacy optimizers: leave .legacy out."
-    elif "optimizers." in said and "lr" in named:
-        advice = "the argument is called learning_rate."
-    elif "optimizers." in said and "decay" in named:
-        advice = "Keras 3 has no decay: pass a schedule of keras.optimizers.schedules as learning_rate."
-    elif last == "variables" and "opt" in said.lower() and not call.args:
-        advice = "of an optimizer that is not wrapped variables is a list: leave the parentheses out."
+    advice = (_not_in_tf_keras if is_legacy else _not_in_keras_3)(said, named, call)
     if advice:
         yield Finding(call.lineno, f"{said}(...)", "needs this change", advice)
+
+
+def _not_in_keras_3(said: str, named: Set[str | None], call: ast.Call) -> str:
+    last = said.rpartition(".")[2]
+    if last == "compile" and "experimental_run_tf_function" in named:
+        return "leave experimental_run_tf_function out: Keras 3 does not know it."
+    if ".optimizers.legacy." in f".{said}":
+        return "Keras 3 has no legacy optimizers: leave .legacy out."
+    if "optimizers." in said and "lr" in named:
+        return "the argument is called learning_rate."
+    if "optimizers." in said and "decay" in named:
+        return "Keras 3 has no decay: pass a schedule of keras.optimizers.schedules as learning_rate."
+    if last == "variables" and "opt" in said.lower() and not call.args:
+        return "of an optimizer that is not wrapped variables is a list: leave the parentheses out."
+    return _OF_KERAS_2.get(last, "") if "." in said else ""
+
+
+def _not_in_tf_keras(said: str, named: Set[str | None], call: ast.Call) -> str:
+    if "optimizers." not in said or ".optimizers.legacy." in f".{said}":
+        return ""
+    if "lr" in named:
+        return "the argument is called learning_rate; lr is passed over."
+    if "decay" in named:
+        return "decay is for the optimizers of optimizers.legacy: use one, or pass a schedule as learning_rate."
+    return ""

@@ -1,13 +1,16 @@
 """What is said of a user's Horovod script."""
 
 import ast
+import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.cli.script.calls import calls_of
 from hvdtrain.cli.script.finding import Finding
 from hvdtrain.cli.script.imports import Replacement, imports_of
+from hvdtrain.cli.script.kerases import keras_findings, uses_legacy_keras
 from hvdtrain.config.errors import ConfigError
 
 
@@ -21,8 +24,8 @@ class Script:
     replacements: list[Replacement]
 
 
-def read_script(path: Path) -> Script:
-    """Read a script without running it.
+def read_script(path: Path, environ: Mapping[str, str] = os.environ) -> Script:
+    """Read a script, which would be started in `environ`, without running it.
 
     Raises:
         ConfigError: there is no such file, or it is not Python.
@@ -36,7 +39,12 @@ def read_script(path: Path) -> Script:
         raise ConfigError(f"--script {path} is not Python 3: {error}.") from error
     imports = list(imports_of(tree))
     bound = {each.bound: each.module for each in imports}
-    findings = [each.finding for each in imports if each.finding] + list(calls_of(tree, bound))
+    findings = [each.finding for each in imports if each.finding]
+    first_use = min((finding.line for finding in findings), default=None)
+    is_legacy = uses_legacy_keras(tree, environ)
+    if first_use is not None:
+        findings += keras_findings(tree, is_legacy, first_use)
+    findings += calls_of(tree, bound, is_legacy)
     replacements = [each.replacement for each in imports if each.replacement]
     return Script(path, source, sorted(findings, key=lambda f: f.line), replacements)
 

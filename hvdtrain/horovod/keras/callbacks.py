@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import keras
 import tensorflow as tf
 from horovod._keras import callbacks as horovod_callbacks
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import rank, size
 from hvdtrain.horovod.collectives import allreduce
+from hvdtrain.horovod.distribution import innermost
+from hvdtrain.horovod.flavour import keras, optimizers, refuse_other_keras
 from hvdtrain.horovod.variables import broadcast_variables
-from hvdtrain.horovod.wrapped import built, innermost
 from hvdtrain.training.variables import unwrap
 
 __all__ = [
@@ -23,7 +23,20 @@ __all__ = [
 ]
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class _OfThisKeras:
+    """Refuses to be a callback of the other Keras, whose callbacks have other methods."""
+
+    def set_model(self, model: Any) -> None:
+        """Take the model that is trained."""
+        refuse_other_keras(model)
+        super().set_model(model)  # type: ignore[misc]
+
+
+class Callback(_OfThisKeras, keras.callbacks.Callback):
+    """What the face's callbacks are."""
+
+
+class BroadcastGlobalVariablesCallback(Callback):
     """Gives every rank the weights and the optimizer's state of `root_rank`, before the first step of training.
 
     Args:
@@ -59,14 +72,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return
         variables = [*self.model.variables]
         if self.model.optimizer is not None:
-            built(self.model.optimizer, self.model.trainable_variables)
-            variables += self.model.optimizer.variables
+            optimizers.built(self.model.optimizer, self.model.trainable_variables)
+            variables += optimizers.state_of(self.model.optimizer)
         with tf.device(self.device):
             broadcast_variables([v for v in variables if id(unwrap(v)) not in self._local], self.root_rank)
         self.broadcast_done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(Callback):
     """Averages an epoch's figures over the ranks, for the callbacks that come after it.
 
     Every rank must have the same ones.
@@ -87,7 +100,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class _LearningRate(horovod_callbacks.LearningRateScheduleCallbackImpl):
-    """What Keras 3 has changed under Horovod's schedules: how a rate is read and set, and where momentum is."""
+    """What Keras has changed under Horovod's schedules: how a rate is read and set, and where momentum is."""
 
     model: Any
 
@@ -108,7 +121,7 @@ class _LearningRate(horovod_callbacks.LearningRateScheduleCallbackImpl):
             logs["lr"] = _rate_of(self.model.optimizer)
 
 
-class LearningRateScheduleCallback(_LearningRate, keras.callbacks.Callback):
+class LearningRateScheduleCallback(_LearningRate, Callback):
     """Sets the learning rate to `initial_lr * multiplier` between two epochs.
 
     Momentum is corrected by scaling the velocities with the rate, which is what scaling momentum for the length of a
@@ -139,7 +152,7 @@ class LearningRateScheduleCallback(_LearningRate, keras.callbacks.Callback):
         )
 
 
-class LearningRateWarmupCallback(_LearningRate, keras.callbacks.Callback):
+class LearningRateWarmupCallback(_LearningRate, Callback):
     """Raises the learning rate from `initial_lr / hvd.size()` to `initial_lr` over some epochs.
 
     After Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour". For further arguments see
@@ -177,7 +190,7 @@ class LearningRateWarmupCallback(_LearningRate, keras.callbacks.Callback):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(_OfThisKeras, keras.callbacks.ModelCheckpoint):
     """Saves the best model; set `filepath` on it before training."""
 
     def __init__(
@@ -207,7 +220,15 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 def _rate_of(optimizer: Any) -> float:
-    return float(tf.convert_to_tensor(optimizer.learning_rate))
+    """Return the learning rate.
+
+    Raises:
+        ConfigError: it is a schedule of an optimizer of tf.keras.optimizers.legacy; the others refuse to have it set.
+    """
+    rate = optimizer.learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        raise ConfigError("The learning rate is a schedule already, so no callback can set it: give a number.")
+    return float(tf.convert_to_tensor(rate))
 
 
 def _scale_velocities(optimizer: Any, factor: float) -> None:
@@ -216,9 +237,9 @@ def _scale_velocities(optimizer: Any, factor: float) -> None:
     Raises:
         ConfigError: it has momentum, and where it keeps velocities is not known.
     """
-    if not getattr(optimizer, "momentum", 0.0) or factor == 1.0 or not optimizer.built:
+    if not getattr(optimizer, "momentum", 0.0) or factor == 1.0:
         return
-    velocities = getattr(optimizer, "momentums", getattr(optimizer, "_momentums", None))
+    velocities = optimizers.velocities_of(optimizer)
     if velocities is None:
         raise ConfigError(
             f"Where {type(optimizer).__name__} keeps its velocities is not known: pass momentum_correction=False."

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import keras
 from horovod._keras import elastic as horovod_callbacks
 
 from hvdtrain.horovod.elastic import TensorFlowKerasState, run
+from hvdtrain.horovod.keras.callbacks import Callback
 
 __all__ = [
     "CommitStateCallback",
@@ -24,14 +24,14 @@ class KerasState(TensorFlowKerasState):
         super().__init__(model, optimizer, **kwargs)
 
 
-class CommitStateCallback(horovod_callbacks.CommitStateCallbackImpl, keras.callbacks.Callback):
+class CommitStateCallback(horovod_callbacks.CommitStateCallbackImpl, Callback):
     """Commits `state` every `batches_per_commit` batches, and at the end of each epoch."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__(None, state, batches_per_commit)
 
 
-class UpdateBatchStateCallback(horovod_callbacks.UpdateBatchStateCallbackImpl, keras.callbacks.Callback):
+class UpdateBatchStateCallback(horovod_callbacks.UpdateBatchStateCallbackImpl, Callback):
     """Keeps `state.batch` at the number of the last batch, and at 0 after an epoch.
 
     Keras takes the number of steps from the data, so the first epoch after a reset is as long as the others.
@@ -41,7 +41,7 @@ class UpdateBatchStateCallback(horovod_callbacks.UpdateBatchStateCallbackImpl, k
         super().__init__(None, state)
 
 
-class UpdateEpochStateCallback(horovod_callbacks.UpdateEpochStateCallbackImpl, keras.callbacks.Callback):
+class UpdateEpochStateCallback(horovod_callbacks.UpdateEpochStateCallbackImpl, Callback):
     """Keeps `state.epoch` at the number of epochs that are done, over all resets."""
 
     def __init__(self, state: Any) -> None:

@@ -4,12 +4,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Compression
+from hvdtrain.horovod.distribution import distribution_of
+from hvdtrain.horovod.flavour import IS_LEGACY, keras
 from hvdtrain.horovod.optimizer import keras_optimizer
-from hvdtrain.horovod.wrapped import distribution_of
 
 
 def load_model(
@@ -22,16 +21,17 @@ def load_model(
     """Load a model whose optimizer, with its state, is wrapped in DistributedOptimizer.
 
     Args:
-        filepath: a file that Keras saved (`.keras`, `.h5`), or an open h5py.File.
+        filepath: what Keras saved (`.keras`, `.h5`, with tf_keras a SavedModel too), or an open h5py.File.
         custom_optimizers: classes of optimizers that are not Keras' own.
         custom_objects: further classes and functions, by name.
         compression: see `DistributedOptimizer`.
-        legacy_opts: must be False: Keras 3 has no legacy optimizers.
+        legacy_opts: whether the optimizer is one of `tf.keras.optimizers.legacy`, which Keras 3 does not have. With
+            tf_keras the file says it by itself.
 
     Raises:
-        ConfigError: `legacy_opts=True`.
+        ConfigError: `legacy_opts=True` with Keras 3.
     """
-    if legacy_opts:
+    if legacy_opts and not IS_LEGACY:
         raise ConfigError(
             "Keras 3 has no tf.keras.optimizers.legacy. Leave legacy_opts out: a model that was saved with one of "
             "them is loaded with the optimizer of the same name."

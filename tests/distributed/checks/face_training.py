@@ -5,47 +5,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from checks.face_cases import BATCH, TOLERANCE, batches, dataset, model_of, part
 from world import World, flat_bytes, plain_training, relative_error
 
 import hvdtrain.horovod as hvd
 import hvdtrain.horovod.keras as hvd_keras
-
-STEPS, BATCH = 20, 8
-TOLERANCE = 1e-9  # float64
-
-
-def model_of(seed: int = 7, dtype: str = "float64") -> Any:
-    """Two inputs' worth of gradients: an embedding's rows, and dense ones."""
-    keras.utils.set_random_seed(seed)
-    layers: list[Any] = [
-        keras.Input((3,), dtype="int32"),
-        keras.layers.Embedding(5, 4, dtype=dtype, name="table"),
-        keras.layers.Flatten(dtype=dtype),
-        keras.layers.Dense(6, activation="tanh", dtype=dtype, name="hidden"),
-        keras.layers.Dense(1, dtype=dtype, name="out"),
-    ]
-    return keras.Sequential(layers)
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(1)
-    return rng.integers(0, 5, (STEPS * BATCH, 3)).astype("int32"), rng.standard_normal((STEPS * BATCH, 1))
-
-
-def batches(size: int = BATCH) -> list[tuple[np.ndarray, np.ndarray]]:
-    x, y = data()
-    return [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
-
-
-def part(world: World, batch: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's share of a batch."""
-    return batch[0][world.rank :: world.size], batch[1][world.rank :: world.size]
-
-
-def dataset(world: World) -> tf.data.Dataset:
-    parts = [part(world, batch) for batch in batches()]
-    x, y = (np.concatenate([each[i] for each in parts]) for i in (0, 1))
-    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH // world.size)
 
 
 def per_sample(targets: Any, outputs: Any) -> tf.Tensor:

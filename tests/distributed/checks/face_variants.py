@@ -5,22 +5,18 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.face_training import (
+from checks.face_cases import (
     BATCH,
     STEPS,
     TOLERANCE,
-    adam,
-    agree,
-    alone,
     batches,
     data,
     dataset,
-    in_fit,
-    mean_square,
+    leaves_local_variables,
     model_of,
-    momentum,
     part,
 )
+from checks.face_training import adam, agree, alone, in_fit, mean_square, momentum
 from world import World
 
 import hvdtrain.horovod as hvd
@@ -133,16 +129,7 @@ def check_momentum_is_corrected(world: World) -> None:
 
 
 def check_broadcast_leaves_local_variables(world: World) -> None:
-    model = model_of(seed=world.rank)
-    own = model.get_layer("out").kernel
-    before = own.numpy()
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), mean_square)
-    callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(world.size - 1, local_variables=[own])
-    x, y = part(world, batches()[0])
-    model.fit(x, y, verbose=0, callbacks=[callback])
-    np.testing.assert_array_equal(own.numpy(), before)
-    expected = model_of(seed=world.size - 1)
-    np.testing.assert_array_equal(model.get_layer("table").embeddings.numpy(), expected.get_weights()[0])
+    leaves_local_variables(world, hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), mean_square)
 
 
 class Renamed(keras.optimizers.SGD):

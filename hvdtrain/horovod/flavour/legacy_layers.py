@@ -1,0 +1,56 @@
+"""The layer of tf_keras that the face's synchronized batch normalization is made of."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from hvdtrain.backends.compiled import numbered
+from hvdtrain.backends.protocol import Exchange
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.moments import moments_of_all
+from hvdtrain.training.variables import as_written
+
+_OTHER_BATCHES = ("renorm", "virtual_batch_size", "synchronized")
+"""Arguments that say otherwise over which samples to normalize."""
+
+
+class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
+    """Batch normalization over the samples that all replicas have in a step; see the layer of the same name in
+    `hvdtrain.layers`, with which it shares the exchange.
+
+    Raises:
+        ConfigError: an argument that says otherwise over which samples to normalize.
+    """
+
+    exchange: Exchange | None = None
+    """The replicas; None if there are no others."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        for name in _OTHER_BATCHES:
+            if kwargs.get(name):
+                raise ConfigError(
+                    "SyncBatchNormalization normalizes over the samples of all ranks. "
+                    f"Received: {name}={kwargs[name]!r}. Leave {name} out."
+                )
+        super().__init__(fused=False, **kwargs)
+
+    @as_written
+    def _moments(
+        self, inputs: tf.Tensor, reduction_axes: Sequence[int], keep_dims: bool, mask: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return mean and variance over all replicas, in the dtype of `inputs`."""
+        exchange = self.replicas()
+        if exchange is None:
+            return super()._moments(inputs, reduction_axes, keep_dims, mask=mask)
+        name = numbered(f"sync_batch_norm/{self.name}")
+        mean, variance = moments_of_all(inputs, reduction_axes, mask, exchange, name)
+        if keep_dims:
+            shape = [1 if dim in reduction_axes else size for dim, size in enumerate(inputs.shape)]
+            mean, variance = tf.reshape(mean, shape), tf.reshape(variance, shape)
+        return mean, variance
+
+    def replicas(self) -> Exchange | None:
+        """Return the exchange with the other replicas, None where there are none."""
+        return self.exchange

@@ -1,0 +1,19 @@
+"""The face with TF_USE_LEGACY_KERAS=1: the tests of its names again, and tests of tf_keras, in their own process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FILES = ("legacy_keras_cases.py", "test_horovod_names.py", "test_horovod_elastic.py")
+
+
+def test_the_face_on_tf_keras():
+    """TensorFlow decides once in a process what `tf.keras` is."""
+    files = [str(Path(__file__).with_name(name)) for name in FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
+    root = Path(__file__).parents[2]
+    job = subprocess.run(
+        command, cwd=root, env=os.environ | {"TF_USE_LEGACY_KERAS": "1"}, capture_output=True, text=True, timeout=240
+    )
+    assert job.returncode == 0, job.stdout[-8000:] + job.stderr[-2000:]
