@@ -68,6 +68,7 @@ class HorovodBackend(HorovodExchange):
     lacks = ()
     sends_together = False
     needs_builders = False
+    workers = None
 
     def __init__(self, session: Session, collectives: Collectives) -> None:
         super().__init__(collectives)
@@ -96,9 +97,9 @@ class HorovodBackend(HorovodExchange):
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
         """Take all: they are plain variables."""
 
-    def gather_bytes(self, payload: bytes, *, timeout: float) -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
         """Exchange `payload` over the control channel."""
-        return self._session.control.exchange(payload, timeout=timeout)
+        return self._session.gather(payload, timeout)
 
     def close(self) -> None:
         """Wait for all ranks and shut Horovod down."""

@@ -37,6 +37,34 @@ class Exchange(Protocol):
         """Send the i-th of equal parts along dim 0 to replica i, and concatenate what came."""
 
 
+class Later(Protocol):
+    """What a compiled function returns once it has run."""
+
+    def fetch(self) -> Any:
+        """Wait for it, and return it with NumPy arrays and numbers for tensors."""
+
+
+class Workers(Protocol):
+    """Processes that run compiled functions for this one, each by itself and at its own pace."""
+
+    @property
+    def count(self) -> int:
+        """Their number."""
+
+    @property
+    def roles(self) -> Mapping[str, int]:
+        """How many of the job's ranks are what, this one included."""
+
+    def schedule(self, function: Callable[..., Any], *args: Any) -> Later:
+        """Let the next worker that is free call `function`, a `tf.function`, with `args` of tensors.
+
+        It returns before the function has run, unless very many are waiting.
+        """
+
+    def join(self) -> None:
+        """Wait until everything that was scheduled has run."""
+
+
 class Backend(Exchange, Protocol):
     """The seam between the loop and its distribution engine."""
 
@@ -76,6 +104,13 @@ class Backend(Exchange, Protocol):
     def needs_builders(self) -> bool:
         """Whether model and optimizer must be made within `scope`."""
 
+    @property
+    def workers(self) -> Workers | None:
+        """Who takes the steps, where these do not wait for one another; None where all replicas take each together.
+
+        To the loop such a backend is one process with one replica, which takes the whole of each batch.
+        """
+
     def scope(self) -> AbstractContextManager[Any]:
         """The context in which model and optimizer are created."""
 
@@ -97,8 +132,16 @@ class Backend(Exchange, Protocol):
     def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
         """Give every replica the values that replica `root` has, by path."""
 
-    def gather_bytes(self, payload: bytes, *, timeout: float) -> list[bytes]:
-        """Return every process's `payload`, in rank order, outside of TensorFlow."""
+    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
+        """Return every process's `payload`, in rank order, outside of TensorFlow.
+
+        Waits for `timeout` seconds; None: for as long as the others may take to load their data.
+        """
 
     def close(self) -> None:
         """Leave together with the other processes."""
+
+
+def world_size(backend: Backend) -> int:
+    """Return how many take part: replicas, or ranks where these have different roles."""
+    return backend.size if backend.workers is None else sum(backend.workers.roles.values())

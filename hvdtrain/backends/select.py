@@ -1,11 +1,16 @@
 """Choose the backend that fits a session."""
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.session import Session, current
 
 
 def backend_for(session: Session) -> Backend:
     """Return the backend of the strategy that the session holds, of Horovod where it runs, else the single one."""
+    if session.strategy is not None and session.strategy.roles is not None:
+        from hvdtrain.backends.parameter_server import ParameterServerBackend
+
+        return ParameterServerBackend(session, session.strategy)
     if session.strategy is not None:
         from hvdtrain.backends.tf_distribute import StrategyBackend
 
@@ -20,9 +25,16 @@ def backend_for(session: Session) -> Backend:
 
 
 def current_exchange() -> Backend:
-    """Return the backend of the current session.
+    """Return the backend of the current session, for a loop of one's own.
 
     Raises:
+        ConfigError: its replicas exchange nothing with one another.
         LaunchError: `hvdtrain.init()` was not called.
     """
-    return backend_for(current())
+    backend = backend_for(current())
+    if backend.workers is not None:
+        raise ConfigError(
+            f"The workers of --backend {backend.name} exchange nothing with one another, and only Trainer sends them "
+            "to work: in a loop of your own use --backend horovod."
+        )
+    return backend

@@ -22,6 +22,7 @@ class StrategyBackend:
     lacks = ("accumulate", "compression", "gradient_groups", "predivide", "sync_batch_norm")
     sends_together = True
     needs_builders = True
+    workers = None
 
     def __init__(self, session: Session, opened: OpenStrategy) -> None:
         self._session = session
@@ -137,9 +138,9 @@ class StrategyBackend:
         total = self.all_reduce(mine if self.index == root else tf.zeros_like(mine), name=f"broadcast/{path}")
         return total if known else tf.cast(total, value.dtype)
 
-    def gather_bytes(self, payload: bytes, *, timeout: float) -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
         """Exchange `payload` over the control channel."""
-        return self._session.control.exchange(payload, timeout=timeout)
+        return self._session.gather(payload, timeout)
 
     def close(self) -> None:
         """Wait for the other workers and end the session."""

@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import io
+import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -38,7 +40,8 @@ def run_on_all_ranks(
         with left_out(*NOT_FOR_RUNS):
             session = open_session(link, runtime, facts)
         set_current(session)
-        action(session, request)
+        if not session.serves:
+            action(session, request)
         session.close()
 
     return run_linked(parse, run)
@@ -85,4 +88,12 @@ def parse_errors_as_user_errors() -> Iterator[None]:
     except SystemExit as leave:
         if leave.code in (0, None):
             raise
-        raise UserError(said.getvalue().strip()) from None
+        raise UserError(without_frame(said.getvalue())) from None
+
+
+def without_frame(text: str) -> str:
+    """Return what a parser said without its colours and its box, which launchers' tags before each line tear apart."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [line.strip("│").rstrip() for line in plain.splitlines() if not line.startswith("╭")]
+    kept = [line for line in lines if line.strip(" ─╰╯")]
+    return textwrap.dedent("\n".join(kept)).strip()

@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
+from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import apply_values, digest, read_values
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, with_arguments_of, without_foreign_arguments
@@ -21,7 +22,11 @@ from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.session import Session
 
 FREE_ON_RESUME = ("checkpoint", "observability", "runtime")
-"""Sections that may change when a run goes on; of the others only how long it lasts."""
+"""Sections that may change when a run goes on; of the others only what follows, and how long it lasts."""
+FREE_OF_DATA = ("on_bad_record", "cache", "data_threads", "data_memory_mb")
+"""Options of the data that say how samples are read, and not which of them form a batch."""
+PLACES = ("path", "validation_path")
+"""Arguments of data sources that say where samples are: what is there is compared with what the run began with."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,9 @@ def parse(argv: list[str]) -> Request:
     with parse_errors_as_user_errors():
         config = _parse_config(base, rest)
     if files.resume is not None:
+        # Where the data are is told without their other arguments, which stay as they were.
+        merged = {**base.data.data_args, **config.data.data_args}
+        config = replace(config, data=replace(config.data, data_args=merged))
         _check_resume(base, config, files)
     return Request(config, files)
 
@@ -128,11 +136,19 @@ def with_values(flags: list[str]) -> list[str]:
 def _check_resume(base: Config, config: Config, files: Files) -> None:
     kept = replace(base.training, epochs=config.training.epochs, max_steps=config.training.max_steps)
     free = {section: getattr(config, section) for section in FREE_ON_RESUME}
-    if replace(base, training=kept, **free) != config:
+    if replace(base, training=kept, data=_read_otherwise(base.data, config.data), **free) != config:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in FREE_OF_DATA)
         raise ConfigError(
-            f"--resume {files.resume} goes on with the run as it was: only --epochs, --max-steps and the options of "
-            f"{', '.join(FREE_ON_RESUME)} may change."
+            f"--resume {files.resume} goes on with the run as it was: only --epochs, --max-steps, {flags}, where its "
+            f"data are (--data-args path) and the options of {', '.join(FREE_ON_RESUME)} may change."
         )
+
+
+def _read_otherwise(data: DataConfig, chosen: DataConfig) -> DataConfig:
+    """Return `data`, from the place and read in the way that `chosen` says."""
+    places = {name: value for name, value in chosen.data_args.items() if name in PLACES}
+    options = {name: getattr(chosen, name) for name in FREE_OF_DATA}
+    return replace(data, data_args={**data.data_args, **places}, **options)
 
 
 def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:

@@ -6,14 +6,28 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.section import section
 
 BackendName = Literal[
-    "auto", "horovod", "single", "mirrored", "multi_worker_mirrored", "central_storage", "one_device", "tpu"
+    "auto",
+    "horovod",
+    "single",
+    "mirrored",
+    "multi_worker_mirrored",
+    "central_storage",
+    "one_device",
+    "tpu",
+    "parameter_server",
 ]
 CommunicationName = Literal["auto", "ring", "nccl"]
 WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored", "central_storage")
 """Backends that keep several replicas in one process, as many as `--replicas` says."""
 IN_ONE_PROCESS: tuple[BackendName, ...] = ("single", *WITH_REPLICAS, "one_device", "tpu")
 """Backends that no other process can join."""
-OF_TF_DISTRIBUTE: tuple[BackendName, ...] = (*WITH_REPLICAS, "multi_worker_mirrored", "one_device", "tpu")
+OF_TF_DISTRIBUTE: tuple[BackendName, ...] = (
+    *WITH_REPLICAS,
+    "multi_worker_mirrored",
+    "one_device",
+    "tpu",
+    "parameter_server",
+)
 """Backends that are strategies of tf.distribute."""
 
 
@@ -27,12 +41,16 @@ class RuntimeConfig:
     """Replicas in the one process of mirrored and central_storage; None: every GPU, or 2 parts of the CPU."""
     communication: CommunicationName = "auto"
     """What multi_worker_mirrored sends over: ring (gRPC), nccl (GPUs), or what TensorFlow chooses."""
+    parameter_servers: int | None = None
+    """Ranks of parameter_server that hold the parameters, the last ones; rank 0 leads, those between train. None: 1."""
     threads: int | None = None
     """Threads an operation may use on each rank; None divides the cores among the ranks of a machine."""
     pin: bool = True
     """Pin each rank to its own cores where there are enough of them."""
     start_timeout: float = 120.0
     """Seconds to wait at the start for the other ranks."""
+    load_timeout: float = 3600.0
+    """Seconds to wait for ranks that still load, unpack or decode their data."""
 
     def __post_init__(self) -> None:
         if self.replicas is not None:
@@ -47,7 +65,16 @@ class RuntimeConfig:
             raise ConfigError(
                 f"--communication is for --backend multi_worker_mirrored: --backend {self.backend} does not take it."
             )
+        if self.parameter_servers is not None:
+            if self.parameter_servers < 1:
+                raise ConfigError(f"--parameter-servers must be at least 1. Received: {self.parameter_servers}.")
+            if self.backend != "parameter_server":
+                raise ConfigError(
+                    f"--parameter-servers is for --backend parameter_server: --backend {self.backend} does not take it."
+                )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads must be at least 1. Received: {self.threads}.")
         if not self.start_timeout > 0:
             raise ConfigError(f"--start-timeout must be positive. Received: {self.start_timeout}.")
+        if not self.load_timeout > 0:
+            raise ConfigError(f"--load-timeout must be positive. Received: {self.load_timeout}.")

@@ -19,7 +19,7 @@ PACKAGES = ("hvdtrain", "tensorflow", "keras", "numpy", "horovod", "mpi4py", "op
 _ALSO_KNOWN_AS = {"tensorflow": ("tensorflow-cpu", "tf-nightly")}
 
 _VARIABLES = re.compile(
-    r"(HOROVOD_|OMPI_MCA_|PRTE_MCA_|MPICH_|I_MPI_|HVDTRAIN_|TF_|KERAS_|XLA_|NCCL_|OMP_|KMP_|SLURM_|PBS_|UCX_)"
+    r"(HOROVOD_|OMPI_MCA_|PRTE_MCA_|MPICH_|I_MPI_|HVDTRAIN_|TF_(?!CLI_)|KERAS_|XLA_|NCCL_|OMP_|KMP_|SLURM_|PBS_|UCX_)"
     r"|(CUDA_VISIBLE_DEVICES|LD_PRELOAD|LD_LIBRARY_PATH)$"
 )
 

@@ -1,6 +1,7 @@
 """A rank's part in the job, from the first message between the ranks to the shutdown of Horovod."""
 
 import importlib.util
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.agreement import agree, installed_versions
-from hvdtrain.runtime.control import ControlChannel, open_control
+from hvdtrain.runtime.control import ControlChannel, LocalChannel, open_control
 from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_process
 from hvdtrain.runtime.environment import Environment, detect_environment
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
+from hvdtrain.runtime.roles import roles_of
 from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices
 from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
 from hvdtrain.runtime.watchdog import Watchdog
@@ -60,6 +62,8 @@ class Session:
     """None where Horovod does not run."""
     strategy: OpenStrategy | None = None
     """None where tf.distribute does not take part."""
+    load_timeout: float = RuntimeConfig.load_timeout
+    """Seconds to wait for ranks that still load their data."""
 
     @property
     def environment(self) -> Environment:
@@ -68,19 +72,45 @@ class Session:
 
     @property
     def control(self) -> ControlChannel:
-        """The channel to the other ranks that works without TensorFlow."""
-        return self.link.control
+        """The channel to the other ranks that work as this one does, without TensorFlow; one that leads has none."""
+        led = self.strategy is not None and self.strategy.roles is not None
+        return LocalChannel() if led else self.link.control
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank does what another asks for: there is nothing left for it but to close."""
+        return self.strategy is not None and self.strategy.server is not None
+
+    def gather(self, payload: bytes, timeout: float | None) -> list[bytes]:
+        """Return every rank's `payload`, in rank order.
+
+        Args:
+            payload: this rank's.
+            timeout: seconds to wait for the other ranks; None: as long as they may take to load their data.
+
+        Raises:
+            LaunchError: a rank did not come in time; it is named.
+        """
+        if timeout is not None:
+            return self.control.exchange(payload, timeout=timeout)
+        try:
+            return self.control.exchange(payload, timeout=self.load_timeout)
+        except LaunchError as error:
+            raise LaunchError(f"{error} Ranks that load their data for longer need more --load-timeout.") from error
 
     def close(self) -> None:
-        """Wait for all ranks, then shut Horovod down: the first to leave would end it for everybody."""
+        """Wait for all ranks, then shut Horovod down: the first to leave would end it for everybody.
+
+        A rank that serves waits, for as long as it may take, until the one that leads is done.
+        """
         if self.collectives is not None:
-            self.control.barrier(EXIT_TIMEOUT_S)
+            self.link.control.barrier(EXIT_TIMEOUT_S)
             import horovod.tensorflow as hvd
 
             hvd.shutdown()
         elif self.strategy is not None:
             # The server that each worker of a strategy runs ends with its process.
-            self.control.barrier(EXIT_TIMEOUT_S)
+            self.link.control.barrier(math.inf if self.serves else EXIT_TIMEOUT_S)
         self.link.close()
 
 
@@ -138,11 +168,14 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     environment, timeout = link.environment, config.start_timeout
     agree(link.control, {**installed_versions(), **(facts or {})}, timeout=timeout)
     with_horovod = wants_horovod(config, environment)
+    if config.backend == "parameter_server":
+        roles_of(config, environment)  # too few ranks are told so before TensorFlow is loaded
     plan = place_process(link.control, environment, config, timeout=timeout)
     import_tensorflow_quietly()
     strategy = _start_tensorflow(link, config, plan)
     collectives = _start_horovod(environment) if with_horovod else None
-    return Session(link, Mesh.data_parallel(environment.rank, environment.size), plan, collectives, strategy)
+    mesh = Mesh.data_parallel(environment.rank, environment.size)
+    return Session(link, mesh, plan, collectives, strategy, config.load_timeout)
 
 
 def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan) -> OpenStrategy | None:

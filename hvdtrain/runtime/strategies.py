@@ -8,7 +8,9 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.control import ControlChannel
 from hvdtrain.runtime.environment import Environment
-from hvdtrain.runtime.tf_config import VARIABLE, agreed_tf_config
+from hvdtrain.runtime.parameter_server import join_cluster
+from hvdtrain.runtime.roles import Roles, roles_of
+from hvdtrain.runtime.tf_config import VARIABLE, agreed_tf_config, workers_only
 
 DEFAULT_REPLICAS = 2
 """Parts of the CPU where there is no GPU: the least that has something to exchange."""
@@ -21,9 +23,13 @@ class OpenStrategy:
     name: str
     """The backend's name."""
     strategy: Any
-    """A tf.distribute.Strategy."""
+    """A tf.distribute.Strategy; None on a rank that serves another's."""
     carrier: str | None = None
     """What tensors travel over, where that can be chosen."""
+    roles: Roles | None = None
+    """Who is what, where the first rank leads and the others serve it."""
+    server: Any = None
+    """The tf.distribute.Server of a rank that serves."""
 
 
 def prepare_devices(config: RuntimeConfig) -> None:
@@ -56,6 +62,10 @@ def open_strategy(
     Raises:
         LaunchError: the devices are not there, the ranks' TF_CONFIGs do not fit, or TensorFlow was in use before.
     """
+    if config.backend == "parameter_server":
+        roles = roles_of(config, environment)
+        strategy, server = join_cluster(roles, environment, control, timeout=timeout)
+        return OpenStrategy(config.backend, strategy, roles=roles, server=server)
     make = {
         "mirrored": lambda: _mirrored(config),
         "central_storage": lambda: _central_storage(config),
@@ -104,7 +114,8 @@ def _multi_worker(config: RuntimeConfig, environment: Environment, control: Cont
 
     if config.communication == "nccl" and not tf.config.list_physical_devices("GPU"):
         raise LaunchError("--communication nccl needs GPUs, and there is none: use --communication ring.")
-    os.environ[VARIABLE] = agreed_tf_config(control, environment, os.environ, timeout=timeout)
+    tasks = workers_only(environment.size)
+    os.environ[VARIABLE] = agreed_tf_config(control, environment, os.environ, tasks, timeout=timeout)
     carriers = tf.distribute.experimental.CommunicationImplementation
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=getattr(carriers, config.communication.upper())

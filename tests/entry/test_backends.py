@@ -1,10 +1,12 @@
 """`--backend` as a user types it: the same recipe trains to the same loss on every one."""
 
 import json
+import sys
+import time
 
 import pytest
 
-from tests.launching import hvdtrain
+from tests.launching import hvdtrain, launcher, run
 
 pytestmark = pytest.mark.xdist_group("backends")  # one process makes the run that the others are held against
 STEPS = "20"
@@ -54,9 +56,68 @@ def test_workers_find_one_another_under_any_launcher(tmp_path, reference):
     assert_same(summary, reference)
 
 
+def test_workers_train_digits_on_a_parameter_server(tmp_path):
+    words = ("digits", "--backend", "parameter_server", "--epochs", "10", "--run-dir", "run")
+    job, summary = trained("mpirun", 4, *words, cwd=tmp_path)
+    said = "backend     parameter_server, 4 ranks by mpirun (1 chief, 2 workers, 1 parameter server), 1 thread each"
+    assert job.out.count(said) == 1, job.out
+    assert "batch       64 samples, each by one worker" in job.out
+    assert "rror" not in job.text, job.text[-4000:]
+    assert summary["val_accuracy"] >= 0.97
+    assert (summary["backend"], summary["world_size"], summary["steps"]) == ("parameter_server", 4, 230)
+    assert summary["roles"] == {"chief": 1, "worker": 2, "parameter server": 1}
+    run = tmp_path / "run"
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "env.json", "metrics.jsonl", "summary.json", "checkpoints", "tensorboard", "model.keras",
+        "curves.png",
+    }  # fmt: skip
+    # One process evaluates what the servers held, and goes on with it.
+    assert hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path).code == 0
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert evaluation["val_accuracy"] == summary["val_accuracy"]
+    assert evaluation["parameter_hash"] == summary["parameter_hash"]
+
+
+def test_a_worker_that_is_killed_ends_the_job(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    begin = time.monotonic()
+    job = run([*launcher("gloo", 3), sys.executable, "killed.py"], cwd=tmp_path, timeout=100)
+    assert "trains" in job.out
+    assert job.code != 0
+    assert time.monotonic() - begin < 60, "the others hung"
+
+
+KILLED = """\
+import os, signal, threading
+from hvdtrain.runtime.environment import detect_environment
+if detect_environment().rank == 1:
+    import pathlib, time
+    def end():
+        while not pathlib.Path("begun").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=end, daemon=True).start()
+import hvdtrain
+hvdtrain.init(backend="parameter_server")
+import keras, numpy as np, pathlib
+def build():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+trainer = hvdtrain.Trainer(build, "sgd", "mse")
+data = np.zeros((64, 2), "float32"), np.zeros((64, 1), "float32")
+trainer.fit(data, batch=8, verbose=False)
+print("trains", flush=True)
+pathlib.Path("begun").touch()
+trainer.fit(data, batch=8, epochs=100000, verbose=False)
+"""
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (
+            ("--backend", "parameter_server"),
+            "--backend parameter_server needs a chief, a worker and a parameter server",
+        ),
         (("--backend", "tpu"), "There is no TPU"),
         (("--backend", "mirrored", "--compression", "bf16"), "--compression is not for --backend mirrored"),
     ],

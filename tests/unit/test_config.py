@@ -53,7 +53,9 @@ OTHER = Config(
     ExchangeConfig("sum", "bf16", "dense", gradient_groups=3, predivide=2.0),
     CheckpointConfig(checkpoint_every=4, keep=1),
     ObservabilityConfig(log_every=2, tensorboard=False, plots=False),
-    RuntimeConfig("multi_worker_mirrored", communication="ring", threads=2, pin=False, start_timeout=9.5),
+    RuntimeConfig(
+        "multi_worker_mirrored", communication="ring", threads=2, pin=False, start_timeout=9.5, load_timeout=99.5
+    ),
 )
 # Options that go with none of those of OTHER.
 THIRD = dataclasses.replace(
@@ -63,6 +65,7 @@ THIRD = dataclasses.replace(
     training=TrainingConfig(sync_batch_norm=True),
     runtime=RuntimeConfig("mirrored", replicas=3),
 )
+FOURTH = dataclasses.replace(THIRD, runtime=RuntimeConfig("parameter_server", parameter_servers=2))
 
 
 def leaves(config):
@@ -86,8 +89,8 @@ def values_of(section, option, value):
 
 def changed_option(section, option):
     """The option's value in the configuration of this file that changes it."""
-    values = [getattr(getattr(c, section) if section else c, option) for c in (BASE, OTHER, THIRD)]
-    return values[1] if values[1] != values[0] else values[2]
+    base, *others = [getattr(getattr(c, section) if section else c, option) for c in (BASE, OTHER, THIRD, FOURTH)]
+    return next((other for other in others if other != base), base)
 
 
 def changed(config, section, option, value):
@@ -102,7 +105,7 @@ def test_this_files_other_configurations_change_every_option():
     assert same == []
 
 
-@pytest.mark.parametrize("config", [BASE, OTHER, THIRD], ids=["defaults", "other", "third"])
+@pytest.mark.parametrize("config", [BASE, OTHER, THIRD, FOURTH], ids=["defaults", "other", "third", "fourth"])
 @pytest.mark.parametrize("base", [BASE, OTHER], ids=["over defaults", "over other"])
 def test_what_is_written_is_read_back(tmp_path, config, base):
     file = tmp_path / "config.yaml"
@@ -275,8 +278,10 @@ LIMITS = {
     "keep": ([0, -1], [1]),
     "log_every": ([0, -1], [1]),
     "replicas": ([0, -1], [1, None]),
+    "parameter_servers": ([0, -1], [1, None]),
     "threads": ([0, -1], [1, None]),
     "start_timeout": ([0, -1.0, NAN], [0.1]),
+    "load_timeout": ([0, -1.0, NAN], [0.1]),
 }
 # What an option needs beside it to have an effect.
 BESIDE = {
@@ -286,6 +291,7 @@ BESIDE = {
     "decay_at": {"schedule": "step"},
     "decay_factor": {"schedule": "step", "decay_at": (0.5,)},
     "replicas": {"backend": "mirrored"},
+    "parameter_servers": {"backend": "parameter_server"},
 }
 NUMBERS = {
     option: section

@@ -5,9 +5,10 @@ import pytest
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.environment import detect_environment
-from hvdtrain.runtime.tf_config import addresses_of, agreed_tf_config, check_given, tf_config
+from hvdtrain.runtime.tf_config import addresses_of, agreed_tf_config, check_given, tf_config, workers_only
 
-TWO = tf_config(["a:1", "b:2"], 1)
+WORKERS = workers_only(2)
+TWO = tf_config(["a:1", "b:2"], WORKERS, 1)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_ranks_of_one_machine_need_no_name_service():
 
 
 def test_the_ranks_tell_one_another_free_ports(second):
-    text = agreed_tf_config(Job({"given": False, "host": "a", "port": 7}), second, {}, timeout=1)
+    text = agreed_tf_config(Job({"given": False, "host": "a", "port": 7}), second, {}, WORKERS, timeout=1)
     found = json.loads(text)
     assert found["task"] == {"type": "worker", "index": 1}
     first, own = found["cluster"]["worker"]
@@ -47,35 +48,38 @@ def test_the_ranks_tell_one_another_free_ports(second):
 def test_a_tf_config_that_is_set_is_taken_as_it_is(second):
     text = json.dumps(TWO)
     job = Job({"given": True, "host": "a", "port": 7})
-    assert agreed_tf_config(job, second, {"TF_CONFIG": text}, timeout=1) == text
+    assert agreed_tf_config(job, second, {"TF_CONFIG": text}, WORKERS, timeout=1) == text
 
 
 def test_some_ranks_only_are_told_a_tf_config(second):
     with pytest.raises(LaunchError, match="TF_CONFIG is set on some ranks only"):
-        agreed_tf_config(Job({"given": True, "host": "a", "port": 7}), second, {}, timeout=1)
+        agreed_tf_config(Job({"given": True, "host": "a", "port": 7}), second, {}, WORKERS, timeout=1)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (tf_config(["a:1", "b:2"], 0), "says worker 0 of 2, mpirun says rank 1 of 2"),
-        (tf_config(["a:1", "b:2", "c:3"], 1), "says worker 1 of 3, mpirun says rank 1 of 2"),
-        ({**TWO, "cluster": {**TWO["cluster"], "ps": ["c:3"]}}, "must hold workers only.*Received: ps"),
-        ({**TWO, "task": {"type": "evaluator", "index": 0}}, "must hold workers only.*Received: evaluator"),
+        (tf_config(["a:1", "b:2"], WORKERS, 0), "says worker 0 of 2, and rank 1 of 2 by mpirun is worker 1 of 2"),
+        (
+            tf_config(["a:1", "b:2", "c:3"], workers_only(3), 1),
+            "says worker 1 of 3, and rank 1 of 2 by mpirun is worker 1",
+        ),
+        ({**TWO, "cluster": {**TWO["cluster"], "ps": ["c:3"]}}, "must hold worker tasks only.*Received: worker, ps"),
+        ({**TWO, "task": {"type": "evaluator", "index": 0}}, "must hold worker tasks only.*for evaluator 0"),
         ({"cluster": {}}, "cannot be read"),
         ([1], "cannot be read"),
     ],
 )
 def test_a_tf_config_of_another_job_is_refused(second, given, message):
     with pytest.raises(LaunchError, match=message):
-        check_given(json.dumps(given), second)
+        check_given(json.dumps(given), second, WORKERS)
 
 
 def test_a_tf_config_that_is_no_json_is_refused(second):
     with pytest.raises(LaunchError, match="cannot be read"):
-        check_given('{"cluster', second)
+        check_given('{"cluster', second, WORKERS)
 
 
 def test_a_worker_that_nobody_started_is_told_how():
     with pytest.raises(LaunchError, match=r"names 2 workers.*start them with horovodrun or mpirun"):
-        check_given(json.dumps(TWO), detect_environment({}))
+        check_given(json.dumps(TWO), detect_environment({}), workers_only(1))

@@ -1,0 +1,49 @@
+"""The processes of tf.distribute's ParameterServerStrategy: a chief, and servers that do what it asks for."""
+
+import json
+import os
+from typing import Any
+
+from hvdtrain.config.errors import LaunchError
+from hvdtrain.runtime.control import ControlChannel
+from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.roles import CHIEF, Roles
+from hvdtrain.runtime.tf_config import VARIABLE, agreed_tf_config
+
+
+def join_cluster(roles: Roles, environment: Environment, control: ControlChannel, *, timeout: float) -> tuple[Any, Any]:
+    """Take this rank's place in the cluster.
+
+    Returns:
+        On the chief a ParameterServerStrategy and None; elsewhere None and the running tf.distribute.Server, which
+        ends with the process.
+
+    Raises:
+        LaunchError: the ranks' TF_CONFIGs do not fit, a rank is missing, or a port was taken.
+    """
+    import tensorflow as tf
+
+    os.environ[VARIABLE] = agreed_tf_config(control, environment, os.environ, roles.tasks, timeout=timeout)
+    kind, index = roles.tasks[environment.rank]
+    try:
+        server = None if kind == CHIEF else _started(kind, index, roles)
+        control.barrier(timeout)  # the chief asks servers that are there
+        if kind != CHIEF:
+            return None, server
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
+        return tf.distribute.ParameterServerStrategy(resolver), None
+    except tf.errors.OpError as error:
+        raise LaunchError(f"{kind} {index} of --backend parameter_server cannot start: {error.message}") from error
+
+
+def _started(kind: str, index: int, roles: Roles) -> Any:
+    """Start the server of this rank, with threads enough for every worker to have one of its own waiting."""
+    import tensorflow as tf
+
+    threads = tf.config.threading
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=threads.get_intra_op_parallelism_threads(),
+        inter_op_parallelism_threads=max(roles.workers + 1, threads.get_inter_op_parallelism_threads()),
+    )
+    cluster = tf.train.ClusterSpec(json.loads(os.environ[VARIABLE])["cluster"])
+    return tf.distribute.Server(cluster, job_name=kind, task_index=index, protocol="grpc", config=config)

@@ -1,0 +1,1 @@
+"""Training on backends whose workers take steps without waiting for one another."""

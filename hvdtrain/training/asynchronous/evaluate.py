@@ -1,0 +1,104 @@
+"""Evaluation and prediction by workers: each batch by one of them."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend, Later, Workers
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.batch import Batch
+from hvdtrain.training.asynchronous.tally import Tally
+from hvdtrain.training.evaluate import Evaluation
+from hvdtrain.training.heads import inputs_for
+from hvdtrain.training.hooks import Hooks
+from hvdtrain.training.losses import LossFunction, with_model_losses
+from hvdtrain.training.metrics import MetricSet
+
+
+class AsynchronousEvaluator:
+    """Evaluates each batch on a worker and adds up what they return; see `Evaluator`.
+
+    Args:
+        backend: the backend whose workers these are.
+        workers: evaluate.
+        model: a built Keras model.
+        loss: the loss as sum and weight.
+        metrics: fresh metrics, not shared with training.
+    """
+
+    def __init__(self, backend: Backend, workers: Workers, model: Any, loss: LossFunction, metrics: MetricSet) -> None:
+        self._backend = backend
+        self._workers = workers
+        self._model = model
+        self._loss = loss
+        self._metrics = metrics
+        self._evaluate = tf.function(
+            lambda *parts: backend.run(self._sums, *parts), autograph=False, reduce_retracing=True
+        )
+
+    def __call__(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
+        """Evaluate on `batches`; `hooks` may look in.
+
+        Raises:
+            DataError: there is not one sample.
+        """
+        begin = time.perf_counter()
+        hooks, tally = hooks or Hooks(), Tally(self._metrics)
+        outcomes: list[Later] = []
+
+        def so_far() -> dict[str, float]:
+            return {"loss": _mean(outcomes), **tally.results()}
+
+        for number, batch in enumerate(batches):
+            hooks.begin_test_step(number)
+            parts = batch[:2] if batch.sample_weight is None else batch[:3]
+            outcomes.append(self._workers.schedule(self._evaluate, *parts))
+            tally.add(outcomes[-1])
+            hooks.end_test_step(number, so_far)
+        if not _weight(outcomes):
+            raise DataError("There is nothing to evaluate: the validation data hold no samples.")
+        return Evaluation(_mean(outcomes), tally.results(), time.perf_counter() - begin)
+
+    def _sums(self, inputs: Any, targets: Any, sample_weight: Any = None) -> dict[str, Any]:
+        """Return what there is to add up of one batch."""
+        outputs = self._model(inputs_for(self._model, inputs), training=False)
+        part = with_model_losses(self._loss(targets, outputs, sample_weight), self._model)
+        return {
+            "loss": tf.cast(tf.stack([part.total, part.weight]), tf.float64),
+            "metrics": self._metrics.sums_of(targets, outputs, sample_weight),
+        }
+
+
+class AsynchronousPredictor:
+    """Predicts each batch on a worker; see `Predictor`."""
+
+    def __init__(self, backend: Backend, workers: Workers, model: Any) -> None:
+        self._workers = workers
+        self._outputs = tf.function(
+            lambda inputs: backend.run(lambda own: model(inputs_for(model, own), training=False), inputs),
+            autograph=False,
+            reduce_retracing=True,
+        )
+
+    def __call__(self, batches: Iterable[Batch]) -> Any:
+        """Return the outputs [samples, …] as arrays in the model's structure, in the order of the inputs.
+
+        Raises:
+            DataError: there is nothing to predict.
+        """
+        outcomes = [self._workers.schedule(self._outputs, batch.inputs) for batch in batches]
+        if not outcomes:
+            raise DataError("There is nothing to predict: the data hold no samples.")
+        return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *(one.fetch() for one in outcomes))
+
+
+def _weight(outcomes: Iterable[Later]) -> float:
+    return float(sum(outcome.fetch()["loss"][1] for outcome in outcomes))
+
+
+def _mean(outcomes: Sequence[Later]) -> float:
+    weight = _weight(outcomes)
+    return float(sum(outcome.fetch()["loss"][0] for outcome in outcomes)) / weight if weight else float("nan")

@@ -1,0 +1,151 @@
+"""An optimizer step that one of several workers takes, while the others take theirs."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend, Later, Workers
+from hvdtrain.data.batch import Batch, as_batch
+from hvdtrain.training.asynchronous.pinned import pinned
+from hvdtrain.training.asynchronous.tally import Tally
+from hvdtrain.training.metrics import MetricSet
+from hvdtrain.training.passes import Passes, zero_if_finite
+from hvdtrain.training.state import TrainState, seed_states
+from hvdtrain.training.step import Measured, StepResult, UpdateRule
+
+
+class AsynchronousStep:
+    """Hands each batch to a worker, which changes the shared parameters at once; see `CompiledStep`.
+
+    A step's gradient is that of its whole batch. When it is applied, the steps of other workers have changed the
+    parameters since they were read: of n workers up to n - 1 others, and more where they are faster. The learning rate,
+    the corrections of optimizers and the draws of dropout are functions of the step's number. Where a step is to be
+    measured, those before it are waited for, and so is the step itself.
+
+    Args:
+        backend: the backend whose workers these are.
+        workers: take the steps.
+        state: what is trained.
+        passes: forward and backward pass.
+        metrics: measured on logged steps.
+        rule: applies a step's own gradient.
+        epoch_metrics: whether the metrics are counted over whole epochs as well.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        workers: Workers,
+        state: TrainState,
+        passes: Passes,
+        metrics: MetricSet,
+        rule: UpdateRule,
+        *,
+        epoch_metrics: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._workers = workers
+        self._state = state
+        self._passes = passes
+        self._metrics = metrics
+        self._rule = rule
+        self._ahead = 0
+        """Steps since the last one that was waited for."""
+        self._epoch = Tally(metrics.fresh()) if epoch_metrics else None
+        self._functions: dict[tuple[bool, bool | None], Callable[..., Any]] = {}
+
+    def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
+        """Send `batch` to a worker; `measure` asks for what `Measured` holds, and waits."""
+        if measure:
+            self._workers.join()
+        inputs, targets, weights = batch[:3]
+        parts = (inputs, targets) if weights is None else (inputs, targets, weights)
+        later = self._workers.schedule(self._function(measure, batch.finite), parts, tf.constant(self._ahead, tf.int64))
+        self._ahead += 1
+        if self._epoch is not None:
+            self._epoch.add(later)
+        return StepResult(_TotalsOf(later), self._measured(later.fetch()) if measure else None)
+
+    def begin_metrics(self) -> None:
+        """See `CompiledStep`."""
+        if self._epoch is not None:
+            self._epoch.reset()
+
+    def metrics_so_far(self) -> dict[str, float]:
+        """See `CompiledStep`."""
+        return {} if self._epoch is None else self._epoch.results()
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """See `CompiledStep`."""
+        results = self.metrics_so_far()
+        self.begin_metrics()
+        return results
+
+    def _function(self, measure: bool, finite: bool | None) -> Callable[..., Any]:
+        def run(parts: tuple[Any, ...], ahead: tf.Tensor) -> Any:
+            samples = tf.shape(tf.nest.flatten(parts)[0])[0]
+            return self._backend.run(self._step, as_batch(parts, 1.0, samples, finite=finite), ahead, measure)
+
+        key = (measure, finite)
+        if key not in self._functions:
+            self._functions[key] = tf.function(run, autograph=False, reduce_retracing=True)
+        return self._functions[key]
+
+    def _step(self, batch: Batch, ahead: tf.Tensor, measure: bool) -> dict[str, Any]:
+        """Take the step on a worker and return what there is to know of it."""
+        optimizer = self._state.optimizer
+        local, outputs = self._passes(batch, within=lambda: self._drawing(ahead))
+        with self._counting(ahead):
+            rate = tf.convert_to_tensor(optimizer.learning_rate)
+            totals, norm = self._rule.update(local, measure=measure)
+        found = {"totals": totals}
+        if measure or self._epoch is not None:
+            found["metrics"] = self._metrics.sums_of(batch.targets, outputs, batch.sample_weight)
+        if measure:
+            found["rate"], found["norm"] = rate, norm
+            found["finite"] = zero_if_finite([v.read_value() for v in self._state.trainable.values()])
+        return found
+
+    def _drawing(self, ahead: tf.Tensor) -> AbstractContextManager[None]:
+        """Return the context in which random layers draw as a function of (seed, step)."""
+        model = self._state.model
+        seeds = seed_states(model)
+        if not seeds:
+            return nullcontext()
+        drawn = {id(seed) for seed in seeds}
+        states = self._state.generator_states(0, self._state.counter + ahead).values()
+        # Within such a context Keras asks it for the variables that have a regularizer.
+        regularized = [(v, tf.convert_to_tensor(v.value)) for v in model.trainable_variables if v.regularizer]
+        others = [v for v in model.non_trainable_variables if id(v) not in drawn]
+        return pinned([*zip(seeds, states, strict=True), *regularized], others)
+
+    def _counting(self, ahead: tf.Tensor) -> AbstractContextManager[None]:
+        """Return the context in which the optimizer's `iterations` are those before this step."""
+        optimizer = self._state.optimizer
+        count = optimizer.iterations
+        at = tf.convert_to_tensor(count) + tf.cast(ahead, count.dtype)
+        others = [v for v in [*self._state.model.trainable_variables, *optimizer.variables] if v is not count]
+        return pinned([(count, at)], [v for v in others if isinstance(v, keras.Variable)])
+
+    def _measured(self, found: dict[str, Any]) -> Measured:
+        """Let the counters be those of the steps that are done, and return what was measured."""
+        self._state.counter.assign_add(self._ahead)
+        self._state.optimizer.iterations.assign_add(self._ahead)
+        self._ahead = 0
+        metrics = Tally(self._metrics)
+        metrics.count(found["metrics"])
+        return Measured(found["rate"], found["norm"], None, metrics.results(), np.isfinite(found["finite"]))
+
+
+class _TotalsOf:
+    """The totals of a step that may be under way; see `Totals`."""
+
+    def __init__(self, later: Later) -> None:
+        self._later = later
+
+    def numpy(self) -> Any:
+        return self._later.fetch()["totals"]
