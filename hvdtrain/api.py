@@ -18,24 +18,30 @@ def init(
     backend: BackendName = "auto",
     replicas: int | None = None,
     communication: CommunicationName = "auto",
+    parameter_servers: int | None = None,
     threads: int | None = None,
     pin: bool = True,
     start_timeout: float = 120.0,
+    load_timeout: float = 3600.0,
     seed: int = 0,
 ) -> None:
     """Join the job: call it once, before TensorFlow does any work and before datasets and models are made.
 
-    From here on an exception on one rank ends the job, and the ranks leave together at the end of the script.
+    From here on an exception on one rank ends the job, and the ranks leave together at the end of the script. With
+    `backend="parameter_server"` it returns on rank 0 only: the others serve it until its script ends, and end with it.
 
     Args:
         backend: `horovod`, `single`, a strategy of tf.distribute (`mirrored`, `multi_worker_mirrored`,
-            `central_storage`, `one_device`, `tpu`), or `auto`: horovod under a launcher, else single.
+            `central_storage`, `one_device`, `tpu`, `parameter_server`), or `auto`: horovod under a launcher, else
+            single.
         replicas: replicas in the one process of `mirrored` and `central_storage`; None: every GPU, or 2 parts of the
             CPU.
         communication: what `multi_worker_mirrored` sends over: `ring`, `nccl` or `auto`.
+        parameter_servers: ranks of `parameter_server` that hold the parameters, the last ones; None: one.
         threads: threads an operation may use; None divides the cores among the ranks of this machine.
         pin: give each rank its own cores where there are enough.
         start_timeout: seconds to wait for the other ranks.
+        load_timeout: seconds to wait for ranks that still load their data, when they meet in `fit`.
         seed: seeds Python, NumPy and TensorFlow alike on all ranks, so that datasets shuffle alike.
 
     Raises:
@@ -45,13 +51,19 @@ def init(
         return
     link: Link | None = None
     try:
-        config = RuntimeConfig(backend, replicas, communication, threads, pin, start_timeout)
+        config = RuntimeConfig(
+            backend, replicas, communication, parameter_servers, threads, pin, start_timeout, load_timeout
+        )
         link = open_link(timeout=start_timeout)
         session = open_session(link, config)
+        if session.serves:
+            session.close()
     except BaseException as error:
         _fail(link, error)
         raise
     set_current(session)
+    if session.serves:
+        sys.exit(0)
     import keras
 
     keras.utils.set_random_seed(seed)

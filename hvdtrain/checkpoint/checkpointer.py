@@ -44,7 +44,7 @@ class Checkpointer:
         try:
             shutil.rmtree(draft, ignore_errors=True)  # a killed writer may have had this process's number
             draft.mkdir(parents=True)
-            tf.train.Checkpoint(variables=dict(variables)).write(str(draft / TENSORS))
+            tf.train.Checkpoint(variables=dict(variables)).write(str(draft / TENSORS), _by_this_process())
             _write_manifest(draft, variables, scalars)
             if final.exists():
                 self._discard(final)
@@ -87,6 +87,16 @@ class Checkpointer:
             shutil.rmtree(draft, ignore_errors=True)
 
 
+def scalars_of(path: Path) -> dict[str, Any]:
+    """Return the scalars of the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    scalars: dict[str, Any] = _read_manifest(path)["scalars"]
+    return scalars
+
+
 def restore(path: Path, variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
     """Load the checkpoint at `path` into `variables` and return its scalars.
 
@@ -96,12 +106,19 @@ def restore(path: Path, variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
     manifest = _read_manifest(path)
     _check_shapes(path, manifest["tensors"], variables)
     try:
-        status = tf.train.Checkpoint(variables=dict(variables)).read(str(path / TENSORS))
+        status = tf.train.Checkpoint(variables=dict(variables)).read(str(path / TENSORS), _by_this_process())
         status.assert_existing_objects_matched()
     except (tf.errors.OpError, AssertionError, ValueError) as error:
         raise CheckpointError(f"The checkpoint {path} is damaged: {error}") from error
     scalars: dict[str, Any] = manifest["scalars"]
     return scalars
+
+
+def _by_this_process() -> tf.train.CheckpointOptions:
+    """Let no other process write or read files: variables may lie on servers, whose disks are not this one's."""
+    with tf.device("CPU:0"):
+        here = tf.constant(0).device
+    return tf.train.CheckpointOptions(experimental_io_device=here)
 
 
 def _write_manifest(draft: Path, variables: Mapping[str, tf.Variable], scalars: Mapping[str, Any]) -> None:

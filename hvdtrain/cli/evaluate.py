@@ -59,11 +59,13 @@ def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
 
 def _evaluate(session: Session, request: Request) -> None:
     from hvdtrain.training.folder import RunFolder
-    from hvdtrain.training.job import evaluate
+    from hvdtrain.training.job import evaluate, left_out_line
 
-    figures = evaluate(session, request.config, RunFolder(request.run_dir))
+    folder = RunFolder(request.run_dir)
+    figures = evaluate(session, request.config, folder)
     if session.environment.rank == 0:
-        print(_line(figures), flush=True)
+        told = left_out_line(figures.get("left_out", []), folder.evaluation.name)
+        print(f"{told}\n{_line(figures)}" if told else _line(figures), flush=True)
 
 
 def _line(figures: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ class RunInfo:
     backend: str
     """``horovod``, ``single`` …"""
     world_size: int
-    """Number of replicas: ranks, or parts of one process."""
+    """Number of replicas: ranks, or parts of one process; where ranks have roles, of all of them."""
     launcher: str
     """Who started the ranks: ``horovodrun``, ``mpirun``, ``srun`` … ``none``."""
     controller: str | None
@@ -51,6 +51,8 @@ class RunInfo:
 
     processes: int | None = None
     """Number of processes; None: one for each replica."""
+    roles: Mapping[str, int] = field(default_factory=dict)
+    """How many ranks are what, where they have different roles and each step is taken by one of the workers."""
 
     @property
     def replica_word(self) -> str:

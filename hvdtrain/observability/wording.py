@@ -89,6 +89,7 @@ def header(info: RunInfo) -> list[tuple[str, str]]:
 def _backend(info: RunInfo) -> str:
     controller = f" ({info.controller})" if info.controller else ""
     ranks = plural(info.world_size, info.replica_word) + (f" by {info.launcher}" if info.launcher != "none" else "")
+    ranks += f" ({', '.join(plural(count, role) for role, count in info.roles.items())})" if info.roles else ""
     each = " each" if info.world_size > 1 and info.replica_word == "rank" else ""
     threads = f", {plural(info.threads, 'thread')}{each}" if info.threads else ""
     return f"{info.backend}{controller}, {ranks}{threads}"
@@ -96,7 +97,9 @@ def _backend(info: RunInfo) -> str:
 
 def _batch(info: RunInfo) -> str:
     parts = [plural(info.global_batch, "sample")]
-    if info.world_size > 1:
+    if info.roles:
+        parts.append("each by one worker")
+    elif info.world_size > 1:
         parts.append(f"{info.per_replica_batch:,} per {info.replica_word}")
     if info.accumulate > 1:
         parts.append(f"in {info.accumulate} microbatches of {info.microbatch:,}")

@@ -9,8 +9,6 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.training.compression_probe import compression_warning
 from hvdtrain.training.options import EXCHANGE_OPTIONS, StepOptions
 
-WAITING_SHARE = 0.05
-"""Share of the time that steps may wait for data before that is worth a word."""
 TINY_BATCH = 8
 """Samples per rank and step below which overhead and exchange outweigh the work."""
 
@@ -36,17 +34,6 @@ def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narr
             "rounded before the loss, which is computed in 32."
         )
     return [line for line in lines if line is not None]
-
-
-def waiting_warning(share: float) -> str | None:
-    """Return what to say of steps that waited for data for `share` of their time; None if that is little."""
-    if share <= WAITING_SHARE:
-        return None
-    return (
-        f"warning: steps wait for data {share:.0%} of the time. What helps: --cache memory or --cache file where the "
-        "decoded samples fit, packed files (`python -m hvdtrain data pack`), more --data-threads, fewer changes in "
-        "--augment. `python -m hvdtrain data bench` measures it."
-    )
 
 
 def _tiny(info: RunInfo) -> str | None:

@@ -12,6 +12,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.precision import has_dynamic_scale
+from hvdtrain.training.step import Totals
 
 _callbacks = keras.callbacks
 WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
@@ -97,7 +98,7 @@ class KerasCallbacks(Hooks):
         if self._wishes.batches:
             self._list.on_train_batch_begin(number)
 
-    def end_step(self, number: int, totals: tf.Tensor, metrics: Callable[[], Mapping[str, float]]) -> None:
+    def end_step(self, number: int, totals: Totals, metrics: Callable[[], Mapping[str, float]]) -> None:
         """See `Hooks`; loss and metrics are the epoch's so far."""
         if self._wishes.batches:
             sums = totals.numpy()[:2]

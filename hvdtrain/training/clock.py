@@ -16,10 +16,19 @@ WARM_UP_STEPS = 5
 
 
 class StepClock:
-    """Collects the wall time of each step, leaving out what happens between steps (evaluation, checkpoints)."""
+    """Collects the wall time of each step, leaving out what happens between steps (evaluation, checkpoints).
 
-    def __init__(self, samples_per_step: int) -> None:
+    Args:
+        samples_per_step: samples of a full global batch.
+        overlapping: whether steps are under way while the next ones are started, and only some are waited for: those
+            up to each of these share the time alike. The data are read meanwhile, and no step waits for them that
+            could be seen here.
+    """
+
+    def __init__(self, samples_per_step: int, *, overlapping: bool = False) -> None:
         self._samples = samples_per_step
+        self._overlapping = overlapping
+        self._shared = 0
         self._times: list[float] = []
         self._waits: list[float] = []
         self._logged = 0
@@ -33,20 +42,30 @@ class StepClock:
         """Return the next batch, noting how long it had to be waited for."""
         begin = time.perf_counter()
         batch = next(batches)
-        self._waits.append(max(0.0, time.perf_counter() - begin - HAND_OVER_S))
+        waited = 0.0 if self._overlapping else time.perf_counter() - begin - HAND_OVER_S
+        self._waits.append(max(0.0, waited))
         return batch
 
-    def tick(self) -> None:
-        """Note the end of a step."""
+    def tick(self, *, waited: bool = True) -> None:
+        """Note the end of a step, or, of one that was not waited for, that it was started."""
         now = time.perf_counter()
         self._times.append(now - self._last)
         self._last = now
+        if self._overlapping and waited:
+            together = self._times[self._shared :]
+            self._times[self._shared :] = [sum(together) / len(together)] * len(together)
+            self._shared = len(self._times)
 
     def samples_per_second(self) -> float:
         """Return the throughput over the steps since the last call."""
         recent = self._times[self._logged :]
         self._logged = len(self._times)
         return self._samples * len(recent) / sum(recent) if recent else 0.0
+
+    @property
+    def steady_steps(self) -> int:
+        """Steps since those at the start."""
+        return max(0, len(self._times) - WARM_UP_STEPS)
 
     def waiting_share(self) -> float:
         """Return the share of the steady steps' time in which they waited for data; 0 before there are any."""

@@ -14,9 +14,10 @@ from hvdtrain.training.evaluate import Evaluation
 from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.metrics import BoundMetric, MetricSet
 from hvdtrain.training.optimizer import DistributedOptimizer
+from hvdtrain.training.passes import zero_if_finite
 from hvdtrain.training.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.training.state import TrainState
-from hvdtrain.training.step import Measured, StepResult, zero_if_finite
+from hvdtrain.training.step import Measured, StepResult
 
 _OVERRIDES = ("train_step", "test_step", "compute_loss", "compute_metrics")
 

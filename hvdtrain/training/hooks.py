@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-import tensorflow as tf
+from hvdtrain.training.step import Totals
 
 
 class Hooks:
@@ -14,7 +14,7 @@ class Hooks:
     def begin_step(self, number: int) -> None:
         """Receive a step that begins, from 0 within its epoch."""
 
-    def end_step(self, number: int, totals: tf.Tensor, metrics: Callable[[], Mapping[str, float]]) -> None:
+    def end_step(self, number: int, totals: Totals, metrics: Callable[[], Mapping[str, float]]) -> None:
         """Receive a finished step and its totals: weighted loss and weight come first.
 
         `metrics` returns those of the epoch so far. It exchanges something: all replicas call it, or none.

@@ -1,7 +1,6 @@
 """What `fit` and `evaluate` accept as data, brought into the form that the loop reads."""
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -13,6 +12,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.datasets import DatasetTraining, evaluation_of_dataset
+from hvdtrain.data.given import AsMany, Given, check_given, content_of
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
 from hvdtrain.data.python_code import warn_of_python
 from hvdtrain.data.streams import (
@@ -23,8 +23,6 @@ from hvdtrain.data.streams import (
     is_stream,
     mapped,
 )
-
-ORDER_TIMEOUT_S = 300.0
 
 
 def training_data(
@@ -43,30 +41,42 @@ def training_data(
 
     Raises:
         ConfigError: no batch where one is needed, or one that does not divide among the replicas.
-        DataError: no samples, or ranks that read them in different orders.
+        DataError: no samples, or ranks that were given other samples, or read them in different orders.
     """
     if is_stream(data):
         return _stream(data, backend, batch, seed, shuffle, steps_per_epoch)
-    if not isinstance(data, tf.data.Dataset):
-        if batch is None:
-            raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
-        if steps_per_epoch is not None:
-            raise ConfigError("steps_per_epoch is for datasets that do not end; arrays have their own length.")
-        source = data if isinstance(data, ArraySource) else ArraySource(data)
-        per_replica(batch, backend.size)
-        return SourceTraining(
-            source, batch=batch, index=backend.process, size=backend.processes, seed=seed, shuffle=shuffle
-        )
+    if isinstance(data, tf.data.Dataset):
+        return _dataset(data, backend, batch, steps_per_epoch)
+    if batch is None:
+        raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
+    if steps_per_epoch is not None:
+        raise ConfigError("steps_per_epoch is for datasets that do not end; arrays have their own length.")
+    source = data if isinstance(data, ArraySource) else ArraySource(data)
+    per_replica(batch, backend.size)
+    check_given(lambda: _given_arrays(source, batch), backend, "training")
+    return SourceTraining(
+        source, batch=batch, index=backend.process, size=backend.processes, seed=seed, shuffle=shuffle
+    )
+
+
+def _given_arrays(source: ArraySource, batch: int) -> Given:
+    return Given("arrays", batch, source.size, source.fingerprint().hex())
+
+
+def _dataset(
+    data: tf.data.Dataset, backend: Backend, batch: int | None, steps_per_epoch: int | None
+) -> DatasetTraining:
     if backend.index == 0:
         warn_of_python(data)
     dataset = data if batch is None else data.batch(batch)
     first = _first(dataset)
-    _check_same_order(first, backend, "Give shuffle() a seed")
-    size = batch or int(tf.nest.flatten(first)[0].shape[0])
+    size = batch or _samples(first)
     per_replica(size, backend.size)
-    return DatasetTraining(
+    training = DatasetTraining(
         dataset, batch=size, index=backend.process, size=backend.processes, steps_per_epoch=steps_per_epoch
     )
+    _check_same_batches("a Dataset", first, training, backend, "Give shuffle() a seed")
+    return training
 
 
 def _stream(
@@ -75,22 +85,29 @@ def _stream(
     if batch is not None:
         raise ConfigError(f"The data come in batches already: leave out batch. Received: batch={batch}.")
     first = first_batch(data)
-    _check_same_order(first, backend, "Draw from generators with a seed")
-    size = len(tf.nest.flatten(first)[0])
+    size = _samples(first)
     per_replica(size, backend.size)
+    place = {"batch": size, "index": backend.process, "size": backend.processes}
+    training: TrainingData
     if isinstance(data, keras.utils.PyDataset):
-        return PyDatasetTraining(
-            data,
-            batch=size,
-            index=backend.process,
-            size=backend.processes,
-            seed=seed,
-            shuffle=shuffle,
-            steps_per_epoch=steps_per_epoch,
-        )
-    return GeneratorTraining(
-        data, batch=size, index=backend.process, size=backend.processes, steps_per_epoch=steps_per_epoch
-    )
+        training = PyDatasetTraining(data, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch, **place)
+    else:
+        training = GeneratorTraining(data, steps_per_epoch=steps_per_epoch, **place)
+    _check_same_batches(_kind(data), first, training, backend, "Draw from generators with a seed")
+    return training
+
+
+def _check_same_batches(kind: str, first: tuple[Any, ...], data: TrainingData, backend: Backend, cure: str) -> None:
+    """Refuse batches that differ by rank, as far as the first one and their number tell."""
+    check_given(lambda: Given(kind, data.batch, data.steps_per_epoch, content_of(first)), backend, "training", cure)
+
+
+def _kind(stream: Any) -> str:
+    return "a PyDataset" if isinstance(stream, keras.utils.PyDataset) else "a generator function"
+
+
+def _samples(batch: tuple[Any, ...]) -> int:
+    return len(tf.nest.flatten(batch)[0])
 
 
 def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> Any:
@@ -134,15 +151,59 @@ def _weighted(elements: tuple[Any, ...], table: np.ndarray) -> tuple[Any, ...]:
     return inputs, targets, factor * tf.cast(weights[0], tf.float32) if weights else factor
 
 
-def validation_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[Batch]:
-    """Return this replica's part of validation data: arrays, an ArraySource, or global batches of any kind."""
+def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "validation") -> Iterable[Batch]:
+    """Return this replica's part of validation data: arrays, an ArraySource, or global batches of any kind.
+
+    Args:
+        data: all of them, on every rank.
+        backend: the replicas.
+        batch: samples of a global batch of arrays.
+        what: what errors call the data.
+
+    Raises:
+        ConfigError: they never end.
+        DataError: no samples, or ranks that were given other samples.
+    """
+    index, size = backend.process, backend.processes
     if is_stream(data):
-        return StreamEvaluation(data, index=backend.process, size=backend.processes)
+        stream = StreamEvaluation(data, index=index, size=size)
+        count = data.num_batches if isinstance(data, keras.utils.PyDataset) else None
+        return _alike(_kind(data), stream, lambda: first_batch(data), count, backend, what)
     if isinstance(data, tf.data.Dataset):
-        _first(data)
-        return evaluation_of_dataset(data, index=backend.process, size=backend.processes)
-    source = data if isinstance(data, ArraySource) else ArraySource(data, "validation data")
-    return SourceEvaluation(source, batch=batch, index=backend.process, size=backend.processes)
+        first, count = _first(data), int(data.cardinality())
+        known = None if count == tf.data.UNKNOWN_CARDINALITY else count
+        batches = evaluation_of_dataset(data, index=index, size=size)
+        return _alike("a Dataset", batches, lambda: first, known, backend, what)
+    source = data if isinstance(data, ArraySource) else ArraySource(data, f"{what} data")
+    check_given(lambda: _given_arrays(source, batch), backend, what)
+    return SourceEvaluation(source, batch=batch, index=index, size=size)
+
+
+def _alike(
+    kind: str,
+    batches: Iterable[Batch],
+    first: Callable[[], tuple[Any, ...]],
+    count: int | None,
+    backend: Backend,
+    what: str,
+) -> Iterable[Batch]:
+    """Return `batches`, which every rank must have in the same order and number.
+
+    Args:
+        kind: what they are.
+        batches: this replica's parts.
+        first: returns the first global batch.
+        count: the number of batches, if it is known before they are read.
+        backend: the replicas.
+        what: which data they are.
+    """
+
+    def given() -> Given:
+        batch = first()
+        return Given(kind, _samples(batch), count, content_of(batch))
+
+    check_given(given, backend, what, "Leave out shuffle()")
+    return batches if count is not None or backend.processes == 1 else AsMany(batches, backend, what)
 
 
 def _first(dataset: tf.data.Dataset) -> tuple[Any, ...]:
@@ -153,17 +214,3 @@ def _first(dataset: tf.data.Dataset) -> tuple[Any, ...]:
             raise DataError("The dataset is not batched: pass fit(…, batch=N), the samples per step over all ranks.")
         return elements
     raise DataError("The dataset is empty.")
-
-
-def _check_same_order(first: tuple[Any, ...], backend: Backend, cure: str) -> None:
-    """Refuse data whose first batch differs by rank: each rank would cut its part out of another batch."""
-    digest = hashlib.sha256()
-    for tensor in tf.nest.flatten(first):
-        digest.update(tf.io.serialize_tensor(tensor).numpy())
-    digests = backend.gather_bytes(digest.digest(), timeout=ORDER_TIMEOUT_S)
-    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if others:
-        raise DataError(
-            f"Rank {others[0]} reads the dataset in another order than rank 0, so samples would be lost and repeated. "
-            f"{cure}, or call hvdtrain.init() before the dataset is made."
-        )

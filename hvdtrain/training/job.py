@@ -1,40 +1,38 @@
 """A run from its configuration: what `train` and `evaluate` do on every rank."""
 
-import os
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, world_size
 from hvdtrain.backends.select import backend_for
-from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.checkpoint.checkpointer import Checkpointer, scalars_of
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
+from hvdtrain.data.identity import Identity, identity_of
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.data.shapes import check_shapes
-from hvdtrain.layers.convert import without_sync_batch_norm
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, Observers, RunInfo
 from hvdtrain.observability.jsonl import JsonlWriter
-from hvdtrain.observability.plots import draw_curves
 from hvdtrain.observability.summary import write_json
 from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.observability.wording import plural
-from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.optim.optimizers import build_optimizer
-from hvdtrain.optim.scaling import describe_rate, scaled_learning_rate
-from hvdtrain.runtime.report import collect_environment
+from hvdtrain.optim.scaling import describe_rate
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.blending import blended_loss, blended_metrics
 from hvdtrain.training.folder import RunFolder, create, opened
 from hvdtrain.training.loop import Plan
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.result import FitResult, summary_of
+from hvdtrain.training.resuming import check_samples, settle_processes, stretched_schedule
 from hvdtrain.training.run_data import RunData, run_data
+from hvdtrain.training.run_files import summary_of_run, write_end, write_start
+from hvdtrain.training.run_info import who_trains
 from hvdtrain.training.trainer import Trainer
 
 
@@ -58,18 +56,21 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
     trainer.build(data)
     folder, first = RunFolder(path), backend.index == 0
     checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
+    identity, stretched = identity_of(source.loaded), None
     if first and resume:
-        trainer.restore(checkpoints.newest())
+        stretched = _resume(trainer, checkpoints, identity, config, path)
     elif first:
         create(path)
+    trainer.state.scalars.data = identity
     trainer.broadcast_state()
+    settle_processes(trainer.state.scalars, data, backend.processes, path)
+    data.bad.recall(trainer.state.scalars.left_out)
     _refuse_finished(trainer, plan)
     observers = _observers(config, session, folder) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
-    stretched = stretched_schedule(config, opened(path, "--resume")[1]) if first and resume else None
     try:
         if first:
-            _write_start(folder, config)
+            write_start(folder, config)
         if stretched is not None:
             observers.on_message(stretched)
         result = trainer.train(
@@ -78,12 +79,12 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
             validation=source.validation,
             observers=observers,
             info=info,
-            save=lambda state: _save(checkpoints, state),
+            save=lambda state: _save(checkpoints, state, data),
         )
-        summary = _summary(config, session, backend, trainer, result, resumed_from=info.start_step)
-        summary |= _left_out(source, observers)
+        summary = summary_of_run(config, session, backend, trainer, result, resumed_from=info.start_step)
+        summary |= _left_out(source, observers, folder)
         if first:
-            _write_end(folder, config, trainer, summary)
+            write_end(folder, config, trainer, summary)
         observers.on_end(summary)
     finally:
         observers.close()
@@ -107,25 +108,53 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
     figures = {
         "recipe": config.recipe,
         "step": trainer.state.scalars.step,
-        "world_size": backend.size,
+        "world_size": world_size(backend),
         "val_loss": outcome.loss,
         **{f"val_{name}": value for name, value in outcome.metrics.items()},
         "parameter_hash": trainer.state.agreed_hash(backend),
     }
+    if config.data.tolerated:
+        figures |= _bad_records(source)
     if backend.index == 0:
         write_json(folder.evaluation, figures)
     return figures
 
 
-def _left_out(source: RunData, observers: Observer) -> dict[str, Any]:
-    """Say how many samples were left out, and which is one of them; every rank calls it."""
+def _resume(trainer: Trainer, checkpoints: Checkpointer, identity: Identity, config: Config, path: Path) -> str | None:
+    """Restore the newest checkpoint, if its run had the same samples; return what is to be said of the schedule."""
+    earlier, newest = opened(path, "--resume")[1], checkpoints.newest()
+    # Before the tensors are looked at: other data may make another model.
+    check_samples(scalars_of(newest).get("data"), identity, config, earlier, path)
+    trainer.restore(newest)
+    return stretched_schedule(config, earlier)
+
+
+def _left_out(source: RunData, observers: Observer, folder: RunFolder) -> dict[str, Any]:
+    """Say how many samples were left out, and which; every rank calls it."""
     if not source.training.bad.tolerated:
         return {}
     source.training.bad.share()
-    bad = source.bad
-    if bad:
-        observers.on_message(f"warning: {plural(len(bad), 'sample')} could not be read and did not count: {bad[0]}")
-    return {"bad_records": len(bad)}
+    told = left_out_line(source.bad, folder.summary.name)
+    if told:
+        observers.on_message(told)
+    return _bad_records(source)
+
+
+def _bad_records(source: RunData) -> dict[str, Any]:
+    return {"bad_records": len(source.bad), "left_out": source.bad}
+
+
+def left_out_line(bad: Sequence[str], file: str) -> str:
+    """Return a warning that names the first of the samples that were left out; "" if there are none.
+
+    Args:
+        bad: what is wrong with each.
+        file: the file in the run's folder that names them all.
+    """
+    if not bad:
+        return ""
+    others = f" ({file} names all {len(bad)})" if len(bad) > 1 else ""
+    return f"warning: {plural(len(bad), 'sample')} could not be read and did not count: {bad[0]}{others}"
 
 
 def _plan(config: Config, steps_per_epoch: int) -> Plan:
@@ -193,11 +222,8 @@ def _info(
 ) -> RunInfo:
     return RunInfo(
         recipe=_described(config),
-        backend=backend.name,
-        world_size=backend.size,
+        **who_trains(backend),
         launcher=session.environment.launcher,
-        controller=backend.carrier,
-        processes=backend.processes,
         global_batch=data.batch,
         per_replica_batch=data.batch // backend.size,
         total_steps=plan.total_steps,
@@ -228,67 +254,6 @@ def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
         )
 
 
-def stretched_schedule(config: Config, earlier: Config) -> str | None:
-    """Return what to say of a resumed run whose learning rate leaves the course that it was on; None if it does not."""
-    epochs, before = config.training.epochs, earlier.training.epochs
-    if config.optim.schedule == "constant" or epochs == before:
-        return None
-    return (
-        f"warning: the {config.optim.schedule} schedule spans {plural(epochs, 'epoch')} now and spanned {before} "
-        "before: the learning rate goes on where the longer or shorter course is at this step."
-    )
-
-
-def _save(checkpoints: Checkpointer, state: Any) -> None:
+def _save(checkpoints: Checkpointer, state: Any, data: SourceTraining) -> None:
+    state.scalars.left_out = {str(number): text for number, text in data.bad.found.items()}
     checkpoints.save(state.scalars.step, state.variables(), asdict(state.scalars))
-
-
-def _write_start(folder: RunFolder, config: Config) -> None:
-    folder.config.write_text(to_yaml(config), encoding="utf-8")
-    write_json(folder.environment, collect_environment())
-
-
-def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:
-    # Keras chooses the format by the suffix; the draft keeps it, and the name appears with a whole file only.
-    draft = folder.path / f".{folder.model.name}.{os.getpid()}.keras"
-    with averaged_weights(trainer.optimizer, trainer.model):
-        # Synchronized layers that were put in are taken out, so that the model loads without this package.
-        model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
-        model.save(draft)
-    os.replace(draft, folder.model)
-    if config.observability.plots:
-        draw_curves(folder.metrics, folder.curves, title=_title(summary))
-    write_json(folder.summary, summary)
-
-
-def _title(summary: dict[str, Any]) -> str:
-    size = summary["world_size"]
-    # Without a launcher there is one process, which may hold several replicas.
-    word = "replica" if summary["launcher"] == "none" and size > 1 else "rank"
-    return f"{summary['recipe']}, {plural(size, word)}"
-
-
-def _summary(
-    config: Config, session: Session, backend: Backend, trainer: Trainer, result: FitResult, *, resumed_from: int
-) -> dict[str, Any]:
-    state = trainer.state
-    return {
-        "recipe": config.recipe,
-        "backend": backend.name,
-        "world_size": backend.size,
-        "launcher": session.environment.launcher,
-        "controller": session.environment.controller,
-        "global_batch": config.data.batch,
-        "per_replica_batch": config.data.batch // backend.size,
-        "model": config.model.model,
-        "data": config.data.data,
-        "optimizer": config.optim.optimizer,
-        "options": trainer.options.chosen(),
-        "accumulate": config.training.accumulate,
-        "precision": config.training.precision,
-        "peak_learning_rate": scaled_learning_rate(config.optim, config.data.batch),
-        "resumed_from": resumed_from,
-        **summary_of(result),
-        "parameters": state.parameters(),
-        "parameter_hash": state.agreed_hash(backend),
-    }

@@ -4,9 +4,9 @@ Each step leaves its totals here without waiting for them; they are read togethe
 """
 
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.config.errors import NonFiniteError
+from hvdtrain.training.step import Totals
 
 MIN_LOSS_SCALE = 1.0
 """Below it nothing is left that scaling could do: what overflows then overflows without it."""
@@ -25,13 +25,13 @@ class Ledger:
         self._steps_per_epoch = steps_per_epoch
         self._settled = start_step
         self._skips = skips
-        self._pending: list[tf.Tensor] = []
+        self._pending: list[Totals] = []
         self._bad_data: int | None = None
         self._epoch = np.zeros(2)
         self.epoch_loss = float("nan")
         """Mean loss over the samples of the epoch that ended last."""
 
-    def note(self, totals: tf.Tensor) -> None:
+    def note(self, totals: Totals) -> None:
         """Keep the totals of the step that was just started."""
         self._pending.append(totals)
 

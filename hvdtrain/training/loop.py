@@ -7,7 +7,6 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
 from hvdtrain.observability.summary import median_p90
-from hvdtrain.training.advice import waiting_warning
 from hvdtrain.training.clock import StepClock
 from hvdtrain.training.evaluate import Evaluation
 from hvdtrain.training.hooks import Hooks
@@ -16,6 +15,7 @@ from hvdtrain.training.precision import has_dynamic_scale
 from hvdtrain.training.result import FitResult
 from hvdtrain.training.state import TrainState
 from hvdtrain.training.step import CompiledStep, Measured
+from hvdtrain.training.waiting import WaitingWatch
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class TrainingLoop:
         self._save = save
         self._hooks = hooks or Hooks()
         self._watched = hooks is not None
-        self.clock = StepClock(data.batch)
+        self.clock = StepClock(data.batch, overlapping=backend.workers is not None)
         self.ledger = Ledger(data.steps_per_epoch, state.scalars.step, skips=has_dynamic_scale(state.optimizer))
         self.evaluations: list[EvaluationRecord] = []
-        self._warned = False
+        self._waiting = WaitingWatch(backend, self.clock, data.remedy)
 
     def run(self, plan: Plan) -> None:
         """Train from the state's step to the plan's last one.
@@ -91,7 +91,7 @@ class TrainingLoop:
             batch = self.clock.next_of(batches)
             result = self._step(batch, measure=logged)
             self.ledger.note(result.totals)
-            self.clock.tick()
+            self.clock.tick(waited=logged)
             scalars.step, scalars.epoch = done, done // self._data.steps_per_epoch
             self._observers.on_progress(done)
             self._hooks.end_step(within, result.totals, self._step.metrics_so_far)
@@ -148,10 +148,12 @@ class TrainingLoop:
         rate, norm = float(measured.learning_rate), float(measured.grad_norm)
         metrics = {name: float(value) for name, value in measured.metrics.items()}
         self._observers.on_step(StepRecord(step, epoch, loss, rate, throughput, norm, scale, metrics))
+        warning = self._waiting.look()
+        if warning is not None:
+            self._observers.on_message(warning)
 
     def _end_epoch(self, epoch: int) -> None:
         self.ledger.end_epoch()
-        self._warn_of_waiting()
         if self._evaluate is not None or self._watched:
             self._state.average_statistics(self._backend)
         logs = {"loss": self.ledger.epoch_loss, **self._step.epoch_metrics()}
@@ -165,9 +167,3 @@ class TrainingLoop:
             self._observers.on_evaluation(record)
             logs |= {"val_loss": outcome.loss, **{f"val_{k}": v for k, v in outcome.metrics.items()}}
         self._hooks.end_epoch(epoch, logs)
-
-    def _warn_of_waiting(self) -> None:
-        warning = None if self._warned else waiting_warning(self.clock.waiting_share())
-        if warning is not None:
-            self._warned = True
-            self._observers.on_message(warning)

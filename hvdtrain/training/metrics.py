@@ -94,11 +94,35 @@ class MetricSet:
             count()
 
     def _count(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> None:
+        for metric, label, head, weight in self._shown(bound, targets, outputs, sample_weight):
+            metric.update_state(label, head, sample_weight=weight)
+
+    def _shown(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> list[Any]:
+        """Return each metric with the targets, outputs and weights that it is given."""
         heads = heads_of(outputs, self._names())
         labels = spread("The target", targets, list(heads), to_all=False)
         weights = spread("sample_weight", sample_weight, list(heads), to_all=True)
-        for _, metric, head, weighted in bound:
-            metric.update_state(labels[head], heads[head], sample_weight=weights[head] if weighted else None)
+        return [
+            (metric, labels[head], heads[head], weights[head] if weighted else None)
+            for _, metric, head, weighted in bound
+        ]
+
+    def sums_of(self, targets: Any, outputs: Any, sample_weight: Any) -> list[list[tf.Tensor]]:
+        """Return what each metric's variables would hold after this batch alone; they themselves are not touched."""
+        shown = self._shown(self.bound, targets, outputs, sample_weight)
+        return [
+            metric.stateless_update_state(
+                [tf.zeros(v.shape, v.dtype) for v in metric.variables], label, head, sample_weight=weight
+            )
+            for metric, label, head, weight in shown
+        ]
+
+    def hold(self, sums: Sequence[Sequence[Any]] | None) -> None:
+        """Let each metric's variables be these sums of what `sums_of` returns; None: nothing was counted."""
+        self.reset_all()
+        for bound, values in zip(self.bound, sums or [], strict=sums is not None):
+            for variable, value in zip(bound.metric.variables, values, strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
 
     def reduce(self, role: str) -> None:
         """Replace every metric's variables by their sums over the replicas, within a compiled function."""

@@ -10,9 +10,8 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.datasets import evaluation_of_dataset
-from hvdtrain.data.pipeline import SourceEvaluation
 from hvdtrain.training.heads import inputs_for
+from hvdtrain.training.inputs import validation_batches
 from hvdtrain.training.part import own_part
 
 
@@ -53,12 +52,15 @@ def prediction_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[B
     """Return this replica's part of inputs alone: arrays, a nest of them, or a batched tf.data.Dataset.
 
     A Dataset may give `(inputs, …)`: what follows the inputs is left out.
+
+    Raises:
+        DataError: ranks that were given other inputs.
     """
-    if not isinstance(data, tf.data.Dataset):
-        count = len(tf.nest.flatten(data)[0])
-        source = ArraySource((data, np.zeros(count, np.int32)), "inputs")
-        return SourceEvaluation(source, batch=batch, index=backend.process, size=backend.processes)
-    return evaluation_of_dataset(data.map(_with_no_targets), index=backend.process, size=backend.processes)
+    if isinstance(data, tf.data.Dataset):
+        return validation_batches(data.map(_with_no_targets), backend, batch=batch, what="prediction")
+    count = len(tf.nest.flatten(data)[0])
+    source = ArraySource((data, np.zeros(count, np.int32)), "inputs")
+    return validation_batches(source, backend, batch=batch, what="prediction")
 
 
 def _with_no_targets(*elements: Any) -> tuple[Any, tf.Tensor]:

@@ -26,6 +26,8 @@ class RunData:
     """Samples of a run, and this replica's batches of them."""
 
     splits: DataSplits
+    loaded: DataSplits
+    """The same samples, as they were before --cache kept them."""
     training: SourceTraining
     validation: SourceEvaluation
 
@@ -48,9 +50,9 @@ def run_data(config: Config, backend: Backend) -> RunData:
     splits = load_splits(config.data, config.training.seed)
     if is_user_code(config.data.data) or splits.train.heavy or "path" in config.data.data_args:
         check_same_data(splits, backend)  # what is made by us is the same everywhere
-    where = config.data.cache
+    loaded, where = splits, config.data.cache
     splits = replace(splits, train=cached(splits.train, where), validation=cached(splits.validation, where))
-    return RunData(splits, _training(config, splits, backend), _validation(config.data, splits, backend))
+    return RunData(splits, loaded, _training(config, splits, backend), _validation(config.data, splits, backend))
 
 
 def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTraining:
@@ -69,7 +71,33 @@ def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTra
         shard_by=data.shard_by,
         reading=reading,
         exchange=_exchange(backend),
+        remedy=remedy(data, heavy=splits.train.heavy),
     )
+
+
+def remedy(config: DataConfig, *, heavy: bool) -> str:
+    """Return what a run says of steps that wait for their data; see `what_helps`."""
+    return f"{what_helps(config, heavy=heavy)} `python -m hvdtrain data bench` measures it.".strip()
+
+
+def what_helps(config: DataConfig, *, heavy: bool) -> str:
+    """Say in a sentence what makes samples come faster, of what `config` leaves to be done; "" where that is nothing.
+
+    Args:
+        config: options of the data.
+        heavy: whether the samples are read from files or decoded.
+    """
+    cures = {
+        "--cache memory or --cache file where the decoded samples fit": heavy
+        and config.cache == "none"
+        and not config.tolerated,
+        "packed files (`python -m hvdtrain data pack`)": config.data == "class_folders" and config.cache == "none",
+        "more --data-threads": config.data_threads > 0 and (heavy or bool(config.augment)),
+        "fewer changes in --augment": bool(config.augment),
+        "a larger --batch": not heavy and not config.augment,
+    }
+    named = [cure for cure, helps in cures.items() if helps]
+    return f"What helps: {', '.join(named)}." if named else ""
 
 
 def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> SourceEvaluation:

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, world_size
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import RunInfo
 from hvdtrain.optim.averaging import innermost
@@ -20,11 +20,8 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
     session = current()
     return RunInfo(
         recipe=str(state.model.name),
-        backend=backend.name,
-        world_size=backend.size,
+        **who_trains(backend),
         launcher=session.environment.launcher,
-        controller=backend.carrier,
-        processes=backend.processes,
         global_batch=data.batch,
         per_replica_batch=data.batch // backend.size,
         total_steps=plan.total_steps,
@@ -36,6 +33,18 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
         options=options.chosen(),
         threads=session.plan.threads,
     )
+
+
+def who_trains(backend: Backend) -> dict[str, Any]:
+    """Return what `RunInfo` says of the backend."""
+    roles = {} if backend.workers is None else backend.workers.roles
+    return {
+        "backend": backend.name,
+        "world_size": world_size(backend),
+        "controller": backend.carrier,
+        "processes": None if roles else backend.processes,
+        "roles": roles,
+    }
 
 
 def _rate_of(optimizer: Any) -> str:

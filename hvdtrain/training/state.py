@@ -3,7 +3,7 @@
 import hashlib
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvdtrain.backends.compiled import run_once
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import LaunchError
+from hvdtrain.data.identity import Identity
 from hvdtrain.training.variables import by_path, path_of, unwrap
 
 CALLS_PER_STEP = 4096
@@ -39,6 +40,12 @@ class Scalars:
     """Epoch of the next step."""
     seed: int = 0
     loss_scale: float = 1.0
+    data: Identity | None = None
+    """What tells the samples from others; None where nobody said, as in checkpoints of earlier versions."""
+    processes: int | None = None
+    """How many of them share the files of an epoch (--shard-by files); None where that does not matter."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """What is wrong with the samples of training that are left out (--on-bad-record), by number."""
 
 
 class TrainState:
@@ -59,7 +66,7 @@ class TrainState:
             for path, variable in by_path(model.non_trainable_variables, "model/").items()
             if variable.dtype.is_floating
         }
-        self.generators = by_path(_seed_states(model))
+        self.generators = by_path(seed_states(model))
         self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         """Finished optimizer steps, where a compiled step with random draws can read them."""
 
@@ -128,12 +135,19 @@ class TrainState:
         """Set the model's random generators as a function of (seed, step, replica), within the compiled step."""
         if not self.generators:
             return
-        # By their place in the model: Keras numbers their names over all models of the process.
-        for place, state in enumerate(self.generators.values()):
-            key = zlib.crc32(f"{self.scalars.seed}/{replica}/{place}".encode())
-            counter = tf.cast(self.counter * CALLS_PER_STEP, state.dtype)
-            state.assign(tf.stack([tf.constant(key, state.dtype), counter]))
+        for path, state in self.generator_states(replica, self.counter).items():
+            self.generators[path].assign(state)
         self.counter.assign_add(1)
+
+    def generator_states(self, replica: int, step: Any) -> dict[str, tf.Tensor]:
+        """Return what each of the model's random generators begins `step` with, by path."""
+        states = {}
+        # By their place in the model: Keras numbers their names over all models of the process.
+        for place, (path, state) in enumerate(self.generators.items()):
+            key = zlib.crc32(f"{self.scalars.seed}/{replica}/{place}".encode())
+            counter = tf.cast(step * CALLS_PER_STEP, state.dtype)
+            states[path] = tf.stack([tf.constant(key, state.dtype), counter])
+        return states
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         """Take over the scalars of a checkpoint."""
@@ -141,7 +155,7 @@ class TrainState:
         self.counter.assign(self.scalars.step)
 
 
-def _seed_states(model: Any) -> list[Any]:
+def seed_states(model: Any) -> list[Any]:
     """Return the state variables of the model's seed generators (they are in `variables`, not in `weights`)."""
     weights = {id(unwrap(weight)) for weight in model.weights}
     extra = [variable for variable in model.variables if id(unwrap(variable)) not in weights]

@@ -8,36 +8,27 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
-from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
-from hvdtrain.training.accumulation import GradientSum
-from hvdtrain.training.heads import inputs_for
-from hvdtrain.training.losses import LossFunction, with_model_losses
+from hvdtrain.training.gradient_sum import GradientSum
+from hvdtrain.training.losses import LossFunction
 from hvdtrain.training.metrics import MetricSet
 from hvdtrain.training.microbatches import Microbatches
 from hvdtrain.training.part import own_part
+from hvdtrain.training.passes import LocalSums, Passes, zero_if_finite
 from hvdtrain.training.precision import has_dynamic_scale, loss_scale_of
-from hvdtrain.training.reduction import Gradient
 from hvdtrain.training.state import TrainState
 
 
-class LocalSums(NamedTuple):
-    """What one replica knows after its backward pass; the sums over all replicas give the step."""
+class Totals(Protocol):
+    """A tensor that is there, or will be once a worker has run."""
 
-    gradients: list[Gradient]
-    """Gradients of loss scale x total / nominal."""
-    totals: tf.Tensor
-    """[3]: sum of the weighted losses, sum of the weights, and zero or, where this replica's inputs or targets are
-    not finite, NaN: all three are added up over the replicas."""
-    nominal: tf.Tensor
-    """What the weights of all replicas add up to when every element counts once: the same on all of them."""
-    uniform: bool
-    """Whether the weights do add up to `nominal`: then the reduced gradients are the mean already."""
+    def numpy(self) -> Any:
+        """Return its values, after waiting for them."""
 
 
 class StepResult(NamedTuple):
     """What a step leaves behind, as tensors that nobody has to wait for."""
 
-    totals: tf.Tensor
+    totals: Totals
     """[3]: `LocalSums.totals` over all replicas."""
     measured: "Measured | None"
     """What was asked for besides, on logged steps."""
@@ -111,17 +102,14 @@ class TrainStep:
     ) -> None:
         self._backend = backend
         self._state = state
-        self._loss = loss
+        self._passes = Passes(backend, state, loss, forward=forward, jit=jit)
         self._metrics = metrics
         self._rule = rule
-        self._forward = forward or state.model
-        self._synchronized = sync_layers(state.model)
         self._microbatch = microbatch
         self._sum = GradientSum(list(state.trainable.values()))
         self._epoch = metrics.fresh() if epoch_metrics else None
         self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
         self._look_at_epoch = tf.function(self._epoch_so_far, autograph=False)
-        self._jit = jit
         # With what is measured and without are two graphs: a condition in one graph costs 5 % of a small step.
         self._general = {
             measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
@@ -175,7 +163,7 @@ class TrainStep:
         counted = [known for known in (self._metrics if measure else None, self._epoch) if known is not None]
 
         def run(part: Batch) -> LocalSums:
-            local, outputs = self._forward_backward(part)
+            local, outputs = self._passes(part)
             for metrics in counted:
                 metrics.update(part.targets, outputs, part.sample_weight, part.present)
             return local
@@ -226,51 +214,3 @@ class TrainStep:
     def _reduce_epoch_metrics(self) -> None:
         if self._epoch is not None:
             self._backend.run(self._epoch.reduce, "epoch_metric")
-
-    def _forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
-        if not self._jit:
-            return self.forward_backward(batch)
-        tensors = batch[:-1]
-        uniform: list[bool] = []
-
-        def compiled(*parts: Any) -> tuple[Any, ...]:
-            local, outputs = self.forward_backward(Batch(*parts, batch.finite))  # type: ignore[call-arg]
-            uniform.append(local.uniform)
-            return local.gradients, local.totals, local.nominal, outputs
-
-        gradients, totals, nominal, outputs = tf.function(compiled, autograph=False, jit_compile=True)(*tensors)
-        return LocalSums(gradients, totals, nominal, uniform[-1]), outputs
-
-    def forward_backward(self, batch: Batch) -> tuple[LocalSums, Any]:
-        """Run one microbatch; a replica whose part of it is a placeholder contributes zeros."""
-        # Both passes, as both exchange something.
-        with replicas_of(self._synchronized, self._backend, batch.present):
-            return self._both_passes(batch)
-
-    def _both_passes(self, batch: Batch) -> tuple[LocalSums, Any]:
-        poison = tf.constant(0.0) if batch.finite else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
-        with tf.GradientTape() as tape:
-            outputs = self._forward(inputs_for(self._state.model, batch.inputs), training=True)
-            part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._state.model)
-        dtype = part.total.dtype
-        present = tf.cast(batch.present, dtype)
-        nominal = part.elements_per_sample * tf.cast(batch.global_samples, dtype)
-        # The scale enters as the seed of the backward pass: as a part of the loss it would have gradients of its own.
-        seed = present / nominal * tf.cast(loss_scale_of(self._state.optimizer), dtype)
-        gradients = tape.gradient(part.total, list(self._state.trainable.values()), output_gradients=seed)
-        totals = tf.stack([part.total, part.weight, tf.cast(poison, dtype)]) * present
-        return LocalSums(gradients, totals, nominal, part.uniform), outputs
-
-
-def zero_if_finite(tensors: list[Any]) -> tf.Tensor:
-    """Return 0 if every element of the floating-point tensors among `tensors` is finite, else NaN.
-
-    A sum is finite if its terms are, short of overflow; it takes one pass and no mask in memory.
-    """
-    sums = [_wide_sum(tensor) for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.is_floating]
-    return 0.0 * tf.add_n(sums) if sums else tf.constant(0.0)
-
-
-def _wide_sum(tensor: Any) -> tf.Tensor:
-    narrow = tensor.dtype.size < 4
-    return tf.cast(tf.reduce_sum(tf.cast(tensor, tf.float32) if narrow else tensor), tf.float32)

@@ -24,7 +24,7 @@ from hvdtrain.training.microbatches import per_microbatch
 from hvdtrain.training.optimizer import DistributedOptimizer
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.state import TrainState
-from hvdtrain.training.step import CompiledStep, TrainStep
+from hvdtrain.training.step import CompiledStep, TrainStep, UpdateRule
 from hvdtrain.training.update import AllReduceUpdate
 
 Evaluate = Callable[[Iterable[Batch], Hooks | None], Evaluation]
@@ -69,8 +69,8 @@ class OurSteps:
         self._spec = MetricSpec(objective.metrics, objective.weighted_metrics)
         self._metrics: MetricSet | None = None
         self.narrow_outputs = False
-        self._evaluator: Evaluator | None = None
-        self._known: dict[tuple[int | None, bool], TrainStep] = {}
+        self._evaluator: Evaluate | None = None
+        self._known: dict[tuple[int | None, bool], CompiledStep] = {}
 
     def _names(self) -> Any:
         return getattr(self._model, "output_names", None)
@@ -87,35 +87,44 @@ class OurSteps:
         if self._metrics is None:
             self._metrics = self._spec.settle(batch.targets, outputs, self._backend, self._names)
 
-    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> TrainStep:
+    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> CompiledStep:
         """See `Steps`."""
         if not self._model.trainable_variables:
             raise ConfigError(f"{type(self._model).__name__} {self._model.name!r} has no trainable variables.")
-        options = self._options
-        length = per_microbatch(batch, self._backend.size, options.accumulate) if options.accumulate > 1 else None
+        accumulate = self._options.accumulate
+        length = per_microbatch(batch, self._backend.size, accumulate) if accumulate > 1 else None
         key = (length, epoch_metrics)
         if key not in self._known:
             assert self._metrics is not None, "build comes first"
+            options = self._options
             rule = AllReduceUpdate(self._backend, state, options.reduction_on(self._backend), options.clipping)
-            self._known[key] = TrainStep(
-                self._backend,
-                state,
-                self._loss,
-                self._metrics,
-                rule,
-                forward=self._forward,
-                microbatch=length,
-                epoch_metrics=epoch_metrics,
-                jit=options.jit,
-            )
+            self._known[key] = self._new_step(state, self._metrics, rule, length, epoch_metrics)
         return self._known[key]
 
-    def evaluator(self) -> Evaluator:
+    def _new_step(
+        self, state: TrainState, metrics: MetricSet, rule: UpdateRule, microbatch: int | None, epoch_metrics: bool
+    ) -> CompiledStep:
+        return TrainStep(
+            self._backend,
+            state,
+            self._loss,
+            metrics,
+            rule,
+            forward=self._forward,
+            microbatch=microbatch,
+            epoch_metrics=epoch_metrics,
+            jit=self._options.jit,
+        )
+
+    def evaluator(self) -> Evaluate:
         """See `Steps`."""
         if self._evaluator is None:
             assert self._metrics is not None, "build comes first"
-            self._evaluator = Evaluator(self._backend, self._model, self._loss, self._metrics.fresh())
+            self._evaluator = self._new_evaluator(self._metrics.fresh())
         return self._evaluator
+
+    def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
+        return Evaluator(self._backend, self._model, self._loss, metrics)
 
     def compile_for_callbacks(self) -> None:
         """See `Steps`; a model that was compiled with this optimizer keeps its settings."""

@@ -23,19 +23,18 @@ from hvdtrain.training.assembly import built_model, built_optimizer, converted, 
 from hvdtrain.training.callbacks import KerasCallbacks, wishes_of_all
 from hvdtrain.training.compile_settings import Objective, settle
 from hvdtrain.training.compression_probe import compression_cost
-from hvdtrain.training.custom import has_own_step
+from hvdtrain.training.engine import predictor_for, steps_for
 from hvdtrain.training.evaluate import Evaluation
 from hvdtrain.training.hooks import Hooks
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.loop import Plan, TrainingLoop
 from hvdtrain.training.options import step_options
 from hvdtrain.training.precision import with_loss_scaling
-from hvdtrain.training.predict import Predictor, prediction_batches
+from hvdtrain.training.predict import prediction_batches
 from hvdtrain.training.result import FitResult, summary_of
 from hvdtrain.training.run_info import run_info
 from hvdtrain.training.state import TrainState
 from hvdtrain.training.step import CompiledStep
-from hvdtrain.training.steps import KerasSteps, OurSteps, Steps
 
 STATE_TIMEOUT_S = 600.0
 
@@ -95,11 +94,10 @@ class Trainer:
             self.model = converted(built, self.options)
             self.optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
         self.backend.prepare(self.optimizer)
-        kind = KerasSteps if has_own_step(self.model) else OurSteps
-        self._steps: Steps = kind(self.backend, self.model, self.optimizer, objective, self.options)
+        self._steps = steps_for(self.backend, self.model, self.optimizer, objective, self.options)
         self._state: TrainState | None = None
         self._compression_cost: float | None = None
-        self._predictor = Predictor(self.backend, self.model)
+        self._predictor = predictor_for(self.backend, self.model)
 
     @property
     def state(self) -> TrainState:
@@ -201,6 +199,9 @@ class Trainer:
             inputs: arrays [samples, …], a nest of them, or a batched tf.data.Dataset whose elements are inputs or
                 begin with them; the whole data on every rank.
             batch: samples per step over all ranks, for arrays.
+
+        Raises:
+            DataError: no inputs, or ranks that were given other inputs.
         """
         with averaged_weights(self.optimizer, self.model):
             return self._predictor(prediction_batches(inputs, self.backend, batch=batch))

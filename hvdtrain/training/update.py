@@ -6,10 +6,10 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, ReduceOp
 from hvdtrain.optim.clipping import Clipping, global_norm
+from hvdtrain.training.passes import LocalSums
 from hvdtrain.training.precision import loss_scale_of
 from hvdtrain.training.reduction import Gradient, GradientReducer, ReductionOptions, scaled
 from hvdtrain.training.state import TrainState
-from hvdtrain.training.step import LocalSums
 
 
 class AllReduceUpdate:

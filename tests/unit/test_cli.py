@@ -32,11 +32,14 @@ def run_dir(tmp_path):
 
 
 def said(*argv):
-    """The message that refuses a command line, in one line without the frame around it."""
+    """The message that refuses a command line, in one line."""
+    return " ".join(said_in_lines(*argv).split())
+
+
+def said_in_lines(*argv):
     with pytest.raises(UserError) as raised:
         parse([str(word) for word in argv])
-    lines = (line.strip("│ ") for line in str(raised.value).splitlines() if line[0] not in "╭╰")
-    return " ".join(" ".join(lines).split())
+    return str(raised.value)
 
 
 # -- train: recipe < --config < flags --
@@ -133,6 +136,17 @@ def test_a_mistake_on_the_command_line_is_explained(argv, parts):
         assert part in text
 
 
+def test_the_explanation_is_plain_text_even_for_what_looks_like_a_terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert said_in_lines("--epoch", "3").splitlines() == [
+        "Unrecognized options: --epoch, 3",
+        "Perhaps you meant:",
+        "    --epochs INT",
+        "        Passes over the training samples. (default: 10)",
+        "For full helptext, run python -m hvdtrain train --help",
+    ]
+
+
 def test_an_unknown_key_in_the_file_is_named_with_its_path(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("optim: {learning_rat: 1}\n", encoding="utf-8")
@@ -163,9 +177,12 @@ def test_resume_takes_the_runs_own_options(run_dir):
         ["--keep", "1", "--checkpoint-every", "5"],
         ["--log-every", "1", "--plots", "False"],
         ["--threads", "1", "--backend", "single"],
+        ["--on-bad-record", "skip:2", "--data-threads", "3", "--data-memory-mb", "64"],
+        ["--cache", "memory"],
+        ["--data-args", "path", "elsewhere"],
     ],
 )
-def test_resume_may_change_how_long_and_how_it_is_watched(run_dir, flags):
+def test_resume_may_change_how_long_how_it_is_watched_and_how_samples_are_read(run_dir, flags):
     request = parse(["--resume", str(run_dir), *flags])
     assert request.config != changed("training", epochs=3, seed=4)
     assert request.config.training.seed == 4
@@ -179,10 +196,24 @@ def test_resume_may_change_how_long_and_how_it_is_watched(run_dir, flags):
         ["--learning-rate", "1"],
         ["--model-args", "width", "8"],
         ["--epochs", "9", "--shuffle", "False"],
+        ["--data-args", "validation", "7"],
+        ["--data", "idx"],
+        ["--tail", "drop"],
+        ["--shard-by", "files"],
+        ["--augment", "flip"],
     ],
 )
 def test_resume_refuses_what_would_make_it_another_run(run_dir, flags):
     assert f"--resume {run_dir} goes on with the run as it was" in said("--resume", run_dir, *flags)
+
+
+def test_resume_keeps_the_other_arguments_of_data_that_were_moved(run_dir):
+    there = changed("data", data="arrays", data_args={"path": "here", "validation": 500})
+    (run_dir / "config.yaml").write_text(to_yaml(there), encoding="utf-8")
+    moved = parse(["--resume", str(run_dir), "--data-args", "path", "there"]).config
+    assert moved.data.data_args == {"path": "there", "validation": 500}
+    refusal = said("--resume", run_dir, "--data-args", "path", "there", "validation", "5")
+    assert "--cache, --data-threads, --data-memory-mb, where its data are (--data-args path)" in refusal
 
 
 @pytest.mark.parametrize("more", [["--run-dir", "x"], ["--config", "x.yaml"]])
@@ -363,7 +394,7 @@ def test_errors_of_the_command_line_are_the_users():
 
 
 def test_a_schedule_that_a_resumed_run_stretches_is_said(run_dir):
-    from hvdtrain.training.job import stretched_schedule
+    from hvdtrain.training.resuming import stretched_schedule
 
     before = changed("training", epochs=3, seed=4)
     more = parse(["--resume", str(run_dir), "--epochs", "5"]).config

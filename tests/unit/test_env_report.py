@@ -22,6 +22,7 @@ def test_secrets_are_masked_and_other_programs_variables_left_out() -> None:
             "OMPI_MCA_orte_precondition_transports": "s3cret",
             "SLURM_JOB_ID": "7",
             "TF_api_token": "s3cret",
+            "TF_CLI_CONFIG_FILE": "of Terraform",
             "CUDA_VISIBLE_DEVICES": "0",
             "CUDA_VISIBLE_DEVICES_OF_OTHERS": "1",
             "MY_OMP_": "1",

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.cached import cached
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.sources.extras import optional_package
 from hvdtrain.data.sources.rows import RowSource
@@ -114,6 +115,29 @@ def test_a_row_unlike_the_others_is_named(changed, cause):
 def test_columns_that_cannot_be_used_are_named(arguments, error, cause):
     with pytest.raises(error, match=re.escape(cause)):
         rows(**arguments)
+
+
+def test_fingerprints_tell_columns_and_classes_apart():
+    def read(number):
+        return {**row(number), "other": LABELS[number] + 1, "second": 255 - IMAGES[number]}
+
+    marks = [
+        rows(read=read, **options).fingerprint()
+        for options in ({}, {"target": "other"}, {"inputs": ("second",)}, {"inputs": ("image", "second")})
+    ]
+    marks.append(rows(read=read, classes=3).fingerprint())
+    assert len(set(marks)) == len(marks)
+
+
+def test_a_cache_of_other_columns_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path))
+
+    def read(number):
+        return {**row(number), "other": 2 - LABELS[number]}
+
+    kept = {target: arrays(cached(rows(target=target, read=read), "file"))[1] for target in ("label", "other")}
+    assert (kept["label"] == LABELS).all()
+    assert (kept["other"] == 2 - LABELS).all()
 
 
 def test_fingerprints_tell_versions_apart():

@@ -111,6 +111,15 @@ def test_the_header_of_one_process_speaks_of_no_ranks_to_share_with(plain: Plain
     ]
 
 
+def test_the_header_says_which_ranks_do_what(plain: PlainConsole, stream: Stream) -> None:
+    roles = {"chief": 1, "worker": 2, "parameter server": 1}
+    plain.on_start(run_info(backend="parameter_server", controller=None, world_size=4, roles=roles, run_dir=None))
+    assert stream.getvalue().splitlines()[1:3] == [
+        "backend     parameter_server, 4 ranks by horovodrun (1 chief, 2 workers, 1 parameter server), 1 thread each",
+        "batch       64 samples, each by one worker",
+    ]
+
+
 def test_plain_lines_come_at_most_every_two_seconds_and_are_flushed(
     plain: PlainConsole, stream: Stream, clock: Clock
 ) -> None:

@@ -258,7 +258,9 @@ def test_what_makes_no_dlrm_is_refused(shape, classes, arguments, cause):
 
 @pytest.mark.parametrize("arguments", [{"depth": 18}, {"width": 0}])
 def test_what_makes_no_large_resnet_is_refused(arguments):
-    with pytest.raises(ConfigError, match=r"50, 101 or 152 layers, and a positive width. Received: depth=\d+, width="):
+    with pytest.raises(
+        ConfigError, match=r"26, 50, 101 or 152 layers, and a positive width. Received: depth=\d+, width="
+    ):
         build_model(ModelConfig("resnet_imagenet", arguments), (32, 32, 3), 5, 0)
 
 

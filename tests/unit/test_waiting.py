@@ -1,7 +1,9 @@
 """Whether steps wait for their data, and what is said about it."""
 
+import inspect
 import itertools
 import time
+import warnings
 
 import keras
 import numpy as np
@@ -9,9 +11,19 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.config.data import DataConfig
+from hvdtrain.data.datasets import DatasetTraining
+from hvdtrain.data.pipeline import SourceTraining
+from hvdtrain.data.streams import GeneratorTraining, PyDatasetTraining
+from hvdtrain.observability.events import BaseObserver
 from hvdtrain.training import clock
-from hvdtrain.training.advice import waiting_warning
 from hvdtrain.training.clock import HAND_OVER_S, WARM_UP_STEPS, StepClock
+from hvdtrain.training.inputs import training_data
+from hvdtrain.training.loop import Plan
+from hvdtrain.training.run_data import remedy
+from hvdtrain.training.waiting import WaitingWatch, waiting_warning
+from tests.unit.gathering import on_ranks
 
 
 @pytest.fixture
@@ -22,13 +34,13 @@ def now(monkeypatch):
     return seconds
 
 
-def run(now, steps, *, wait, work):
+def run(now, steps, *, wait, work, **options):
     def batches():
         while True:
             now[0] += wait + HAND_OVER_S
             yield "batch"
 
-    watch, stream = StepClock(8), batches()
+    watch, stream = StepClock(8, **options), batches()
     watch.resume()
     for _ in range(steps):
         assert watch.next_of(stream) == "batch"
@@ -41,6 +53,17 @@ def test_the_share_of_the_steady_steps(now):
     assert run(now, 20, wait=1.0, work=3.0).waiting_share() == pytest.approx(0.25)
     assert run(now, 20, wait=0.0, work=3.0).waiting_share() == pytest.approx(0.0, abs=1e-9)
     assert run(now, WARM_UP_STEPS, wait=1.0, work=1.0).waiting_share() == 0.0
+
+
+def test_steps_that_overlap_share_the_time_up_to_the_one_that_was_waited_for(now):
+    watch = StepClock(8, overlapping=True)
+    watch.resume()
+    for seconds, waited in [(2.0, True), (0.0, False), (0.0, False), (3.0, True), (1.0, False)]:
+        now[0] += seconds
+        watch.tick(waited=waited)
+    assert watch.steady_ms() == [2000.0, 1000.0, 1000.0, 1000.0, 1000.0]
+    assert watch.samples_per_second() == pytest.approx(8 * 5 / 6.0)
+    assert run(now, 20, wait=1.0, work=3.0, overlapping=True).waiting_share() == 0.0
 
 
 def test_the_first_steps_do_not_count(now):
@@ -63,24 +86,117 @@ def test_taking_a_batch_that_is_ready_is_no_waiting(now):
 
 
 def test_it_is_said_where_it_is_worth_a_word():
-    assert waiting_warning(0.05) is None
-    said = waiting_warning(0.31)
-    assert said.startswith("warning: steps wait for data 31% of the time")
-    for cure in ("--cache", "data pack", "--data-threads", "data bench"):
-        assert cure in said
+    assert waiting_warning([0.05], "Do this.") is None
+    assert waiting_warning([0.31], "Do this.") == "warning: steps wait for data 31% of the time. Do this."
+    assert waiting_warning([0.0, 0.04, 0.0], "Do this.") is None
+    assert waiting_warning([0.0, 0.2, 0.31], "Do this.").startswith("warning: steps wait for data 31% of the time on r")
 
 
-def test_a_run_with_slow_data_says_so_once(session, capsys):
+@pytest.mark.parametrize(
+    ("options", "heavy", "named", "not_named"),
+    [
+        ({"data": "class_folders"}, True, ["--cache memory", "data pack"], ["--data-threads", "--augment", "--batch"]),
+        ({"data": "class_folders", "cache": "file"}, True, [], ["--cache", "data pack", "What helps"]),
+        ({"data": "tfrecord", "data_threads": 1}, True, ["--cache", "more --data-threads"], ["data pack"]),
+        ({"data": "tfrecord", "on_bad_record": "skip:1"}, True, [], ["--cache"]),
+        ({"augment": ("crop",), "data_threads": 1}, False, ["--augment", "--data-threads"], ["--cache", "--batch"]),
+        ({}, False, ["a larger --batch"], ["--cache", "--data-threads", "data pack"]),
+    ],
+)
+def test_what_helps_is_what_is_not_done_already(options, heavy, named, not_named):
+    said = remedy(DataConfig(**options), heavy=heavy)
+    assert said.endswith("`python -m hvdtrain data bench` measures it.")
+    assert all(word in said for word in named)
+    assert not [word for word in not_named if word in said]
+
+
+@pytest.mark.parametrize("kind", [SourceTraining, DatasetTraining, PyDatasetTraining, GeneratorTraining])
+def test_a_script_is_told_of_no_flags(kind):
+    default = inspect.signature(kind).parameters.get("remedy")
+    said = default.default if default else kind.remedy
+    assert said.startswith("What helps: ")
+    assert "--" not in said
+
+
+def test_one_rank_that_waits_is_found_after_enough_steps(now):
+    def body(backend):
+        clock = StepClock(8)
+        clock._times, clock._waits = [], []
+        watch, said = WaitingWatch(backend, clock, "Do this."), {}
+        for step in range(1, 201):
+            clock._times.append(1.0)
+            clock._waits.append(0.5 if backend.index == 1 and step > 40 else 0.0)
+            if step % 5 == 0:
+                said[step] = watch.look()
+        return {step: text for step, text in said.items() if text}
+
+    first, second = on_ranks(2, body)
+    assert first == second
+    # Looked at after 30 and after 60 steady steps; then it was said.
+    assert list(first) == [WARM_UP_STEPS + 60]
+    assert "on rank 1. Do this." in first[WARM_UP_STEPS + 60]
+
+
+def test_ranks_meet_a_few_times_in_a_long_run(now):
+    met = []
+
+    class Counting(SingleBackend):
+        def gather_bytes(self, payload, *, timeout):
+            met.append(payload)
+            return [payload]
+
+    clock = StepClock(8)
+    watch = WaitingWatch(Counting(None), clock, "")
+    for _ in range(10_000):
+        clock._times.append(1.0)
+        clock._waits.append(0.0)
+        assert watch.look() is None
+    assert len(met) == 9
+
+
+def slow_data(count):
     def slow(number):
         time.sleep(0.02)
-        return np.full((8, 4), number, np.float32)
+        return np.zeros((8, 4), np.float32)
 
     def batch(number):
         inputs = tf.ensure_shape(tf.numpy_function(slow, [number], tf.float32), [8, 4])
         return inputs, tf.zeros([8, 1])
 
+    return tf.data.Dataset.range(count).map(batch)
+
+
+class Told(BaseObserver):
+    """Notes the steps after which something was said."""
+
+    def __init__(self):
+        self.step, self.said = 0, {}
+
+    def on_progress(self, step):
+        self.step = step
+
+    def on_message(self, text):
+        self.said[self.step] = text
+
+
+def said_of_slow_data(steps):
+    """What a run of so many steps says of waiting, by step."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    trainer = hvdtrain.Trainer(model, "sgd", "mse")
-    trainer.fit(tf.data.Dataset.range(15).map(batch), epochs=2)
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("warning: steps wait for data") == 1
+    trainer, told = hvdtrain.Trainer(model, "sgd", "mse"), Told()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = training_data(slow_data(steps), trainer.backend, batch=None, seed=0, shuffle=False, steps_per_epoch=None)
+    trainer.build(data)
+    trainer.train(data, Plan(steps), observers=told)
+    return {step: text for step, text in told.said.items() if "steps wait for data" in text}
+
+
+def test_a_run_with_slow_data_says_so_once_and_not_only_when_all_is_over(session):
+    said = said_of_slow_data(60)
+    assert list(said) == [40]
+    assert "num_parallel_calls" in said[40]
+    assert "--" not in said[40]
+
+
+def test_a_few_steps_say_nothing(session):
+    assert not said_of_slow_data(12)

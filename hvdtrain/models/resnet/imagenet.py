@@ -11,7 +11,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.models.family import classifier
 from hvdtrain.models.resnet.blocks import added, conv_norm, pooled_logits
 
-BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+BLOCKS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 """Blocks of each stage, by the number of layers."""
 EXPANSION = 4
 """A block ends with so many times the channels of its middle."""
@@ -22,14 +22,14 @@ def build(
 ) -> keras.Model:
     """Return a classifier of images `shape` [height, width, channels], usually [224, 224, 3], that gives logits.
 
-    At width 64 and with 1000 classes it has 25,557,032 trainable parameters (depth 50), 44,549,160 (101) or
-    60,192,808 (152).
+    At width 64 and with 1000 classes it has 15,995,176 trainable parameters (depth 26), 25,557,032 (50), 44,549,160
+    (101) or 60,192,808 (152).
 
     Args:
         shape: shape of one image.
         classes: number of labels.
         seed: initial values are a function of it and of each variable's path.
-        depth: layers: 50, 101 or 152.
+        depth: layers: 26, 50, 101 or 152.
         width: channels of the stem, and of the middle of the first stage's blocks; each stage doubles them.
         zero_gamma: let every block begin as the identity, by a factor of zero in its last normalization, which
             helps with large batches (Goyal et al. 2017, arXiv:1706.02677, section 5.1).
@@ -39,7 +39,7 @@ def build(
     """
     if depth not in BLOCKS or width < 1:
         raise ConfigError(
-            "A ResNet for large images has 50, 101 or 152 layers, and a positive width. "
+            "A ResNet for large images has 26, 50, 101 or 152 layers, and a positive width. "
             f"Received: depth={depth}, width={width}."
         )
     images = keras.Input(shape, name="images")
