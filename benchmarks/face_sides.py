@@ -7,20 +7,24 @@ other: `model.fit` with `hvdtrain.horovod.keras.DistributedOptimizer`, and Horov
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
-from sides import MODELS, WARM_UP, WINDOW, build, pinned, plain_steps, samples, window_of
+from sides import MODELS, WARM_UP, WINDOW
 
 import hvdtrain.horovod.keras as hvd
+from hvdtrain.bench.catalog import bench_config
+from hvdtrain.bench.plain import PlainLoop, pin, window_of
+from hvdtrain.config.run import Config
+from hvdtrain.models.registry import model_family
 from hvdtrain.runtime.environment import detect_environment
 
 
 class TakingTurns(keras.callbacks.Callback):
     """Times each window of `fit`, and then lets the plain loop take one."""
 
-    def __init__(self, plain: Any) -> None:
+    def __init__(self, plain: Iterator[None]) -> None:
         super().__init__()
         self.times: dict[str, list[float]] = {"plain": [], "face": []}
         self._plain = plain
@@ -33,23 +37,19 @@ class TakingTurns(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if (batch + 1) % WINDOW == 0:
             self.times["face"].append(1000.0 * (time.perf_counter() - self._begin) / WINDOW)
-            self.times["plain"].append(window_of(self._plain))
+            self.times["plain"].append(window_of(self._plain, WINDOW))
 
 
-def measure(name: str, batch: int, windows: int) -> dict[str, list[float]]:
+def measure(config: Config, windows: int) -> dict[str, list[float]]:
     """Return each side's windows in milliseconds a step, without those in which something is traced."""
     environment = detect_environment()
-    threads = pinned(environment.local_rank, environment.local_size)
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-    tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+    pin(environment)
     hvd.init()
-    model, optimizer, loss = build(name)
-    model.compile(hvd.DistributedOptimizer(optimizer), loss)
-    dataset = tf.data.Dataset.from_tensor_slices(samples(name))
-    dataset = dataset.repeat().shuffle(10000).batch(batch // environment.size).prefetch(4)
-    turns = TakingTurns(plain_steps(name, batch, environment))
+    plain, face = PlainLoop(config, environment), PlainLoop(config, environment)
+    face.model.compile(hvd.DistributedOptimizer(face.optimizer), model_family(config.model).loss())
+    turns = TakingTurns(plain.steps(WINDOW))
     start_alike = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(dataset, steps_per_epoch=windows * WINDOW, verbose=0, callbacks=[start_alike, turns])
+    face.model.fit(face.batches(), steps_per_epoch=windows * WINDOW, verbose=0, callbacks=[start_alike, turns])
     return {side: values[WARM_UP:] for side, values in turns.times.items()}
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--windows", type=int, default=24)
     arguments = parser.parse_args()
-    times = measure(arguments.model, arguments.batch, arguments.windows)
+    times = measure(bench_config(arguments.model, batch=arguments.batch), arguments.windows)
     if hvd.rank() == 0:
         print("WINDOWS " + json.dumps(times), flush=True)
 

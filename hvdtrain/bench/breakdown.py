@@ -28,7 +28,8 @@ from hvdtrain.runtime.session import Session
 from hvdtrain.training.losses import summed_loss
 from hvdtrain.training.metric_specs import MetricSpec
 from hvdtrain.training.microbatches import per_microbatch
-from hvdtrain.training.step import LocalSums, TrainStep, UpdateRule
+from hvdtrain.training.passes import LocalSums
+from hvdtrain.training.step import TrainStep, UpdateRule
 from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update import AllReduceUpdate
 
@@ -48,10 +49,11 @@ class NoUpdate:
     """Leaves everything as it is, once all gradients are there."""
 
     def update(self, local: LocalSums, *, measure: bool) -> tuple[tf.Tensor, None]:
-        """See `UpdateRule`."""
+        """See `UpdateRule`; the totals are no longer those of the step."""
         gradients = [g.values if isinstance(g, tf.IndexedSlices) else g for g in local.gradients if g is not None]
-        with tf.control_dependencies(gradients):
-            return tf.identity(local.totals), None
+        # A value of each goes into the result: control dependencies would be optimized away, and the backward pass.
+        touched = [tf.cast(tf.reshape(gradient, [-1])[0], local.totals.dtype) for gradient in gradients]
+        return tf.add_n([local.totals, *(tf.fill(tf.shape(local.totals), value) for value in touched)]), None
 
 
 class Variants:

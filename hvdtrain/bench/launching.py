@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,21 @@ def shown(command: Sequence[str]) -> str:
     return shlex.join("python" if word == sys.executable else word for word in command)
 
 
-def ask(command: Sequence[str], word: str, *, limit_s: float) -> Answer:
+def ask(command: Sequence[str], word: str, *, limit_s: float, settings: Mapping[str, str] | None = None) -> Answer:
     """Run a command and return the JSON that it prints in a line behind `word`; None for the empty word.
+
+    Args:
+        command: program and arguments.
+        word: see above.
+        limit_s: seconds it may take.
+        settings: environment variables that it is given besides those of this process.
 
     Raises:
         LaunchFailed: it cannot be started, fails, takes more than `limit_s` seconds, or prints no such line.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     begin, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
-    code, out, err = _run(command, launch_environment({**os.environ, "PATH": path}), limit_s)
+    code, out, err = _run(command, launch_environment({**os.environ, **(settings or {}), "PATH": path}), limit_s)
     seconds = time.perf_counter() - begin
     foreign = max(0.0, _busy_seconds() - busy - (_own_seconds() - own)) / seconds
     found = re.search(rf"{word} ([{{\[].*)", out) if word else None

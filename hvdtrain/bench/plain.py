@@ -28,6 +28,16 @@ BUFFER = 10_000
 
 def pin_and_start(environment: Environment) -> int:
     """Do for the plain loop what `hvdtrain.init` does for the others; return the number of threads."""
+    threads = pin(environment)
+    if environment.size > 1:
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+    return threads
+
+
+def pin(environment: Environment) -> int:
+    """Give this rank its cores, threads and GPU, and return the number of threads; before TensorFlow has started."""
     threads = _pinned(environment.local_rank, environment.local_size)
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
@@ -36,10 +46,6 @@ def pin_and_start(environment: Environment) -> int:
         tf.config.experimental.set_memory_growth(gpu, True)
     if gpus:
         tf.config.set_visible_devices(gpus[environment.local_rank % len(gpus)], "GPU")
-    if environment.size > 1:
-        import horovod.tensorflow as hvd
-
-        hvd.init()
     return threads
 
 

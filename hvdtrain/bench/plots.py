@@ -93,12 +93,16 @@ def efficiency(rows: Sequence[Row]) -> bytes | None:
     models = list(dict.fromkeys(cell.model for cell, _ in rows))
     if not any(_told(rows, model, kind) for model in models for kind in ("strong", "weak")):
         return None
+    # One colour for a side in all panels, and a place of its own beside the others'.
+    labels = list(dict.fromkeys(_label(cell) for cell, _ in rows if cell.ranks > 1))
     figure = _figure(8.5, 2.6 * len(models))
     panels = figure.subplots(len(models), 2, squeeze=False)
     for line, model in zip(panels, models, strict=True):
         for axes, kind in zip(line, ("strong", "weak"), strict=True):
-            for number, (label, points) in enumerate(_told(rows, model, kind).items()):
-                sizes, shares = [p[0] for p in points], [p[1].median for p in points]
+            for label, points in _told(rows, model, kind).items():
+                number = labels.index(label)
+                aside = 0.06 * (number - (len(labels) - 1) / 2)
+                sizes, shares = [p[0] + aside for p in points], [p[1].median for p in points]
                 spans = [[p[1].median - p[1].low for p in points], [p[1].high - p[1].median for p in points]]
                 colour = COLOURS[number % len(COLOURS)]
                 axes.errorbar(sizes, shares, yerr=spans, marker="o", markersize=4, color=colour, label=label)
@@ -118,10 +122,13 @@ def _told(rows: Sequence[Row], model: str, kind: str) -> dict[str, list[tuple[in
     for cell, known in rows:
         share = getattr(known, kind)
         if cell.model == model and cell.ranks > 1 and isinstance(share, Spread):
-            label = cell.side + f" {cell.precision}" * (cell.precision != "float32")
-            label += f" K={cell.accumulate}" * (cell.accumulate > 1)
-            found.setdefault(label, []).append((cell.ranks, share))
+            found.setdefault(_label(cell), []).append((cell.ranks, share))
     return {label: sorted(points, key=lambda point: point[0]) for label, points in found.items()}
+
+
+def _label(cell: Cell) -> str:
+    label = cell.side + f" {cell.precision}" * (cell.precision != "float32")
+    return label + f" K={cell.accumulate}" * (cell.accumulate > 1)
 
 
 def breakdown(rows: Sequence[Row]) -> bytes | None:

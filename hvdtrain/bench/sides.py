@@ -72,6 +72,8 @@ def side(name: str) -> Side:
 def refusal(name: str, *, ranks: int, precision: str, accumulate: int) -> str | None:
     """Say why this side cannot run at all as it is asked to; None where it can be tried."""
     this = side(name)
+    if this.traffic == "server":
+        return "its steps are taken by ranks whose processor time and memory are not measured yet"
     if this.launcher == "none" and not this.several and ranks > 1:
         return "it is one replica"
     if this.by_hand and precision == "mixed_float16":

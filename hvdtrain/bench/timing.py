@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS
+from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS, LARGE_MESSAGES
 
 MIB = 1024
 """KiB, in which Linux counts resident memory."""
@@ -56,7 +56,7 @@ def limit_cores(count: int) -> None:
 def process_settings(threads: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what this process runs with."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    exchange = {name: environ[name] for name in EXCHANGE_DEFAULTS if name in environ}
+    exchange = {name: environ[name] for name in (*EXCHANGE_DEFAULTS, *LARGE_MESSAGES) if name in environ}
     return {"threads": str(threads), "cores of rank 0": cores, **exchange}
 
 

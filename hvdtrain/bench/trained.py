@@ -52,6 +52,7 @@ class Metered:
     def __init__(self, data: TrainingData, timing: Timing) -> None:
         self.steps_per_epoch = data.steps_per_epoch
         self.batch = data.batch
+        self.remedy = data.remedy
         self.seconds: dict[int, float] = {}
         self._data = data
         self._timing = timing

@@ -29,6 +29,7 @@ fresh processes. Writes results.json, report.md and report.html into OUT/DATE-HO
 
 _COMMANDS = """\
 commands:
+  bench --autotune      the settings of the exchange that are fastest on this machine
   bench collectives     times of allreduce, allgather, reducescatter, alltoall and broadcast over sizes
   bench compare A B     what changed between two results
   bench report FOLDER   the report of results that are there, as after a comparison that was interrupted

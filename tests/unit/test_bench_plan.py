@@ -38,12 +38,14 @@ def test_accumulation_leaves_the_microbatch_as_it_is():
 
 
 def test_what_a_side_cannot_do_is_refused_with_the_reason():
-    matrix = Matrix(["single", "mirrored", "plain-gloo"], ["mlp"], [2], precisions=["mixed_float16"])
+    sides = ["single", "mirrored", "plain-gloo", "parameter_server"]
+    matrix = Matrix(sides, ["mlp"], [2], precisions=["mixed_float16"])
     todo, refused = points(matrix)
     assert [p.side for p in todo] == ["mirrored"]
     reasons = {p.side: why for p, why in refused.items()}
     assert "one replica" in reasons["single"]
     assert "loss scaling" in reasons["plain-gloo"]
+    assert "are not measured yet" in reasons["parameter_server"]
     assert "loss scaling" in reasons["one-core"]
 
 
