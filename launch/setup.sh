@@ -22,7 +22,7 @@ usage() {
 Usage: launch/setup.sh [--test]
 
 Makes .venv: installs the pinned dependencies, builds Horovod against the installed TensorFlow, and checks
-that 2 ranks really reduce. Needs Linux, Python 3.11 to 3.13, g++ and make; no root. About 5 minutes on 2
+that 2 ranks really reduce. Needs Linux, Python 3.11 to 3.13, g++ and make; no root. About 4 minutes on 2
 cores; a call that finds all of it in place returns at once.
 
   --test    also installs what launch/test.sh needs

@@ -110,7 +110,7 @@ horovod_environment() {
 build_wheel() {
     ensure_cmake
     # Without --no-cache-dir pip silently takes a wheel that it built for another TensorFlow.
-    step "building Horovod $HOROVOD for this TensorFlow (about 4 minutes of one core's time, on $(build_jobs) cores)" \
+    step "building Horovod $HOROVOD for this TensorFlow (about 3 minutes of one core's time, on $(build_jobs) cores)" \
         "Horovod's build failed" horovod.log horovod_environment \
         "$VENV/bin/python" -m pip wheel --verbose --disable-pip-version-check --no-cache-dir --no-build-isolation \
         --no-deps --no-binary horovod --wheel-dir "$WORK/wheel" "horovod==$HOROVOD"
