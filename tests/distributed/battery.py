@@ -17,29 +17,44 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 CHECKS = HERE / "checks"
-# What lies above the exchange does not depend on who carries it, and four ranks take turns on two cores: what takes
-# long to compile is left out of most worlds.
+# Parity, accumulation, embeddings and the collectives are checked in every world. What lies above the exchange does not
+# depend on who carries it, and four ranks take turns on two cores: it is left out of some worlds, and what takes long
+# to compile of most. Two ranks under MPI run everything.
 FACE = {"face_training", "face_traps", "face_variants"}
 LONG_TO_COMPILE = {"callbacks", "combinations", "jit", "keras_models", "precision"} | FACE
+ABOVE_THE_EXCHANGE = {"streams", "sync_batch_norm", "training", "update"}
 FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
-    ("mpirun", 1): LONG_TO_COMPILE | {"face_collectives"},
+    ("gloo", 1): LONG_TO_COMPILE,
+    ("mpirun", 1): LONG_TO_COMPILE | ABOVE_THE_EXCHANGE | {"face_collectives"},
+    ("gloo", 2): LONG_TO_COMPILE | ABOVE_THE_EXCHANGE,
     ("mpirun", 2): set(),
-    ("gloo", 1): {"combinations"} | FACE,
-    ("gloo", 4): LONG_TO_COMPILE - {"face_training"},
+    ("gloo", 4): LONG_TO_COMPILE - {"face_training"} | {"streams", "update"},
+    # Adasum exists on MPI alone, and four ranks combine what two ranks made.
+    ("mpirun", 4): LONG_TO_COMPILE | ABOVE_THE_EXCHANGE - {"update"},
 }
-OF_TF_DISTRIBUTE = "strategies"
-"""The file whose checks are for other backends than Horovod."""
-# These show that others can fail, or go once more over an exchange that another check has made.
-TWO_RANKS_ONLY = {
+OTHERS = {
+    "mirrored": "strategies",
+    "multi_worker_mirrored": "strategies",
+    "parameter_server": "servers",
+    "tf_keras": "legacy_keras",
+}
+"""Other backends, and Horovod's face over tf_keras (TF_USE_LEGACY_KERAS=1), and the files with their checks."""
+TWO_RANKS_UNDER_MPI_ONLY = {
+    # These go once more over an exchange that another check has made.
     "accumulation.check_a_large_table_with_few_rows_touched",
     "accumulation.check_a_large_table_with_most_rows_touched",
+    "accumulation.check_k_microbatches_are_exchanged_once",
     "accumulation.check_own_loop_eager",
     "accumulation.check_sparse_gradients_either_way",
-    "accumulation.check_the_comparison_notices",
+    "accumulation.check_trainer_sgd_and_adam_the_other_way_round",
+    "exchange.check_a_dataset_trains_like_arrays",
     "parity.check_dense_adam_float64",
     "parity.check_dense_sgd_float32",
     "parity.check_embedding_adam_float64",
     "parity.check_embedding_sgd_float32",
+    "update.check_groups_and_predivision",
+    # These show that others can fail.
+    "accumulation.check_the_comparison_notices",
     "parity.check_parity_fails_when_a_sample_is_dropped",
     "parity.check_parity_fails_with_doubled_reduction",
     "parity.check_parity_fails_without_reduction",
@@ -47,17 +62,24 @@ TWO_RANKS_ONLY = {
     "sync_batch_norm.check_training_with_plain_layers_does_not",
     "update.check_bounds_are_on_the_gradient_of_the_whole_batch",
 }
-
-# Ten epochs five times over: that Gloo trains the same model is seen in two of them (tests/entry/test_train.py).
-MPI_ONLY = {"training.check_digits_reaches_its_accuracy_over_five_seeds"}
+# Ten epochs five times over, on any number of ranks: that Gloo trains the same model is seen in two of them
+# (tests/entry/test_train.py).
+EVERYWHERE_UNDER_MPI = {"training.check_digits_reaches_its_accuracy_over_five_seeds"}
 
 
 def checks_of(controller: str, size: int) -> list[str]:
     """Which checks a world runs."""
-    left_out = FILES_LEFT_OUT.get((controller, size), LONG_TO_COMPILE)
-    files = [file for file in sorted(CHECKS.glob("*.py")) if file.stem not in left_out | {OF_TF_DISTRIBUTE}]
-    elsewhere = (set() if size == 2 else TWO_RANKS_ONLY) | (MPI_ONLY if controller == "gloo" else set())
-    return [name for file in files for name in check_names(file) if name not in elsewhere]
+    left_out = FILES_LEFT_OUT[controller, size] | set(OTHERS.values())
+    everything = [name for file in sorted(CHECKS.glob("*.py")) for name in check_names(file)]
+    return [name for name in everything if _runs(name, controller, size, left_out)]
+
+
+def _runs(name: str, controller: str, size: int, left_out: set[str]) -> bool:
+    if name in EVERYWHERE_UNDER_MPI:
+        return controller == "mpirun"
+    if name in TWO_RANKS_UNDER_MPI_ONLY and (controller, size) != ("mpirun", 2):
+        return False
+    return name.split(".")[0] not in left_out
 
 
 def check_names(file: Path) -> list[str]:
@@ -72,7 +94,8 @@ def main(results_path: Path, folder: Path, backend: Any, names: Sequence[str]) -
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     import hvdtrain
 
-    hvdtrain.init(backend=backend)
+    # One worker, so that it is known what comes out. Those who serve go no further.
+    hvdtrain.init(backend=backend, parameter_servers=2 if backend == "parameter_server" else None)
     import tensorflow as tf
 
     # Each check traces functions of its own; TensorFlow takes that for an accident.

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.battery import CHECKS, MPI_ONLY, OF_TF_DISTRIBUTE, TWO_RANKS_ONLY, check_names, checks_of
+from tests.distributed.battery import CHECKS, EVERYWHERE_UNDER_MPI, OTHERS, check_names, checks_of
 from tests.launching import launcher, run
 
 WORLDS = [(controller, size, "auto") for size in (1, 2, 4) for controller in ("gloo", "mpirun")]
-STRATEGIES = [("none", 1, "mirrored"), ("mpirun", 2, "multi_worker_mirrored")]
+TF_KERAS = [("mpirun", 2, "tf_keras")]
+STRATEGIES = [("none", 1, "mirrored"), ("mpirun", 2, "multi_worker_mirrored"), ("mpirun", 4, "parameter_server")]
+ONE_PROCESS = [*WORLDS[:2], STRATEGIES[0]]
+"""These leave a core free: they run side by side."""
 TIMEOUT_S = 900
 END = "the_job_ends_well"
 
@@ -20,7 +23,7 @@ END = "the_job_ends_well"
 def names_of(controller, size, backend):
     if backend == "auto":
         return checks_of(controller, size)
-    return check_names(CHECKS / f"{OF_TF_DISTRIBUTE}.py")
+    return check_names(CHECKS / f"{OTHERS[backend]}.py")
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +34,10 @@ def battery(tmp_path_factory):
         folder = tmp_path_factory.mktemp(f"battery-{controller}-{size}-{backend}")
         results = folder / "results.json"
         script = Path(__file__).with_name("battery.py")
-        python = [sys.executable, str(script), str(results), str(folder), backend]
         names = names_of(controller, size, backend)
-        job = run([*launcher(controller, size), *python, *names], cwd=folder, timeout=TIMEOUT_S)
+        environ = {"TF_USE_LEGACY_KERAS": "1"} if backend == "tf_keras" else {}
+        python = [sys.executable, str(script), str(results), str(folder), "auto" if environ else backend]
+        job = run([*launcher(controller, size), *python, *names], cwd=folder, timeout=TIMEOUT_S, **environ)
         return job, json.loads(results.read_text()) if results.exists() else {}
 
     with ThreadPoolExecutor() as pool:
@@ -43,10 +47,8 @@ def battery(tmp_path_factory):
             return pool.submit(run_world, *world)
 
         def outcome(*world):
-            _, size, backend = world
-            if (size, backend) == (1, "auto"):  # one rank leaves a core free: these two worlds run side by side
-                for each in WORLDS[:2]:
-                    launched(*each)
+            for each in ONE_PROCESS if world in ONE_PROCESS else ():
+                launched(*each)
             return launched(*world).result()
 
         yield outcome
@@ -54,7 +56,7 @@ def battery(tmp_path_factory):
 
 CASES = [
     pytest.param(world, name, id=f"{world[0]}-{world[1]}-{world[2]}-{name}")
-    for world in [*WORLDS, *STRATEGIES]
+    for world in [*ONE_PROCESS, *WORLDS[2:], *TF_KERAS, *STRATEGIES[1:]]
     for name in [*names_of(*world), END]
 ]
 
@@ -72,5 +74,6 @@ def test_check(battery, world, name):
 
 
 def test_what_is_left_out_elsewhere_is_there():
-    assert set(checks_of("mpirun", 2)) & set(checks_of("gloo", 2)) >= TWO_RANKS_ONLY
-    assert all(set(checks_of("mpirun", size)) >= MPI_ONLY for size in (1, 2, 4))
+    files = [file for file in CHECKS.glob("*.py") if file.stem not in OTHERS.values()]
+    assert sorted(checks_of("mpirun", 2)) == sorted(name for file in files for name in check_names(file))
+    assert all(set(checks_of("mpirun", size)) >= EVERYWHERE_UNDER_MPI for size in (1, 2, 4))

@@ -80,6 +80,7 @@ def test_class_folders(tmp_path, controller, size):
     write_folders(tmp_path / "photos", each=20, kind="jpeg")
     tar_of(tmp_path / "photos", tmp_path / "photos.tar.gz")
     words = [*IMAGES, "--data-args", "path", "photos.tar.gz", "--augment", "crop", "flip", "--run-dir", "run"]
+    words += ["--cache", {1: "memory", 2: "file"}[size]]
     job = hvdtrain(controller, size, *words, cwd=tmp_path, HVDTRAIN_CACHE=str(tmp_path / "cache"))
     assert job.code == 0, job.text[-4000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -88,17 +89,27 @@ def test_class_folders(tmp_path, controller, size):
 
 
 def test_a_damaged_image_is_named_and_can_be_left_out(tmp_path):
-    files = write_folders(tmp_path / "photos", each=20)
-    for file in files[3], files[21]:
+    files = write_folders(tmp_path / "photos/train", each=20)
+    held = write_folders(tmp_path / "photos/val", each=4)
+    for file in files[3], files[21], held[2]:
         file.write_bytes(file.read_bytes()[:50])
     words = [*IMAGES, "--data-args", "path", "photos"]
     refused(hvdtrain("mpirun", 2, *words, "--run-dir", "one", cwd=tmp_path), "photos/", "0", ".png", "skip:N")
-    refused(hvdtrain("none", 1, *words, "--on-bad-record", "skip:1", cwd=tmp_path), "more than --on-bad-record skip:1")
     job = hvdtrain("mpirun", 2, *words, "--on-bad-record", "skip:2", "--run-dir", "two", cwd=tmp_path)
     assert job.code == 0, job.text[-4000:]
-    bad = json.loads((tmp_path / "two/summary.json").read_text())["bad_records"]
-    assert 0 < bad <= 2
-    assert ("could not be read and did not count" in job.text) == (bad > 0)
+    summary = json.loads((tmp_path / "two/summary.json").read_text())
+    assert 0 < summary["bad_records"] == len(summary["left_out"]) <= 3
+    assert all(".png: " in text for text in summary["left_out"])
+    assert "could not be read and did not count" in job.text
+    # More epochs read the same samples: what was left out stays so, and is counted once.
+    job = hvdtrain("none", 1, "--resume", "two", "--epochs", "3", cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    assert json.loads((tmp_path / "two/summary.json").read_text())["left_out"] == summary["left_out"]
+    job = hvdtrain("none", 1, "evaluate", "two", cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    assert "warning: 1 sample could not be read and did not count: photos/val/ant/002.png: " in job.text
+    (told,) = json.loads((tmp_path / "two/evaluation.json").read_text())["left_out"]
+    assert told.startswith("photos/val/ant/002.png: ")
 
 
 def test_a_file_that_one_rank_does_not_have(tmp_path):
@@ -113,7 +124,11 @@ def test_a_file_that_one_rank_does_not_have(tmp_path):
         return run([*launcher("mpirun", 2), "bash", "-c", script], cwd=tmp_path, timeout=90)
 
     refused(started(f"{rank} * 2"), "There is no", "photos", "host2")
-    refused(started(f"{rank}"), "samples of rank 1 are not those of rank 0")
+    refused(
+        started(f"{rank}"),
+        "samples of rank 1 are not those of rank 0 (rank 0 has 10 files, rank 1 has 12; the first that differs is bee/",
+        "on rank 0 and ant/005.png",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`data pack` and `data inspect` as they are typed: to the end, killed midway, and over damage."""
 
+import json
 import os
 import signal
 import subprocess
@@ -60,9 +61,10 @@ def test_packed_images_are_trained_on(folder):
     shown = done(folder, "inspect", "packed")
     assert ["cat", "16", "4"] in [line.split() for line in shown.splitlines()]
     assert "nothing is damaged" in shown
-    words = ("--data", "tfrecord", "--data-args", "path", "packed", "--batch", "8", "--max-steps", "2")
-    job = hvdtrain("none", 1, *words, "--run-dir", "run", cwd=folder, HVDTRAIN_CACHE=str(folder / "cache"))
+    words = ("--data", "tfrecord", "--data-args", "path", "packed", "--shard-by", "files", "--batch", "8")
+    job = hvdtrain("mpirun", 2, *words, "--epochs", "1", "--run-dir", "run", cwd=folder)
     assert job.code == 0, job.text[-4000:]
+    assert json.loads((folder / "run/summary.json").read_text())["steps"] == 4
 
 
 def test_damage_is_named_and_mended_by_packing_again(folder):

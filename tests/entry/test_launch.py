@@ -94,14 +94,18 @@ def test_an_mpi_that_is_not_there(machine, setting, words):
     assert words in machine.refusal(HVDTRAIN_MPI=setting)
 
 
-def test_the_one_file_that_needs_it_sees_an_older_tensorflow():
+def test_the_compiler_is_told_what_differs_for_a_file():
     def compiled(source: str) -> str:
-        command = [REPO / "launch/horovod-compile.sh", "echo", "-c", source]
+        command = [REPO / "launch/horovod-compile.sh", "echo", "-o", "x.o", "-c", source]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    changed = "-c a/xla_mpi_ops.cc -UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=2005000000\n"
-    assert compiled("a/xla_mpi_ops.cc") == changed
-    assert compiled("a/mpi_ops.cc") == "-c a/mpi_ops.cc\n"
+    older = "-UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=2005000000"
+    assert compiled("a/xla_mpi_ops.cc") == f"-o x.o -c {older} a/xla_mpi_ops.cc -g0\n"
+    assert compiled("a/mpi_ops.cc") == "-o x.o -c a/mpi_ops.cc -g0\n"
+    # Of the two copies of Gloo the one that TensorFlow's part links is whole.
+    assert compiled("a/third_party/gloo/gloo/ring.cc") == "-o x.o -c -x c++ /dev/null -g0\n"
+    linked = "a/third_party/compatible17_gloo/gloo/ring.cc"
+    assert compiled(linked) == f"-o x.o -c {linked} -g0\n"
 
 
 def pins() -> Iterator[Requirement]:

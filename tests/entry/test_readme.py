@@ -56,10 +56,14 @@ print(f"OPTIONS {names['trainer'].evaluate(data).loss < 0.5 * before}\\n", end="
 """
 
 
-@pytest.mark.parametrize(("controller", "size"), [("none", 1), ("horovodrun", 2), ("mpirun", 4)])
+@pytest.mark.parametrize(("controller", "size"), [("none", 1), ("horovodrun", 2)])
 def test_the_script_trains(tmp_path, controller, size):
     (tmp_path / "script.py").write_text(SCRIPT)
     job = run([*launcher(controller, size), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
+    assert_trained(job)
+
+
+def assert_trained(job):
     assert job.code == 0, job.text[-4000:]
     found = re.findall(r"epoch 5/5  val_loss \d+\.\d+  val_accuracy (\d\.\d+)", job.out)
     assert len(found) == 1, job.out
@@ -73,7 +77,7 @@ def test_the_script_is_twenty_lines():
 def test_callbacks_and_prediction_go_on_with_the_script(tmp_path):
     (tmp_path / "script.py").write_text(f"{SCRIPT}\n{CALLBACKS}\nprint('LOGITS', logits.shape, flush=True)\n")
     job = run([*launcher("mpirun", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
-    assert job.code == 0, job.text[-4000:]
+    assert_trained(job)
     assert job.out.count("LOGITS (1797, 10)") == 2, job.text[-4000:]
     assert "epoch  1/20" not in job.out, "fit goes on with the sixth epoch"
 

@@ -1,14 +1,20 @@
-"""Every recipe takes two steps, in one process and on two ranks, made small by its own arguments."""
+"""Every recipe takes two steps, in one process and on two ranks, made small by its own arguments.
+
+Digits is trained by commands of its own in other files. Here all recipes go in turn through the same processes: what
+a command line means, without a new TensorFlow for each.
+"""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 
 from hvdtrain.recipes.registry import RECIPES
-from tests.launching import hvdtrain
+from tests.launching import hvdtrain, launcher, run
 from tests.unit.images import write_folders
 
+pytestmark = pytest.mark.xdist_group("recipes")  # one process makes the runs, in two launches
 TRIED_ELSEWHERE = {"digits"}
 TINY_IMAGES = "--data-args samples 16 size 16"
 WORDS = {
@@ -18,7 +24,7 @@ WORDS = {
     "wide_mlp": f"--batch 8 --model-args width 16 depth 4 {TINY_IMAGES}",
     "mnist": "--batch 8 --data-args path files --model-args width 4",
     "cifar10": "--batch 8 --model-args depth 8 width 4 --data-args path photos validation 4",
-    "resnet50": "--batch 8 --eval-batch 8 --model-args width 4 --data-args samples 16 size 64",
+    "resnet50": "--batch 8 --eval-batch 8 --model-args depth 26 width 4 --data-args samples 16 size 64",
     "gpt_char": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 --data-args length 64",
     "bert_mini": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 --data-args length 64 copies 1",
     "dlrm": "--batch 8 --data-args samples 64 rows 20 --model-args rows 20 dim 4 width 8",
@@ -27,15 +33,34 @@ STATISTICS_OF_A_RANK = {"resnet_synthetic", "cifar10", "resnet50"}
 """BatchNormalization sees one rank's part of a batch: these train to another loss on two ranks."""
 
 
+ALL = """
+import json, sys
+import hvdtrain
+hvdtrain.init()
+from hvdtrain.cli.train import parse
+from hvdtrain.runtime.session import current
+from hvdtrain.training.job import train
+for words in json.loads(sys.argv[1]):
+    request = parse(words)
+    train(current(), request.config, request.files.run_dir, resume=False)
+"""
+
+
 def test_every_recipe_is_tried():
     assert RECIPES.keys() - TRIED_ELSEWHERE == WORDS.keys()
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with images in MNIST's format, and others in class folders."""
-    write_folders(tmp_path / "photos", each=12, kind="jpeg", size=16)
-    rng, files = np.random.default_rng(0), tmp_path / "files"
+def words_of(name, size):
+    here = ["--run-dir", f"{name}-{size}", "--plots", "False", "--tensorboard", "False"]
+    return [name, "--max-steps", "2", *WORDS[name].split(), *here]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with images in MNIST's format, others in class folders, and the runs of all recipes."""
+    made = tmp_path_factory.mktemp("recipes")
+    write_folders(made / "photos", each=12, kind="jpeg", size=16)
+    rng, files = np.random.default_rng(0), made / "files"
     files.mkdir()
     for name, count in (("train", 32), ("t10k", 9)):
         images = rng.integers(0, 256, (count, 12, 12), dtype=np.uint8)
@@ -43,19 +68,16 @@ def folder(tmp_path):
         sizes = b"".join(size.to_bytes(4, "big") for size in images.shape)
         (files / f"{name}-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3]) + sizes + images.tobytes())
         (files / f"{name}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + sizes[:4] + labels.tobytes())
-    return tmp_path
+    for controller, size in (("none", 1), ("mpirun", 2)):
+        every = json.dumps([words_of(name, size) for name in WORDS])
+        job = run([*launcher(controller, size), sys.executable, "-c", ALL, every], cwd=made, timeout=300)
+        assert job.code == 0, job.text[-4000:]
+    return made
 
 
 @pytest.mark.parametrize("name", WORDS)
 def test_a_recipe_takes_two_steps_alone_and_on_two_ranks(folder, name):
-    summaries = []
-    for controller, size in (("none", 1), ("mpirun", 2)):
-        words = [name, "--max-steps", "2", *WORDS[name].split(), "--run-dir", f"run{size}"]
-        words += ["--plots", "False", "--tensorboard", "False"]
-        job = hvdtrain(controller, size, *words, cwd=folder)
-        assert job.code == 0, job.text[-4000:]
-        summaries.append(json.loads((folder / f"run{size}" / "summary.json").read_text()))
-    one, two = summaries
+    one, two = (json.loads((folder / f"{name}-{size}" / "summary.json").read_text()) for size in (1, 2))
     assert [(one["world_size"], one["steps"]), (two["world_size"], two["steps"])] == [(1, 2), (2, 2)]
     assert np.isfinite([one["train_loss"], one["val_loss"]]).all()
     if name not in STATISTICS_OF_A_RANK:

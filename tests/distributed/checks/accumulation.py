@@ -24,9 +24,13 @@ from hvdtrain.training.precision import precision
 
 def check_trainer_dense_and_sparse(world: World) -> None:
     """A batch of 16 in two or four microbatches on each rank, with a tail of 6 that does not divide."""
-    for kind in MODELS:
-        assert_parity(world, kind, "adam", "float64", accumulate=4)
-        assert_parity(world, kind, "sgd", "float32", accumulate=2)
+    assert_parity(world, "dense", "adam", "float64", accumulate=4)
+    assert_parity(world, "embedding", "sgd", "float32", accumulate=2)
+
+
+def check_trainer_sgd_and_adam_the_other_way_round(world: World) -> None:
+    assert_parity(world, "embedding", "adam", "float64", accumulate=4)
+    assert_parity(world, "dense", "sgd", "float32", accumulate=2)
 
 
 def check_the_comparison_notices(world: World) -> None:

@@ -42,6 +42,15 @@ def check_equal_inputs_are_not_merged_and_constants_not_folded(world: World) -> 
         np.testing.assert_allclose(constant, 3.0 * world.size)
 
 
+def check_messages_of_any_size_add_up(world: World) -> None:
+    """Integers, which add up exactly; the largest take another way (see `openmpi-allreduce.conf`)."""
+    for count in (1, 1000, 1_100_003, 5_000_011):
+        mine = tf.cast(tf.range(count) % 1000 + world.rank, tf.float32)
+        total = world.backend.all_reduce(mine, name=f"size/{count}").numpy()
+        ranks = sum(range(world.size))
+        np.testing.assert_array_equal(total, world.size * (np.arange(count) % 1000) + ranks)
+
+
 def check_what_is_constant_on_one_rank_is_exchanged_every_time(world: World) -> None:
     """Folded into its first result, it would leave the other ranks waiting at the second call."""
     exchange, last = world.backend, world.rank == world.size - 1

@@ -1,5 +1,7 @@
 """Batches that a user's Python makes train as the same samples in arrays do."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,6 +11,7 @@ from checks.parity import SAMPLES, dense_data, dense_model, per_sample
 from world import World, flat_bytes, moved, relative_error
 
 import hvdtrain
+from hvdtrain.config.errors import DataError
 
 BATCH = 16
 
@@ -55,3 +58,31 @@ def check_batches_made_in_python(world: World) -> None:
     for name, (other, other_loss) in trained.items():
         assert relative_error(other, weights) <= 1e-9, name
         np.testing.assert_allclose(other_loss, loss, rtol=1e-6, err_msg=name)
+
+
+def check_data_that_differ_by_rank_are_refused(world: World) -> None:
+    """Each rank's own slice, or arrays of other lengths: refused on every rank, before anything is exchanged."""
+    x, y = dense_data("float64")
+    slices = x[world.rank :: world.size], y[world.rank :: world.size]
+    ends = SAMPLES - BATCH * world.rank
+    trainer = hvdtrain.Trainer(dense_model("float64", 0), keras.optimizers.SGD(0.1), per_sample, backend=world.backend)
+    cases = {
+        "slices": (slices, None),
+        "lengths": ((x[:ends], y[:ends]), None),
+        "a dataset's length": (tf.data.Dataset.from_tensor_slices((x[:ends], y[:ends])), None),
+        "validation": ((x, y), (x[:ends], y[:ends])),
+    }
+    calls: dict[str, Callable[[], Any]] = {
+        name: functools.partial(trainer.fit, data, batch=BATCH, validation_data=validation, verbose=False)
+        for name, (data, validation) in cases.items()
+    }
+    calls["inputs"] = functools.partial(trainer.predict, slices[0], batch=BATCH)
+    calls["a dataset of inputs"] = functools.partial(trainer.predict, tf.data.Dataset.from_tensors(slices[0]))
+    for name, call in calls.items():
+        refused = ""
+        try:
+            call()
+        except DataError as error:
+            refused = str(error)
+        assert ("rank 1" in refused.lower()) == (world.size > 1), (name, refused)
+        assert world.same_everywhere(refused.encode()), name
