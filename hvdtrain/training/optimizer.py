@@ -12,6 +12,7 @@ from hvdtrain.backends.protocol import Exchange, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.clipping import Clipping, global_norm
+from hvdtrain.optim.fused import fused_updates
 from hvdtrain.training.precision import loss_scale_of
 from hvdtrain.training.reduction import Compression, GradientReducer, ReductionOptions, scaled
 from hvdtrain.training.variables import as_written, unique_paths
@@ -81,7 +82,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             with tf.init_scope():
                 self.build(variables)
         reduced = self._clipped(self._reduced(list(grads), unique_paths(variables)))
-        self.inner_optimizer.apply(reduced, variables)
+        with fused_updates(self.inner_optimizer):
+            self.inner_optimizer.apply(reduced, variables)
 
     @contextmanager
     def counting(self, weight: tf.Tensor) -> Iterator[None]:

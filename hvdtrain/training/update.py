@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, ReduceOp
 from hvdtrain.optim.clipping import Clipping, global_norm
+from hvdtrain.optim.fused import fused_updates
 from hvdtrain.training.passes import LocalSums
 from hvdtrain.training.precision import loss_scale_of
 from hvdtrain.training.reduction import Gradient, GradientReducer, ReductionOptions, scaled
@@ -45,7 +46,8 @@ class AllReduceUpdate:
         """Exchange the totals along with the gradients, then let the optimizer apply the mean."""
         gradients, totals = self._adasum(local) if self._op == "adasum" else self._sum(local)
         gradients, norm = self._clipped(gradients, measure=measure)
-        self._optimizer.apply(gradients, self._variables)
+        with fused_updates(self._optimizer):
+            self._optimizer.apply(gradients, self._variables)
         return totals, norm
 
     def _sum(self, local: LocalSums) -> tuple[list[Gradient], tf.Tensor]:

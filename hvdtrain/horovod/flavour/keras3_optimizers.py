@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.distribution import CallableList, Distribution, Reduced, innermost
+from hvdtrain.optim.fused import fused_updates
 from hvdtrain.training.reduction import Gradient
 from hvdtrain.training.variables import as_written
 
@@ -23,7 +24,12 @@ class Distributed:
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduce `grads` and let the wrapped optimizer apply the result; every rank must call it."""
-        gradients, plain = list(grads), super().apply  # type: ignore[misc]
+        gradients, written_out = list(grads), super().apply  # type: ignore[misc]
+
+        def plain(gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
+            with fused_updates(self):
+                written_out(gradients, variables)
+
         if self.distribution.is_done or not gradients:
             plain(gradients, trainable_variables)
             return
