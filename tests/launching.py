@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.awake import awake_seconds
+
+LOOK_S = 5.0
+"""How often a job's time is looked at."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -51,7 +56,10 @@ def launcher(controller: str, size: int) -> list[str]:
 
 
 def run(command: Sequence[str], *, cwd: Path, timeout: float, **environ: str) -> Finished:
-    """Run `command` to its end; after `timeout` seconds its whole process group is killed and the test fails."""
+    """Run `command` to its end; after `timeout` seconds its whole process group is killed and the test fails.
+
+    These are seconds in which the machine ran: see `tests.awake`.
+    """
     process = subprocess.Popen(
         list(command),
         cwd=cwd,
@@ -63,13 +71,17 @@ def run(command: Sequence[str], *, cwd: Path, timeout: float, **environ: str) ->
         errors="replace",
         start_new_session=True,
     )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"{' '.join(command)} did not end within {timeout} s:\n{out[-3000:]}\n{err[-3000:]}")
-    return Finished(process.returncode, out, err)
+    limit = awake_seconds() + timeout
+    while True:
+        try:
+            out, err = process.communicate(timeout=min(timeout, LOOK_S))
+        except subprocess.TimeoutExpired:
+            if awake_seconds() < limit:
+                continue
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"{' '.join(command)} did not end within {timeout} s:\n{out[-3000:]}\n{err[-3000:]}")
+        return Finished(process.returncode, out, err)
 
 
 def hvdtrain(controller: str, size: int, *words: str, cwd: Path, timeout: float = 150, **environ: str) -> Finished:

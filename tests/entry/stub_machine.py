@@ -98,7 +98,7 @@ class Machine:
     def run(self, *command: str, **settings: str) -> subprocess.CompletedProcess[str]:
         """Run launch/<command> to its end."""
         with self.start(*command, **settings) as process:
-            out, err = process.communicate(timeout=15)
+            out, err = process.communicate(timeout=200)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def setup(self, *arguments: str, **settings: str) -> str:
