@@ -13,6 +13,10 @@ EXCHANGE_DEFAULTS = {
     "HOROVOD_FUSION_THRESHOLD": str(16 * 2**20),
 }
 
+PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "300"}
+"""Gloo ends a job whose ranks heard nothing of one for so many seconds (its own: 30). A machine that swaps or is saved
+stands still for longer; of a rank that failed the others hear at once, over the control channel."""
+
 ALONE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 """For a process that no launcher started: some MPI libraries end it in MPI_Init; Gloo starts anywhere."""
 
@@ -28,7 +32,7 @@ LARGE_MESSAGES = {
 
 def set_exchange_defaults(environ: MutableMapping[str, str]) -> None:
     """Put the defaults into `environ` wherever the user has not decided otherwise."""
-    for name, value in EXCHANGE_DEFAULTS.items():
+    for name, value in {**EXCHANGE_DEFAULTS, **PATIENCE}.items():
         environ.setdefault(name, value)
     if not any(name.startswith(TUNED) for name in environ):
         environ.update(LARGE_MESSAGES)

@@ -11,6 +11,7 @@ def test_what_the_user_set_stays():
     environ = {"HOROVOD_CYCLE_TIME": "3"}
     set_exchange_defaults(environ)
     assert (environ["HOROVOD_CYCLE_TIME"], environ["OMPI_MCA_mpi_yield_when_idle"]) == ("3", "1")
+    assert environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "300"
 
 
 @pytest.mark.parametrize(
