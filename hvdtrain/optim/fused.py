@@ -1,8 +1,8 @@
 """Keras' commonest optimizers with one pass over memory, by the ops that TensorFlow has for them.
 
-Keras writes an update as a chain of ops, each of which reads and writes whole tensors: on 12.7 M parameters and one
-core Adam takes 2.3 times and SGD with momentum 1.5 times as long as the fused op; for the sparse gradient of a table of
-12.8 M, of which both touch every row, 2.5 and 1.4 times (`benchmarks/updates.py`).
+Keras writes an update as a chain of ops, each of which reads and writes whole tensors: on 12.6 M parameters and one
+core Adam takes 2.5 times, SGD with momentum 2.0 and without 1.5 times as long as the fused op; for the sparse gradient
+of a table of 12.8 M, of which momentum moves every row, 2.5 and 1.4 times (`benchmarks/fused.py`).
 """
 
 from collections.abc import Callable, Iterator

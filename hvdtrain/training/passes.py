@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
+from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
 from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
 from hvdtrain.training.heads import inputs_for
 from hvdtrain.training.losses import LossFunction, with_model_losses
@@ -55,6 +56,7 @@ class Passes:
         self._loss = loss
         self._forward = forward or state.model
         self._synchronized = sync_layers(state.model)
+        self._fusible = fusible_layers(state.model)
         self._jit = jit
 
     def __call__(
@@ -80,8 +82,8 @@ class Passes:
         return LocalSums(gradients, totals, nominal, uniform[-1]), outputs
 
     def _both(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalSums, Any]:
-        # Around both passes, as both exchange something.
-        with replicas_of(self._synchronized, self._backend, batch.present):
+        # Around both passes: both exchange something, and --recompute calls layers in the second.
+        with replicas_of(self._synchronized, self._backend, batch.present), fused_normalization(self._fusible):
             return self._sums(batch, within)
 
     def _sums(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalSums, Any]:

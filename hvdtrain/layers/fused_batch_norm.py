@@ -1,0 +1,94 @@
+"""Keras' batch normalization by the one op that TensorFlow has for it.
+
+Keras 3 writes training-mode normalization as a dozen elementwise ops, and so does its gradient. The fused op took a
+fifth off the whole step of ResNet-20 in float32 on one core (`benchmarks/fused.py` has the layer by itself).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+WIDENED = (tf.float16, tf.bfloat16)
+"""Keras normalizes these in float32, and rounds at the end."""
+LEAST_EPSILON = 1e-5
+"""Of cuDNN's op."""
+
+
+def fusible_layers(model: Any) -> list[Any]:
+    """Return the layers of `model` whose training fits the op, nested ones too.
+
+    They are those of Keras' own class, over the last axis, with float32 variables; without renorm and `synchronized`.
+    """
+    return [layer for layer in model._flatten_layers() if _is_fusible(layer)]
+
+
+def _is_fusible(layer: Any) -> bool:
+    return (
+        type(layer) is keras.layers.BatchNormalization
+        and not (layer.renorm or layer.synchronized)
+        and layer.variable_dtype == "float32"
+        and layer.epsilon >= LEAST_EPSILON
+    )
+
+
+@contextmanager
+def fused_normalization(layers: Sequence[Any]) -> Iterator[None]:
+    """Let `layers` normalize by the fused op while the model is called in training within.
+
+    Outputs, gradients and moving statistics are Keras' own but for rounding. What the op does not know stays as it is:
+    inference, frozen layers, masks, float64, and all under a strategy of tf.distribute.
+
+    Args:
+        layers: some of `fusible_layers`.
+    """
+    with ExitStack() as fused:
+        for layer in () if tf.distribute.has_strategy() else layers:
+            fused.enter_context(_fused(layer))
+        yield
+
+
+@contextmanager
+def _fused(layer: Any) -> Iterator[None]:
+    if "call" in vars(layer):
+        yield
+        return
+    # Past Keras' tracking: it is no part of the layer's state.
+    vars(layer)["call"] = _call_of(layer, layer.call)
+    try:
+        yield
+    finally:
+        del vars(layer)["call"]
+
+
+def _call_of(layer: Any, written_out: Callable[..., Any]) -> Callable[..., Any]:
+    def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        fits = inputs.dtype in (tf.float32, *WIDENED) and layer.axis in (-1, len(inputs.shape) - 1)
+        if training and layer.trainable and mask is None and fits:
+            return tf.cast(_normalized(layer, tf.cast(inputs, tf.float32)), layer.compute_dtype)
+        return written_out(inputs, training=training, mask=mask)
+
+    return call
+
+
+def _normalized(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
+    """Normalize float32 inputs [..., channels], and move the layer's statistics towards theirs."""
+    channels = inputs.shape[-1]
+    images = inputs if inputs.shape.rank == 4 else tf.reshape(inputs, [-1, 1, 1, channels])
+    outputs, mean, unbiased, *_ = tf.raw_ops.FusedBatchNormV3(
+        x=images,
+        scale=layer.gamma.value if layer.scale else tf.ones([channels]),
+        offset=layer.beta.value if layer.center else tf.zeros([channels]),
+        mean=tf.zeros([0]),
+        variance=tf.zeros([0]),
+        epsilon=layer.epsilon,
+        is_training=True,
+    )
+    count = tf.cast(tf.size(inputs) // channels, tf.float32)
+    # Keras keeps the mean of the squares of the differences; the op divides their sum by one less.
+    variance = unbiased * (count - 1.0) / count
+    for moving, new in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+        moving.assign(moving.value * layer.momentum + new * (1.0 - layer.momentum))
+    return outputs if inputs.shape.rank == 4 else tf.reshape(outputs, tf.shape(inputs))
