@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.models.objective import known_losses, nearest
+from hvdtrain.training.cross_entropy import fast_form
 from hvdtrain.training.heads import heads_of, spread
 
 
@@ -88,7 +89,7 @@ def _one_loss(loss: Any) -> LossFunction:
             f"The loss {loss!r} reduces by {reduction!r}; hvdtrain forms the mean over all ranks itself. "
             'Use reduction="sum_over_batch_size".'
         )
-    values_of = keras_loss.call if isinstance(keras_loss, keras.losses.Loss) else keras_loss
+    values_of = fast_form(keras_loss) or (keras_loss.call if isinstance(keras_loss, keras.losses.Loss) else keras_loss)
 
     def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
         values = tf.convert_to_tensor(values_of(*_aligned(targets, _at_least_float32(outputs))))

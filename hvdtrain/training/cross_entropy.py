@@ -1,0 +1,78 @@
+"""The cross-entropy of logits with class labels, in a form that is fast on processors.
+
+TensorFlow's own op takes as long for a language model of 12.7 million parameters and 8,192 tokens as a twelfth of its
+step. Softmax is fast, and from it both the loss and its gradient follow (`benchmarks/fused.py`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+LEAST_CLASSES = 64
+"""With fewer, TensorFlow's one op is faster than several: 10 against 23 microseconds for 64 rows of 10 classes."""
+
+
+def fast_form(loss: Any) -> Callable[[Any, Any], Any] | None:
+    """Return a function (labels, logits) -> losses that stands for Keras' `loss`; None where there is none.
+
+    There is one for `SparseCategoricalCrossentropy` and `sparse_categorical_crossentropy`, of logits. It is Keras' own
+    but for rounding; and that exactly for few classes, on GPUs and under a strategy of tf.distribute.
+    """
+    if type(loss) is keras.losses.SparseCategoricalCrossentropy:
+        config = loss.get_config()
+        written_out = loss.call
+    elif isinstance(loss, functools.partial) and loss.func is keras.losses.sparse_categorical_crossentropy:
+        config = {} if loss.args else loss.keywords
+        written_out = loss
+    else:
+        return None
+    if not config.get("from_logits") or config.get("ignore_class") is not None or config.get("axis", -1) != -1:
+        return None
+
+    def losses(labels: Any, logits: Any) -> Any:
+        return sparse_cross_entropy(labels, logits) if _fits(labels, logits) else written_out(labels, logits)
+
+    return losses
+
+
+def _fits(labels: Any, logits: Any) -> bool:
+    """Whether it is faster here, and the shapes are such that Keras has nothing to say about them."""
+    return (
+        labels.shape.rank is not None
+        and logits.shape.rank == labels.shape.rank + 1
+        and logits.shape[:-1].is_compatible_with(labels.shape)
+        and (logits.shape[-1] or 0) >= LEAST_CLASSES
+        and not tf.distribute.has_strategy()
+        and not tf.config.list_logical_devices("GPU")
+    )
+
+
+def sparse_cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Return -log softmax(logits) at the labels [...], of logits [..., classes]; its gradient is once differentiable.
+
+    With p = softmax(x), log sum exp x = max x - log max p: that is exact to rounding, as max p is at least 1 / classes.
+
+    Raises:
+        tf.errors.InvalidArgumentError: when it runs, for a label outside of [0, classes).
+    """
+    classes = logits.shape[-1]
+    flat = _flat_cross_entropy(tf.reshape(tf.cast(labels, tf.int32), [-1]), tf.reshape(logits, [-1, classes]))
+    return tf.reshape(flat, tf.shape(labels))
+
+
+@tf.custom_gradient
+def _flat_cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+    probabilities = tf.nn.softmax(logits)
+    total = tf.reduce_max(logits, -1) - tf.math.log(tf.reduce_max(probabilities, -1))
+    own = tf.gather(logits, labels, batch_dims=1, name="logit_of_label")
+
+    def gradient(upstream: tf.Tensor) -> tuple[None, tf.Tensor]:
+        at_labels = tf.stack([tf.range(tf.size(labels)), labels], axis=-1)
+        slope = tf.tensor_scatter_nd_sub(probabilities * upstream[:, tf.newaxis], at_labels, upstream)
+        # The probabilities are a constant to a tape around this one: a second derivative would be wrong.
+        return None, tf.raw_ops.PreventGradient(input=slope, message="sparse_cross_entropy has no second derivative.")
+
+    return total - own, gradient

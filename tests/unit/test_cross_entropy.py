@@ -1,0 +1,159 @@
+"""The fast cross-entropy gives what Keras' gives, where it is used."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.training.cross_entropy import LEAST_CLASSES, fast_form
+from hvdtrain.training.losses import summed_loss
+
+OBJECT = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+FUNCTION = functools.partial(keras.losses.sparse_categorical_crossentropy, from_logits=True)
+SLOW_OP = "SparseSoftmaxCrossEntropyWithLogits"
+RNG = np.random.default_rng(0)
+
+
+def case(shape, dtype="float32", spread=3.0):
+    labels = tf.constant(RNG.integers(0, shape[-1], shape[:-1]))
+    return labels, tf.constant(RNG.normal(0.0, spread, shape), dtype), tf.constant(RNG.random(shape[:-1]), dtype)
+
+
+def outcome(losses_of, labels, logits, weights):
+    """Losses and their gradient, as the compiled step has them."""
+
+    @tf.function
+    def run(labels, logits):
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            losses = losses_of(labels, logits)
+            total = tf.reduce_sum(losses * weights)
+        return losses, tape.gradient(total, logits)
+
+    return [value.numpy() for value in run(labels, logits)]
+
+
+def ops_of(losses_of, labels, logits):
+    return {op.type for op in tf.function(losses_of).get_concrete_function(labels, logits).graph.get_operations()}
+
+
+@pytest.mark.parametrize("loss", [OBJECT, FUNCTION], ids=["object", "function"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(7, 64), (4, 5, 100), (2, 3, 2, 1000)], ids=str)
+@pytest.mark.parametrize("spread", [0.0, 3.0, 3e3], ids=["alike", "usual", "far apart"])
+def test_losses_and_gradients_are_those_of_keras(loss, dtype, shape, spread):
+    labels, logits, weights = case(shape, dtype, spread)
+    keras_own = loss.call if loss is OBJECT else loss
+    tolerance = 1e-6 if dtype == "float32" else 1e-13
+    for mine, theirs in zip(
+        outcome(fast_form(loss), labels, logits, weights), outcome(keras_own, labels, logits, weights), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance * max(1.0, spread))
+    assert SLOW_OP not in ops_of(fast_form(loss), labels, logits)
+    assert SLOW_OP in ops_of(keras_own, labels, logits)
+
+
+def test_xla_compiles_it():
+    labels, logits, weights = case((6, 100))
+
+    def passes(losses_of):
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            losses = losses_of(labels, logits)
+        return losses, tape.gradient(losses, logits, output_gradients=weights)
+
+    compiled = tf.function(passes, jit_compile=True)
+    for mine, theirs in zip(compiled(fast_form(OBJECT)), passes(OBJECT.call), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_the_loss_of_a_trainer_takes_it():
+    labels, logits, _ = case((6, 100))
+    for loss in (OBJECT, FUNCTION):
+        assert SLOW_OP not in ops_of(lambda y, x, loss=loss: summed_loss(loss)(y, x, None).total, labels, logits)
+
+
+def test_labels_of_other_types_and_a_dimension_of_one_more_fit():
+    labels, logits, weights = case((6, 100))
+    expected = outcome(OBJECT.call, labels, logits, weights)[0]
+    for given in (tf.cast(labels, tf.uint8), tf.cast(labels, tf.float32), labels[:, tf.newaxis]):
+        total = summed_loss(OBJECT)(given, logits, None).total
+        np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
+
+
+def test_sizes_that_are_not_known_when_the_step_is_compiled_fit():
+    labels, logits, _ = case((6, 5, 100))
+    signature = [tf.TensorSpec([None, None], labels.dtype), tf.TensorSpec([None, None, 100])]
+    losses = tf.function(fast_form(OBJECT), input_signature=signature)(labels, logits)
+    np.testing.assert_allclose(losses, OBJECT.call(labels, logits), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_give_losses_that_are_not(value):
+    labels, logits, weights = case((3, 100))
+    spoilt = tf.tensor_scatter_nd_update(logits, [[1, 99]], [value])
+    losses, gradient = outcome(fast_form(OBJECT), labels, spoilt, weights)
+    for values in (losses, gradient.sum(-1)):
+        assert np.isnan(values[1])
+        assert np.isfinite(values[[0, 2]]).all()
+
+
+def test_classes_that_are_ruled_out_by_minus_infinity_are_left_out():
+    labels, logits, weights = tf.constant([0, 1, 2]), *case((3, 100))[1:]
+    masked = tf.concat([logits[:, :64], tf.fill([3, 36], -np.inf)], 1)
+    for mine, theirs in zip(
+        outcome(fast_form(OBJECT), labels, masked, weights), outcome(OBJECT.call, labels, masked, weights), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("label", [-1, 100])
+def test_a_label_that_is_no_class_is_an_error(label):
+    _, logits, weights = case((3, 100))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=rf"indices\[.*\] = {label} is not in \[0, 100\)"):
+        outcome(fast_form(OBJECT), tf.constant([0, label, 2]), logits, weights)
+
+
+def test_a_second_derivative_is_refused():
+    labels, logits, _ = case((3, 100))
+    with tf.GradientTape() as outer:
+        outer.watch(logits)
+        with tf.GradientTape() as inner:
+            inner.watch(logits)
+            total = tf.reduce_sum(fast_form(OBJECT)(labels, logits))
+        slope = inner.gradient(total, logits)
+    with pytest.raises(LookupError, match="no second derivative"):
+        outer.gradient(slope, logits)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        keras.losses.SparseCategoricalCrossentropy(),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0),
+        keras.losses.sparse_categorical_crossentropy,
+        functools.partial(keras.losses.sparse_categorical_crossentropy, from_logits=True, ignore_class=0),
+        functools.partial(keras.losses.sparse_categorical_crossentropy, from_logits=True, axis=1),
+        keras.losses.CategoricalCrossentropy(from_logits=True),
+        type("Own", (keras.losses.SparseCategoricalCrossentropy,), {})(from_logits=True),
+    ],
+)
+def test_other_losses_stay_as_they_are(loss):
+    assert fast_form(loss) is None
+
+
+def test_few_classes_and_strategies_stay_with_the_op_of_tensorflow():
+    labels, logits, _ = case((6, LEAST_CLASSES - 1))
+    assert SLOW_OP in ops_of(fast_form(OBJECT), labels, logits)
+    labels, logits, _ = case((6, LEAST_CLASSES))
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        assert SLOW_OP in ops_of(fast_form(OBJECT), labels, logits)
+    assert SLOW_OP not in ops_of(fast_form(OBJECT), labels, logits)
+
+
+def test_keras_names_what_is_wrong_with_shapes():
+    labels, logits, _ = case((6, 100))
+    with pytest.raises(ValueError, match="must have the same shape"):
+        fast_form(OBJECT)(labels[:4], logits)
