@@ -34,8 +34,8 @@ def bus_bandwidth(collective: str, size: int, milliseconds: float, ranks: int) -
 
 
 def calls(size: int) -> int:
-    """Return how many calls one time is measured over: 128 MB together, but 3 at least and 100 at most."""
-    return max(3, min(100, 128_000_000 // size))
+    """Return how many calls one time is the median of: 256 MB together, but 5 at least and 100 at most."""
+    return max(5, min(100, 256_000_000 // size))
 
 
 def parsed_size(text: str) -> int:

@@ -1,6 +1,7 @@
 """Time the collectives of one engine, on every rank of a launch; no TensorFlow."""
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -81,10 +82,13 @@ def measure(caller: Caller, link: Link, collectives: Sequence[str], sizes: Seque
 def _timed(caller: Caller, call: Callable[[], Any], count: int) -> float:
     call()
     caller.meet()
-    begin = time.perf_counter()
+    times = []
     for _ in range(count):
+        begin = time.perf_counter()
         call()
-    return 1000.0 * (time.perf_counter() - begin) / count
+        times.append(time.perf_counter() - begin)
+    # Not the mean: a call for which memory is taken from the system for the first time costs many of the others.
+    return 1000.0 * statistics.median(times)
 
 
 def _check(collective: str, size: int, ranks: int, result: Any) -> None:

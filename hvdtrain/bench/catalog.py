@@ -24,7 +24,7 @@ class BenchModel:
     config: Config
     """Model, data, optimizer; its batch is that of one step over all ranks."""
     steps: int
-    """Steps of a window: about a second on one core."""
+    """Steps of a window: as many as hvdtrain logs after by default, and of short steps more."""
 
 
 def _model(
@@ -49,7 +49,7 @@ MODELS = dict(
             ModelConfig("transformer"),
             DataConfig("synthetic_tokens", {"samples": 1024}, batch=8),
             ADAM,
-            steps=4,
+            steps=10,
         ),
         _model(
             "mlp",
@@ -57,7 +57,7 @@ MODELS = dict(
             ModelConfig("mlp", {"depth": 4, "width": 4096}),
             DataConfig("synthetic_images", {"size": 20, "channels": 5, "samples": 4096}, batch=64),
             SGD,
-            steps=4,
+            steps=10,
         ),
         _model(
             "dlrm",
@@ -89,7 +89,7 @@ MODELS = dict(
             ModelConfig("transformer", {"depth": 12, "width": 768, "heads": 12}),
             DataConfig("synthetic_tokens", {"length": 1024, "vocabulary": 32_768, "samples": 512}, batch=16),
             ADAM,
-            steps=5,
+            steps=10,
         ),
     )
 )

@@ -38,7 +38,7 @@ BANDWIDTH = (
     "Bandwidths as nccl-tests defines them (doc/PERFORMANCE.md there): with size S and time t the algorithm bandwidth "
     "is S / t, in GB/s of 1e9 bytes; the bus bandwidth is that times 2 (n - 1) / n for allreduce, (n - 1) / n for "
     "allgather, reducescatter and alltoall, 1 for broadcast, n ranks. S is what a rank gives; of allgather, what it "
-    "gets. A time is that of one call among several back to back, on the slowest rank; told is the median over the "
+    "gets. A time is the median of several calls back to back, on the slowest rank; told is the median over the "
     "rounds, with quartiles. `memory` adds an array of S bytes to another on every rank at once: the least that "
     "reducing takes."
 )

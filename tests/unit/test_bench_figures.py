@@ -95,7 +95,7 @@ def test_sizes():
     for wrong in ("0", "-5MB", "many", "999"):
         with pytest.raises(ValueError):  # noqa: PT011
             parsed_size(wrong)
-    assert [calls(size) for size in (1000, 16_000_000, 400_000_000)] == [100, 8, 3]
+    assert [calls(size) for size in (1000, 16_000_000, 400_000_000)] == [100, 16, 5]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
