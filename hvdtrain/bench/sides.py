@@ -32,8 +32,14 @@ class Side:
         return self.backend is None
 
     def processes(self, ranks: int) -> int:
-        """Return how many processes hold `ranks` replicas."""
+        """Return how many processes hold `ranks` replicas; workers have a chief and a parameter server beside them."""
+        if self.traffic == "server":
+            return ranks + 2
         return 1 if self.launcher == "none" else ranks
+
+    def share(self, batch: int, ranks: int) -> int:
+        """Return the samples that one replica takes in a step; of an asynchronous side one worker takes them all."""
+        return batch if self.traffic == "server" else batch // ranks
 
 
 SIDES = {
@@ -52,7 +58,10 @@ SIDES = {
         "hvdtrain on tf.distribute's MultiWorkerMirroredStrategy", "mpirun", "multi_worker_mirrored", traffic="ring"
     ),
     "parameter_server": Side(
-        "hvdtrain on tf.distribute's ParameterServerStrategy", "mpirun", "parameter_server", traffic="server"
+        "hvdtrain on tf.distribute's ParameterServerStrategy: each rank a worker, a chief and a server beside them",
+        "mpirun",
+        "parameter_server",
+        traffic="server",
     ),
 }
 USUAL = ("horovod-mpi", "horovod-gloo", "plain-mpi", "plain-gloo", "mirrored", "multi_worker_mirrored")
@@ -72,8 +81,6 @@ def side(name: str) -> Side:
 def refusal(name: str, *, ranks: int, precision: str, accumulate: int) -> str | None:
     """Say why this side cannot run at all as it is asked to; None where it can be tried."""
     this = side(name)
-    if this.traffic == "server":
-        return "its steps are taken by ranks whose processor time and memory are not measured yet"
     if this.launcher == "none" and not this.several and ranks > 1:
         return "it is one replica"
     if this.by_hand and precision == "mixed_float16":

@@ -117,7 +117,7 @@ def _sent(cell: Cell, cells: Sequence[Cell]) -> float | None:
     processes = this.processes(cell.ranks)
     if known is None or processes == 1:
         return None
-    samples = cell.batch // cell.ranks
+    samples = this.share(cell.batch, cell.ranks)
     # Microbatches add up dense gradients; of sparse ones each row is counted.
     return sent_bytes(known, traffic=this.traffic, processes=processes, samples=samples, gathers=this.by_hand)
 

@@ -32,7 +32,7 @@ class Launching:
 def command_of(point: Point, how: Launching) -> list[str]:
     """Return the words that launch `point` once."""
     this = side(point.side)
-    words = [*launcher(this.launcher, point.ranks), sys.executable, "-m", "hvdtrain", "bench", "side"]
+    words = [*launcher(this.launcher, this.processes(point.ranks)), sys.executable, "-m", "hvdtrain", "bench", "side"]
     words += [point.side, point.model, "--batch", str(point.batch), "--ranks", str(point.ranks)]
     words += ["--precision", point.precision, "--accumulate", str(point.accumulate), "--cores", str(how.cores)]
     words += ["--windows", str(how.windows), "--warm-up", str(how.warm_up)]
@@ -99,7 +99,8 @@ def _with_round(cell: Cell, command: Sequence[str], answered: Ask) -> Cell:
 
 
 def _line(number: int, cell: Cell) -> str:
-    what = f"round {number + 1}  {cell.model:9} {cell.side:22} {cell.ranks} x {cell.batch // cell.ranks:<4}"
+    share = side(cell.side).share(cell.batch, cell.ranks)
+    what = f"round {number + 1}  {cell.model:9} {cell.side:22} {cell.ranks} x {share:<4}"
     extra = f" {cell.precision}" * (cell.precision != "float32") + f" accumulate {cell.accumulate}" * (
         cell.accumulate > 1
     )

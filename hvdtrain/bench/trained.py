@@ -8,6 +8,7 @@ from typing import Any
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.bench.breakdown import CAN_TELL, breakdown
+from hvdtrain.bench.served import ServedProcesses
 from hvdtrain.bench.timing import Timing, merged, peak_rss_mib, process_settings, processor_seconds
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
@@ -47,21 +48,22 @@ class Stopwatch(BaseObserver):
 
 
 class Metered:
-    """Training data that note the processor time of this rank when the first and after the last counted step."""
+    """Training data that note the processor time of this rank, and of those that serve it, around the counted steps."""
 
-    def __init__(self, data: TrainingData, timing: Timing) -> None:
+    def __init__(self, data: TrainingData, timing: Timing, served: ServedProcesses) -> None:
         self.steps_per_epoch = data.steps_per_epoch
         self.batch = data.batch
         self.remedy = data.remedy
         self.seconds: dict[int, float] = {}
         self._data = data
         self._timing = timing
+        self._served = served
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
         for step, batch in enumerate(self._data.batches(start_step), start_step):
             if step in (self._timing.first, self._timing.last):
-                self.seconds[step] = processor_seconds()
+                self.seconds[step] = processor_seconds() + self._served.processor_seconds()
             yield batch
 
     def per_step(self) -> float:
@@ -72,14 +74,15 @@ class Metered:
 
 def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
     """Measure training as users run it; every rank calls it and the answer counts on rank 0."""
+    served = ServedProcesses(session)
     backend = backend_for(session)
     source = run_data(config, backend)
     trainer = run_trainer(config, source, backend)
     trainer.build(source.training)
-    data, watch = Metered(source.training, timing), Stopwatch(timing.steps)
+    data, watch = Metered(source.training, timing, served), Stopwatch(timing.steps)
     # One step more than is counted: with it the processor time after the last one is noted.
     trainer.train(data, Plan(timing.last + 1, timing.steps), observers=watch)
-    facts = from_all_ranks(backend, {"cpu": data.per_step(), "rss": peak_rss_mib()})
+    facts = from_all_ranks(backend, {"cpu": data.per_step(), "rss": [peak_rss_mib(), *served.peak_rss_mib()]})
     own: dict[str, Any] = {
         "windows_ms": watch.windows_ms[timing.warm_up : timing.warm_up + timing.windows],
         "settings": process_settings(session.plan.threads),
@@ -87,7 +90,7 @@ def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
     }
     if timing.breakdown and backend.name in CAN_TELL:
         own["breakdown_ms"] = _breakdown(session, config, trainer, source.training, timing)
-    return merged(own, [fact["cpu"] for fact in facts], [fact["rss"] for fact in facts])
+    return merged(own, [fact["cpu"] for fact in facts], [rss for fact in facts for rss in fact["rss"]])
 
 
 def from_all_ranks(backend: Backend, fact: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.bench.catalog import MODELS, bench_config, bench_model
+from hvdtrain.bench.served import ServedProcesses
 from hvdtrain.bench.sides import SIDES, Side
 from hvdtrain.bench.timing import Timing, limit_cores, say
 from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks, shows_help
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         return 0
     if argv and argv[0] in SIDES and SIDES[argv[0]].by_hand:
         return _by_hand(argv)
-    return run_on_all_ranks(lambda: parse(argv), _describe, _trained)
+    return run_on_all_ranks(lambda: parse(argv), _describe, _trained, ServedProcesses)
 
 
 def parse(argv: list[str]) -> Request:

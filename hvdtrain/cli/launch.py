@@ -26,6 +26,7 @@ def run_on_all_ranks(
     parse: Callable[[], T],
     describe: Callable[[T], tuple[RuntimeConfig, Mapping[str, str]]],
     action: Callable[[Session, T], None],
+    serve: Callable[[Session], object] = lambda session: None,
 ) -> int:
     """Run a verb on every rank and return the exit code.
 
@@ -33,6 +34,7 @@ def run_on_all_ranks(
         parse: reads the command line; a mistake in it, on any rank, is shown once and ends the job.
         describe: gives the options of the runtime, and what must be equal on all ranks.
         action: what the verb does.
+        serve: what ranks that serve another one do besides.
     """
 
     def run(link: Link, request: T) -> None:
@@ -40,7 +42,9 @@ def run_on_all_ranks(
         with left_out(*NOT_FOR_RUNS):
             session = open_session(link, runtime, facts)
         set_current(session)
-        if not session.serves:
+        if session.serves:
+            serve(session)
+        else:
             action(session, request)
         session.close()
 

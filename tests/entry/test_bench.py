@@ -17,7 +17,7 @@ TINY = "--models digits --ranks 2 --batch 16 --scaling strong --rounds 1 --windo
 def folder(tmp_path_factory):
     """A comparison of two sides, then one of collectives: one folder holds both."""
     place = tmp_path_factory.mktemp("bench")
-    words = ["--backends", "horovod-mpi", "plain-gloo", "single"]
+    words = ["--backends", "horovod-mpi", "plain-gloo", "parameter_server", "single"]
     suite = hvdtrain("none", 1, "bench", *words, *TINY.split(), "--accumulate", "1", cwd=place)
     assert suite.code == 0, suite.text[-4000:]
     words = "--engines mpi4py memory tf-ring --collectives allreduce alltoall reducescatter --sizes 1KB 64KB --rounds 1"
@@ -36,11 +36,12 @@ def test_all_sides_were_measured(folder):
         "one-core": 1,
         "horovod-mpi": 1,
         "plain-gloo": 1,
+        "parameter_server": 1,
         "single": 0,
     }
     assert "one replica" in cells["single"].skipped
     assert {cell.parameters for cell in cells.values() if cell.rounds} == {151_306}
-    for side, processes in {"one-core": 1, "horovod-mpi": 2, "plain-gloo": 2}.items():
+    for side, processes in {"one-core": 1, "horovod-mpi": 2, "plain-gloo": 2, "parameter_server": 4}.items():
         (found,) = cells[side].rounds
         assert len(found.windows_ms) == 1
         assert found.windows_ms[0] > 0

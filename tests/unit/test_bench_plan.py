@@ -38,15 +38,23 @@ def test_accumulation_leaves_the_microbatch_as_it_is():
 
 
 def test_what_a_side_cannot_do_is_refused_with_the_reason():
-    sides = ["single", "mirrored", "plain-gloo", "parameter_server"]
+    sides = ["single", "mirrored", "plain-gloo"]
     matrix = Matrix(sides, ["mlp"], [2], precisions=["mixed_float16"])
     todo, refused = points(matrix)
     assert [p.side for p in todo] == ["mirrored"]
     reasons = {p.side: why for p, why in refused.items()}
     assert "one replica" in reasons["single"]
     assert "loss scaling" in reasons["plain-gloo"]
-    assert "are not measured yet" in reasons["parameter_server"]
     assert "loss scaling" in reasons["one-core"]
+
+
+def test_workers_have_a_chief_and_a_server_beside_them():
+    todo, refused = points(Matrix(["parameter_server"], ["mlp"], [2]))
+    assert not refused
+    (served,) = (point for point in todo if point.side == "parameter_server")
+    words = command_of(served, Launching())
+    assert words[words.index("-np") + 1] == "4"
+    assert words[words.index("--ranks") + 1] == "2", "the cores are those of two ranks, as for the others"
 
 
 def test_each_point_runs_once_however_often_it_is_named():

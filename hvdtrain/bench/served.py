@@ -1,0 +1,53 @@
+"""What ranks that serve another one use, seen from that one: they take no part in its measuring."""
+
+import json
+import os
+import socket
+
+import psutil
+
+from hvdtrain.config.errors import LaunchError
+from hvdtrain.runtime.session import Session
+
+TIMEOUT_S = 600.0
+PEAK = "VmHWM:"
+"""The most memory that a process has held, in KiB, in its /proc/PID/status."""
+
+
+class ServedProcesses:
+    """The other ranks of a job in which one leads; none where every rank measures itself.
+
+    All ranks of such a job make one of these, each once its session is open: they tell who they are.
+
+    Raises:
+        LaunchError: a rank is on another machine, or is missing.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._others: list[psutil.Process] = []
+        if session.strategy is None or session.strategy.roles is None:
+            return
+        mine = json.dumps([socket.gethostname(), os.getpid()]).encode()
+        known = [json.loads(text) for text in session.link.control.exchange(mine, timeout=TIMEOUT_S)]
+        if any(host != socket.gethostname() for host, _ in known):
+            raise LaunchError(
+                "bench can tell what processes of --backend parameter_server use on one machine only. "
+                f"Received: ranks on {', '.join(sorted({host for host, _ in known}))}."
+            )
+        if not session.serves:
+            self._others = [psutil.Process(pid) for _, pid in known if pid != os.getpid()]
+
+    def processor_seconds(self) -> float:
+        """Return the time that all threads of all of them have computed."""
+        times = [process.cpu_times() for process in self._others]
+        return sum(time.user + time.system for time in times)
+
+    def peak_rss_mib(self) -> list[float]:
+        """Return the most memory that each of them has held."""
+        return [_peak_mib(process.pid) for process in self._others]
+
+
+def _peak_mib(pid: int) -> float:
+    with open(f"/proc/{pid}/status", encoding="ascii") as status:
+        line = next(line for line in status if line.startswith(PEAK))
+    return int(line.split()[1]) / 1024
