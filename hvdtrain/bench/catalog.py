@@ -76,6 +76,14 @@ MODELS = dict(
             steps=10,
         ),
         _model(
+            "mlp_deep",
+            "MLP of 13 layers, 7.7 M parameters, 31 MB of gradients: starts quickly; what --autotune times",
+            ModelConfig("mlp", {"depth": 12, "width": 768}),
+            DataConfig("synthetic_images", {"size": 16, "channels": 5, "samples": 4096}, batch=64),
+            SGD,
+            steps=10,
+        ),
+        _model(
             "resnet50",
             "ResNet-50, 25.6 M parameters, 224 x 224 images: for GPUs",
             ModelConfig("resnet_imagenet"),

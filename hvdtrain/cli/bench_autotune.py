@@ -31,11 +31,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--backend", choices=("horovod-mpi", "horovod-gloo"), default="horovod-mpi")
-    parser.add_argument("--model", choices=tuple(MODELS), default="lm", help="whose steps are timed (lm)")
+    parser.add_argument("--model", choices=tuple(MODELS), default="mlp_deep", help="whose steps are timed (mlp_deep)")
     parser.add_argument("--batch", type=positive, help="samples per step over all ranks, in place of the model's own")
     parser.add_argument("--ranks", type=positive, help="ranks; as many as there are cores by default")
     parser.add_argument("--cores", type=positive, default=1, help="cores of each rank (1)")
-    parser.add_argument("--steps", type=positive, default=2, help="steps of a window (2)")
+    parser.add_argument("--steps", type=positive, help="steps of a window; by default the model's own")
     parser.add_argument("--windows", type=positive, default=3, help="windows of a launch (3)")
     parser.add_argument("--limit", type=positive, default=300, help="seconds that a launch may take (300)")
     parser.add_argument("--out", type=Path, default=Path(OUT), help=f"where exchange.env is written ({OUT})")
