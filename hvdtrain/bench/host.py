@@ -14,7 +14,10 @@ def environment() -> dict[str, Any]:
     """Return versions, machine, GPUs, MPI and environment variables."""
     mpirun = shutil.which("mpirun")
     facts = {"gpus": nvidia_gpus(), "mpi": {"mpirun": first_line([mpirun, "--version"]) if mpirun else None}}
-    return collect_environment() | facts
+    found = collect_environment() | facts
+    # A report may be published, and whose folder Python lies in decides nothing.
+    del found["python"]["executable"]
+    return found
 
 
 def host_class(facts: Mapping[str, Any]) -> str:

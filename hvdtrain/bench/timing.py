@@ -5,10 +5,13 @@ import os
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS, LARGE_MESSAGES
 
+SOURCES = Path(__file__).parents[2]
+"""The folder that the package lies in."""
 MIB = 1024
 """KiB, in which Linux counts resident memory."""
 
@@ -57,6 +60,8 @@ def process_settings(threads: int, environ: Mapping[str, str] = os.environ) -> d
     """Return what this process runs with."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     exchange = {name: environ[name] for name in (*EXCHANGE_DEFAULTS, *LARGE_MESSAGES) if name in environ}
+    # A report may be published: of a file of ours it says which, not in whose folder.
+    exchange = {name: value.removeprefix(f"{SOURCES}{os.sep}") for name, value in exchange.items()}
     return {"threads": str(threads), "cores of rank 0": cores, **exchange}
 
 

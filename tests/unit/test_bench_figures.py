@@ -1,14 +1,19 @@
 """Throughput, efficiency, bytes and bandwidths against their formulas."""
 
+import platform
+
 import pytest
 
 from hvdtrain.bench.bandwidth import algorithm_bandwidth, bus_bandwidth, calls, parsed_size, shown_size
 from hvdtrain.bench.calls import expected, given
 from hvdtrain.bench.catalog import MODELS, bench_config
+from hvdtrain.bench.host import environment
 from hvdtrain.bench.noise import Refused
 from hvdtrain.bench.results import GradientSize
 from hvdtrain.bench.statistics import figures, measured
+from hvdtrain.bench.timing import process_settings
 from hvdtrain.bench.wire import sent_bytes
+from hvdtrain.runtime.tuning import LARGE_MESSAGES
 from tests.unit.bench_results import PARTS, cell, suite
 
 
@@ -113,3 +118,17 @@ def test_every_model_has_a_batch_that_halves(name):
     assert (config.data.batch, config.training.precision, config.training.accumulate) == (8, "mixed_bfloat16", 2)
     assert MODELS[name].config.data.batch % 8 == 0
     assert MODELS[name].config.optim.schedule == "constant"
+
+
+def test_settings_name_a_file_of_ours_without_the_folder_it_lies_in():
+    told = process_settings(1, LARGE_MESSAGES | {"HOROVOD_CYCLE_TIME": "3"})
+    assert told["OMPI_MCA_coll_tuned_dynamic_rules_filename"] == "hvdtrain/runtime/openmpi-allreduce.conf"
+    assert told["HOROVOD_CYCLE_TIME"] == "3"
+    theirs = {"OMPI_MCA_coll_tuned_dynamic_rules_filename": "/etc/rules.conf"}
+    assert process_settings(1, theirs)["OMPI_MCA_coll_tuned_dynamic_rules_filename"] == "/etc/rules.conf"
+
+
+def test_the_environment_of_a_report_names_no_folder_of_the_machine():
+    facts = environment()
+    assert facts["python"] == {"version": platform.python_version()}
+    assert facts["packages"]["tensorflow"]
