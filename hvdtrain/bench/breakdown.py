@@ -106,7 +106,7 @@ def breakdown(session: Session, config: Config, trainer: Trainer, data: Training
     steps["alone"] = _alone(config, trainer, here, mine, AllReduceUpdate(here, trainer.state))
     steps["passes"] = _alone(config, trainer, here, mine, NoUpdate())
     variants = Variants(backend, steps)
-    variants.run(timing.steps)
+    variants.run(max(2, timing.steps // 2))
     return variants
 
 
