@@ -61,6 +61,13 @@ def mapped(data: Any, change: Callable[..., Elements]) -> Any:
     return lambda: (change(*standard(elements, _name(data))) for elements in _call(data))
 
 
+def each_once(data: Any) -> Iterator[Any]:
+    """Return the batches of a stream that ends, in its own order."""
+    if isinstance(data, keras.utils.PyDataset):
+        return (data[number] for number in range(data.num_batches))
+    return _call(data)
+
+
 class PyDatasetTraining:
     """The batches of a keras.utils.PyDataset by their numbers; see `TrainingData`.
 

@@ -337,7 +337,7 @@ def test_what_a_function_draws_is_a_function_of_the_seed(data):
     ("function", "answer"),
     [
         ("nothing", "mypkg.mydata:nothing must return (train, validation), each (inputs, targets) or (inputs, targets"),
-        ("nothing", "of arrays. Received: None."),
+        ("nothing", "of arrays, or a tf.data.Dataset, PyDataset or generator of them. Received: None."),
         ("unsplit", "Received: tuple of 2 (ndarray of shape (4, 3), ndarray of shape (4,))."),
         ("bare", "Received: tuple of 2 (tuple of 1 (ndarray of shape (4, 3)), tuple of 1 (ndarray of shape (4, 3)))."),
         ("uneven", "The arrays of --data mypkg.mydata:uneven (training) differ in length: 4, 5 samples."),

@@ -10,6 +10,7 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import DataError
 from hvdtrain.config.user_code import arguments_for, load_function
 from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.sources.batches_in_memory import gives_batches, in_memory
 from hvdtrain.data.splits import DataSplits
 
 OPTION = "--data"
@@ -19,7 +20,8 @@ def user_splits(config: DataConfig, seed: int) -> DataSplits:
     """Call the function `config.data` and return its data.
 
     It returns `(train, validation)`, each `(inputs, targets)` or `(inputs, targets, sample_weight)` of arrays or nests
-    of arrays, or a `DataSplits`. It is called on every rank, with `seed` if that is a name of its parameters and with
+    of arrays, or what gives such tuples: a tf.data.Dataset, PyDataset or generator, which is read once; or it returns a
+    `DataSplits`. It is called on every rank, with `seed` if that is a name of its parameters and with
     `config.data_args`. Python's, NumPy's and TensorFlow's generators start from the seed, so that what they draw is
     the same on all ranks.
 
@@ -41,13 +43,16 @@ def splits_of(returned: Any, name: str) -> DataSplits:
     """
     if isinstance(returned, DataSplits):
         return returned
-    if not (_is_sequence(returned, 2) and all(_is_sequence(part, 2, 3) for part in returned)):
+    if not (_is_sequence(returned, 2) and all(_is_sequence(part, 2, 3) or gives_batches(part) for part in returned)):
         raise DataError(
             f"{OPTION} {name} must return (train, validation), each (inputs, targets) or (inputs, targets, "
-            f"sample_weight) of arrays. Received: {_described(returned)}."
+            "sample_weight) of arrays, or a tf.data.Dataset, PyDataset or generator of them. "
+            f"Received: {_described(returned)}."
         )
-    train = ArraySource(tuple(returned[0]), f"{OPTION} {name} (training)")
-    validation = ArraySource(tuple(returned[1]), f"{OPTION} {name} (validation)")
+    train, validation = (
+        in_memory(part, called) if gives_batches(part) else ArraySource(tuple(part), called)
+        for part, called in zip(returned, (f"{OPTION} {name} (training)", f"{OPTION} {name} (validation)"), strict=True)
+    )
     return DataSplits(train, validation, sample_shape(train), classes_of([train, validation]))
 
 
