@@ -12,7 +12,6 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.global_batches import standard
 from hvdtrain.data.streams import each_once, is_stream
-from hvdtrain.runtime.warning import warn_on_first
 
 CHUNK = 256
 """Single samples of a Dataset that are read at a time."""
@@ -27,7 +26,7 @@ def in_memory(data: Any, name: str) -> ArraySource:
     """Read `data` to their end and return their samples, in their order.
 
     A Dataset may give single samples, too: it does where one of their tensors has no dims, or where the first dims
-    differ. What draws at random has drawn when this returns, which a warning says.
+    differ. What draws at random has drawn when this returns.
 
     Args:
         data: batches `(inputs, targets[, sample_weight])`, of any sizes; see `gives_batches`.
@@ -39,13 +38,7 @@ def in_memory(data: Any, name: str) -> ArraySource:
     batches = [standard(batch, name) for batch in _batches(data, name)]
     if not batches:
         raise DataError(f"{name} holds no samples.")
-    source = ArraySource(_joined(batches, name), name)
-    warn_on_first(
-        f"The {source.size:,} samples of {name} were read once and are held in memory: what is drawn at random in them "
-        "stays as it was drawn. --augment draws anew in every epoch.",
-        stacklevel=2,
-    )
-    return source
+    return ArraySource(_joined(batches, name), name)
 
 
 def _batches(data: Any, name: str) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from hvdtrain.config.user_code import arguments_for, load_function
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.sources.batches_in_memory import gives_batches, in_memory
 from hvdtrain.data.splits import DataSplits
+from hvdtrain.runtime.warning import warn_on_first
 
 OPTION = "--data"
 
@@ -53,6 +54,11 @@ def splits_of(returned: Any, name: str) -> DataSplits:
         in_memory(part, called) if gives_batches(part) else ArraySource(tuple(part), called)
         for part, called in zip(returned, (f"{OPTION} {name} (training)", f"{OPTION} {name} (validation)"), strict=True)
     )
+    if gives_batches(returned[0]):
+        warn_on_first(
+            f"The {train.size:,} samples of {train.name} were read once and are held in memory: what they draw at "
+            "random is the same in every epoch. --augment draws anew."
+        )
     return DataSplits(train, validation, sample_shape(train), classes_of([train, validation]))
 
 
