@@ -75,7 +75,9 @@ def _flat_cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tuple[tf.Tensor
     )
 
     def gradient(upstream: tf.Tensor) -> tuple[None, tf.Tensor]:
-        at_labels = tf.stack([tf.range(tf.size(labels)), labels], axis=-1)
+        # A label that is no class is refused above: here it must not be, or which of the two is told were a race.
+        known = tf.clip_by_value(labels, 0, logits.shape[-1] - 1)
+        at_labels = tf.stack([tf.range(tf.size(labels)), known], axis=-1)
         slope = tf.tensor_scatter_nd_sub(probabilities * upstream[:, tf.newaxis], at_labels, upstream)
         # The probabilities are a constant to a tape around this one: a second derivative would be wrong.
         return None, tf.raw_ops.PreventGradient(input=slope, message="sparse_cross_entropy has no second derivative.")
