@@ -28,7 +28,7 @@ def exchanges(backend: Any, count: int) -> dict[str, Any]:
     """Return a compiled exchange of `count` float32 values for each kind of compression."""
     import tensorflow as tf
 
-    from hvdtrain.training.reduction import GradientReducer, ReductionOptions
+    from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
 
     values = tf.Variable(tf.random.stateless_normal([count], [1, backend.index]))
 

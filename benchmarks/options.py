@@ -99,11 +99,11 @@ def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any]) -> C
     import tensorflow as tf
 
     from hvdtrain.data.batch import Batch
+    from hvdtrain.optim.precision import with_loss_scaling
+    from hvdtrain.state.train_state import TrainState
     from hvdtrain.training.assembly import built_model
     from hvdtrain.training.options import step_options
-    from hvdtrain.training.precision import with_loss_scaling
-    from hvdtrain.training.state import TrainState
-    from hvdtrain.training.steps import Objective, OurSteps
+    from hvdtrain.training.step.step_factory import CompiledStepFactory, Objective
 
     chosen = step_options(options)
     model = built_model(lambda: build(name), chosen)
@@ -112,7 +112,7 @@ def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any]) -> C
     count = microbatch * chosen.accumulate
     x, y = map(tf.constant, samples(name, count))
     batch = Batch(x, y, None, 1.0, count * backend.size, finite=True)
-    steps = OurSteps(backend, model, optimizer, Objective(loss), chosen)
+    steps = CompiledStepFactory(backend, model, optimizer, Objective(loss), chosen)
     steps.build(batch)
     compiled = steps.train_step(TrainState(model, optimizer, 0), batch.global_samples, epoch_metrics=False)
     return lambda: compiled(batch, measure=False).totals

@@ -25,9 +25,9 @@ def with_hvdtrain(config: Config, windows: int, beside: Callable[[], None] | Non
     """Train with `hvdtrain.Trainer`; `beside` is called between two windows and is not timed."""
     from hvdtrain.backends.select import current_exchange
     from hvdtrain.bench.trained import Stopwatch
-    from hvdtrain.training.job import run_trainer
-    from hvdtrain.training.loop import Plan
-    from hvdtrain.training.run_data import run_data
+    from hvdtrain.runs.run import run_trainer
+    from hvdtrain.runs.run_data import run_data
+    from hvdtrain.training.loop.loop import Plan
 
     backend = current_exchange()
     source = run_data(config, backend)

@@ -11,23 +11,23 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hvdtrain.api import broadcast_variables, init, local_rank, rank, size
+    from hvdtrain.gradients.accumulator import GradientAccumulator
+    from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
+    from hvdtrain.gradients.tape import DistributedGradientTape
     from hvdtrain.layers.recompute import Recompute
     from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
     from hvdtrain.optim.lars import LARS
+    from hvdtrain.optim.precision import LossScaleOptimizer
     from hvdtrain.optim.rates import learning_rate_schedule
     from hvdtrain.optim.weight_decay import decaying_weights_only
-    from hvdtrain.training.accumulation import GradientAccumulator
-    from hvdtrain.training.optimizer import DistributedOptimizer
-    from hvdtrain.training.precision import LossScaleOptimizer
-    from hvdtrain.training.tape import DistributedGradientTape
     from hvdtrain.training.trainer import Trainer
 
 _PUBLIC = {
-    "DistributedGradientTape": "hvdtrain.training.tape",
-    "DistributedOptimizer": "hvdtrain.training.optimizer",
-    "GradientAccumulator": "hvdtrain.training.accumulation",
+    "DistributedGradientTape": "hvdtrain.gradients.tape",
+    "DistributedOptimizer": "hvdtrain.gradients.distributed_optimizer",
+    "GradientAccumulator": "hvdtrain.gradients.accumulator",
     "LARS": "hvdtrain.optim.lars",
-    "LossScaleOptimizer": "hvdtrain.training.precision",
+    "LossScaleOptimizer": "hvdtrain.optim.precision",
     "Recompute": "hvdtrain.layers.recompute",
     "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
     "Trainer": "hvdtrain.training.trainer",

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from hvdtrain.config.runtime import BackendName, CommunicationName, RuntimeConfig
-from hvdtrain.runtime.control import end_process
+from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.failures import handle_failure
 from hvdtrain.runtime.session import Link, Session, current, has_session, open_link, open_session, set_current
@@ -88,7 +88,7 @@ def local_rank() -> int:
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
     """Give every rank the values that `root_rank` has in `variables` (Keras 3 variables or tf.Variables)."""
     from hvdtrain.backends.select import backend_for
-    from hvdtrain.training.variables import by_path
+    from hvdtrain.state.variables import by_path
 
     backend_for(current()).broadcast(by_path(variables), root=root_rank)
 

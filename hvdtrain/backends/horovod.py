@@ -8,14 +8,14 @@ import tensorflow as tf
 
 from hvdtrain.backends.compiled import run_once
 from hvdtrain.backends.protocol import ReduceOp
-from hvdtrain.runtime.collectives import Collectives, collective_name
+from hvdtrain.runtime.collectives import AxisCollectives, collective_name
 from hvdtrain.runtime.session import Session
 
 
 class HorovodExchange:
     """The exchange among the ranks of `collectives`."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: AxisCollectives) -> None:
         self._collectives = collectives
         self.size = collectives.size
         self.index = collectives.rank
@@ -70,14 +70,14 @@ class HorovodBackend(HorovodExchange):
     needs_builders = False
     workers = None
 
-    def __init__(self, session: Session, collectives: Collectives) -> None:
+    def __init__(self, session: Session, collectives: AxisCollectives) -> None:
         super().__init__(collectives)
         self._session = session
         self.size = session.mesh.size("dp")
         self.index = session.mesh.coordinate("dp")
         self.process = self.index
         self.processes = self.size
-        self.carrier = session.environment.controller if self.size > 1 else None
+        self.transport = session.environment.controller if self.size > 1 else None
 
     def scope(self) -> AbstractContextManager[Any]:
         """No context is needed: each process holds plain variables."""

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.alone import Alone
+from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.runtime.roles import SERVER, WORKER, Roles
@@ -21,7 +21,7 @@ WAITING_PER_WORKER = 4
 """Calls that wait for each worker, with their batches in the chief's memory: a slow one does not stop the others."""
 
 
-class ParameterServerBackend(Alone):
+class ParameterServerBackend(NoOpCollectives):
     """Asynchronous training, as the chief sees it: it reads the data, and has each step taken by one of the workers.
 
     Variables that are made within `scope` lie on the parameter servers.
@@ -107,7 +107,7 @@ class CoordinatedWorkers:
 
 
 class _Result:
-    """See `Later`."""
+    """See `Future`."""
 
     def __init__(self, coordinator: Any, value: Any, roles: Roles) -> None:
         self._coordinator = coordinator
@@ -115,7 +115,7 @@ class _Result:
         self._roles = roles
 
     def fetch(self) -> Any:
-        """See `Later`.
+        """See `Future`.
 
         Raises:
             LaunchError: a process is gone.

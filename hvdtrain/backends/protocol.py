@@ -9,7 +9,7 @@ import tensorflow as tf
 ReduceOp = Literal["sum", "average", "adasum"]
 
 
-class Exchange(Protocol):
+class Collectives(Protocol):
     """Collectives among the replicas; usable within a compiled function, in what `Backend.run` calls."""
 
     @property
@@ -37,7 +37,7 @@ class Exchange(Protocol):
         """Send the i-th of equal parts along dim 0 to replica i, and concatenate what came."""
 
 
-class Later(Protocol):
+class Future(Protocol):
     """What a compiled function returns once it has run."""
 
     def fetch(self) -> Any:
@@ -55,7 +55,7 @@ class Workers(Protocol):
     def roles(self) -> Mapping[str, int]:
         """How many of the job's ranks are what, this one included."""
 
-    def schedule(self, function: Callable[..., Any], *args: Any) -> Later:
+    def schedule(self, function: Callable[..., Any], *args: Any) -> Future:
         """Let the next worker that is free call `function`, a `tf.function`, with `args` of tensors.
 
         It returns before the function has run, unless very many are waiting.
@@ -65,7 +65,7 @@ class Workers(Protocol):
         """Wait until everything that was scheduled has run."""
 
 
-class Backend(Exchange, Protocol):
+class Backend(Collectives, Protocol):
     """The seam between the loop and its distribution engine."""
 
     @property
@@ -73,7 +73,7 @@ class Backend(Exchange, Protocol):
         """The backend's name, as `--backend` takes it."""
 
     @property
-    def carrier(self) -> str | None:
+    def transport(self) -> str | None:
         """What tensors travel over, where there is a choice: `mpi`, `gloo`, `ring` …"""
 
     @property

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from hvdtrain.backends.alone import Alone
+from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.runtime.session import Session
 
 
-class SingleBackend(Alone):
+class SingleBackend(NoOpCollectives):
     """The whole batch in this process."""
 
     name = "single"

@@ -28,7 +28,7 @@ class StrategyBackend:
         self._session = session
         self._strategy = opened.strategy
         self.name = opened.name
-        self.carrier = opened.carrier
+        self.transport = opened.transport
         self.size = int(opened.strategy.num_replicas_in_sync)
         self.process = session.environment.rank
         self.processes = session.environment.size
@@ -36,7 +36,7 @@ class StrategyBackend:
 
     @property
     def index(self) -> int:
-        """See `Exchange`."""
+        """See `Collectives`."""
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self._strategy:
             return self.process * self.local_size

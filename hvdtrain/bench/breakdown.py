@@ -25,13 +25,13 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.models.registry import model_family
 from hvdtrain.runtime.session import Session
-from hvdtrain.training.losses import summed_loss
-from hvdtrain.training.metric_specs import MetricSpec
-from hvdtrain.training.microbatches import per_microbatch
-from hvdtrain.training.passes import LocalSums
-from hvdtrain.training.step import TrainStep, UpdateRule
+from hvdtrain.training.objective.losses import summed_loss
+from hvdtrain.training.objective.metric_specs import MetricSpec
+from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.microbatches import per_microbatch
+from hvdtrain.training.step.train_step import TrainStep, UpdateRule
 from hvdtrain.training.trainer import Trainer
-from hvdtrain.training.update import AllReduceUpdate
+from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
 
 CAN_TELL = ("horovod", "single")
 """Backends whose exchange can be left out without changing the rest: each process holds plain variables."""
@@ -48,7 +48,7 @@ PARTS = {
 class NoUpdate:
     """Leaves everything as it is, once all gradients are there."""
 
-    def update(self, local: LocalSums, *, measure: bool) -> tuple[tf.Tensor, None]:
+    def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, None]:
         """See `UpdateRule`; the totals are no longer those of the step."""
         gradients = [g.values if isinstance(g, tf.IndexedSlices) else g for g in local.gradients if g is not None]
         # A value of each goes into the result: control dependencies would be optimized away, and the backward pass.

@@ -14,10 +14,10 @@ from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import BaseObserver
+from hvdtrain.runs.run import run_trainer
+from hvdtrain.runs.run_data import run_data
 from hvdtrain.runtime.session import Session
-from hvdtrain.training.job import run_trainer
-from hvdtrain.training.loop import Plan
-from hvdtrain.training.run_data import run_data
+from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
 
 GATHER_TIMEOUT_S = 600.0

@@ -6,7 +6,7 @@ from hvdtrain.bench.results import GradientSize
 from hvdtrain.bench.sides import Traffic
 
 SMALL_TABLE_BYTES = 64 * 1024
-"""Tables up to here hvdtrain sends dense (hvdtrain/training/sparse.py)."""
+"""Tables up to here hvdtrain sends dense (hvdtrain/gradients/sparse.py)."""
 
 FORMULA = (
     "Bytes that a process sends for the gradients of one step, by formula and not measured; n processes. Ring "

@@ -1,1 +1,4 @@
-"""Saving, verifying and restoring the training state."""
+"""Checkpoints of the training state that appear whole or not at all; start with `checkpointer.py`.
+
+May import `state`; knows nothing of training.
+"""

@@ -53,7 +53,7 @@ def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
 
 
 def _bench(session: Session, request: Request, steps: int) -> None:
-    from hvdtrain.training.data_bench import bench_data, verdict
+    from hvdtrain.runs.data_bench import bench_data, verdict
 
     result = bench_data(session, request.config, steps=steps)
     if session.environment.rank == 0:

@@ -36,7 +36,7 @@ def parse(argv: list[str]) -> Request:
     Raises:
         UserError: a wrong option, or no run in that folder.
     """
-    from hvdtrain.training.folder import opened
+    from hvdtrain.runs.folder import opened
 
     with parse_errors_as_user_errors():
         arguments = _parser().parse_args(argv)
@@ -58,8 +58,8 @@ def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
 
 
 def _evaluate(session: Session, request: Request) -> None:
-    from hvdtrain.training.folder import RunFolder
-    from hvdtrain.training.job import evaluate, left_out_line
+    from hvdtrain.runs.folder import RunFolder
+    from hvdtrain.runs.run import evaluate, left_out_line
 
     folder = RunFolder(request.run_dir)
     figures = evaluate(session, request.config, folder)

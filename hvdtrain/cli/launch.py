@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from hvdtrain.config.errors import UserError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.agreement import together
-from hvdtrain.runtime.control import end_process
+from hvdtrain.runtime.control.agreement import together
+from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.environment import Environment, detect_environment
 from hvdtrain.runtime.failures import handle_failure
 from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out

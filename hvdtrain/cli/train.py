@@ -17,7 +17,7 @@ from hvdtrain.config.files import apply_values, digest, read_values
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, with_arguments_of, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes.registry import DEFAULT, RECIPES, recipe
-from hvdtrain.runtime.agreement import on_first
+from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.session import Session
 
@@ -87,7 +87,7 @@ def _base(name: str | None, files: Files) -> Config:
     if files.resume is not None:
         if name is not None or files.config_file is not None or files.run_dir is not None:
             raise ConfigError("--resume goes on with a run as it was: it takes no recipe, --config or --run-dir.")
-        from hvdtrain.training.folder import opened
+        from hvdtrain.runs.folder import opened
 
         return opened(files.resume, "--resume")[1]
     if files.config_file is None:
@@ -158,8 +158,8 @@ def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
 
 
 def _train(session: Session, request: Request) -> None:
-    from hvdtrain.training.folder import default_path, refuse_occupied
-    from hvdtrain.training.job import train
+    from hvdtrain.runs.folder import default_path, refuse_occupied
+    from hvdtrain.runs.run import train
 
     def choose_folder() -> bytes:
         files = request.files

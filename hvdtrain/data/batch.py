@@ -10,15 +10,15 @@ from hvdtrain.config.errors import ConfigError
 class Batch(NamedTuple):
     """What one replica trains on in one step.
 
-    `present`, `global_samples` and `finite` are Python values where they are known before the step is compiled: what
-    is computed from them costs nothing then.
+    `has_samples`, `global_samples` and `finite` are Python values where they are known before the step is compiled:
+    what is computed from them costs nothing then.
     """
 
     inputs: Any
     targets: Any
     sample_weight: Any
     """One weight for each sample, or None."""
-    present: tf.Tensor | float
+    has_samples: tf.Tensor | float
     """1, or 0 for a replica that gets no sample of a short batch: it holds one sample that does not count."""
     global_samples: tf.Tensor | int
     """Samples of the global batch, over all replicas."""
@@ -61,18 +61,18 @@ def slice_bounds(total: int, index: int, size: int) -> tuple[int, int, float]:
     return first, max(end, first + 1), float(end > begin)
 
 
-def as_batch(elements: tuple[Any, ...], present: Any, total: Any, *, finite: bool | None = None) -> Batch:
+def as_batch(elements: tuple[Any, ...], has_samples: Any, total: Any, *, finite: bool | None = None) -> Batch:
     """Name the parts of (inputs, targets[, sample weights])."""
     inputs, targets, *weights = elements
-    return Batch(inputs, targets, weights[0] if weights else None, present, total, finite)
+    return Batch(inputs, targets, weights[0] if weights else None, has_samples, total, finite)
 
 
 def slice_batch(elements: tuple[Any, ...], index: int, size: int) -> Batch:
     """Cut this replica's part out of a global batch (inputs, targets[, sample weights]) of tensors [samples, …]."""
     total = tf.shape(tf.nest.flatten(elements)[0], out_type=tf.int64)[0]
-    first, last, present = slice_bounds_of_tensor(total, index, size)
+    first, last, has_samples = slice_bounds_of_tensor(total, index, size)
     part = tf.nest.map_structure(lambda tensor: tensor[first:last], tuple(elements))
-    return as_batch(part, present, tf.cast(total, tf.int32))
+    return as_batch(part, has_samples, tf.cast(total, tf.int32))
 
 
 def slice_bounds_of_tensor(total: tf.Tensor, index: int, size: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

@@ -52,7 +52,7 @@ class DatasetTraining:
         """Say in Python values what all full batches have in common, if their shapes are the same."""
         if not self._one_shape or int(batch.global_samples) != self.batch:
             return batch
-        return batch._replace(present=1.0, global_samples=self.batch)
+        return batch._replace(has_samples=1.0, global_samples=self.batch)
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:

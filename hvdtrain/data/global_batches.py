@@ -54,11 +54,11 @@ class Cut:
         """Return this replica's part of one global batch."""
         arrays = standard(elements, self._name)
         total = len(tf.nest.flatten(arrays)[0])
-        first, last, present = slice_bounds(total, self._index, self._size)
+        first, last, has_samples = slice_bounds(total, self._index, self._size)
         part = tf.nest.map_structure(lambda array: tf.convert_to_tensor(array[first:last]), arrays)
         if total == self._batch:
-            return as_batch(part, present, total)
-        return as_batch(part, tf.constant(present), tf.constant(total))
+            return as_batch(part, has_samples, total)
+        return as_batch(part, tf.constant(has_samples), tf.constant(total))
 
 
 def _nest(part: Any) -> Any:

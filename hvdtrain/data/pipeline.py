@@ -160,7 +160,7 @@ class SourceTraining:
 
     def _stream(self, epoch: int, skip: int, first: int, steps: int, samples: int) -> Iterator[Batch]:
         """Return this replica's batches of `samples` each: steps `first` … `first + steps - 1` of every epoch."""
-        begin, end, present = slice_bounds(samples, self._index, self._size)
+        begin, end, has_samples = slice_bounds(samples, self._index, self._size)
         augment = self.reading.augment
 
         def numbers_of(epoch: tf.Tensor) -> tf.data.Dataset:
@@ -180,7 +180,7 @@ class SourceTraining:
         epochs = tf.data.Dataset.range(epoch, tf.int64.max)
         numbers = epochs.flat_map(plain(numbers_of)).skip(skip)
         elements = self.reading.batches(numbers, load, heavy=self.source.heavy or augment is not None)
-        return (as_batch(part, present, samples, finite=self.source.finite or None) for part in elements)
+        return (as_batch(part, has_samples, samples, finite=self.source.finite or None) for part in elements)
 
     def _gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         return gathered(self.source, numbers, self.bad)
@@ -242,9 +242,9 @@ class SourceEvaluation:
 
     def _build(self, first: int) -> tf.data.Dataset:
         def load(step: tf.Tensor) -> Batch:
-            numbers, present, total = self._part_of(step)
+            numbers, has_samples, total = self._part_of(step)
             elements = finished(gathered(self._source, numbers, self.bad), self.reading)
-            return as_batch(elements, present, tf.cast(total, tf.int32))
+            return as_batch(elements, has_samples, tf.cast(total, tf.int32))
 
         steps = tf.data.Dataset.range(first, self.steps)
         return self.reading.batches(steps, load, heavy=self._source.heavy)
@@ -253,8 +253,8 @@ class SourceEvaluation:
         """Return the numbers of this replica's samples, whether they count, and the samples of the global batch."""
         begin = tf.cast(step, tf.int64) * self._batch
         total = tf.minimum(begin + self._batch, self._source.size) - begin
-        first, last, present = slice_bounds_of_tensor(total, self._index, self._size)
-        return tf.range(begin + first, begin + last), present, total
+        first, last, has_samples = slice_bounds_of_tensor(total, self._index, self._size)
+        return tf.range(begin + first, begin + last), has_samples, total
 
 
 def gathered(source: Source, numbers: tf.Tensor, bad: BadRecords) -> tuple[Any, ...]:

@@ -18,6 +18,8 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdtrain.gradients.reduction import scaled
+from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.horovod import primitives
 from hvdtrain.horovod.basics import (
     Adasum,
@@ -32,9 +34,7 @@ from hvdtrain.horovod.basics import (
 )
 from hvdtrain.horovod.exchange import one_over_size
 from hvdtrain.horovod.primitives import Call, Reduce, all_gather, all_reduce, reduce_scatter
-from hvdtrain.training.reduction import scaled
-from hvdtrain.training.sparse import sum_duplicates
-from hvdtrain.training.variables import as_written, unwrap
+from hvdtrain.state.variables import as_written, unwrap
 
 _Change = Callable[[tf.Tensor], tf.Tensor]
 _AS_SIGNED = {tf.uint32: tf.int32, tf.uint64: tf.int64}

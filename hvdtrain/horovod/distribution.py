@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.gradients.gradient_sum import GradientSum
+from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.horovod.basics import Average, Sum
 from hvdtrain.horovod.reduction import Reduction
-from hvdtrain.training.gradient_sum import GradientSum
-from hvdtrain.training.reduction import Gradient, scaled
 
 Apply = Callable[[list[Gradient]], Any]
 

@@ -16,7 +16,7 @@ from hvdtrain.horovod.distribution import distribution_of
 from hvdtrain.horovod.flavour import optimizers, refuse_other_keras
 from hvdtrain.horovod.objects import broadcast_object, broadcast_object_fn
 from hvdtrain.horovod.variables import broadcast_variables
-from hvdtrain.training.variables import unwrap
+from hvdtrain.state.variables import unwrap
 
 __all__ = [
     "HorovodInternalError",

@@ -6,15 +6,15 @@ import tensorflow as tf
 
 from hvdtrain.backends.horovod import HorovodExchange
 from hvdtrain.horovod.basics import global_process_set, is_elastic, rank, size, size_op
-from hvdtrain.runtime.collectives import Collectives
+from hvdtrain.runtime.collectives import AxisCollectives
 
 
 def exchange_among(process_set: Any) -> HorovodExchange:
     """Return the exchange among the ranks of `process_set`, of which this one must be part."""
     if process_set.process_set_id == global_process_set.process_set_id:
-        return HorovodExchange(Collectives("world", rank(), size()))
+        return HorovodExchange(AxisCollectives("world", rank(), size()))
     axis = f"set{process_set.process_set_id}"
-    return HorovodExchange(Collectives(axis, process_set.rank(), process_set.size(), process_set))
+    return HorovodExchange(AxisCollectives(axis, process_set.rank(), process_set.size(), process_set))
 
 
 def is_included(process_set: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hvdtrain.backends.protocol import Exchange
+from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import global_process_set, is_elastic, size
 from hvdtrain.horovod.exchange import exchange_among
@@ -22,7 +22,7 @@ class SyncBatchNormalization(layers.SyncBatchNormalization):
             raise ConfigError("SyncBatchNormalization does not support fused=True.")
         super().__init__(**kwargs)
 
-    def replicas(self) -> Exchange | None:
+    def replicas(self) -> Collectives | None:
         """Return the exchange among all ranks, None where there is one; ranks that may come need it in any case."""
         if self.exchange is not None:
             return super().replicas()

@@ -9,7 +9,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Average, Compression, global_process_set
 from hvdtrain.horovod.flavour import keras, refuse_other_keras
 from hvdtrain.horovod.reduction import Reduction, groups_of
-from hvdtrain.training.variables import as_written, unwrap
+from hvdtrain.state.variables import as_written, unwrap
 
 
 @as_written

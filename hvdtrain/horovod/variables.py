@@ -8,7 +8,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import global_process_set
 from hvdtrain.horovod.collectives import broadcast_
 from hvdtrain.horovod.exchange import exchange_among, is_included
-from hvdtrain.training.variables import as_written, unwrap
+from hvdtrain.state.variables import as_written, unwrap
 
 
 @as_written

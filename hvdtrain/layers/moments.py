@@ -5,17 +5,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Exchange
+from hvdtrain.backends.protocol import Collectives
 
 
 def moments_of_all(
     inputs: tf.Tensor,
     axes: Sequence[int],
     mask: tf.Tensor | None,
-    exchange: Exchange,
+    exchange: Collectives,
     name: str,
     *,
-    present: Any = 1.0,
+    has_samples: Any = 1.0,
     extra: float = 0.0,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance over `axes` and over all replicas, in the shape of the other dims and in their dtype.
@@ -26,11 +26,11 @@ def moments_of_all(
         mask: which samples count, in the shape of `inputs` without its last dim; None: all of them.
         exchange: the replicas.
         name: what the messages' names begin with.
-        present: 1, or 0 while this replica's samples must not count; a number or a scalar tensor.
+        has_samples: 1, or 0 while this replica's samples must not count; a number or a scalar tensor.
         extra: what is added to the number of samples.
     """
     shape = [size for dim, size in enumerate(inputs.shape) if dim not in axes]
-    local = tf.math.multiply_no_nan(_local_sums(inputs, axes, mask), tf.cast(present, tf.float64))
+    local = tf.math.multiply_no_nan(_local_sums(inputs, axes, mask), tf.cast(has_samples, tf.float64))
     total = sum_over_replicas(local, exchange, name)
     values = _mean_and_variance(total, channels=tf.TensorShape(shape).num_elements(), extra=extra)
     mean, variance = (tf.cast(tf.reshape(value, shape), inputs.dtype) for value in values)
@@ -78,7 +78,7 @@ def _mean_and_variance(total: tf.Tensor, *, channels: int, extra: float) -> tupl
     return mean, tf.maximum(variance, tf.zeros_like(variance))
 
 
-def sum_over_replicas(tensor: tf.Tensor, exchange: Exchange, name: str) -> tf.Tensor:
+def sum_over_replicas(tensor: tf.Tensor, exchange: Collectives, name: str) -> tf.Tensor:
     """Return the elementwise sum over the replicas, differentiable.
 
     Each replica's loss depends on every replica's `tensor`, so the gradient by it is the sum of their upstream

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.compiled import numbered
-from hvdtrain.backends.protocol import Exchange
+from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.moments import moments_of_all
@@ -33,9 +33,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.exchange: Exchange | None = None
+        self.exchange: Collectives | None = None
         """The replicas; the current session's ranks if None."""
-        self.present: Any = 1.0
+        self.has_samples: Any = 1.0
         """1, or 0 (a number or a scalar tensor) while this replica's samples are a placeholder that must not count."""
         if self.renorm:
             raise ConfigError(
@@ -56,9 +56,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         # Keras adds this to the number of unmasked elements.
         extra = 0.0 if mask is None else keras.backend.epsilon()
         name = numbered(f"sync_batch_norm/{self.path}")
-        return moments_of_all(inputs, self._reduction_axes, mask, exchange, name, present=self.present, extra=extra)
+        return moments_of_all(
+            inputs, self._reduction_axes, mask, exchange, name, has_samples=self.has_samples, extra=extra
+        )
 
-    def replicas(self) -> Exchange | None:
+    def replicas(self) -> Collectives | None:
         """Return the exchange with the other replicas, None where there are none."""
         exchange = current_exchange() if self.exchange is None else self.exchange
         return exchange if exchange.size > 1 else None
@@ -70,16 +72,16 @@ def sync_layers(model: Any) -> list[SyncBatchNormalization]:
 
 
 @contextmanager
-def replicas_of(layers: Sequence[SyncBatchNormalization], exchange: Exchange, present: Any) -> Iterator[None]:
-    """Let `layers` exchange over `exchange`, and count this replica's samples `present` times (1 or 0), for a while.
+def replicas_of(layers: Sequence[SyncBatchNormalization], exchange: Collectives, has_samples: Any) -> Iterator[None]:
+    """Have `layers` exchange over `exchange` inside this context; this replica counts if `has_samples` is 1.
 
-    What they had before comes back at the end: a symbolic `present` is of no use outside the function it belongs to.
+    The previous settings return at its end: a symbolic `has_samples` means nothing outside its function.
     """
-    before = [(layer, layer.exchange, layer.present) for layer in layers]
+    before = [(layer, layer.exchange, layer.has_samples) for layer in layers]
     try:
         for layer in layers:
-            layer.exchange, layer.present = exchange, present
+            layer.exchange, layer.has_samples = exchange, has_samples
         yield
     finally:
         for layer, *values in before:
-            layer.exchange, layer.present = values
+            layer.exchange, layer.has_samples = values

@@ -28,8 +28,8 @@ def collective_name(*parts: str) -> str:
     return clean if clean == name else f"{clean}.{zlib.crc32(name.encode()):08x}"
 
 
-class Collectives:
-    """Collectives among the ranks along one axis of the mesh, or among those of one of Horovod's process sets."""
+class AxisCollectives:
+    """AxisCollectives among the ranks along one axis of the mesh, or among those of one of Horovod's process sets."""
 
     def __init__(self, axis: str, rank: int, size: int, process_set: Any = hvd.global_process_set) -> None:
         self.axis = axis

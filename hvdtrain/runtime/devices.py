@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.environment import Environment
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from hvdtrain.config.errors import UserError
-from hvdtrain.runtime.control import ControlChannel, flush_output
+from hvdtrain.runtime.control.channel import ControlChannel, flush_output
 from hvdtrain.runtime.environment import Environment
 
 EXIT_FAILURE = 1

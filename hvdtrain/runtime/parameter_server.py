@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.environment import Environment
 from hvdtrain.runtime.roles import CHIEF, Roles
 from hvdtrain.runtime.tf_config import VARIABLE, agreed_tf_config

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
-from hvdtrain.runtime.agreement import agree, installed_versions
-from hvdtrain.runtime.control import ControlChannel, LocalChannel, open_control
+from hvdtrain.runtime.control.agreement import agree, installed_versions
+from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel, open_control
 from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_process
 from hvdtrain.runtime.environment import Environment, detect_environment
 from hvdtrain.runtime.mesh import Mesh
@@ -22,7 +22,7 @@ from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
 from hvdtrain.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from hvdtrain.runtime.collectives import Collectives
+    from hvdtrain.runtime.collectives import AxisCollectives
 
 EXIT_TIMEOUT_S = 60.0
 
@@ -58,7 +58,7 @@ class Session:
     link: Link
     mesh: Mesh
     plan: DevicePlan
-    collectives: "Collectives | None" = field(default=None)
+    collectives: "AxisCollectives | None" = field(default=None)
     """None where Horovod does not run."""
     strategy: OpenStrategy | None = None
     """None where tf.distribute does not take part."""
@@ -132,7 +132,7 @@ def wants_horovod(config: RuntimeConfig, environment: Environment) -> bool:
     return wanted
 
 
-def _start_horovod(environment: Environment) -> "Collectives":
+def _start_horovod(environment: Environment) -> "AxisCollectives":
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
@@ -149,9 +149,9 @@ def _start_horovod(environment: Environment) -> "Collectives":
             f"{hvd.rank()} of {hvd.size()}. Horovod was probably built without the controller of this launcher; "
             "python -m hvdtrain doctor shows which it has."
         )
-    from hvdtrain.runtime.collectives import Collectives
+    from hvdtrain.runtime.collectives import AxisCollectives
 
-    return Collectives("dp", hvd.rank(), hvd.size())
+    return AxisCollectives("dp", hvd.rank(), hvd.size())
 
 
 def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | None = None) -> Session:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import WITH_REPLICAS, RuntimeConfig
-from hvdtrain.runtime.control import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.environment import Environment
 from hvdtrain.runtime.parameter_server import join_cluster
 from hvdtrain.runtime.roles import Roles, roles_of
@@ -24,7 +24,7 @@ class OpenStrategy:
     """The backend's name."""
     strategy: Any
     """A tf.distribute.Strategy; None on a rank that serves another's."""
-    carrier: str | None = None
+    transport: str | None = None
     """What tensors travel over, where that can be chosen."""
     roles: Roles | None = None
     """Who is what, where the first rank leads and the others serve it."""

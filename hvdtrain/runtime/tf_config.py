@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.environment import Environment
 
 VARIABLE = "TF_CONFIG"

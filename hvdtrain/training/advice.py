@@ -4,9 +4,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.gradients.compression_probe import compression_warning
 from hvdtrain.observability.events import RunInfo
 from hvdtrain.observability.wording import plural
-from hvdtrain.training.compression_probe import compression_warning
 from hvdtrain.training.options import EXCHANGE_OPTIONS, StepOptions
 
 TINY_BATCH = 8

@@ -6,13 +6,13 @@ import keras
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import suggestion
+from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.layers.convert import with_sync_batch_norm
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.optimizers import known_optimizers
-from hvdtrain.training.optimizer import refuse_exchange_of_microbatches
+from hvdtrain.optim.precision import precision
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.precision import precision
 
 
 def built_model(model: Any, options: StepOptions) -> Any:

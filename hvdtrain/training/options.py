@@ -11,8 +11,8 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.exchange import CompressionName, ExchangeConfig, ReduceOpName, SparseName
 from hvdtrain.config.precision import PrecisionName
 from hvdtrain.config.registry import suggestion
+from hvdtrain.gradients.reduction import ReductionOptions
 from hvdtrain.optim.clipping import Clipping
-from hvdtrain.training.reduction import ReductionOptions
 
 EXCHANGE_OPTIONS = (*(field.name for field in fields(ExchangeConfig)), "sync_batch_norm")
 """Options that do nothing where nothing is exchanged."""

@@ -10,9 +10,9 @@ from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import RunInfo
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.session import current
-from hvdtrain.training.loop import Plan
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.state import TrainState
 
 
 def run_info(backend: Backend, state: TrainState, options: StepOptions, data: TrainingData, plan: Plan) -> RunInfo:
@@ -41,7 +41,7 @@ def who_trains(backend: Backend) -> dict[str, Any]:
     return {
         "backend": backend.name,
         "world_size": world_size(backend),
-        "controller": backend.carrier,
+        "controller": backend.transport,
         "processes": None if roles else backend.processes,
         "roles": roles,
     }

@@ -13,28 +13,28 @@ from hvdtrain.checkpoint import checkpointer
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
+from hvdtrain.gradients.compression_probe import compression_cost
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averaged_weights
+from hvdtrain.optim.precision import with_loss_scaling
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
+from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import advice
 from hvdtrain.training.assembly import built_model, built_optimizer, converted, refuse_instances
-from hvdtrain.training.callbacks import KerasCallbacks, wishes_of_all
-from hvdtrain.training.compile_settings import Objective, settle
-from hvdtrain.training.compression_probe import compression_cost
-from hvdtrain.training.engine import predictor_for, steps_for
-from hvdtrain.training.evaluate import Evaluation
-from hvdtrain.training.hooks import Hooks
+from hvdtrain.training.engine import predictor_for, step_factory_for
+from hvdtrain.training.evaluation.evaluate import Evaluation
+from hvdtrain.training.evaluation.predict import prediction_batches
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
-from hvdtrain.training.loop import Plan, TrainingLoop
+from hvdtrain.training.loop.hooks import Hooks
+from hvdtrain.training.loop.keras_callbacks import KerasCallbacks, needs_of_all
+from hvdtrain.training.loop.loop import Plan, TrainingLoop
+from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.objective.compile_settings import Objective, settle
 from hvdtrain.training.options import step_options
-from hvdtrain.training.precision import with_loss_scaling
-from hvdtrain.training.predict import prediction_batches
-from hvdtrain.training.result import FitResult, summary_of
 from hvdtrain.training.run_info import run_info
-from hvdtrain.training.state import TrainState
-from hvdtrain.training.step import CompiledStep
+from hvdtrain.training.step.train_step import CompiledStep
 
 STATE_TIMEOUT_S = 600.0
 
@@ -94,7 +94,7 @@ class Trainer:
             self.model = converted(built, self.options)
             self.optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
         self.backend.prepare(self.optimizer)
-        self._steps = steps_for(self.backend, self.model, self.optimizer, objective, self.options)
+        self._steps = step_factory_for(self.backend, self.model, self.optimizer, objective, self.options)
         self._state: TrainState | None = None
         self._compression_cost: float | None = None
         self._predictor = predictor_for(self.backend, self.model)
@@ -291,12 +291,12 @@ class Trainer:
             observers.on_message(line)
 
     def _hooks(self, callbacks: Sequence[Any], data: TrainingData, plan: Plan) -> KerasCallbacks | None:
-        wishes = wishes_of_all(callbacks, self.backend)
-        if not wishes.anything:
+        needs = needs_of_all(callbacks, self.backend)
+        if not needs.anything:
             return None
         self._steps.compile_for_callbacks()
         epochs = -(-plan.total_steps // data.steps_per_epoch)
-        return KerasCallbacks(callbacks, wishes, self.model, self.backend, epochs=epochs, steps=data.steps_per_epoch)
+        return KerasCallbacks(callbacks, needs, self.model, self.backend, epochs=epochs, steps=data.steps_per_epoch)
 
     def _evaluate(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
         with averaged_weights(self.optimizer, self.model):

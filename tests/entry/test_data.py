@@ -141,7 +141,10 @@ def test_a_file_that_one_rank_does_not_have(tmp_path):
         (["--tail", "drop", "--batch", "2000"], ["--tail drop would leave nothing"]),
         (["--augment", "flop"], ["no augmentation 'flop'", "Perhaps you meant: flip"]),
         (["--augment", "flip", "flip"], ["--augment names one change twice"]),
-        (["--augment", "mixup", "--loss", "mse", "--model-args", "width", "4"], ["--augment mixup blends labels"]),
+        (
+            ["--augment", "mixup", "--loss", "mse", "--model-args", "width", "4"],
+            ["--augment mixup blends labels"],
+        ),
         (["--on-bad-record", "skip"], ["raise or skip:N"]),
         (["--data-threads", "-1"], ["--data-threads must not be negative"]),
         (["--cache", "disk"], ["--cache", "memory", "file"]),

@@ -39,7 +39,7 @@ import hvdtrain
 hvdtrain.init()
 from hvdtrain.cli.train import parse
 from hvdtrain.runtime.session import current
-from hvdtrain.training.job import train
+from hvdtrain.runs.run import train
 for words in json.loads(sys.argv[1]):
     request = parse(words)
     train(current(), request.config, request.files.run_dir, resume=False)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.backends.alone import Alone
+from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.parameter_server import _Result
 from hvdtrain.backends.protocol import world_size
 from hvdtrain.backends.select import current_exchange
@@ -16,7 +16,7 @@ from hvdtrain.observability.events import BaseObserver
 from hvdtrain.runtime.roles import Roles
 from hvdtrain.runtime.session import current
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop import Plan
+from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -214,7 +214,7 @@ def test_workers_exchange_nothing_in_a_loop_of_ones_own(monkeypatch):
 def test_the_world_is_all_ranks():
     assert world_size(Served(2)) == 4
     assert world_size(SingleBackend(current())) == 1
-    assert Alone().gather_bytes(b"mine", timeout=1) == [b"mine"]
+    assert NoOpCollectives().gather_bytes(b"mine", timeout=1) == [b"mine"]
 
 
 @pytest.mark.parametrize(

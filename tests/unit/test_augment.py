@@ -65,7 +65,7 @@ def batches(names, size, *, steps=7, start=0):
         stream = data.batches(start)
         parts.append([next(stream) for _ in range(steps)])
     return [
-        np.concatenate([part.inputs.numpy() for part in step if float(part.present)])
+        np.concatenate([part.inputs.numpy() for part in step if float(part.has_samples)])
         for step in zip(*parts, strict=True)
     ]
 

@@ -11,7 +11,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.class_folders import scan
 from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
 from hvdtrain.data.sources.images import ImageSource
-from hvdtrain.training.job import left_out_line
+from hvdtrain.runs.run import left_out_line
 from tests.unit.images import write_folders
 
 
@@ -142,7 +142,7 @@ def test_the_ranks_count_together(tmp_path):
 def test_evaluation_leaves_them_out_too(tmp_path):
     source = damaged(tmp_path / "data", 2, 13)
     parts = [SourceEvaluation(source, batch=7, index=i, size=3, reading=Reading(tolerated=2)) for i in range(3)]
-    total = sum(float(tf.reduce_sum(b.sample_weight) * b.present) for part in parts for b in part)
+    total = sum(float(tf.reduce_sum(b.sample_weight) * b.has_samples) for part in parts for b in part)
     assert total == 18
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.training.callbacks import wishes_of_all
+from hvdtrain.training.loop.keras_callbacks import needs_of_all
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -106,11 +106,11 @@ class Others:
 
 def test_what_one_rank_asks_for_all_give():
     plain = keras.callbacks.Callback()
-    assert wishes_of_all([], Others()) == (False, False, False)
-    assert wishes_of_all([plain], Others()) == (True, False, False)
-    assert wishes_of_all([[plain], Noting()], Others()) == (True, True, True)
-    assert wishes_of_all([], Others(bytes([1, 0, 1]))) == (True, False, True)
-    assert wishes_of_all([keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)], Others()) == (True, True, False)
-    assert wishes_of_all([keras.callbacks.ModelCheckpoint("x.keras")], Others()) == (True, False, False)
+    assert needs_of_all([], Others()) == (False, False, False)
+    assert needs_of_all([plain], Others()) == (True, False, False)
+    assert needs_of_all([[plain], Noting()], Others()) == (True, True, True)
+    assert needs_of_all([], Others(bytes([1, 0, 1]))) == (True, False, True)
+    assert needs_of_all([keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)], Others()) == (True, True, False)
+    assert needs_of_all([keras.callbacks.ModelCheckpoint("x.keras")], Others()) == (True, False, False)
     with pytest.raises(ConfigError, match=r"callbacks must be keras\.callbacks\.Callback objects"):
-        wishes_of_all([print], Others())
+        needs_of_all([print], Others())

@@ -14,10 +14,10 @@ from hvdtrain.bench.timing import Timing
 from hvdtrain.bench.trained import Metered, Stopwatch, measure
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig
+from hvdtrain.runs.run import run_trainer
+from hvdtrain.runs.run_data import run_data
 from hvdtrain.runtime.environment import Nobody
-from hvdtrain.training.job import run_trainer
-from hvdtrain.training.passes import LocalSums
-from hvdtrain.training.run_data import run_data
+from hvdtrain.training.step.forward_backward import LocalGradients
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -97,7 +97,7 @@ def test_without_an_update_the_gradients_are_there_and_nothing_changes():
     def step():
         # Nothing but the result asks for these: what it does not depend on is not computed.
         rows = tf.IndexedSlices(variable * slope, tf.constant([0, 1]))
-        local = LocalSums([variable * slope, rows, None], tf.constant([1.0, 2.0, 0.0]), tf.constant(2.0), True)
+        local = LocalGradients([variable * slope, rows, None], tf.constant([1.0, 2.0, 0.0]), tf.constant(2.0), True)
         return NoUpdate().update(local, measure=False)[0]
 
     assert step().numpy().tolist() == [7.0, 8.0, 6.0]

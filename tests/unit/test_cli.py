@@ -142,7 +142,7 @@ def test_the_explanation_is_plain_text_even_for_what_looks_like_a_terminal(monke
         "Unrecognized options: --epoch, 3",
         "Perhaps you meant:",
         "    --epochs INT",
-        "        Passes over the training samples. (default: 10)",
+        "        ForwardBackward over the training samples. (default: 10)",
         "For full helptext, run python -m hvdtrain train --help",
     ]
 
@@ -394,7 +394,7 @@ def test_errors_of_the_command_line_are_the_users():
 
 
 def test_a_schedule_that_a_resumed_run_stretches_is_said(run_dir):
-    from hvdtrain.training.resuming import stretched_schedule
+    from hvdtrain.runs.resume import stretched_schedule
 
     before = changed("training", epochs=3, seed=4)
     more = parse(["--resume", str(run_dir), "--epochs", "5"]).config

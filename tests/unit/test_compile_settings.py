@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.training.optimizer import DistributedOptimizer
-from hvdtrain.training.precision import LossScaleOptimizer
+from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
+from hvdtrain.optim.precision import LossScaleOptimizer
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control import LocalChannel, name_ranks, open_control
-from hvdtrain.runtime.control_store import Store, StoreTransport
+from hvdtrain.runtime.control.channel import LocalChannel, name_ranks, open_control
+from hvdtrain.runtime.control.store import Store, StoreTransport
 from hvdtrain.runtime.environment import detect_environment
 from tests.unit.threaded_ranks import as_ranks, on_threads, rendezvous, start_server, variables
 

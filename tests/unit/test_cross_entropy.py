@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.training.cross_entropy import LEAST_CLASSES, fast_form
-from hvdtrain.training.losses import summed_loss
+from hvdtrain.training.objective.cross_entropy import LEAST_CLASSES, fast_form
+from hvdtrain.training.objective.losses import summed_loss
 
 OBJECT = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FUNCTION = functools.partial(keras.losses.sparse_categorical_crossentropy, from_logits=True)

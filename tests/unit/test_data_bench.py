@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.training.data_bench import DataBench, verdict
+from hvdtrain.runs.data_bench import DataBench, verdict
 
 CURE = "What helps: this."
 

@@ -5,7 +5,7 @@ import pytest
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.files import to_yaml
 from hvdtrain.recipes.registry import recipe
-from hvdtrain.training.folder import RUNS, RunFolder, create, default_path, opened
+from hvdtrain.runs.folder import RUNS, RunFolder, create, default_path, opened
 
 
 def test_a_new_folder_is_made_with_those_above_it(tmp_path):

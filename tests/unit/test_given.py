@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.given import AsMany
+from hvdtrain.training.evaluation.predict import prediction_batches
 from hvdtrain.training.inputs import training_data, validation_batches
-from hvdtrain.training.predict import prediction_batches
 from tests.unit.gathering import on_ranks
 
 X = np.arange(48, dtype="float32").reshape(-1, 1)

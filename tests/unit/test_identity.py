@@ -15,8 +15,8 @@ from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.identity import check_same_samples, identity_of
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.recipes.registry import recipe
-from hvdtrain.training.folder import RunFolder
-from hvdtrain.training.job import train as train_in_process
+from hvdtrain.runs.folder import RunFolder
+from hvdtrain.runs.run import train as train_in_process
 
 
 def splits(count=10, first=0.0):

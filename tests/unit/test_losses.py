@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.training.losses import summed_loss
+from hvdtrain.training.objective.losses import summed_loss
 
 SAMPLES, LENGTH, CLASSES = 6, 5, 3
 RNG = np.random.default_rng(0)

@@ -106,7 +106,7 @@ def test_by_files_the_pipeline_reads_the_same_samples():
     for index in range(4):
         data = SourceTraining(source, batch=8, index=index, size=4, seed=0, shard_by="files")
         stream = data.batches(0)
-        parts += [batch.inputs.numpy() for batch in (next(stream) for _ in range(3)) if float(batch.present)]
+        parts += [batch.inputs.numpy() for batch in (next(stream) for _ in range(3)) if float(batch.has_samples)]
     assert sorted(np.concatenate(parts)) == list(range(23))
 
 

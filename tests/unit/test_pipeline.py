@@ -31,7 +31,7 @@ def array_training(count, batch, *, index=0, size=1, seed=0, shuffle=True):
 
 def held(batch):
     """The samples that count."""
-    return batch.inputs.numpy().tolist() if float(batch.present) else []
+    return batch.inputs.numpy().tolist() if float(batch.has_samples) else []
 
 
 def taken(data, count, start=0):
@@ -124,7 +124,7 @@ def test_cuts_lose_nothing_and_repeat_nothing(total, size):
         assert (b.targets.numpy() == 10 * b.inputs.numpy()).all()
         # Layers never see an empty batch: a replica without samples holds one that does not count.
         assert len(b.inputs) == max(1, len(held(b)))
-        assert float(b.present) in (0.0, 1.0)
+        assert float(b.has_samples) in (0.0, 1.0)
 
 
 def test_parts_are_the_same_for_numbers_and_tensors():

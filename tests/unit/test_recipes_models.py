@@ -22,7 +22,7 @@ from hvdtrain.data.sources.synthetic_clicks import BASE, drawn_rows, log_odds
 from hvdtrain.models.bert.model import IGNORED
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.recipes.registry import RECIPES, describe, recipe
-from hvdtrain.training.losses import summed_loss
+from hvdtrain.training.objective.losses import summed_loss
 
 
 def drawn():

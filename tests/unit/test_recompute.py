@@ -10,7 +10,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.recompute import Recompute, _segments, recomputed_model
 from hvdtrain.models.resnet.model import build as resnet
 from hvdtrain.models.transformer.model import build as transformer
-from hvdtrain.training.precision import precision
+from hvdtrain.optim.precision import precision
 
 X = np.random.default_rng(0).random((6, 8), dtype="float32")
 IMAGES = np.random.default_rng(1).random((2, 8, 8, 3))

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.training.reduction import ReductionOptions
+from hvdtrain.gradients.reduction import ReductionOptions
 from tests.unit.threaded_exchange import reduce_on
 
 PATHS = ["a", "b", "c", "d", "e"]

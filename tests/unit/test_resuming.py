@@ -6,8 +6,8 @@ import pytest
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.pipeline import SourceTraining
-from hvdtrain.training.resuming import settle_processes
-from hvdtrain.training.state import Scalars
+from hvdtrain.runs.resume import settle_processes
+from hvdtrain.state.train_state import Scalars
 
 
 class InFiles(ArraySource):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.signing import Signer, key_file, secret_from_environment, secret_from_key_file
+from hvdtrain.runtime.control.signing import Signer, key_file, secret_from_environment, secret_from_key_file
 
 PLACE = {"purpose": "part", "sequence": 4, "sender": 2}
 
@@ -68,7 +68,7 @@ def test_the_key_file_lies_in_the_home_folder_by_default(tmp_path):
 
 
 def test_ranks_that_make_the_key_at_once_agree(tmp_path):
-    code = "from hvdtrain.runtime.signing import *; print(secret_from_key_file('job').hex())"
+    code = "from hvdtrain.runtime.control.signing import *; print(secret_from_key_file('job').hex())"
     environ = os.environ | {"XDG_CONFIG_HOME": str(tmp_path)}
     ranks = [subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE) for _ in range(6)]
     assert len({rank.communicate(timeout=30)[0] for rank in ranks}) == 1

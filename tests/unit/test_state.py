@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.training.state import CALLS_PER_STEP, TrainState
-from hvdtrain.training.variables import by_path, path_of, unwrap
+from hvdtrain.state.train_state import CALLS_PER_STEP, TrainState
+from hvdtrain.state.variables import by_path, path_of, unwrap
 
 
 class Net(keras.Model):

@@ -9,16 +9,16 @@ import hvdtrain
 from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.training import TrainingConfig
+from hvdtrain.gradients.accumulator import GradientAccumulator
+from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.observability.events import RunInfo
 from hvdtrain.optim.clipping import Clipping, clip_by_norm, clip_by_value, global_norm
-from hvdtrain.training.accumulation import GradientAccumulator
+from hvdtrain.optim.precision import LossScaleOptimizer, computes_in_float16, loss_scale_of, with_loss_scaling
 from hvdtrain.training.advice import advice
-from hvdtrain.training.heads import heads_of, spread
-from hvdtrain.training.ledger import Ledger
-from hvdtrain.training.microbatches import per_microbatch
-from hvdtrain.training.optimizer import DistributedOptimizer
+from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.objective.outputs import outputs_by_name, spread
 from hvdtrain.training.options import StepOptions, step_options
-from hvdtrain.training.precision import LossScaleOptimizer, computes_in_float16, loss_scale_of, with_loss_scaling
+from hvdtrain.training.step.microbatches import per_microbatch
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -262,10 +262,10 @@ def test_loss_scaling_looks_at_rows_without_making_them_dense():
 
 
 def settle(rows, **options):
-    ledger = Ledger(10, skips=True)
+    loss_monitor = LossMonitor(10, skips=True)
     for row in rows:
-        ledger.note(tf.constant(row))
-    return ledger.settle(finite_parameters=True, **options)
+        loss_monitor.note(tf.constant(row))
+    return loss_monitor.settle(finite_parameters=True, **options)
 
 
 def test_a_skipped_step_counts_nothing():
@@ -435,10 +435,10 @@ def test_a_train_step_must_tell_its_loss():
 
 
 def test_outputs_are_named_by_keys_names_or_places():
-    assert heads_of(1) == {"": 1}
-    assert heads_of({"a": 1}) == {"a": 1}
-    assert heads_of([1, 2], ["x", "y"]) == {"x": 1, "y": 2}
-    assert heads_of([1, 2]) == {"output0": 1, "output1": 2}
+    assert outputs_by_name(1) == {"": 1}
+    assert outputs_by_name({"a": 1}) == {"a": 1}
+    assert outputs_by_name([1, 2], ["x", "y"]) == {"x": 1, "y": 2}
+    assert outputs_by_name([1, 2]) == {"output0": 1, "output1": 2}
 
 
 @pytest.mark.parametrize(

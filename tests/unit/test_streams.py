@@ -73,7 +73,7 @@ def gen_training(function=generator, *, batch=BATCH, index=0, size=1, steps_per_
 def held(batch):
     """The samples that count."""
     assert (batch.targets.numpy() == 10 * batch.inputs.numpy()).all()
-    return batch.inputs.numpy().tolist() if float(batch.present) else []
+    return batch.inputs.numpy().tolist() if float(batch.has_samples) else []
 
 
 def taken(data, count, start=0):
@@ -109,7 +109,7 @@ def test_any_step_can_be_resumed_at(training, start):
 @pytest.mark.parametrize("training", [py_training, gen_training])
 def test_what_all_full_batches_share_is_known_beforehand(training):
     first, *_, last = islice(training(index=1, size=2).batches(0), 4)
-    assert (type(first.present), type(first.global_samples), first.global_samples) == (float, int, BATCH)
+    assert (type(first.has_samples), type(first.global_samples), first.global_samples) == (float, int, BATCH)
     assert int(last.global_samples) == COUNT % BATCH
     assert not isinstance(last.global_samples, int)  # short batches of any length share one compiled step
 

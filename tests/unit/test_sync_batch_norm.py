@@ -88,7 +88,7 @@ def over_replicas(
     *,
     kind: Any = SyncBatchNormalization,
     mask: Any = None,
-    present: Any = None,
+    has_samples: Any = None,
     **options: Any,
 ) -> tuple[list[dict[str, np.ndarray]], list[ThreadExchange]]:
     """Cut the batch at `ends` and run each part as a replica of its own."""
@@ -101,7 +101,7 @@ def over_replicas(
         layer = replicas[index]
         if kind is SyncBatchNormalization:
             layer.exchange = exchanges[index]
-            layer.present = 1.0 if present is None else present[index]
+            layer.has_samples = 1.0 if has_samples is None else has_samples[index]
         return pass_through(layer, *(part[index] for part in parts))
 
     results = on_threads(room.size, run)
@@ -205,7 +205,7 @@ def test_replica_without_samples_does_not_count(placeholder: float) -> None:
     padded = np.concatenate([x, np.full_like(x[:2], placeholder)])
     slopes = np.concatenate([slope, np.zeros_like(slope[:2])])
     parts, _ = over_replicas(
-        padded, slopes, [4, 11], present=[1.0, tf.constant(1.0), tf.constant(0.0)], dtype="float64"
+        padded, slopes, [4, 11], has_samples=[1.0, tf.constant(1.0), tf.constant(0.0)], dtype="float64"
     )
     reference = pass_through(built(layers.BatchNormalization, x.shape[1:], dtype="float64"), x, slope)
     assert largest_error(as_one(parts[:2]), reference) < TOLERANCE["float64"]
@@ -305,9 +305,9 @@ def test_loop_of_microbatches_in_a_compiled_function() -> None:
     total = tf.Variable(tf.zeros(CHANNELS))
 
     @tf.function(autograph=False)
-    def accumulate(x: tf.Tensor, slope: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
+    def accumulate(x: tf.Tensor, slope: tf.Tensor, has_samples: tf.Tensor) -> tf.Tensor:
         def body(number: tf.Tensor) -> tf.Tensor:
-            with replicas_of([layer], Mirror(), present), tf.GradientTape() as tape:
+            with replicas_of([layer], Mirror(), has_samples), tf.GradientTape() as tape:
                 loss = tf.reduce_sum(layer(x[number], training=True) * slope[number])
             total.assign_add(tape.gradient(loss, layer.gamma.value))
             return number + 1
@@ -316,7 +316,7 @@ def test_loop_of_microbatches_in_a_compiled_function() -> None:
 
     accumulate(tf.constant(x), tf.constant(slope), tf.constant(1.0))
     assert layer.exchange is None
-    assert layer.present == 1.0
+    assert layer.has_samples == 1.0
     passes = [pass_through(plain, *part) for part in zip(x, slope, strict=True)]
     np.testing.assert_allclose(total, sum(result["gamma"] for result in passes), rtol=1e-5)
     np.testing.assert_allclose(layer.moving_variance, plain.moving_variance, rtol=1e-6)
@@ -328,12 +328,12 @@ def test_replicas_of_puts_back_what_was_there() -> None:
 
     def fail_in_the_step() -> None:
         with replicas_of([layer], within, 0.0):
-            assert (layer.exchange, layer.present) == (within, 0.0)
+            assert (layer.exchange, layer.has_samples) == (within, 0.0)
             raise RuntimeError("in the step")
 
     with pytest.raises(RuntimeError, match="in the step"):
         fail_in_the_step()
-    assert (layer.exchange, layer.present) == (before, 1.0)
+    assert (layer.exchange, layer.has_samples) == (before, 1.0)
 
 
 def model_with_everything() -> keras.Model:

@@ -11,8 +11,8 @@ from hvdtrain.data.arrays import ArraySource
 from hvdtrain.observability.events import BaseObserver
 from hvdtrain.runtime.session import current
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop import Plan
-from hvdtrain.training.result import FitResult, summary_of
+from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")

@@ -17,12 +17,12 @@ from hvdtrain.data.datasets import DatasetTraining
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.data.streams import GeneratorTraining, PyDatasetTraining
 from hvdtrain.observability.events import BaseObserver
-from hvdtrain.training import clock
-from hvdtrain.training.clock import HAND_OVER_S, WARM_UP_STEPS, StepClock
+from hvdtrain.runs.run_data import remedy
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop import Plan
-from hvdtrain.training.run_data import remedy
-from hvdtrain.training.waiting import WaitingWatch, waiting_warning
+from hvdtrain.training.loop import clock
+from hvdtrain.training.loop.clock import HAND_OVER_S, WARM_UP_STEPS, StepClock
+from hvdtrain.training.loop.data_wait import WaitingWatch, waiting_warning
+from hvdtrain.training.loop.loop import Plan
 from tests.unit.gathering import on_ranks
 
 

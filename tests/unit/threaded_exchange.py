@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.training.reduction import GradientReducer, ReductionOptions
+from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
 from tests.unit.threaded_ranks import on_threads
 
 

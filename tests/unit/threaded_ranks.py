@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.runtime.control import ControlChannel, open_control
+from hvdtrain.runtime.control.channel import ControlChannel, open_control
+from hvdtrain.runtime.control.signing import SECRET_VARIABLE
 from hvdtrain.runtime.environment import Environment, detect_environment
-from hvdtrain.runtime.signing import SECRET_VARIABLE
 
 
 def start_server() -> tuple[Any, int]:

@@ -7,10 +7,10 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.horovod.distribution import CallableList, Distribution, Reduced, innermost
 from hvdtrain.optim.fused import fused_updates
-from hvdtrain.training.reduction import Gradient
-from hvdtrain.training.variables import as_written
+from hvdtrain.state.variables import as_written
 
 KINDS = (keras.optimizers.Optimizer,)
 """What is an optimizer."""

@@ -7,10 +7,10 @@ import tensorflow as tf
 import tf_keras
 
 from hvdtrain.backends.compiled import numbered
-from hvdtrain.backends.protocol import Exchange
+from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.moments import moments_of_all
-from hvdtrain.training.variables import as_written
+from hvdtrain.state.variables import as_written
 
 _OTHER_BATCHES = ("renorm", "virtual_batch_size", "synchronized")
 """Arguments that say otherwise over which samples to normalize."""
@@ -24,7 +24,7 @@ class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
         ConfigError: an argument that says otherwise over which samples to normalize.
     """
 
-    exchange: Exchange | None = None
+    exchange: Collectives | None = None
     """The replicas; None if there are no others."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -51,6 +51,6 @@ class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
             mean, variance = tf.reshape(mean, shape), tf.reshape(variance, shape)
         return mean, variance
 
-    def replicas(self) -> Exchange | None:
+    def replicas(self) -> Collectives | None:
         """Return the exchange with the other replicas, None where there are none."""
         return self.exchange

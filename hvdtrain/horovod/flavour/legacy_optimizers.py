@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.horovod.distribution import CallableList, Distribution, Reduced, innermost
-from hvdtrain.training.reduction import Gradient
-from hvdtrain.training.variables import as_written
+from hvdtrain.state.variables import as_written
 
 _optimizers = tf_keras.optimizers
 _LossScaleOptimizer = tf_keras.mixed_precision.LossScaleOptimizer

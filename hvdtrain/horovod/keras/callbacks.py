@@ -12,7 +12,7 @@ from hvdtrain.horovod.collectives import allreduce
 from hvdtrain.horovod.distribution import innermost
 from hvdtrain.horovod.flavour import keras, optimizers, refuse_other_keras
 from hvdtrain.horovod.variables import broadcast_variables
-from hvdtrain.training.variables import unwrap
+from hvdtrain.state.variables import unwrap
 
 __all__ = [
     "BestModelCheckpoint",

@@ -5,9 +5,9 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvdtrain.runtime.control.signing import key_file
 from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
 from hvdtrain.runtime.diagnosis.machine import GIB, MIB, Machine
-from hvdtrain.runtime.signing import key_file
 
 MIN_SHM = 64 * MIB
 """What containers get by default; MPI's and NCCL's ranks of one machine exchange through it."""

@@ -1,1 +1,1 @@
-"""Training on backends whose workers take steps without waiting for one another."""
+"""Steps that workers take at their own pace, for the parameter server backend; start with `step_factory.py`."""

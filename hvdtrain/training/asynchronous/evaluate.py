@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend, Later, Workers
+from hvdtrain.backends.protocol import Backend, Future, Workers
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.training.asynchronous.tally import Tally
-from hvdtrain.training.evaluate import Evaluation
-from hvdtrain.training.heads import inputs_for
-from hvdtrain.training.hooks import Hooks
-from hvdtrain.training.losses import LossFunction, with_model_losses
-from hvdtrain.training.metrics import MetricSet
+from hvdtrain.training.evaluation.evaluate import Evaluation
+from hvdtrain.training.loop.hooks import Hooks
+from hvdtrain.training.objective.losses import LossFunction, with_model_losses
+from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.objective.outputs import inputs_for
 
 
 class AsynchronousEvaluator:
@@ -47,7 +47,7 @@ class AsynchronousEvaluator:
         """
         begin = time.perf_counter()
         hooks, tally = hooks or Hooks(), Tally(self._metrics)
-        outcomes: list[Later] = []
+        outcomes: list[Future] = []
 
         def so_far() -> dict[str, float]:
             return {"loss": _mean(outcomes), **tally.results()}
@@ -95,10 +95,10 @@ class AsynchronousPredictor:
         return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *(one.fetch() for one in outcomes))
 
 
-def _weight(outcomes: Iterable[Later]) -> float:
+def _weight(outcomes: Iterable[Future]) -> float:
     return float(sum(outcome.fetch()["loss"][1] for outcome in outcomes))
 
 
-def _mean(outcomes: Sequence[Later]) -> float:
+def _mean(outcomes: Sequence[Future]) -> float:
     weight = _weight(outcomes)
     return float(sum(outcome.fetch()["loss"][0] for outcome in outcomes)) / weight if weight else float("nan")

@@ -8,14 +8,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend, Later, Workers
+from hvdtrain.backends.protocol import Backend, Future, Workers
 from hvdtrain.data.batch import Batch, as_batch
+from hvdtrain.state.train_state import TrainState, seed_states
 from hvdtrain.training.asynchronous.pinned import pinned
 from hvdtrain.training.asynchronous.tally import Tally
-from hvdtrain.training.metrics import MetricSet
-from hvdtrain.training.passes import Passes, zero_if_finite
-from hvdtrain.training.state import TrainState, seed_states
-from hvdtrain.training.step import Measured, StepResult, UpdateRule
+from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.step.forward_backward import ForwardBackward, zero_if_finite
+from hvdtrain.training.step.train_step import Measured, StepResult, UpdateRule
 
 
 class AsynchronousStep:
@@ -41,7 +41,7 @@ class AsynchronousStep:
         backend: Backend,
         workers: Workers,
         state: TrainState,
-        passes: Passes,
+        passes: ForwardBackward,
         metrics: MetricSet,
         rule: UpdateRule,
         *,
@@ -50,7 +50,7 @@ class AsynchronousStep:
         self._backend = backend
         self._workers = workers
         self._state = state
-        self._passes = passes
+        self._forward_backward = passes
         self._metrics = metrics
         self._rule = rule
         self._ahead = 0
@@ -98,7 +98,7 @@ class AsynchronousStep:
     def _step(self, batch: Batch, ahead: tf.Tensor, measure: bool) -> dict[str, Any]:
         """Take the step on a worker and return what there is to know of it."""
         optimizer = self._state.optimizer
-        local, outputs = self._passes(batch, within=lambda: self._drawing(ahead))
+        local, outputs = self._forward_backward(batch, within=lambda: self._drawing(ahead))
         with self._counting(ahead):
             rate = tf.convert_to_tensor(optimizer.learning_rate)
             totals, norm = self._rule.update(local, measure=measure)
@@ -144,7 +144,7 @@ class AsynchronousStep:
 class _TotalsOf:
     """The totals of a step that may be under way; see `Totals`."""
 
-    def __init__(self, later: Later) -> None:
+    def __init__(self, later: Future) -> None:
         self._later = later
 
     def numpy(self) -> Any:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.backends.protocol import Later
-from hvdtrain.training.metrics import MetricSet
+from hvdtrain.backends.protocol import Future
+from hvdtrain.training.objective.metrics import MetricSet
 
 States = Sequence[Sequence[Any]]
 """What the variables of each metric hold after one batch."""
@@ -26,9 +26,9 @@ class Tally:
     def reset(self) -> None:
         """Forget everything."""
         self._sums: list[list[np.ndarray]] | None = None
-        self._pending: list[Later] = []
+        self._pending: list[Future] = []
 
-    def add(self, later: Later) -> None:
+    def add(self, later: Future) -> None:
         """Count the `metrics` that a call returns, once it has run."""
         self._pending.append(later)
 

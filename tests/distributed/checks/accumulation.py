@@ -19,7 +19,7 @@ from checks.parity import (
 from world import World, flat_bytes, moved, plain_training, relative_error
 
 import hvdtrain
-from hvdtrain.training.precision import precision
+from hvdtrain.optim.precision import precision
 
 
 def check_trainer_dense_and_sparse(world: World) -> None:

@@ -12,7 +12,7 @@ from world import World, flat_bytes, moved, relative_error
 
 import hvdtrain
 from hvdtrain.data.batch import part_of
-from hvdtrain.training.precision import precision
+from hvdtrain.optim.precision import precision
 
 SAMPLES, BATCH, EPOCHS = 39, 16, 7  # two full batches and one of 7 samples: 21 steps
 # One launch runs many checks: of all combinations, those in which every two options meet.

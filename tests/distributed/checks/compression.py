@@ -8,8 +8,8 @@ from checks.exchange import optimized_collectives
 from world import World
 
 import hvdtrain
-from hvdtrain.training.compression_probe import compression_cost
-from hvdtrain.training.reduction import GradientReducer, ReductionOptions
+from hvdtrain.gradients.compression_probe import compression_cost
+from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
 
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 UNDERFLOW = {"bf16": 0.0, "fp16": 2.0**-39}

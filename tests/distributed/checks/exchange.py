@@ -119,7 +119,7 @@ def check_images_in_files_are_read_once_in_either_order_and_from_the_cache(world
         data = SourceTraining(source, batch=8, index=world.rank, size=world.size, seed=5, shard_by=shard_by)
         for epoch in range(2):
             stream = take(data, 3, start=3 * epoch)
-            mine = [int(image[0, 0, 0]) for batch in stream if float(batch.present) for image in batch.inputs]
+            mine = [int(image[0, 0, 0]) for batch in stream if float(batch.has_samples) for image in batch.inputs]
             parts = [json.loads(text) for text in world.gather(json.dumps(mine).encode())]
             assert all(parts), "a rank had nothing to read"
             assert sorted(number for part in parts for number in part) == list(range(21))
@@ -132,7 +132,7 @@ def take(data: SourceTraining, count: int, start: int = 0) -> list:
 
 
 def read(batch) -> list[int]:
-    return [int(sample) for sample in batch.inputs] if float(batch.present) else []
+    return [int(sample) for sample in batch.inputs] if float(batch.has_samples) else []
 
 
 def check_a_rank_without_samples(world: World) -> None:

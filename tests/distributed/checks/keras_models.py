@@ -209,7 +209,7 @@ def check_dropout_differs_by_rank_and_is_reproducible(world: World) -> None:
     trainer = hvdtrain.Trainer(model, sgd(), CROSSENTROPY, backend=world.backend)
     data = hvdtrain_data(trainer)
     trainer.build(data)
-    from hvdtrain.training.loop import Plan
+    from hvdtrain.training.loop.loop import Plan
 
     trainer.train(data, Plan(1))
     masks = world.gather(layer.kept.numpy().tobytes())

@@ -9,7 +9,7 @@ from checks.parity import per_sample
 from world import World, flat_bytes, moved, relative_error
 
 import hvdtrain
-from hvdtrain.training.precision import precision
+from hvdtrain.optim.precision import precision
 
 RNG = np.random.default_rng(11)
 X = RNG.standard_normal((64, 6)).astype("float32")

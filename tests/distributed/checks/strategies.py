@@ -19,11 +19,11 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes.registry import recipe
+from hvdtrain.runs.run import run_trainer
+from hvdtrain.runs.run_data import run_data
 from hvdtrain.runtime.strategies import open_strategy
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.job import run_trainer
-from hvdtrain.training.loop import Plan
-from hvdtrain.training.run_data import run_data
+from hvdtrain.training.loop.loop import Plan
 
 REFUSED: dict[str, dict[str, Any]] = {
     "--accumulate": {"accumulate": 2},
@@ -235,7 +235,7 @@ def check_statistics_are_averaged_and_replicas_draw_differently(world: World) ->
 
 
 class Drawn(keras.layers.Layer):
-    """Passes its input on, and keeps a number that it draws, and its square."""
+    """ForwardBackward its input on, and keeps a number that it draws, and its square."""
 
     def __init__(self) -> None:
         super().__init__()

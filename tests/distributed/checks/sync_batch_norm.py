@@ -76,14 +76,14 @@ def passes_error(
     """
     x = images(dtype, 11)
     slope = np.random.default_rng(13).standard_normal((11, 3)).astype(dtype)
-    begin, end, present = slice_bounds(11, world.rank, holders) if world.rank < holders else (0, 1, 0.0)
+    begin, end, has_samples = slice_bounds(11, world.rank, holders) if world.rank < holders else (0, 1, 0.0)
     model = convert(conv_model(dtype))
     run = tf.function(passes, autograph=False) if compiled else passes
-    with replicas_of(sync_layers(model), world.backend, tf.constant(present)):
-        part = run(model, tf.constant(x[begin:end]), tf.constant(slope[begin:end] * present))
+    with replicas_of(sync_layers(model), world.backend, tf.constant(has_samples)):
+        part = run(model, tf.constant(x[begin:end]), tf.constant(slope[begin:end] * has_samples))
     reference = passes(conv_model(dtype), tf.constant(x), tf.constant(slope))
     errors = [0.0]
-    for name in ("output", "inputs") if present else ():
+    for name in ("output", "inputs") if has_samples else ():
         errors.append(relative_error([part[name].numpy()], [reference[name].numpy()[begin:end]]))
     paths = sorted(part.keys() - {"output", "inputs"})
     total = [world.backend.all_reduce(part[path], name=f"check/{path}").numpy() for path in paths]
@@ -99,19 +99,19 @@ def train(model: keras.Model, dtype: str, world: World | None) -> list[np.ndarra
     rank, size = (world.rank, world.size) if world else (0, 1)
 
     @tf.function(autograph=False, reduce_retracing=True)
-    def step(x: tf.Tensor, targets: tf.Tensor, present: tf.Tensor, samples: tf.Tensor) -> None:
+    def step(x: tf.Tensor, targets: tf.Tensor, has_samples: tf.Tensor, samples: tf.Tensor) -> None:
         tape = hvdtrain.DistributedGradientTape(op="sum", exchange=exchange) if world else tf.GradientTape()
-        with replicas_of(sync_layers(model), exchange, present), tape:
+        with replicas_of(sync_layers(model), exchange, has_samples), tape:
             losses = keras.losses.sparse_categorical_crossentropy(targets, model(x, training=True), from_logits=True)
-            loss = tf.reduce_sum(losses) * tf.cast(present / samples, losses.dtype)
+            loss = tf.reduce_sum(losses) * tf.cast(has_samples / samples, losses.dtype)
         sources = [v.value for v in model.trainable_variables]
         optimizer.apply(tape.gradient(loss, sources), model.trainable_variables)
 
     for first in [*range(0, SAMPLES, BATCH)] * EPOCHS:
         batch, labels = x[first : first + BATCH], targets[first : first + BATCH]
-        begin, end, present = slice_bounds(len(batch), rank, size)
+        begin, end, has_samples = slice_bounds(len(batch), rank, size)
         count = tf.constant(float(len(batch)))
-        step(tf.constant(batch[begin:end]), tf.constant(labels[begin:end]), tf.constant(present), count)
+        step(tf.constant(batch[begin:end]), tf.constant(labels[begin:end]), tf.constant(has_samples), count)
     return [v.numpy() for v in model.weights if v.path != WITHOUT_GRADIENT]
 
 

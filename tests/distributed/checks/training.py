@@ -13,7 +13,7 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError, LaunchError, NonFiniteError
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop import Plan
+from hvdtrain.training.loop.loop import Plan
 
 
 def classifier(seed: int, *middle: Any) -> keras.Model:
@@ -231,8 +231,8 @@ def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
 def check_digits_reaches_its_accuracy_over_five_seeds(world: World) -> None:
     from hvdtrain.models.registry import build_model
     from hvdtrain.recipes.registry import recipe
-    from hvdtrain.training.job import run_trainer
-    from hvdtrain.training.run_data import run_data
+    from hvdtrain.runs.run import run_trainer
+    from hvdtrain.runs.run_data import run_data
 
     base = recipe("digits")
     source = run_data(base, world.backend)

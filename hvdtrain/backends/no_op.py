@@ -1,0 +1,63 @@
+"""The exchange of one replica: there is nobody to exchange anything with."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import ReduceOp
+
+
+class NoOpCollectives:
+    """Every collective is the identity; a base of backends."""
+
+    transport: str | None = None
+    size = 1
+    index = 0
+    local_index = 0
+    local_size = 1
+
+    @property
+    def process(self) -> int:
+        """The process is the replica."""
+        return self.index
+
+    @property
+    def processes(self) -> int:
+        """There are as many as replicas."""
+        return self.size
+
+    def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return `batches` as they are."""
+        return batches
+
+    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Take all: they are plain variables."""
+
+    def all_reduce(
+        self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
+    ) -> tf.Tensor:
+        """Return `tensor`, times the two factors."""
+        factor = prescale * postscale
+        return tensor if factor == 1.0 else tensor * factor
+
+    def grouped_all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> list[tf.Tensor]:
+        """Return `tensors`, times the two factors."""
+        return [self.all_reduce(t, name=name, prescale=prescale, postscale=postscale) for t in tensors]
+
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Return `tensor`."""
+        return tensor
+
+    def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Return `tensor`."""
+        return tensor
+
+    def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
+        """Leave everything as it is."""
+
+    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
+        """Return this process's payload alone."""
+        return [payload]

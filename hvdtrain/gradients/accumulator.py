@@ -1,0 +1,126 @@
+"""Gradients of several microbatches, added up on each replica before one exchange."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Collectives, ReduceOp
+from hvdtrain.backends.select import current_exchange
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
+from hvdtrain.gradients.gradient_sum import GradientSum
+from hvdtrain.gradients.reduction import Compression, Gradient, GradientReducer, ReductionOptions, scaled
+from hvdtrain.state.variables import as_written, unique_paths
+
+ROLE = "accumulated_gradient"
+"""Tells its exchanges from those of a tape on the same variables."""
+
+
+class GradientAccumulator:
+    """Adds up the gradients of `steps` microbatches and exchanges them once.
+
+    The result is the gradient of one large batch: sum(weight x gradient) / sum(weight) over the microbatches of all
+    ranks, whatever the number of microbatches on each. To be used eagerly or within a `tf.function`:
+
+        if accumulator.add(gradients):  # in a graph: accumulator.step(gradients, optimizer)
+            optimizer.apply(accumulator.reduce(), variables)
+
+    BatchNormalization sees one microbatch at a time: its statistics are those of microbatches.
+
+    Args:
+        variables: Keras 3 variables or tf.Variables, in the order of the gradients to come.
+        steps: microbatches of a group.
+        op: `average` (default), `sum` (over ranks and microbatches, times their weights), or `adasum` (MPI) of the
+            ranks' averages.
+        compression: `none`, `fp16` or `bf16` on the wire.
+        groups: see `DistributedGradientTape`.
+        sparse_as_dense: see `DistributedGradientTape`.
+        exchange: the replicas; the current session's ranks if None.
+
+    Raises:
+        ConfigError: options that exclude one another.
+        LaunchError: `hvdtrain.init()` was not called.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        steps: int,
+        *,
+        op: ReduceOp = "average",
+        compression: Compression = "none",
+        groups: int = 0,
+        sparse_as_dense: bool | None = None,
+        exchange: Collectives | None = None,
+    ) -> None:
+        if steps < 1:
+            raise ConfigError(f"steps must be at least 1. Received: {steps}.")
+        self.variables = list(variables)
+        self.steps = steps
+        self._op = op
+        options = ReductionOptions("adasum" if op == "adasum" else "sum", compression, groups, sparse_as_dense)
+        self._reducer = GradientReducer(exchange or current_exchange(), options)
+        self._paths = unique_paths(self.variables)
+        self._sum = GradientSum(self.variables)
+        self.count = tf.Variable(0, trainable=False, dtype=tf.int32, name="microbatches")
+        """Microbatches that were added since the last exchange."""
+        self._weight = tf.Variable(0.0, trainable=False, name="weight")
+
+    @as_written
+    def add(self, gradients: Sequence[Gradient], weight: Any = 1.0) -> tf.Tensor:
+        """Add the local gradients of a microbatch and tell whether the group is complete.
+
+        Args:
+            gradients: one for each variable: tensors, tf.IndexedSlices or None.
+            weight: what the microbatch counts: its samples, where they differ and its gradients are means over them.
+        """
+        weight = tf.cast(weight, tf.float32)
+        first = tf.equal(self.count, 0)
+        self._sum.add([scaled(gradient, weight) for gradient in gradients], first=first)
+        self._weight.assign(tf.where(first, weight, self._weight + weight))
+        return tf.greater_equal(self.count.assign_add(1), self.steps)
+
+    @as_written
+    def reduce(self) -> list[Gradient]:
+        """Exchange what was added, on all ranks, and return the gradients of the whole; the next group starts anew."""
+        local, weight = self._sum.read(), self._weight.read_value()
+        self.count.assign(0)
+        if self._op == "adasum":
+            return self._reducer.reduce(
+                [scaled(g, tf.math.reciprocal_no_nan(weight)) for g in local], self._paths, role=ROLE
+            )
+        *reduced, weight = self._reducer.reduce([*local, weight], [*self._paths, "weight"], role=ROLE, exact=["weight"])
+        if self._op == "sum":
+            return list(reduced)
+        factor = tf.math.reciprocal_no_nan(tf.cast(weight, tf.float64))
+        return [scaled(gradient, factor) for gradient in reduced]
+
+    @as_written
+    def step(self, gradients: Sequence[Gradient], optimizer: Any, weight: Any = 1.0) -> tf.Tensor:
+        """Add a microbatch; with the group's last one exchange and let `optimizer` apply the result.
+
+        Every rank must call it equally often. Returns whether it was applied, as a boolean tensor.
+        """
+        self._build(optimizer)
+        return tf.cond(self.add(gradients, weight), lambda: self._apply(optimizer), lambda: tf.constant(False))
+
+    @as_written
+    def flush(self, optimizer: Any) -> tf.Tensor:
+        """Apply a group that is not complete, at the end of an epoch: with the right scale, since weights are counted.
+
+        Returns whether there was one, as a boolean tensor.
+        """
+        self._build(optimizer)
+        return tf.cond(self.count > 0, lambda: self._apply(optimizer), lambda: tf.constant(False))
+
+    def _build(self, optimizer: Any) -> None:
+        """Create the optimizer's variables here: within a branch of a graph they cannot be."""
+        refuse_exchange_of_microbatches(optimizer, "GradientAccumulator")
+        if not optimizer.built:
+            with tf.init_scope():
+                optimizer.build(self.variables)
+
+    def _apply(self, optimizer: Any) -> tf.Tensor:
+        optimizer.apply(self.reduce(), self.variables)
+        return tf.constant(True)

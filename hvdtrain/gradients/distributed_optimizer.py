@@ -1,0 +1,179 @@
+"""A Keras optimizer that is given local gradients and applies those of all replicas."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Collectives, ReduceOp
+from hvdtrain.backends.select import current_exchange
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.gradients.reduction import Compression, GradientReducer, ReductionOptions, scaled
+from hvdtrain.optim.clipping import Clipping, global_norm
+from hvdtrain.optim.fused import fused_updates
+from hvdtrain.optim.precision import loss_scale_of
+from hvdtrain.state.variables import as_written, unique_paths
+
+
+@keras.saving.register_keras_serializable(package="hvdtrain")
+class DistributedOptimizer(keras.optimizers.Optimizer):
+    """Wraps a Keras optimizer: `apply` exchanges the gradients first, so that a `train_step` of any shape may call it.
+
+    Args:
+        inner_optimizer: applies the reduced gradients; a LossScaleOptimizer is given them scaled still.
+        op: `average` (default), `sum`, or `adasum` (MPI only).
+        compression: `none`, `fp16` or `bf16` on the wire.
+        groups: see `DistributedGradientTape`.
+        sparse_as_dense: see `DistributedGradientTape`.
+        gradient_predivide_factor: divide by it before the sum, and by size / factor after.
+        clip_norm: bound on the L2 norm of the whole reduced gradient.
+        clip_value: bound on each of its elements.
+        exchange: the replicas; the current session's ranks if None, when gradients are applied.
+
+    Raises:
+        ConfigError: options that exclude one another, or an optimizer with `gradient_accumulation_steps`.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        *,
+        op: ReduceOp = "average",
+        compression: Compression = "none",
+        groups: int = 0,
+        sparse_as_dense: bool | None = None,
+        gradient_predivide_factor: float = 1.0,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        exchange: Collectives | None = None,
+        name: str = "distributed",
+    ) -> None:
+        refuse_exchange_of_microbatches(inner_optimizer, "DistributedOptimizer")
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.local_weight: Any = None
+        """What this replica's gradients count, such as its samples: a scalar tensor; None: all replicas alike."""
+        self.norm: tf.Tensor | None = None
+        """Norm of the reduced gradient that was applied last, before clipping."""
+        self._options = ReductionOptions(op, compression, groups, sparse_as_dense, gradient_predivide_factor)
+        self._clipping = Clipping(clip_norm, clip_value)
+        self._exchange = exchange
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the inner optimizer's variables."""
+        # Keras' LossScaleOptimizer would make its scale anew.
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        super().build(variables)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The inner optimizer's variables."""
+        return list(self.inner_optimizer.variables)
+
+    @as_written
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Exchange `grads` and let the inner optimizer apply the result; every replica must call it."""
+        variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
+        if not self.built:
+            with tf.init_scope():
+                self.build(variables)
+        reduced = self._clipped(self._reduced(list(grads), unique_paths(variables)))
+        with fused_updates(self.inner_optimizer):
+            self.inner_optimizer.apply(reduced, variables)
+
+    @contextmanager
+    def counting(self, weight: tf.Tensor) -> Iterator[None]:
+        """Let this replica's gradients count `weight` for a while, at whose end `norm` tells whether there were any."""
+        self.local_weight, self.norm = weight, None
+        try:
+            yield
+        finally:
+            self.local_weight = None
+
+    def _reduced(self, gradients: list[Any], paths: list[str]) -> list[Any]:
+        exchange = self._exchange or current_exchange()
+        if self.local_weight is None:
+            return GradientReducer(exchange, self._options).reduce(gradients, paths)
+        if self._options.op == "adasum":
+            has_samples = tf.cast(self.local_weight > 0, tf.float32)
+            return GradientReducer(exchange, self._options).reduce([scaled(g, has_samples) for g in gradients], paths)
+        reducer = GradientReducer(exchange, replace(self._options, op="sum"))
+        weight = tf.cast(self.local_weight, tf.float32)
+        *sums, total = reducer.reduce(
+            [*(scaled(g, weight) for g in gradients), weight], [*paths, "weight"], exact=["weight"]
+        )
+        times = exchange.size if self._options.op == "sum" else 1
+        factor = times * tf.math.reciprocal_no_nan(tf.cast(total, tf.float64))
+        return [scaled(gradient, factor) for gradient in sums]
+
+    def _clipped(self, gradients: list[Any]) -> list[Any]:
+        scale = loss_scale_of(self.inner_optimizer)
+        norm = global_norm(gradients)
+        self.norm = norm / tf.cast(scale, norm.dtype)
+        return self._clipping.apply(gradients, norm, scale)
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's count of updates."""
+        return self.inner_optimizer.iterations
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale the loss as the inner optimizer wants it."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Let the inner optimizer put in the averaged weights."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor that a saved model keeps; the exchange is the session's."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "op": self._options.op,
+            "compression": self._options.compression,
+            "groups": self._options.groups,
+            "sparse_as_dense": self._options.sparse_as_dense,
+            "gradient_predivide_factor": self._options.predivide,
+            "clip_norm": self._clipping.norm,
+            "clip_value": self._clipping.value,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "DistributedOptimizer":
+        """Make one from its configuration."""
+        inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
+        return cls(inner, **config)
+
+
+def refuse_exchange_of_microbatches(optimizer: Any, within: str) -> None:
+    """Refuse an optimizer that would exchange gradients, or gather microbatches, where `within` does both.
+
+    Raises:
+        ConfigError: a DistributedOptimizer, or one with Keras' `gradient_accumulation_steps`.
+    """
+    while optimizer is not None:
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ConfigError(
+                f"{within} exchanges gradients, and DistributedOptimizer would do it again: pass its inner optimizer."
+            )
+        if optimizer.gradient_accumulation_steps:
+            raise ConfigError(
+                "Keras' gradient_accumulation_steps would exchange the gradients of every microbatch: use "
+                "Trainer(..., accumulate=K), --accumulate K or hvdtrain.GradientAccumulator, which exchange once for K "
+                "microbatches."
+            )
+        optimizer = getattr(optimizer, "inner_optimizer", None)

@@ -1,0 +1,76 @@
+"""A gradient tape whose gradients are those of all replicas."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Collectives, ReduceOp
+from hvdtrain.backends.select import current_exchange
+from hvdtrain.gradients.reduction import Compression, GradientReducer, ReductionOptions
+from hvdtrain.state.variables import as_written, path_of, unique_paths, unwrap
+
+
+class DistributedGradientTape:
+    """Wraps a `tf.GradientTape`: `gradient()` returns gradients reduced over all ranks.
+
+    Sources may be Keras 3 variables or tf.Variables, in nested structures, eagerly or within a
+    `tf.function`. Sparse gradients stay sparse, with the rows that several ranks touched added up.
+
+    Args:
+        tape: the tape to wrap; one that was recorded already, or a fresh one used as `with`.
+        op: `average` (default), `sum`, or `adasum` (MPI only).
+        compression: `none`, `fp16` or `bf16` on the wire.
+        groups: 0 lets every gradient leave as soon as it is there; n forms n groups that leave whole; lists of
+            variables name the groups.
+        sparse_as_dense: True turns tf.IndexedSlices into dense tensors before the exchange, False gathers their rows;
+            None does, step by step, what moves fewer bytes.
+        gradient_predivide_factor: with `average`, divide by it before the sum and by size / factor after.
+        exchange: the replicas; the current session's ranks if None.
+
+    Raises:
+        ConfigError: options that exclude one another.
+        LaunchError: `hvdtrain.init()` was not called.
+    """
+
+    def __init__(
+        self,
+        tape: tf.GradientTape | None = None,
+        *,
+        op: ReduceOp = "average",
+        compression: Compression = "none",
+        groups: int | Sequence[Sequence[Any]] = 0,
+        sparse_as_dense: bool | None = None,
+        gradient_predivide_factor: float = 1.0,
+        exchange: Collectives | None = None,
+    ) -> None:
+        named = groups if isinstance(groups, int) else tuple(tuple(path_of(v) for v in group) for group in groups)
+        options = ReductionOptions(op, compression, named, sparse_as_dense, gradient_predivide_factor)
+        self._tape = tape if tape is not None else tf.GradientTape()
+        self._reducer = GradientReducer(exchange or current_exchange(), options)
+
+    def __enter__(self) -> Self:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tape.__exit__(kind, error, trace)
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass `watch`, `stop_recording` and the like on to the wrapped tape."""
+        return getattr(self._tape, name)
+
+    @as_written
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
+        """Return d target / d sources, reduced over all ranks, in the structure of `sources`."""
+        flat = tf.nest.flatten(sources)
+        local = self._tape.gradient(target, [_watched(source) for source in flat], output_gradients)
+        reduced = self._reducer.reduce(local, unique_paths(flat))
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+
+def _watched(source: Any) -> Any:
+    return source if tf.is_tensor(source) else unwrap(source)

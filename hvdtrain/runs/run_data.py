@@ -1,0 +1,136 @@
+"""The data of a run: what its configuration says about samples, batches and how they are read."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.run import Config
+from hvdtrain.config.user_code import is_user_code
+from hvdtrain.data.agreement import check_same_data
+from hvdtrain.data.augment import augmentation
+from hvdtrain.data.bad_records import EXCHANGE_TIMEOUT_S, Exchange
+from hvdtrain.data.batch import per_replica
+from hvdtrain.data.cached import cached
+from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
+from hvdtrain.data.registry import load_splits
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.training.objective.soft_labels import has_soft_labels
+from hvdtrain.training.step.microbatches import per_microbatch
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Samples of a run, and this replica's batches of them."""
+
+    splits: DataSplits
+    loaded: DataSplits
+    """The same samples, as they were before --cache kept them."""
+    training: SourceTraining
+    validation: SourceEvaluation
+
+    @property
+    def bad(self) -> list[str]:
+        """What is wrong with the samples that were left out, those of training first."""
+        found = self.training.bad.found, self.validation.bad.found
+        return [part[number] for part in found for number in sorted(part)]
+
+
+def run_data(config: Config, backend: Backend) -> RunData:
+    """Load what `config` names; every rank calls it.
+
+    Raises:
+        ConfigError: options of the data that do not fit.
+        DataError: data that cannot be used.
+    """
+    per_replica(config.data.batch, backend.size)
+    per_microbatch(config.data.batch, backend.size, config.training.accumulate)
+    splits = load_splits(config.data, config.training.seed)
+    if is_user_code(config.data.data) or splits.train.heavy or "path" in config.data.data_args:
+        check_same_data(splits, backend)  # what is made by us is the same everywhere
+    loaded, where = splits, config.data.cache
+    splits = replace(splits, train=cached(splits.train, where), validation=cached(splits.validation, where))
+    return RunData(splits, loaded, _training(config, splits, backend), _validation(config.data, splits, backend))
+
+
+def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTraining:
+    data = config.data
+    reading = replace(
+        _reading(data, splits), augment=augmentation(data.augment, spec=splits.train.spec, classes=splits.classes)
+    )
+    return SourceTraining(
+        splits.train,
+        batch=data.batch,
+        index=backend.process,
+        size=backend.processes,
+        seed=config.training.seed,
+        shuffle=data.shuffle,
+        tail=data.tail,
+        shard_by=data.shard_by,
+        reading=reading,
+        exchange=_exchange(backend),
+        remedy=remedy(data, heavy=splits.train.heavy),
+    )
+
+
+def remedy(config: DataConfig, *, heavy: bool) -> str:
+    """Return what a run says of steps that wait for their data; see `what_helps`."""
+    return f"{what_helps(config, heavy=heavy)} `python -m hvdtrain data bench` measures it.".strip()
+
+
+def what_helps(config: DataConfig, *, heavy: bool) -> str:
+    """Say in a sentence what makes samples come faster, of what `config` leaves to be done; "" where that is nothing.
+
+    Args:
+        config: options of the data.
+        heavy: whether the samples are read from files or decoded.
+    """
+    cures = {
+        "--cache memory or --cache file where the decoded samples fit": heavy
+        and config.cache == "none"
+        and not config.tolerated,
+        "packed files (`python -m hvdtrain data pack`)": config.data == "class_folders" and config.cache == "none",
+        "more --data-threads": config.data_threads > 0 and (heavy or bool(config.augment)),
+        "fewer changes in --augment": bool(config.augment),
+        "a larger --batch": not heavy and not config.augment,
+    }
+    named = [cure for cure, helps in cures.items() if helps]
+    return f"What helps: {', '.join(named)}." if named else ""
+
+
+def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> SourceEvaluation:
+    reading = _reading(config, splits)
+    if has_soft_labels(config):
+        # Loss and metrics take one kind of targets: whole labels become shares as well.
+        reading = replace(reading, finish=_on_shares(reading, splits.classes))
+    return SourceEvaluation(
+        splits.validation,
+        batch=config.eval_batch,
+        index=backend.process,
+        size=backend.processes,
+        reading=reading,
+        exchange=_exchange(backend),
+    )
+
+
+def _exchange(backend: Backend) -> Exchange:
+    return lambda mine: backend.gather_bytes(mine, timeout=EXCHANGE_TIMEOUT_S)
+
+
+def _reading(config: DataConfig, splits: DataSplits) -> Reading:
+    return Reading(
+        finish=splits.finish,
+        tolerated=config.tolerated,
+        threads=config.data_threads,
+        memory_mb=config.data_memory_mb,
+    )
+
+
+def _on_shares(reading: Reading, classes: int | None) -> Any:
+    def finish(inputs: Any, targets: Any, *weights: Any) -> tuple[Any, ...]:
+        elements = (inputs, targets, *weights) if reading.finish is None else reading.finish(inputs, targets, *weights)
+        return elements[0], tf.one_hot(elements[1], classes), *elements[2:]
+
+    return finish

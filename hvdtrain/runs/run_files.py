@@ -1,0 +1,86 @@
+"""What a run writes into its folder apart from its checkpoints and its steps' figures."""
+
+import os
+from typing import Any
+
+from hvdtrain.backends.protocol import Backend, world_size
+from hvdtrain.config.files import to_yaml
+from hvdtrain.config.run import Config
+from hvdtrain.layers.convert import without_sync_batch_norm
+from hvdtrain.observability.plots import draw_curves
+from hvdtrain.observability.summary import write_json
+from hvdtrain.observability.wording import plural
+from hvdtrain.optim.averaging import averaged_weights
+from hvdtrain.optim.scaling import scaled_learning_rate
+from hvdtrain.runtime.report import collect_environment
+from hvdtrain.runtime.session import Session
+from hvdtrain.runs.folder import RunFolder
+from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.trainer import Trainer
+
+
+def write_start(folder: RunFolder, config: Config) -> None:
+    """Write what is known before the first step: the configuration and the environment."""
+    folder.config.write_text(to_yaml(config), encoding="utf-8")
+    write_json(folder.environment, collect_environment())
+
+
+def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:
+    """Write the trained model, the curves and the summary."""
+    # Keras chooses the format by the suffix; the draft keeps it, and the name appears with a whole file only.
+    draft = folder.path / f".{folder.model.name}.{os.getpid()}.keras"
+    with averaged_weights(trainer.optimizer, trainer.model):
+        # Synchronized layers that were put in are taken out, so that the model loads without this package.
+        model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
+        model.save(draft)
+    os.replace(draft, folder.model)
+    if config.observability.plots:
+        draw_curves(folder.metrics, folder.curves, title=_title(summary))
+    write_json(folder.summary, summary)
+
+
+def summary_of_run(
+    config: Config, session: Session, backend: Backend, trainer: Trainer, result: FitResult, *, resumed_from: int
+) -> dict[str, Any]:
+    """Return what `summary.json` holds, the same on every rank.
+
+    Args:
+        config: of the run.
+        session: this rank's part in the job.
+        backend: the replicas.
+        trainer: that has trained.
+        result: what came of it.
+        resumed_from: the step that it went on from; 0 if it was not resumed.
+
+    Raises:
+        LaunchError: the ranks' parameters differ.
+    """
+    state = trainer.state
+    return {
+        "recipe": config.recipe,
+        "backend": backend.name,
+        "world_size": world_size(backend),
+        **({} if backend.workers is None else {"roles": dict(backend.workers.roles)}),
+        "launcher": session.environment.launcher,
+        "controller": session.environment.controller,
+        "global_batch": config.data.batch,
+        "per_replica_batch": config.data.batch // backend.size,
+        "model": config.model.model,
+        "data": config.data.data,
+        "optimizer": config.optim.optimizer,
+        "options": trainer.options.chosen(),
+        "accumulate": config.training.accumulate,
+        "precision": config.training.precision,
+        "peak_learning_rate": scaled_learning_rate(config.optim, config.data.batch),
+        "resumed_from": resumed_from,
+        **summary_of(result),
+        "parameters": state.parameters(),
+        "parameter_hash": state.agreed_hash(backend),
+    }
+
+
+def _title(summary: dict[str, Any]) -> str:
+    size = summary["world_size"]
+    # Without a launcher there is one process, which may hold several replicas.
+    word = "replica" if summary["launcher"] == "none" and size > 1 else "rank"
+    return f"{summary['recipe']}, {plural(size, word)}"

@@ -1,0 +1,128 @@
+"""What all ranks must have in common, found out over the control channel: versions, settings, success."""
+
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import TypeVar
+
+from hvdtrain.config import errors
+from hvdtrain.config.errors import LaunchError, UserError
+from hvdtrain.runtime.control.channel import ControlChannel, name_ranks
+
+T = TypeVar("T")
+
+ABSENT = "not installed"
+"""The version of a package that is not there."""
+
+# One importable package may come from distributions of several names.
+_DISTRIBUTIONS = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
+    "keras": ("keras", "keras-nightly"),
+    "horovod": ("horovod",),
+}
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python, TensorFlow, Keras and Horovod, without importing any of them."""
+    packages = {name: _version(names) for name, names in _DISTRIBUTIONS.items()}
+    return {"python": platform.python_version(), **packages}
+
+
+def agree(control: ControlChannel, facts: Mapping[str, str], *, timeout: float) -> None:
+    """Check that every rank has the same facts (versions, a digest of the settings, …), by name.
+
+    Raises:
+        LaunchError: some differ: the same error on all ranks, naming each such fact, its values and the ranks
+            with each. Or a rank did not come within ``timeout`` seconds.
+    """
+    everyone = [json.loads(part) for part in control.exchange(json.dumps(dict(facts)).encode(), timeout=timeout)]
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    values = {name: [theirs.get(name, "not given") for theirs in everyone] for name in names}
+    differing = [_difference(name, given) for name, given in values.items() if len(set(given)) > 1]
+    if differing:
+        raise LaunchError(f"The ranks of this job do not fit together: {'; '.join(differing)}.")
+
+
+def together(control: ControlChannel, action: Callable[[], T], *, timeout: float) -> T:
+    """Run ``action`` on every rank; where it is the user's mistake on any rank, raise it on every rank.
+
+    Returns:
+        This rank's own result.
+
+    Raises:
+        UserError: the same on all ranks; the bare message where all ranks say the same, else each message
+            with its ranks. An error that is no UserError is this rank's own: it rises here only.
+        LaunchError: a rank did not finish within ``timeout`` seconds of this one.
+    """
+    result, error = _attempt(action)
+    outcomes = [json.loads(part) for part in control.exchange(_encode_error(error), timeout=timeout)]
+    if any(outcomes):
+        raise _common_error(outcomes) from error
+    return result[0]
+
+
+def on_first(control: ControlChannel, action: Callable[[], bytes], *, timeout: float) -> bytes:
+    """Run ``action`` on rank 0 only, and return its result on every rank.
+
+    Raises:
+        UserError: rank 0's mistake, the same on all ranks.
+        LaunchError: rank 0 did not finish within ``timeout`` seconds.
+    """
+    result, error = _attempt(action) if control.rank == 0 else ([b""], None)
+    value = result[0] if error is None else b""
+    first = control.exchange(_encode_error(error) + b"\n" + value, timeout=timeout)[0]
+    outcome, _, value = first.partition(b"\n")
+    if json.loads(outcome):
+        raise _revive(json.loads(outcome)) from error
+    return value
+
+
+def _version(distributions: Sequence[str]) -> str:
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ABSENT
+
+
+def _difference(name: str, values: Sequence[str]) -> str:
+    """Return "keras is 3.12 on ranks 0, 2 but 3.11 on rank 1", most common value first."""
+    holders = {value: [rank for rank, given in enumerate(values) if given == value] for value in values}
+    ordered = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+    return f"{name} is " + " but ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ordered)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[list[T], UserError | None]:
+    """Return the result in a list, or an empty list and the user's mistake."""
+    try:
+        return [action()], None
+    except UserError as error:
+        return [], error
+
+
+def _encode_error(error: UserError | None) -> bytes:
+    """Encode an error as the JSON of [class name, message], and no error as that of an empty list."""
+    return json.dumps([] if error is None else [type(error).__name__, str(error)]).encode()
+
+
+def _common_error(outcomes: Sequence[Sequence[str]]) -> UserError:
+    """Return one error for the outcomes of all ranks, at least one of which failed."""
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, outcome in enumerate(outcomes):
+        ranks.setdefault(tuple(outcome), []).append(rank)
+    if len(ranks) == 1:
+        return _revive(outcomes[0])
+    failed = {outcome: where for outcome, where in ranks.items() if outcome}
+    text = "\n".join(f"on {name_ranks(where)}: {outcome[1]}" for outcome, where in failed.items())
+    kinds = {outcome[0] for outcome in failed}
+    return _revive([kinds.pop() if len(kinds) == 1 else "UserError", text])
+
+
+def _revive(outcome: Sequence[str]) -> UserError:
+    """Return the error that another rank described; of a class that is not ours it keeps the text only."""
+    kind = getattr(errors, outcome[0], None)
+    if isinstance(kind, type) and issubclass(kind, UserError):
+        return kind(outcome[1])
+    return UserError(outcome[1])

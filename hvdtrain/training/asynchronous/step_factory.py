@@ -1,0 +1,43 @@
+"""The pieces of a model's training on workers."""
+
+from typing import Any
+
+from hvdtrain.backends.protocol import Backend, Workers
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.recompute import Recompute
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.asynchronous.evaluate import AsynchronousEvaluator
+from hvdtrain.training.asynchronous.step import AsynchronousStep
+from hvdtrain.training.objective.compile_settings import Objective
+from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.forward_backward import ForwardBackward
+from hvdtrain.training.step.step_factory import CompiledStepFactory, Evaluate
+from hvdtrain.training.step.train_step import CompiledStep, UpdateRule
+
+
+class AsynchronousStepFactory(CompiledStepFactory):
+    """hvdtrain's own step and evaluation, each taken by one of the workers; see `StepFactory`.
+
+    Raises:
+        ConfigError: a layer that would draw other random numbers in the backward pass.
+    """
+
+    def __init__(
+        self, backend: Backend, workers: Workers, model: Any, optimizer: Any, objective: Objective, options: StepOptions
+    ) -> None:
+        super().__init__(backend, model, optimizer, objective, options)
+        if any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
+            raise ConfigError(
+                f"hvdtrain.Recompute is not for --backend {backend.name}: leave it out, or use --backend horovod."
+            )
+        self._workers = workers
+
+    def _new_step(
+        self, state: TrainState, metrics: MetricSet, rule: UpdateRule, microbatch: int | None, epoch_metrics: bool
+    ) -> CompiledStep:
+        passes = ForwardBackward(self._backend, state, self._loss)
+        return AsynchronousStep(self._backend, self._workers, state, passes, metrics, rule, epoch_metrics=epoch_metrics)
+
+    def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
+        return AsynchronousEvaluator(self._backend, self._workers, self._model, self._loss, metrics)

@@ -1,0 +1,1 @@
+"""Evaluation and prediction over all replicas, each sample counted once; start with `evaluate.py`."""

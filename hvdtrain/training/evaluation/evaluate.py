@@ -1,0 +1,97 @@
+"""Evaluation over all replicas: every sample counts once, whatever their number."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.replicas import ForEachReplica
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.batch import Batch
+from hvdtrain.training.loop.hooks import Hooks
+from hvdtrain.training.objective.losses import LossFunction, with_model_losses
+from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.step.replica_slice import replica_slice
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss and the metrics over a whole data set."""
+
+    loss: float
+    metrics: dict[str, float]
+    seconds: float
+
+
+class Evaluator:
+    """Evaluates a model on every replica's part of the data and adds the parts up.
+
+    Args:
+        backend: the replicas.
+        model: a built Keras model.
+        loss: the loss as sum and weight.
+        metrics: fresh metrics, not shared with training.
+    """
+
+    def __init__(self, backend: Backend, model: Any, loss: LossFunction, metrics: MetricSet) -> None:
+        self._backend = backend
+        self._model = model
+        self._loss = loss
+        self._metrics = metrics
+        self._sums = ForEachReplica(backend, lambda _: tf.Variable(tf.zeros([2], tf.float64), trainable=False))
+        self._update = tf.function(self._update_batch, autograph=False, reduce_retracing=True)
+        self._reduce = tf.function(lambda: backend.run(self._reduce_all), autograph=False)
+        self._look = tf.function(lambda: backend.run(self._look_at_all), autograph=False)
+
+    def __call__(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
+        """Evaluate on `batches`, of which each replica must have the same number; `hooks` may look in.
+
+        Raises:
+            DataError: there is not one sample.
+        """
+        begin = time.perf_counter()
+        self._metrics.reset_all()
+        for sums in self._sums.all:
+            sums.assign(tf.zeros([2], tf.float64))
+        hooks = hooks or Hooks()
+        for number, batch in enumerate(self._backend.distribute(batches)):
+            hooks.begin_test_step(number)
+            self._update(batch)
+            hooks.end_test_step(number, self._so_far)
+        self._reduce()
+        total, weight = self._sums.own.numpy()
+        if not weight:
+            raise DataError("There is nothing to evaluate: the validation data hold no samples.")
+        return Evaluation(float(total / weight), self._metrics.results(), time.perf_counter() - begin)
+
+    def _so_far(self) -> dict[str, float]:
+        """Return loss and metrics over what was evaluated so far, on all replicas, which call it together."""
+        sums, metrics = self._look()
+        total, weight = sums.numpy()
+        loss = float(total / weight) if weight else float("nan")
+        return {"loss": loss, **{name: float(value) for name, value in metrics.items()}}
+
+    def _look_at_all(self) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        sums = self._backend.all_reduce(self._sums.own.read_value(), name="evaluation_so_far/loss")
+        return sums, self._metrics.results_so_far("evaluation_so_far")
+
+    def _update_batch(self, batch: Batch) -> None:
+        self._backend.run(self._update_replica, batch)
+
+    def _update_replica(self, batch: Batch) -> None:
+        batch = replica_slice(batch, self._backend)
+        outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
+        part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._model)
+        share = tf.cast(tf.stack([part.total, part.weight]), tf.float64)
+        # A placeholder's loss may be anything: it is left out, not multiplied by zero.
+        self._sums.own.assign_add(tf.where(batch.has_samples > 0, share, tf.zeros_like(share)))
+        self._metrics.update(batch.targets, outputs, batch.sample_weight, batch.has_samples)
+
+    def _reduce_all(self) -> None:
+        sums = self._sums.own
+        sums.assign(self._backend.all_reduce(sums.read_value(), name="evaluation/loss"))
+        self._metrics.reduce("evaluation")

@@ -1,0 +1,68 @@
+"""Predictions over all replicas, in the order of the inputs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.batch import Batch
+from hvdtrain.training.inputs import validation_batches
+from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.step.replica_slice import replica_slice
+
+
+class Predictor:
+    """Runs a model on every replica's part of the inputs and brings the outputs together on each."""
+
+    def __init__(self, backend: Backend, model: Any) -> None:
+        self._backend = backend
+        self._model = model
+        self._outputs = tf.function(
+            lambda batch: backend.run(self._outputs_of, batch), autograph=False, reduce_retracing=True
+        )
+
+    def __call__(self, batches: Iterable[Batch]) -> Any:
+        """Return the outputs [samples, …] as arrays in the model's structure, the same on every replica.
+
+        Raises:
+            DataError: there is nothing to predict.
+        """
+        parts = [tf.nest.map_structure(lambda t: t.numpy(), self._outputs(batch)) for batch in batches]
+        if not parts:
+            raise DataError("There is nothing to predict: the data hold no samples.")
+        return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
+
+    def _outputs_of(self, batch: Batch) -> Any:
+        batch = replica_slice(batch, self._backend)
+        outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
+        # Each replica's part is the next piece of the global batch: gathered, they are in order. Placeholders go.
+        rows = tf.cast(batch.has_samples, tf.int32) * tf.shape(tf.nest.flatten(outputs)[0])[0]
+        flat = [
+            self._backend.all_gather(tensor[:rows], name=f"prediction/output{place}")
+            for place, tensor in enumerate(tf.nest.flatten(outputs))
+        ]
+        return tf.nest.pack_sequence_as(outputs, flat)
+
+
+def prediction_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[Batch]:
+    """Return this replica's part of inputs alone: arrays, a nest of them, or a batched tf.data.Dataset.
+
+    A Dataset may give `(inputs, …)`: what follows the inputs is left out.
+
+    Raises:
+        DataError: ranks that were given other inputs.
+    """
+    if isinstance(data, tf.data.Dataset):
+        return validation_batches(data.map(_with_no_targets), backend, batch=batch, what="prediction")
+    count = len(tf.nest.flatten(data)[0])
+    source = ArraySource((data, np.zeros(count, np.int32)), "inputs")
+    return validation_batches(source, backend, batch=batch, what="prediction")
+
+
+def _with_no_targets(*elements: Any) -> tuple[Any, tf.Tensor]:
+    inputs = elements[0]
+    return inputs, tf.zeros(tf.shape(tf.nest.flatten(inputs)[0])[:1], tf.int32)

@@ -1,0 +1,191 @@
+"""Keras callbacks in the training loop, through Keras' own CallbackList."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.optim.averaging import averaged_weights
+from hvdtrain.optim.precision import has_dynamic_scale
+from hvdtrain.training.loop.hooks import Hooks
+from hvdtrain.training.step.train_step import Totals
+
+_callbacks = keras.callbacks
+WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
+"""They act on the first replica only; all others act on every one, where they see the same figures."""
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_TEST_BATCH_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
+AGREEMENT_TIMEOUT_S = 600.0
+
+
+class CallbackNeeds(NamedTuple):
+    """What the callbacks of all replicas together want to see: showing it takes an exchange, in which all take part."""
+
+    anything: bool
+    batches: bool
+    test_batches: bool
+
+
+def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
+    """Return what is asked for by callbacks on any replica; each may have others, or none at all.
+
+    Raises:
+        ConfigError: a callback that cannot work here.
+    """
+    flat = tf.nest.flatten(list(callbacks))
+    for callback in flat:
+        _check(callback)
+    mine = bytes([bool(flat), any(map(_asks_for_batches, flat)), any(map(_asks_for_test_batches, flat))])
+    return CallbackNeeds(*map(any, zip(*backend.gather_bytes(mine, timeout=AGREEMENT_TIMEOUT_S), strict=True)))
+
+
+class KerasCallbacks(Hooks):
+    """Calls a list of Keras callbacks as `Model.fit` would.
+
+    Every replica calls them with the same figures, which are over all replicas, so that they decide alike. Where one
+    asks to stop, all stop together: at the end of an epoch, or at a logged step.
+
+    Args:
+        callbacks: what `Model.fit` takes.
+        needs: what those of all replicas ask for.
+        model: its optimizer is the one in use.
+        backend: the replicas.
+        epochs: epochs of the run.
+        steps: steps of an epoch.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[Any], needs: CallbackNeeds, model: Any, backend: Backend, *, epochs: int, steps: int
+    ) -> None:
+        mine = [callback for callback in tf.nest.flatten(list(callbacks)) if _acts(callback, backend.index)]
+        self._backend = backend
+        self._model = model
+        self._list = _callbacks.CallbackList(mine, add_history=True, model=model, epochs=epochs, steps=steps, verbose=0)
+        # Figures of each step have to be exchanged and waited for: only for somebody who asks for them.
+        self._wishes = needs
+        self._sums = np.zeros(2)
+        self._logs: dict[str, float] = {}
+        self._gather = tf.function(lambda mine: backend.run(self._agree, mine), autograph=False)
+        model.stop_training = False
+
+    def _agree(self, mine: tf.Tensor) -> tf.Tensor:
+        return self._backend.all_gather(mine, name="callbacks/agreement")
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """Figures of each epoch, as Keras' History keeps them."""
+        return dict(self._model.history.history)
+
+    def begin(self) -> None:
+        """Begin training."""
+        self._list.on_train_begin()
+
+    def end(self) -> None:
+        """End training."""
+        self._list.on_train_end(dict(self._logs))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """See `Hooks`."""
+        self._sums = np.zeros(2)
+        self._list.on_epoch_begin(epoch)
+
+    def begin_step(self, number: int) -> None:
+        """See `Hooks`."""
+        if self._wishes.batches:
+            self._list.on_train_batch_begin(number)
+
+    def end_step(self, number: int, totals: Totals, metrics: Callable[[], Mapping[str, float]]) -> None:
+        """See `Hooks`; loss and metrics are the epoch's so far."""
+        if self._wishes.batches:
+            sums = totals.numpy()[:2]
+            # A step that was skipped for its overflow is none.
+            self._sums += sums if np.isfinite(sums).all() or not has_dynamic_scale(self._model.optimizer) else 0.0
+            self._list.on_train_batch_end(number, {"loss": float(self._sums[0] / self._sums[1]), **metrics()})
+
+    def begin_evaluation(self) -> None:
+        """See `Hooks`."""
+        self._list.on_test_begin()
+
+    def begin_test_step(self, number: int) -> None:
+        """See `Hooks`."""
+        if self._wishes.test_batches:
+            self._list.on_test_batch_begin(number)
+
+    def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, float]]) -> None:
+        """See `Hooks`; loss and metrics are the evaluation's so far."""
+        if self._wishes.test_batches:
+            self._list.on_test_batch_end(number, dict(so_far()))
+
+    def end_evaluation(self, logs: Mapping[str, float]) -> None:
+        """See `Hooks`."""
+        self._list.on_test_end(dict(logs))
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
+        """See `Hooks`."""
+        self._logs = dict(logs)
+        # What a callback keeps at this figure are the weights that earned it.
+        with averaged_weights(self._model.optimizer, self._model):
+            self._list.on_epoch_end(epoch, dict(logs))
+
+    def stops(self) -> bool:
+        """See `Hooks`.
+
+        Raises:
+            ConfigError: a callback gave the replicas different learning rates.
+        """
+        rate = float(tf.convert_to_tensor(self._model.optimizer.learning_rate))
+        mine = tf.Variable([[float(self._model.stop_training), rate]], dtype=tf.float64)
+        all_of_them = self._gather(mine.read_value()).numpy()
+        rates = all_of_them[:, 1]
+        if (rates != rates[0]).any():
+            other = int(np.flatnonzero(rates != rates[0])[0])
+            raise ConfigError(
+                f"A callback set the learning rate {rates[other]:g} on rank {other} and {rates[0]:g} on rank 0: "
+                "callbacks must decide alike on every rank, from the figures that they are given."
+            )
+        return bool(all_of_them[:, 0].any())
+
+
+def _check(callback: Any) -> None:
+    if isinstance(callback, _callbacks.BackupAndRestore):
+        raise ConfigError(
+            "BackupAndRestore would restore rank 0 alone: a run is continued from a checkpoint, "
+            "`python -m hvdtrain --resume RUN_DIR`."
+        )
+    if isinstance(callback, _callbacks.SwapEMAWeights):
+        raise ConfigError(
+            "SwapEMAWeights is not needed: where the optimizer keeps averages (use_ema=True), it is they that are "
+            "evaluated and predict."
+        )
+    if not isinstance(callback, _callbacks.Callback):
+        raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {callback!r}.")
+
+
+def _acts(callback: Any, index: int) -> bool:
+    if index > 0:
+        if isinstance(callback, WRITERS):
+            return False
+        if hasattr(callback, "verbose"):
+            callback.verbose = 0
+    return True
+
+
+def _asks_for_batches(callback: Any) -> bool:
+    """Tell whether it does something at each step; Keras' own default methods are marked as such."""
+    if isinstance(callback, _callbacks.ModelCheckpoint):
+        return bool(callback.save_freq != "epoch")
+    if isinstance(callback, _callbacks.TensorBoard):
+        return callback.update_freq != "epoch" or bool(getattr(callback, "_should_trace", False))
+    return _overrides(callback, _BATCH_HOOKS)
+
+
+def _asks_for_test_batches(callback: Any) -> bool:
+    return _overrides(callback, _TEST_BATCH_HOOKS)
+
+
+def _overrides(callback: Any, hooks: Sequence[str]) -> bool:
+    return any(not getattr(getattr(callback, hook), "_is_default", False) for hook in hooks)

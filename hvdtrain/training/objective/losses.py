@@ -1,0 +1,188 @@
+"""Losses as a sum and a weight, so that replicas with different numbers of samples add up exactly."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.models.objective import known_losses, nearest
+from hvdtrain.training.objective.cross_entropy import fast_form
+from hvdtrain.training.objective.outputs import outputs_by_name, spread
+
+
+class LossSum(NamedTuple):
+    """One replica's part of a loss: the mean over all replicas is sum(total) / sum(weight)."""
+
+    total: tf.Tensor
+    """Scalar: sum of weight x loss over this replica's elements."""
+    weight: tf.Tensor
+    """Scalar of the same dtype: sum of the weights."""
+    elements_per_sample: tf.Tensor
+    """Scalar: loss values for each sample (1 for a class label, the length for a sequence)."""
+    uniform: bool
+    """Whether every element counts once: then the weights of all replicas are known before any exchange."""
+
+
+LossFunction = Callable[[Any, Any, Any], LossSum]
+"""(targets, outputs, sample weights or None) -> this replica's part of the loss."""
+
+_COUNTED = ("sum_over_batch_size", "mean", "auto")
+_WEIGHTED = "mean_with_sample_weight"
+
+
+def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = lambda: None) -> LossFunction:
+    """Turn what `Model.compile` takes as its loss into a LossFunction.
+
+    Args:
+        loss: a Keras loss, its name, or a function `f(y_true, y_pred)` of per-sample values; for several outputs one
+            for all of them, or a dict or list of them, with None for an output without a loss.
+        loss_weights: numbers, in a dict or list like the losses.
+        names: tells the names of the model's outputs, once it is built.
+
+    Raises:
+        ConfigError: a loss has a reduction that is no mean over samples, or the structure is not the outputs'.
+    """
+    nested = isinstance(loss, dict | list | tuple)
+    known = tf.nest.map_structure(lambda one: None if nested and one is None else _one_loss(one), loss)
+
+    def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
+        if callable(known) and loss_weights is None and not isinstance(outputs, dict | list | tuple):
+            return known(targets, outputs, sample_weight)
+        return _several(known, loss_weights, outputs_by_name(outputs, names()), targets, sample_weight)
+
+    return loss_sum
+
+
+def _several(losses: Any, loss_weights: Any, heads: dict[str, Any], targets: Any, sample_weight: Any) -> LossSum:
+    """Add up the means of several outputs' losses, in units of samples: the weight is their number."""
+    per_head = spread("loss", losses, list(heads), to_all=True)
+    factors = spread("loss_weights", loss_weights, list(heads), to_all=True)
+    labels = spread("The target", targets, list(heads), to_all=False)
+    weights = spread("sample_weight", sample_weight, list(heads), to_all=True)
+    means = []
+    for head, loss in per_head.items():
+        if loss is None:
+            continue
+        part = loss(labels[head], heads[head], weights[head])
+        if not part.uniform:
+            raise ConfigError(
+                f"The loss of the output {head!r} is divided by its own weights (a mask, or the reduction "
+                f"{_WEIGHTED}): with several outputs that is not exact over ranks. Give it plain sample weights."
+            )
+        factor = 1.0 if factors[head] is None else float(factors[head])
+        means.append(part.total * factor / part.elements_per_sample)
+    if not means:
+        raise ConfigError(f"None of the outputs {', '.join(heads)} has a loss.")
+    total = tf.add_n([tf.cast(mean, means[0].dtype) for mean in means])
+    samples = tf.cast(tf.shape(next(iter(heads.values())))[0], total.dtype)
+    return LossSum(total, samples, tf.ones_like(samples), uniform=True)
+
+
+def _one_loss(loss: Any) -> LossFunction:
+    keras_loss = _known(loss)
+    reduction = getattr(keras_loss, "reduction", "sum_over_batch_size")
+    if reduction not in (*_COUNTED, _WEIGHTED):
+        raise ConfigError(
+            f"The loss {loss!r} reduces by {reduction!r}; hvdtrain forms the mean over all ranks itself. "
+            'Use reduction="sum_over_batch_size".'
+        )
+    values_of = fast_form(keras_loss) or (keras_loss.call if isinstance(keras_loss, keras.losses.Loss) else keras_loss)
+
+    def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
+        values = tf.convert_to_tensor(values_of(*_aligned(targets, _at_least_float32(outputs))))
+        return _weighted_sum(values, sample_weight, _mask_of(outputs, values), divide_by_weights=reduction == _WEIGHTED)
+
+    return loss_sum
+
+
+def with_model_losses(part: LossSum, model: Any) -> LossSum:
+    """Add the model's regularization and `add_loss` terms to a replica's part of the loss.
+
+    Each term is a mean over the replica's samples or the same on all replicas; multiplied by the replica's weight
+    it adds up to what one process has. To be called where `model` was just called.
+    """
+    if not model.losses:
+        return part
+    extra = tf.add_n([tf.cast(term, part.total.dtype) for term in model.losses])
+    return part._replace(total=part.total + part.weight * extra)
+
+
+def _known(loss: Any) -> Any:
+    if loss is None:
+        raise ConfigError("A loss is needed. Received: None.")
+    try:
+        return keras.losses.get(loss)
+    except (ValueError, TypeError) as error:
+        said = f".{nearest(loss, known_losses())}" if isinstance(loss, str) else f": {error}"
+        raise ConfigError(f"Unknown loss {loss!r}{said}") from error
+
+
+def _at_least_float32(outputs: Any) -> Any:
+    """Widen 16-bit outputs, whose losses would not fit into 16 bits when they are added up."""
+    return tf.nest.map_structure(
+        lambda t: tf.cast(t, tf.float32) if t.dtype.is_floating and t.dtype.size < 4 else t, outputs
+    )
+
+
+def _aligned(targets: Any, outputs: Any) -> tuple[Any, Any]:
+    """Give targets the outputs' dtype, and both one rank where a last dim of 1 tells them apart, as Keras does."""
+    if tf.nest.is_nested(targets) or tf.nest.is_nested(outputs):
+        return targets, outputs
+    targets = tf.convert_to_tensor(targets)
+    if targets.dtype != outputs.dtype and targets.dtype != tf.string:
+        targets = tf.cast(targets, outputs.dtype)
+    ranks = targets.shape.rank, outputs.shape.rank
+    if ranks == (1, 2) and outputs.shape[-1] == 1:
+        targets = targets[:, tf.newaxis]
+    elif ranks == (2, 1) and targets.shape[-1] == 1:
+        outputs = outputs[:, tf.newaxis]
+    elif None not in ranks and ranks[0] == ranks[1] + 1 and targets.shape[-1] == 1:
+        targets = tf.squeeze(targets, -1)
+    elif None not in ranks and ranks[1] == ranks[0] + 1 and outputs.shape[-1] == 1:
+        outputs = tf.squeeze(outputs, -1)
+    return targets, outputs
+
+
+def _mask_of(outputs: Any, values: tf.Tensor) -> Any:
+    """Return what layers (`mask_zero`) and the loss (`ignore_class`) leave out, or None."""
+    masks = [getattr(tensor, "_keras_mask", None) for tensor in (outputs, values)]
+    given = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+    return functools.reduce(tf.logical_and, given) if given else None
+
+
+def _weighted_sum(values: tf.Tensor, sample_weight: Any, mask: Any, *, divide_by_weights: bool) -> LossSum:
+    """Sum `values` [samples, …] with weights and mask that broadcast to them from the left."""
+    if values.shape.rank == 0:
+        raise ConfigError("The loss returned one number for the whole batch: one value for each sample is needed.")
+    elements = tf.cast(tf.size(values), values.dtype)
+    per_sample = elements / tf.cast(tf.shape(values)[0], values.dtype)
+    weight = elements
+    if mask is not None:
+        kept = _broadcast(mask, values)
+        # Zeros times NaN would be NaN: masked elements are replaced, not multiplied away.
+        values = tf.where(kept > 0, values, tf.zeros_like(values))
+        weight = tf.reduce_sum(kept)
+    if sample_weight is not None:
+        scale = _broadcast(sample_weight, values)
+        values = values * scale
+        if divide_by_weights:
+            weight = tf.reduce_sum(scale if mask is None else scale * _broadcast(mask, values))
+    uniform = mask is None and (sample_weight is None or not divide_by_weights)
+    return LossSum(tf.reduce_sum(values), weight, per_sample, uniform)
+
+
+def _broadcast(factor: Any, values: tf.Tensor) -> tf.Tensor:
+    factor = tf.cast(factor, values.dtype)
+    if factor.shape.rank == values.shape.rank + 1 and factor.shape[-1] == 1:
+        factor = tf.squeeze(factor, -1)
+    if factor.shape.rank > values.shape.rank:
+        raise ConfigError(
+            f"Sample weights or masks of shape {tuple(factor.shape)} do not fit losses of shape {tuple(values.shape)}: "
+            "one for each sample is needed."
+        )
+    while factor.shape.rank < values.shape.rank:
+        factor = factor[..., tf.newaxis]
+    return tf.broadcast_to(factor, tf.shape(values))

@@ -1,0 +1,116 @@
+"""Metrics as `Model.compile` takes them: names, functions, objects, in lists or by output."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.models.objective import known_metrics, nearest
+from hvdtrain.training.objective.metrics import BoundMetric, MetricSet
+from hvdtrain.training.objective.outputs import ONLY, outputs_by_name, spread
+
+ACCURACIES = ("accuracy", "acc")
+"""Names whose meaning depends on targets and outputs."""
+
+
+class MetricSpec:
+    """What a user asked to be measured; a first batch tells what it means.
+
+    Args:
+        metrics: Keras metrics or their names; for several outputs a dict or list with one or several for each.
+        weighted: those that count sample weights.
+
+    Raises:
+        ConfigError: an unknown name, or two metrics of one name.
+    """
+
+    def __init__(self, metrics: Any, weighted: Any) -> None:
+        self._given = [(_resolved(metrics), False), (_resolved(weighted), True)]
+        if not any(_by_output(spec) for spec, _ in self._given):
+            _refuse_twins([_name(metric) for spec, _ in self._given for metric in spec])
+
+    def settle(self, targets: Any, outputs: Any, backend: Backend, names: Callable[[], Any]) -> MetricSet:
+        """Give each output its metrics and choose the accuracy that fits.
+
+        Args:
+            targets: targets of a batch.
+            outputs: the model's outputs for them.
+            backend: the replicas.
+            names: tells the names of the model's outputs.
+
+        Raises:
+            ConfigError: metrics that cannot be added up over replicas, or that fit no output.
+        """
+        heads = outputs_by_name(outputs, names())
+        labels = spread("The target", targets, list(heads), to_all=False)
+        bound = []
+        for spec, weighted in self._given:
+            for head, metrics in _for_heads(spec, list(heads)).items():
+                for metric in metrics:
+                    made = _accuracy_for(metric, labels[head], heads[head]) if isinstance(metric, str) else metric
+                    name = made.name if head == ONLY else f"{head}_{made.name}"
+                    bound.append(BoundMetric(name, made, head, weighted))
+        _refuse_twins([b.name for b in bound])
+        known = MetricSet(bound, backend, names)
+        known.check_sums(targets, outputs)
+        if backend.needs_builders:
+            known.build(targets, outputs)
+        known.fresh()  # what cannot be copied is refused now, not at the first evaluation
+        return known
+
+
+def _for_heads(spec: Any, heads: list[str]) -> dict[str, list[Any]]:
+    if heads == [ONLY] and not isinstance(spec, dict):
+        return {ONLY: tf.nest.flatten(spec)}
+    if not spec:
+        return {}
+    given = spread("metrics", spec, heads, to_all=False)
+    return {head: [] if metrics is None else tf.nest.flatten(metrics) for head, metrics in given.items()}
+
+
+def _by_output(spec: Any) -> bool:
+    return isinstance(spec, dict) or any(isinstance(entry, list | tuple | dict) for entry in spec)
+
+
+def _resolved(given: Any) -> Any:
+    structure = given if isinstance(given, dict | list | tuple) else [given]
+    return tf.nest.map_structure(lambda one: None if one is None else _metric(one), structure)
+
+
+def _refuse_twins(names: list[str]) -> None:
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"Two metrics are named {twice[0]!r}: give one another name.")
+
+
+def _name(metric: Any) -> str:
+    return metric if isinstance(metric, str) else str(metric.name)
+
+
+def _accuracy_for(name: str, targets: Any, outputs: Any) -> Any:
+    """Return the accuracy that Keras means by the name: binary, categorical or sparse, by the shapes."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.BinaryAccuracy(name=name)
+    if targets.shape.rank == outputs.shape.rank and targets.shape[-1] == outputs.shape[-1]:
+        return keras.metrics.CategoricalAccuracy(name=name)
+    return keras.metrics.SparseCategoricalAccuracy(name=name)
+
+
+def _metric(metric: Any) -> Any:
+    if metric in ACCURACIES:
+        return metric
+    try:
+        built = keras.metrics.get(metric)
+    except TypeError as error:
+        raise ConfigError(f"The metric {metric!r} needs arguments ({error}): give an object of it.") from error
+    except ValueError as error:
+        said = f".{nearest(metric, known_metrics())}" if isinstance(metric, str) else f": {error}"
+        raise ConfigError(f"Unknown metric {metric!r}{said}") from error
+    name = metric if isinstance(metric, str) else getattr(built, "__name__", None)
+    if not isinstance(built, keras.metrics.Metric):
+        return keras.metrics.MeanMetricWrapper(built, name=name or str(metric))
+    # As in Model.compile: what was asked for as "mae" is called so in the logs.
+    return type(built).from_config({**built.get_config(), "name": name}) if isinstance(metric, str) else built

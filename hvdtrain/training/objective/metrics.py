@@ -1,0 +1,216 @@
+"""Keras metrics over all replicas: their variables are added up, never their results."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.replicas import ForEachReplica
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.objective.outputs import outputs_by_name, spread
+
+
+class BoundMetric(NamedTuple):
+    """A metric and what it is about."""
+
+    name: str
+    """What its value is called."""
+    metric: Any
+    head: str
+    """Name of the model's output that it is given."""
+    weighted: bool
+    """Whether it is given the sample weights."""
+
+
+class MetricSet:
+    """Metrics that are updated by each replica and read as one.
+
+    Args:
+        bound: the metrics.
+        backend: the replicas whose variables are added up.
+        names: tells the names of the model's outputs.
+    """
+
+    def __init__(self, bound: Sequence[BoundMetric], backend: Backend, names: Callable[[], Any] = lambda: None) -> None:
+        given = list(bound)
+        # A replica counts in variables of its own: the first one in those that were given.
+        self._sets = ForEachReplica(backend, lambda place: _copies(given) if place else given)
+        self._backend = backend
+        self._names = names
+        self._sample: tuple[Any, Any] | None = None
+
+    @property
+    def bound(self) -> list[BoundMetric]:
+        """The metrics of the replica that asks."""
+        return self._sets.own
+
+    def fresh(self) -> "MetricSet":
+        """Return the same metrics with nothing counted, for evaluation beside training.
+
+        Raises:
+            ConfigError: a metric that cannot be made from its own configuration.
+        """
+        fresh = MetricSet(_copies(self.bound), self._backend, self._names)
+        if self._sample is not None:
+            fresh.build(*self._sample)
+        return fresh
+
+    def build(self, targets: Any, outputs: Any) -> None:
+        """Let the metrics, and their copies to come, create here what they would create with their first batch.
+
+        Within the replicas of a strategy they could not.
+        """
+        targets, outputs = tf.nest.map_structure(lambda tensor: tensor[:1], (targets, outputs))
+        self._sample = targets, outputs
+        for bound in self._sets.all:
+            self._count(bound, targets, outputs, None)
+        self.reset_all()
+
+    def reset(self) -> None:
+        """Forget everything that this replica counted."""
+        for bound in self.bound:
+            bound.metric.reset_state()
+
+    def reset_all(self) -> None:
+        """Forget everything that the replicas of this process counted."""
+        for bound in itertools.chain(*self._sets.all):
+            bound.metric.reset_state()
+
+    def update(self, targets: Any, outputs: Any, sample_weight: Any, has_samples: tf.Tensor | float) -> None:
+        """Count a batch on this replica, unless it is the placeholder of a replica without samples."""
+        if not self.bound:
+            return
+
+        def count() -> tf.Tensor:
+            self._count(self.bound, targets, outputs, sample_weight)
+            return tf.constant(True)
+
+        if tf.is_tensor(has_samples):
+            tf.cond(has_samples > 0, count, lambda: tf.constant(False))
+        elif has_samples:
+            count()
+
+    def _count(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> None:
+        for metric, label, head, weight in self._shown(bound, targets, outputs, sample_weight):
+            metric.update_state(label, head, sample_weight=weight)
+
+    def _shown(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> list[Any]:
+        """Return each metric with the targets, outputs and weights that it is given."""
+        heads = outputs_by_name(outputs, self._names())
+        labels = spread("The target", targets, list(heads), to_all=False)
+        weights = spread("sample_weight", sample_weight, list(heads), to_all=True)
+        return [
+            (metric, labels[head], heads[head], weights[head] if weighted else None)
+            for _, metric, head, weighted in bound
+        ]
+
+    def sums_of(self, targets: Any, outputs: Any, sample_weight: Any) -> list[list[tf.Tensor]]:
+        """Return what each metric's variables would hold after this batch alone; they themselves are not touched."""
+        shown = self._shown(self.bound, targets, outputs, sample_weight)
+        return [
+            metric.stateless_update_state(
+                [tf.zeros(v.shape, v.dtype) for v in metric.variables], label, head, sample_weight=weight
+            )
+            for metric, label, head, weight in shown
+        ]
+
+    def hold(self, sums: Sequence[Sequence[Any]] | None) -> None:
+        """Let each metric's variables be these sums of what `sums_of` returns; None: nothing was counted."""
+        self.reset_all()
+        for bound, values in zip(self.bound, sums or [], strict=sums is not None):
+            for variable, value in zip(bound.metric.variables, values, strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+
+    def reduce(self, role: str) -> None:
+        """Replace every metric's variables by their sums over the replicas, within a compiled function."""
+        for number, bound in enumerate(self.bound):
+            for place, variable in enumerate(bound.metric.variables):
+                tensor = unwrap(variable)
+                name = f"{role}/{number}.{bound.name}/{place}"
+                tensor.assign(self._backend.all_reduce(tensor.read_value(), name=name))
+
+    def results(self) -> dict[str, float]:
+        """Return each metric's value by name."""
+        return {bound.name: float(bound.metric.result()) for bound in self.bound}
+
+    def reduced_results(self, role: str) -> dict[str, tf.Tensor]:
+        """Return each metric's value over all replicas, within a compiled function."""
+        self.reduce(role)
+        return {bound.name: tf.convert_to_tensor(bound.metric.result()) for bound in self.bound}
+
+    def results_so_far(self, role: str, read: Callable[[], Mapping[str, Any]] | None = None) -> dict[str, tf.Tensor]:
+        """Return each metric's value over all replicas, within a compiled function; each replica counts on by itself.
+
+        Args:
+            role: as `reduce` has it.
+            read: returns values by name, where they are not the metrics' own results.
+        """
+        variables = [unwrap(variable) for bound in self.bound for variable in bound.metric.variables]
+        own = [variable.read_value() for variable in variables]
+        self.reduce(role)
+        found = read() if read else {bound.name: bound.metric.result() for bound in self.bound}
+        results = {name: tf.convert_to_tensor(value) for name, value in found.items()}
+        for variable, value in zip(variables, own, strict=True):
+            variable.assign(value)
+        return results
+
+    def check_sums(self, targets: Any, outputs: Any) -> None:
+        """Refuse a metric whose state is no sum: after A and B it must hold what it holds after A plus that after B.
+
+        Args:
+            targets: targets of a batch; with one sample there is nothing to compare.
+            outputs: the model's outputs for them.
+
+        Raises:
+            ConfigError: naming the metric.
+        """
+        half = int(tf.nest.flatten(outputs)[0].shape[0]) // 2
+        if half == 0:
+            return
+        parts = [tf.nest.map_structure(lambda t, s=s: t[s], (targets, outputs)) for s in _halves(half)]
+        for number, bound in enumerate(self.bound):
+            if type(bound.metric).__module__.split(".")[0] == "keras":
+                continue
+            first, second, both = (self._state_after(number, p) for p in ([parts[0]], [parts[1]], parts))
+            if not all(_close(a + b, c) for a, b, c in zip(first, second, both, strict=True)):
+                raise ConfigError(
+                    f"The metric {bound.name!r} cannot be added up over ranks: its state is no sum over samples. "
+                    "Keep sums and counts in its variables and form the value in result()."
+                )
+
+    def _state_after(self, number: int, batches: Sequence[tuple[Any, Any]]) -> list[tf.Tensor]:
+        """Return a metric's state after `batches`, less what it holds when empty."""
+        one = MetricSet([self.bound[number]], self._backend, self._names)
+        metric = one.bound[0].metric
+        metric.reset_state()
+        empty = [tf.cast(unwrap(v), tf.float64) for v in metric.variables]
+        for targets, outputs in batches:
+            one.update(targets, outputs, None, 1.0)
+        state = [tf.cast(unwrap(v), tf.float64) - zero for v, zero in zip(metric.variables, empty, strict=True)]
+        metric.reset_state()
+        return state
+
+
+def _close(a: tf.Tensor, b: tf.Tensor) -> bool:
+    return bool(tf.reduce_all(abs(a - b) <= 1e-3 * (abs(b) + 1e-6)))
+
+
+def _halves(half: int) -> tuple[slice, slice]:
+    return slice(0, half), slice(half, 2 * half)
+
+
+def _copies(bound: Sequence[BoundMetric]) -> list[BoundMetric]:
+    return [b._replace(metric=_copy(b.metric)) for b in bound]
+
+
+def _copy(metric: Any) -> Any:
+    try:
+        return type(metric).from_config(metric.get_config())
+    except (TypeError, NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"The metric {metric.name!r} cannot be copied for evaluation: give {type(metric).__name__} a "
+            f"get_config() with its constructor's arguments ({error})."
+        ) from error

@@ -1,0 +1,115 @@
+"""Forward and backward pass of a replica: from a batch to what it adds to the step."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.data.batch import Batch
+from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
+from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
+from hvdtrain.optim.precision import loss_scale_of
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.objective.losses import LossFunction, with_model_losses
+from hvdtrain.training.objective.outputs import inputs_for
+
+
+class LocalGradients(NamedTuple):
+    """What one replica knows after its backward pass; the sums over all replicas give the step."""
+
+    gradients: list[Gradient]
+    """Gradients of loss scale x total / expected_weight."""
+    totals: tf.Tensor
+    """[3]: sum of the weighted losses, sum of the weights, and zero or, where this replica's inputs or targets are
+    not finite, NaN: all three are added up over the replicas."""
+    expected_weight: tf.Tensor
+    """What the weights of all replicas add up to when every element counts once: the same on all of them."""
+    uniform: bool
+    """Whether the weights do add up to `expected_weight`: then the reduced gradients are the mean already."""
+
+
+class ForwardBackward:
+    """Calls the model and asks for its gradients.
+
+    Args:
+        backend: the replicas.
+        state: what is trained.
+        loss: the loss as sum and weight.
+        forward: calls the model in training; by default the model itself.
+        jit: compile both passes with XLA.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        state: TrainState,
+        loss: LossFunction,
+        *,
+        forward: Callable[..., Any] | None = None,
+        jit: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._state = state
+        self._loss = loss
+        self._forward = forward or state.model
+        self._synchronized = sync_layers(state.model)
+        self._fusible = fusible_layers(state.model)
+        self._jit = jit
+
+    def __call__(
+        self, batch: Batch, *, within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> tuple[LocalGradients, Any]:
+        """Run a microbatch and return its sums and the outputs; one that is a placeholder contributes zeros.
+
+        Args:
+            batch: this replica's part.
+            within: makes the context that the model is called in.
+        """
+        if not self._jit:
+            return self._both(batch, within)
+        tensors = batch[:-1]
+        uniform: list[bool] = []
+
+        def compiled(*parts: Any) -> tuple[Any, ...]:
+            local, outputs = self._both(Batch(*parts, batch.finite), within)  # type: ignore[call-arg]
+            uniform.append(local.uniform)
+            return local.gradients, local.totals, local.expected_weight, outputs
+
+        gradients, totals, expected_weight, outputs = tf.function(compiled, autograph=False, jit_compile=True)(*tensors)
+        return LocalGradients(gradients, totals, expected_weight, uniform[-1]), outputs
+
+    def _both(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalGradients, Any]:
+        # Around both passes: both exchange something, and --recompute calls layers in the second.
+        with replicas_of(self._synchronized, self._backend, batch.has_samples), fused_normalization(self._fusible):
+            return self._sums(batch, within)
+
+    def _sums(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalGradients, Any]:
+        poison = tf.constant(0.0) if batch.finite else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
+        with tf.GradientTape() as tape, within():
+            outputs = self._forward(inputs_for(self._state.model, batch.inputs), training=True)
+            part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._state.model)
+        dtype = part.total.dtype
+        has_samples = tf.cast(batch.has_samples, dtype)
+        expected_weight = part.elements_per_sample * tf.cast(batch.global_samples, dtype)
+        # The scale enters as the seed of the backward pass: as a part of the loss it would have gradients of its own.
+        seed = has_samples / expected_weight * tf.cast(loss_scale_of(self._state.optimizer), dtype)
+        gradients = tape.gradient(part.total, list(self._state.trainable.values()), output_gradients=seed)
+        totals = tf.stack([part.total, part.weight, tf.cast(poison, dtype)]) * has_samples
+        return LocalGradients(gradients, totals, expected_weight, part.uniform), outputs
+
+
+def zero_if_finite(tensors: list[Any]) -> tf.Tensor:
+    """Return 0 if every element of the floating-point tensors among `tensors` is finite, else NaN.
+
+    A sum is finite if its terms are, short of overflow; it takes one pass and no mask in memory.
+    """
+    sums = [_wide_sum(tensor) for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.is_floating]
+    return 0.0 * tf.add_n(sums) if sums else tf.constant(0.0)
+
+
+def _wide_sum(tensor: Any) -> tf.Tensor:
+    narrow = tensor.dtype.size < 4
+    return tf.cast(tf.reduce_sum(tf.cast(tensor, tf.float32) if narrow else tensor), tf.float32)

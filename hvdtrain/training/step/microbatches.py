@@ -1,0 +1,71 @@
+"""A replica's batch, cut into the microbatches of gradient accumulation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import Batch
+
+
+def per_microbatch(batch: int, replicas: int, accumulate: int) -> int:
+    """Return the samples of a microbatch: `batch` / `replicas` / `accumulate`.
+
+    Raises:
+        ConfigError: it does not divide.
+    """
+    if accumulate < 1:
+        raise ConfigError(f"--accumulate must be at least 1. Received: {accumulate}.")
+    mine = batch // replicas
+    if mine % accumulate:
+        unit = replicas * accumulate
+        near = max(1, batch // unit) * unit
+        raise ConfigError(
+            f"The {mine} samples that a rank takes of a batch of {batch} do not divide into {accumulate} microbatches. "
+            f"Use --batch {near} or --batch {near + unit}, or another --accumulate."
+        )
+    return mine // accumulate
+
+
+class Microbatches:
+    """A replica's batch as microbatches of `length` samples, equally many on every replica.
+
+    Args:
+        batch: what this replica takes of the global batch.
+        replicas: number of replicas.
+        length: samples of a microbatch; the last one may be shorter.
+    """
+
+    def __init__(self, batch: Batch, replicas: int, length: int) -> None:
+        largest = -(-batch.global_samples // replicas)
+        self.count = -(-largest // length)
+        """Follows from the largest part of the global batch; an int where its size is known before compilation."""
+        self._batch = batch
+        self._length = length
+        self._tensors = (batch.inputs, batch.targets, batch.sample_weight)
+        self._first = tf.nest.flatten(self._tensors)[0]
+        self._even = not tf.is_tensor(self.count) and self._first.shape[0] == self.count * length
+
+    @property
+    def single(self) -> bool:
+        """Whether it is known that there is but one."""
+        return not tf.is_tensor(self.count) and self.count == 1
+
+    def take(self, number: Any) -> Batch:
+        """Return microbatch `number`, an int or an integer tensor.
+
+        One that has no samples on this replica holds a neighbour's and does not count it.
+        """
+        begin = number * self._length
+        if self._even:
+            return self._part(lambda t: tf.ensure_shape(t[begin : begin + self._length], [self._length, *t.shape[1:]]))
+        samples = tf.shape(self._first)[0]
+        has_samples = tf.cast(self._batch.has_samples, tf.float32) * tf.cast(begin < samples, tf.float32)
+        begin = tf.minimum(begin, samples - 1)
+        end = tf.maximum(tf.minimum(begin + self._length, samples), begin + 1)
+        return self._part(lambda t: t[begin:end])._replace(has_samples=has_samples)
+
+    def _part(self, cut: Callable[[tf.Tensor], tf.Tensor]) -> Batch:
+        inputs, targets, weights = tf.nest.map_structure(lambda t: None if t is None else cut(t), self._tensors)
+        return self._batch._replace(inputs=inputs, targets=targets, sample_weight=weights)

@@ -1,0 +1,204 @@
+"""The compiled pieces of a model's training: our own step, or that of a model with a `train_step` of its own."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.shapes import check_source
+from hvdtrain.data.source import Source
+from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
+from hvdtrain.layers.recompute import recomputed_model
+from hvdtrain.layers.sync_batch_norm import sync_layers
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.advice import narrow
+from hvdtrain.training.assembly import check_layers
+from hvdtrain.training.evaluation.evaluate import Evaluation, Evaluator
+from hvdtrain.training.loop.hooks import Hooks
+from hvdtrain.training.objective.compile_settings import Objective, compile_for_trainer
+from hvdtrain.training.objective.losses import summed_loss
+from hvdtrain.training.objective.metric_specs import MetricSpec
+from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.keras_step import KerasEvaluator, KerasTrainStep, keras_data
+from hvdtrain.training.step.microbatches import per_microbatch
+from hvdtrain.training.step.train_step import CompiledStep, TrainStep, UpdateRule
+from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
+
+Evaluate = Callable[[Iterable[Batch], Hooks | None], Evaluation]
+
+
+class StepFactory(Protocol):
+    """Makes what the loop calls."""
+
+    narrow_outputs: bool
+    """Whether the model gives 16-bit outputs, once it is built."""
+
+    def check(self, source: Source) -> None:
+        """Refuse data that do not fit the model, as far as that can be told beforehand."""
+
+    def build(self, batch: Batch) -> None:
+        """Create the model's variables and check loss and metrics on a batch like those to come."""
+
+    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> CompiledStep:
+        """Return the compiled step for global batches of `batch` samples."""
+
+    def evaluator(self) -> Evaluate:
+        """Return what evaluates the model."""
+
+    def compile_for_callbacks(self) -> None:
+        """Give the model the optimizer that callbacks look for."""
+
+
+class CompiledStepFactory:
+    """hvdtrain's own step, with all of its options."""
+
+    def __init__(
+        self, backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
+    ) -> None:
+        self._backend = backend
+        self._model = model
+        self._optimizer = optimizer
+        self._objective = objective
+        self._options = options
+        check_layers(model, options)
+        self._forward = recomputed_model(model) if options.recompute else model
+        self._loss = summed_loss(objective.loss, objective.loss_weights, self._names)
+        self._spec = MetricSpec(objective.metrics, objective.weighted_metrics)
+        self._metrics: MetricSet | None = None
+        self.narrow_outputs = False
+        self._evaluator: Evaluate | None = None
+        self._known: dict[tuple[int | None, bool], CompiledStep] = {}
+
+    def _names(self) -> Any:
+        return getattr(self._model, "output_names", None)
+
+    def check(self, source: Source) -> None:
+        """See `StepFactory`."""
+        check_source(self._model, source, self._objective.loss)
+
+    def build(self, batch: Batch) -> None:
+        """See `StepFactory`."""
+        with self._backend.scope():
+            outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
+        self.narrow_outputs = narrow(outputs)
+        if self._metrics is None:
+            self._metrics = self._spec.settle(batch.targets, outputs, self._backend, self._names)
+
+    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> CompiledStep:
+        """See `StepFactory`."""
+        if not self._model.trainable_variables:
+            raise ConfigError(f"{type(self._model).__name__} {self._model.name!r} has no trainable variables.")
+        accumulate = self._options.accumulate
+        length = per_microbatch(batch, self._backend.size, accumulate) if accumulate > 1 else None
+        key = (length, epoch_metrics)
+        if key not in self._known:
+            assert self._metrics is not None, "build comes first"
+            options = self._options
+            rule = AllReduceUpdate(self._backend, state, options.reduction_on(self._backend), options.clipping)
+            self._known[key] = self._new_step(state, self._metrics, rule, length, epoch_metrics)
+        return self._known[key]
+
+    def _new_step(
+        self, state: TrainState, metrics: MetricSet, rule: UpdateRule, microbatch: int | None, epoch_metrics: bool
+    ) -> CompiledStep:
+        return TrainStep(
+            self._backend,
+            state,
+            self._loss,
+            metrics,
+            rule,
+            forward=self._forward,
+            microbatch=microbatch,
+            epoch_metrics=epoch_metrics,
+            jit=self._options.jit,
+        )
+
+    def evaluator(self) -> Evaluate:
+        """See `StepFactory`."""
+        if self._evaluator is None:
+            assert self._metrics is not None, "build comes first"
+            self._evaluator = self._new_evaluator(self._metrics.fresh())
+        return self._evaluator
+
+    def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
+        return Evaluator(self._backend, self._model, self._loss, metrics)
+
+    def compile_for_callbacks(self) -> None:
+        """See `StepFactory`; a model that was compiled with this optimizer keeps its settings."""
+        if getattr(self._model, "optimizer", None) is not self._optimizer:
+            compile_for_trainer(self._model, self._optimizer, self._objective)
+
+
+class KerasStepFactory:
+    """The model's own `train_step` and `test_step`, through an optimizer that exchanges gradients.
+
+    Raises:
+        ConfigError: an option that only hvdtrain's own step has.
+    """
+
+    def __init__(
+        self, backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
+    ) -> None:
+        unfit = {
+            "accumulate": options.accumulate > 1,
+            "jit": options.jit,
+            "recompute": options.recompute,
+            # The gradients that ranks owe one another would count by the samples of the wrong rank.
+            "SyncBatchNormalization": bool(sync_layers(model)),
+        }
+        if backend.needs_builders:
+            raise ConfigError(
+                f"{type(model).__name__} has a step of its own, which --backend {backend.name} cannot run: use "
+                "--backend horovod, or single."
+            )
+        for name, used in unfit.items():
+            if used:
+                raise ConfigError(
+                    f"{type(model).__name__} has a step of its own, in which {name} can do nothing: leave it out"
+                    + (", or use hvdtrain.GradientAccumulator in a loop of your own." if name == "accumulate" else ".")
+                )
+        self._backend = backend
+        self._model = model
+        reduction = options.reduction
+        self._optimizer = DistributedOptimizer(
+            optimizer,
+            op=reduction.op,
+            compression=reduction.compression,
+            groups=options.gradient_groups,
+            sparse_as_dense=reduction.sparse_as_dense,
+            gradient_predivide_factor=reduction.predivide,
+            clip_norm=options.clip_norm,
+            clip_value=options.clip_value,
+            exchange=backend,
+        )
+        compile_for_trainer(model, self._optimizer, objective)
+        self._step: KerasTrainStep | None = None
+        self.narrow_outputs = False
+        self._evaluator: KerasEvaluator | None = None
+
+    def check(self, source: Source) -> None:
+        """See `StepFactory`: what a step of its own takes, nobody knows."""
+
+    def build(self, batch: Batch) -> None:
+        """See `StepFactory`: a test step creates what the model and its metrics need."""
+        if self._evaluator is None:
+            self._model(batch.inputs, training=False)
+            self._model.test_step(keras_data(batch))
+            self._evaluator = KerasEvaluator(self._backend, self._model)
+
+    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> KerasTrainStep:
+        """See `StepFactory`."""
+        if self._step is None:
+            self._step = KerasTrainStep(self._backend, state, self._optimizer)
+        return self._step
+
+    def evaluator(self) -> KerasEvaluator:
+        """See `StepFactory`."""
+        assert self._evaluator is not None, "build comes first"
+        return self._evaluator
+
+    def compile_for_callbacks(self) -> None:
+        """See `StepFactory`: the model is compiled already."""

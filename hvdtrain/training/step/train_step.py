@@ -1,0 +1,216 @@
+"""One optimizer step as one compiled function: microbatches forward and backward, exchange, update."""
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.data.batch import Batch
+from hvdtrain.gradients.gradient_sum import GradientSum
+from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.objective.losses import LossFunction
+from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients, zero_if_finite
+from hvdtrain.training.step.microbatches import Microbatches
+from hvdtrain.training.step.replica_slice import replica_slice
+
+
+class Totals(Protocol):
+    """A tensor that is there, or will be once a worker has run."""
+
+    def numpy(self) -> Any:
+        """Return its values, after waiting for them."""
+
+
+class StepResult(NamedTuple):
+    """What a step leaves behind, as tensors that nobody has to wait for."""
+
+    totals: Totals
+    """[3]: `LocalGradients.totals` over all replicas."""
+    measured: "Measured | None"
+    """What was asked for besides, on logged steps."""
+
+
+class Measured(NamedTuple):
+    """What costs a pass over memory or a message of its own."""
+
+    learning_rate: tf.Tensor
+    """The rate of this update."""
+    grad_norm: tf.Tensor
+    """Global L2 norm of the reduced gradient before clipping."""
+    loss_scale: tf.Tensor | None
+    """The dynamic loss scale after this step."""
+    metrics: dict[str, tf.Tensor]
+    """Training metrics of this global batch, by name."""
+    finite: tf.Tensor
+    """Whether all parameters are finite after the update."""
+
+
+class CompiledStep(Protocol):
+    """What the loop calls for each batch."""
+
+    def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
+        """Train on `batch`; `measure` asks for what `Measured` holds."""
+
+    def begin_metrics(self) -> None:
+        """Forget what was counted for `epoch_metrics`: an earlier training may have ended within an epoch."""
+
+    def metrics_so_far(self) -> dict[str, float]:
+        """Return the metrics over the epoch's samples so far, on all replicas, which call it together."""
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """Return the metrics over all samples since the last call, where somebody asked for them."""
+
+
+class UpdateRule(Protocol):
+    """Turns local sums into a changed state: it owns the exchange and the optimizer."""
+
+    def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Apply one step; return the totals over all replicas, and the gradient's norm if `measure` asks for it."""
+
+
+class TrainStep:
+    """The compiled step of one replica.
+
+    Args:
+        backend: the replicas.
+        state: what is trained.
+        loss: the loss as sum and weight.
+        metrics: measured on logged steps.
+        rule: applies the sums.
+        forward: calls the model in training; by default the model itself.
+        microbatch: samples that go through the model at once; a larger batch is accumulated. None: the whole batch.
+        epoch_metrics: whether the metrics are counted over whole epochs as well, which costs a pass in each step.
+        jit: compile forward and backward pass with XLA.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        state: TrainState,
+        loss: LossFunction,
+        metrics: MetricSet,
+        rule: UpdateRule,
+        *,
+        forward: Callable[..., Any] | None = None,
+        microbatch: int | None = None,
+        epoch_metrics: bool = False,
+        jit: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._state = state
+        self._forward_backward = ForwardBackward(backend, state, loss, forward=forward, jit=jit)
+        self._metrics = metrics
+        self._rule = rule
+        self._microbatch = microbatch
+        self._sum = GradientSum(list(state.trainable.values()))
+        self._epoch = metrics.fresh() if epoch_metrics else None
+        self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
+        self._look_at_epoch = tf.function(self._epoch_so_far, autograph=False)
+        # With what is measured and without are two graphs: a condition in one graph costs 5 % of a small step.
+        self._general = {
+            measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
+            for measure in (False, True)
+        }
+        # So does a batch whose size is not static, another 5 % a whole Batch as the argument, and 2 % the search for
+        # the graph that fits the arguments: all of that is settled once for each kind of batch.
+        self._special: dict[Hashable, Callable[..., StepResult]] = {}
+
+    def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
+        """Train on `batch`; `measure` asks for what `Measured` holds."""
+        inputs, targets, weights, *share = batch
+        if tf.is_tensor(batch.global_samples):
+            return self._general[measure](batch)
+        parts = (inputs, targets) if weights is None else (inputs, targets, weights)
+        key = (measure, *share, *((part.shape, part.dtype) for part in tf.nest.flatten(parts)))
+        if key not in self._special:
+            self._special[key] = self._specialize(parts, share, measure)
+        return self._special[key](*parts)
+
+    def _specialize(self, parts: tuple[Any, ...], share: list[Any], measure: bool) -> Callable[..., StepResult]:
+        """Compile the step for batches that have `share`, the fields behind the tensors, in common."""
+
+        def run(*parts: Any) -> StepResult:
+            batch = Batch(parts[0], parts[1], parts[2] if parts[2:] else None, *share)
+            return self._run(batch, measure=measure)
+
+        return tf.function(run, autograph=False).get_concrete_function(*parts)
+
+    def _run(self, batch: Batch, *, measure: bool) -> StepResult:
+        return self._backend.run(self._replica_step, batch, measure)
+
+    def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
+        batch = replica_slice(batch, self._backend)
+        self._state.seed_generators(self._backend.index)
+        rate = tf.convert_to_tensor(self._state.optimizer.learning_rate)
+        if measure:
+            self._metrics.reset()
+        local = self._local_sums(batch, measure=measure)
+        totals, norm = self._rule.update(local, measure=measure)
+        if not measure:
+            return StepResult(totals, None)
+        metrics = self._metrics.reduced_results("train_metric")
+        finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
+        scale = loss_scale_of(self._state.optimizer) if has_dynamic_scale(self._state.optimizer) else None
+        return StepResult(totals, Measured(rate, norm, scale, metrics, finite))
+
+    def _local_sums(self, batch: Batch, *, measure: bool) -> LocalGradients:
+        """Run the batch at once, or its microbatches one after another."""
+
+        counted = [known for known in (self._metrics if measure else None, self._epoch) if known is not None]
+
+        def run(part: Batch) -> LocalGradients:
+            local, outputs = self._forward_backward(part)
+            for metrics in counted:
+                metrics.update(part.targets, outputs, part.sample_weight, part.has_samples)
+            return local
+
+        if self._microbatch is None:
+            return run(batch)
+        parts = Microbatches(batch, self._backend.size, self._microbatch)
+        return run(parts.take(0)) if parts.single else self._accumulated(parts, run)
+
+    def _accumulated(self, parts: Microbatches, run: Callable[[Batch], LocalGradients]) -> LocalGradients:
+        """Add up the microbatches: the first tells what there is to add, the others are a loop in the graph."""
+        local = run(parts.take(0))
+        self._sum.add(local.gradients, first=True)
+
+        def body(number: tf.Tensor, totals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            more = run(parts.take(number))
+            self._sum.add(more.gradients, first=False)
+            return number + 1, totals + more.totals
+
+        # One after the other: their activations must not be in memory together.
+        _, totals = tf.while_loop(
+            lambda number, _: number < parts.count, body, (tf.constant(1), local.totals), parallel_iterations=1
+        )
+        return local._replace(gradients=self._sum.read(), totals=totals)
+
+    def begin_metrics(self) -> None:
+        """See `CompiledStep`."""
+        if self._epoch is not None:
+            self._epoch.reset_all()
+
+    def metrics_so_far(self) -> dict[str, float]:
+        """See `CompiledStep`."""
+        return {name: float(value) for name, value in self._look_at_epoch().items()}
+
+    def _epoch_so_far(self) -> dict[str, tf.Tensor]:
+        epoch = self._epoch
+        return {} if epoch is None else self._backend.run(lambda: epoch.results_so_far("metric_so_far"))
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """See `CompiledStep`."""
+        if self._epoch is None:
+            return {}
+        self._reduce_epoch()
+        results = self._epoch.results()
+        self._epoch.reset_all()
+        return results
+
+    def _reduce_epoch_metrics(self) -> None:
+        if self._epoch is not None:
+            self._backend.run(self._epoch.reduce, "epoch_metric")
