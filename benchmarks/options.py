@@ -93,8 +93,8 @@ def plain(name: str) -> Callable[[], Any]:
     return lambda: step(x, y)
 
 
-def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any]) -> Callable[[], Any]:
-    """Return hvdtrain's step."""
+def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any], optimizer: Any = None) -> Any:
+    """Return hvdtrain's step, whose `rule` holds its slots."""
     import keras
     import tensorflow as tf
 
@@ -107,15 +107,22 @@ def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any]) -> C
 
     chosen = step_options(options)
     model = built_model(lambda: build(name), chosen)
-    optimizer = with_loss_scaling(keras.optimizers.SGD(0.01), model)
+    optimizer = with_loss_scaling(optimizer or keras.optimizers.SGD(0.01), model)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     count = microbatch * chosen.accumulate
     x, y = map(tf.constant, samples(name, count))
     batch = Batch(x, y, None, 1.0, count * backend.size, finite=True)
     steps = CompiledStepFactory(backend, model, optimizer, Objective(loss), chosen)
     steps.build(batch)
-    compiled = steps.train_step(TrainState(model, optimizer, 0), batch.global_samples, epoch_metrics=False)
-    return lambda: compiled(batch, measure=False).totals
+    rule = steps.update_rule()
+    state = TrainState(model, optimizer, 0, slots=rule.named_tensors)
+    compiled = steps.train_step(state, rule, batch.global_samples, epoch_metrics=False)
+
+    def step() -> Any:
+        return compiled(batch, measure=False).totals
+
+    step.rule = rule  # type: ignore[attr-defined]
+    return step
 
 
 def window(step: Callable[[], Any], steps: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.compiled import run_once
-from hvdtrain.backends.protocol import ReduceOp
+from hvdtrain.backends.protocol import Capabilities, ReduceOp
 from hvdtrain.runtime.collectives import AxisCollectives, collective_name
 from hvdtrain.runtime.session import Session
 
@@ -43,6 +43,10 @@ class HorovodExchange:
         """Concatenate the ranks' tensors along dim 0."""
         return self._collectives.all_gather(tensor, name=self._name(name))
 
+    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Sum over the ranks and return this rank's slice along dim 0."""
+        return self._collectives.reduce_scatter(tensor, name=self._name(name))
+
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Send rank i the i-th of equal parts along dim 0, and concatenate what came."""
         return self._collectives.all_to_all(tensor, name=self._name(name))
@@ -65,10 +69,8 @@ class HorovodBackend(HorovodExchange):
     name = "horovod"
     local_index = 0
     local_size = 1
-    lacks = ()
-    sends_together = False
-    needs_builders = False
-    workers = None
+    capabilities = Capabilities()
+    roles: Mapping[str, int] = {}
 
     def __init__(self, session: Session, collectives: AxisCollectives) -> None:
         super().__init__(collectives)

@@ -51,6 +51,10 @@ class NoOpCollectives:
         """Return `tensor`."""
         return tensor
 
+    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Return `tensor`: the whole is this replica's slice."""
+        return tensor
+
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Return `tensor`."""
         return tensor

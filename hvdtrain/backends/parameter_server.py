@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
@@ -11,8 +11,10 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.protocol import Capabilities
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.exchange import ExchangeConfig
+from hvdtrain.config.update import UpdateConfig
 from hvdtrain.runtime.roles import SERVER, WORKER, Roles
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy
@@ -29,15 +31,23 @@ class ParameterServerBackend(NoOpCollectives):
 
     # A worker exchanges nothing, and of what a compiled function may call it has the model's variables only by way of
     # their servers: XLA could not reach them, and sums and random states of its own would lie on the chief.
-    lacks = (*(field.name for field in fields(ExchangeConfig)), "sync_batch_norm", "accumulate", "jit", "recompute")
-    sends_together = True
-    needs_builders = True
+    capabilities = Capabilities(
+        lacks=(
+            *(option.name for part in (ExchangeConfig, UpdateConfig) for option in fields(part)),
+            *("sync_batch_norm", "accumulate", "jit", "recompute"),
+        ),
+        sends_together=True,
+        needs_builders=True,
+        asynchronous=True,
+        step_factory="hvdtrain.training.asynchronous.step_factory:AsynchronousStepFactory",
+    )
 
     def __init__(self, session: Session, opened: OpenStrategy) -> None:
         assert opened.roles is not None, "somebody leads"
         self._session = session
         self._strategy = opened.strategy
         self.name = opened.name
+        self.roles = {"chief": 1, "worker": opened.roles.workers, "parameter server": opened.roles.servers}
         self.workers = CoordinatedWorkers(opened.strategy, opened.roles)
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -85,11 +95,6 @@ class CoordinatedWorkers:
     def count(self) -> int:
         """See `Workers`."""
         return self._roles.workers
-
-    @property
-    def roles(self) -> Mapping[str, int]:
-        """See `Workers`."""
-        return {"chief": 1, "worker": self._roles.workers, "parameter server": self._roles.servers}
 
     def schedule(self, function: Callable[..., Any], *args: Any) -> "_Result":
         """See `Workers`."""

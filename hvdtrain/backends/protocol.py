@@ -1,12 +1,29 @@
 """What a training loop needs of whoever distributes it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import tensorflow as tf
 
 ReduceOp = Literal["sum", "average", "adasum"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do, and what it needs."""
+
+    lacks: tuple[str, ...] = ()
+    """Names of the step's options that cannot be used."""
+    sends_together: bool = False
+    """Gradients leave in one message, which no condition of the graph may hold."""
+    needs_builders: bool = False
+    """Model and optimizer must be made within `Backend.scope`."""
+    asynchronous: bool = False
+    """Workers take the steps, each at its own pace; to the loop they are one replica that takes whole batches."""
+    step_factory: str = "hvdtrain.training.step.step_factory:CompiledStepFactory"
+    """`module:class` of the factory whose steps this backend runs, for models without a step of their own."""
 
 
 class Collectives(Protocol):
@@ -33,6 +50,12 @@ class Collectives(Protocol):
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate along dim 0."""
 
+    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Sum over the replicas and return this replica's slice of dim 0.
+
+        Slices differ by at most one row: of n rows the first n mod size replicas have one more.
+        """
+
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Send the i-th of equal parts along dim 0 to replica i, and concatenate what came."""
 
@@ -50,10 +73,6 @@ class Workers(Protocol):
     @property
     def count(self) -> int:
         """Their number."""
-
-    @property
-    def roles(self) -> Mapping[str, int]:
-        """How many of the job's ranks are what, this one included."""
 
     def schedule(self, function: Callable[..., Any], *args: Any) -> Future:
         """Let the next worker that is free call `function`, a `tf.function`, with `args` of tensors.
@@ -93,23 +112,12 @@ class Backend(Collectives, Protocol):
         """Number of replicas in each process."""
 
     @property
-    def lacks(self) -> Collection[str]:
-        """Names of the step's options that cannot be used."""
+    def capabilities(self) -> Capabilities:
+        """What this backend can do, and what it needs of model, optimizer and step."""
 
     @property
-    def sends_together(self) -> bool:
-        """Whether gradients are to leave in one message, which no condition of the graph may hold."""
-
-    @property
-    def needs_builders(self) -> bool:
-        """Whether model and optimizer must be made within `scope`."""
-
-    @property
-    def workers(self) -> Workers | None:
-        """Who takes the steps, where these do not wait for one another; None where all replicas take each together.
-
-        To the loop such a backend is one process with one replica, which takes the whole of each batch.
-        """
+    def roles(self) -> Mapping[str, int]:
+        """How many of the job's ranks are what, where they have different roles; else empty."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """The context in which model and optimizer are created."""
@@ -144,4 +152,4 @@ class Backend(Collectives, Protocol):
 
 def world_size(backend: Backend) -> int:
     """Return how many take part: replicas, or ranks where these have different roles."""
-    return backend.size if backend.workers is None else sum(backend.workers.roles.values())
+    return sum(backend.roles.values()) or backend.size

@@ -32,7 +32,7 @@ def current_exchange() -> Backend:
         LaunchError: `hvdtrain.init()` was not called.
     """
     backend = backend_for(current())
-    if backend.workers is not None:
+    if backend.capabilities.asynchronous:
         raise ConfigError(
             f"The workers of --backend {backend.name} exchange nothing with one another, and only Trainer sends them "
             "to work: in a loop of your own use --backend horovod."

@@ -1,10 +1,11 @@
 """One process, one replica: the reference that every other backend must match."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.protocol import Capabilities
 from hvdtrain.runtime.session import Session
 
 
@@ -12,10 +13,8 @@ class SingleBackend(NoOpCollectives):
     """The whole batch in this process."""
 
     name = "single"
-    lacks = ()
-    sends_together = False
-    needs_builders = False
-    workers = None
+    capabilities = Capabilities()
+    roles: Mapping[str, int] = {}
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import ReduceOp
+from hvdtrain.backends.protocol import Capabilities, ReduceOp
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.update import UpdateConfig
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy
 
@@ -19,10 +21,15 @@ class StrategyBackend:
     the compiled step.
     """
 
-    lacks = ("accumulate", "compression", "gradient_groups", "predivide", "sync_batch_norm")
-    sends_together = True
-    needs_builders = True
-    workers = None
+    capabilities = Capabilities(
+        lacks=(
+            *("accumulate", "compression", "gradient_groups", "predivide", "sync_batch_norm"),
+            *(option.name for option in fields(UpdateConfig)),
+        ),
+        sends_together=True,
+        needs_builders=True,
+    )
+    roles: Mapping[str, int] = {}
 
     def __init__(self, session: Session, opened: OpenStrategy) -> None:
         self._session = session
@@ -110,6 +117,14 @@ class StrategyBackend:
         """Concatenate the replicas' tensors along dim 0."""
         # What comes from outside of the replica has no device yet.
         return self._context(name).all_gather(tf.identity(tensor), axis=0)
+
+    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Refuse: tf.distribute has none on every device.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"tf.distribute has no reduce-scatter: --backend {self.name} cannot exchange {name!r}.")
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Refuse: tf.distribute has no such exchange.

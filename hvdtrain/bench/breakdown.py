@@ -29,9 +29,10 @@ from hvdtrain.training.objective.losses import summed_loss
 from hvdtrain.training.objective.metric_specs import MetricSpec
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.microbatches import per_microbatch
-from hvdtrain.training.step.train_step import TrainStep, UpdateRule
+from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
+from hvdtrain.training.update_rules.base import UpdateRule
 
 CAN_TELL = ("horovod", "single")
 """Backends whose exchange can be left out without changing the rest: each process holds plain variables."""
@@ -45,8 +46,11 @@ PARTS = {
 """Each part's time is that of the first variant less that of the second."""
 
 
-class NoUpdate:
+class NoUpdate(UpdateRule):
     """Leaves everything as it is, once all gradients are there."""
+
+    def __init__(self) -> None:
+        """Own nothing: there is no optimizer to build."""
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, None]:
         """See `UpdateRule`; the totals are no longer those of the step."""
@@ -103,7 +107,7 @@ def breakdown(session: Session, config: Config, trainer: Trainer, data: Training
     }
     mine = one._replace(global_samples=config.data.batch // backend.size)
     here = SingleBackend(session)
-    steps["alone"] = _alone(config, trainer, here, mine, AllReduceUpdate(here, trainer.state))
+    steps["alone"] = _alone(config, trainer, here, mine, AllReduceUpdate(here, trainer.model, trainer.optimizer))
     steps["passes"] = _alone(config, trainer, here, mine, NoUpdate())
     variants = Variants(backend, steps)
     variants.run(max(2, timing.steps // 2))

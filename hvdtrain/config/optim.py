@@ -8,6 +8,7 @@ from typing import Literal
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.section import section
+from hvdtrain.config.step import ClippingConfig
 
 ScalingName = Literal["none", "linear", "sqrt"]
 ScheduleName = Literal["constant", "cosine", "step", "polynomial"]
@@ -22,7 +23,7 @@ SCHEDULES_OF = {
 
 
 @section
-class OptimConfig:
+class OptimConfig(ClippingConfig):
     """Which optimizer moves the parameters, and how fast."""
 
     optimizer: str = "adam"
@@ -51,12 +52,9 @@ class OptimConfig:
     """Decay of weights, but not of biases and normalization parameters; by default the optimizer's own."""
     ema: float = 0.0
     """Momentum of an average of the weights that is evaluated and kept in their place; 0 for none."""
-    clip_norm: float | None = None
-    """Bound on the L2 norm of the whole gradient."""
-    clip_value: float | None = None
-    """Bound on the size of each of the gradient's elements."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_positive("--learning-rate", self.learning_rate)
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps must not be negative. Received: {self.warmup_steps}.")
@@ -99,12 +97,6 @@ class OptimConfig:
             raise ConfigError(f"--weight-decay must be a number from 0. Received: {self.weight_decay}.")
         if not 0.0 <= self.ema < 1.0:
             raise ConfigError(f"--ema must lie in [0, 1). Received: {self.ema}.")
-        if self.clip_norm is not None:
-            _check_positive("--clip-norm", self.clip_norm)
-        if self.clip_value is not None:
-            _check_positive("--clip-value", self.clip_value)
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise ConfigError("Clip by norm or by value, not both: leave out --clip-norm or --clip-value.")
 
 
 def _check_positive(option: str, value: float) -> None:

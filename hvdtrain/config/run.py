@@ -11,6 +11,7 @@ from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.config.section import section
 from hvdtrain.config.training import TrainingConfig
+from hvdtrain.config.update import UpdateConfig
 
 
 @section
@@ -24,6 +25,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

@@ -11,6 +11,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.gradients.reduction import Compression, Gradient, GradientReducer, ReductionOptions, scaled
+from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.state.variables import as_written, unique_paths
 
 ROLE = "accumulated_gradient"
@@ -59,8 +60,10 @@ class GradientAccumulator:
         self.variables = list(variables)
         self.steps = steps
         self._op = op
-        options = ReductionOptions("adasum" if op == "adasum" else "sum", compression, groups, sparse_as_dense)
-        self._reducer = GradientReducer(exchange or current_exchange(), options)
+        options = ReductionOptions(op, compression, groups, sparse_as_dense)
+        collectives = exchange or current_exchange()
+        self._reducer = GradientReducer(collectives, options)
+        self._weighted = WeightedReducer(collectives, options)
         self._paths = unique_paths(self.variables)
         self._sum = GradientSum(self.variables)
         self.count = tf.Variable(0, trainable=False, dtype=tf.int32, name="microbatches")
@@ -86,15 +89,9 @@ class GradientAccumulator:
         """Exchange what was added, on all ranks, and return the gradients of the whole; the next group starts anew."""
         local, weight = self._sum.read(), self._weight.read_value()
         self.count.assign(0)
-        if self._op == "adasum":
-            return self._reducer.reduce(
-                [scaled(g, tf.math.reciprocal_no_nan(weight)) for g in local], self._paths, role=ROLE
-            )
-        *reduced, weight = self._reducer.reduce([*local, weight], [*self._paths, "weight"], role=ROLE, exact=["weight"])
         if self._op == "sum":
-            return list(reduced)
-        factor = tf.math.reciprocal_no_nan(tf.cast(weight, tf.float64))
-        return [scaled(gradient, factor) for gradient in reduced]
+            return self._reducer.reduce(local, self._paths, role=ROLE)
+        return self._weighted.reduce(local, tf.expand_dims(weight, 0), self._paths, role=ROLE)[0]
 
     @as_written
     def step(self, gradients: Sequence[Gradient], optimizer: Any, weight: Any = 1.0) -> tf.Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -12,6 +11,7 @@ from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Compression, GradientReducer, ReductionOptions, scaled
+from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.clipping import Clipping, global_norm
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import loss_scale_of
@@ -87,7 +87,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     @contextmanager
     def counting(self, weight: tf.Tensor) -> Iterator[None]:
-        """Let this replica's gradients count `weight` for a while, at whose end `norm` tells whether there were any."""
+        """Weight this replica's gradients inside this context; `norm` stays None if none were applied."""
         self.local_weight, self.norm = weight, None
         try:
             yield
@@ -95,20 +95,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             self.local_weight = None
 
     def _reduced(self, gradients: list[Any], paths: list[str]) -> list[Any]:
-        exchange = self._exchange or current_exchange()
+        collectives = self._exchange or current_exchange()
         if self.local_weight is None:
-            return GradientReducer(exchange, self._options).reduce(gradients, paths)
-        if self._options.op == "adasum":
-            has_samples = tf.cast(self.local_weight > 0, tf.float32)
-            return GradientReducer(exchange, self._options).reduce([scaled(g, has_samples) for g in gradients], paths)
-        reducer = GradientReducer(exchange, replace(self._options, op="sum"))
+            return GradientReducer(collectives, self._options).reduce(gradients, paths)
         weight = tf.cast(self.local_weight, tf.float32)
-        *sums, total = reducer.reduce(
-            [*(scaled(g, weight) for g in gradients), weight], [*paths, "weight"], exact=["weight"]
-        )
-        times = exchange.size if self._options.op == "sum" else 1
-        factor = times * tf.math.reciprocal_no_nan(tf.cast(total, tf.float64))
-        return [scaled(gradient, factor) for gradient in sums]
+        sums = [scaled(gradient, weight) for gradient in gradients]
+        return WeightedReducer(collectives, self._options).reduce(sums, tf.expand_dims(weight, 0), paths)[0]
 
     def _clipped(self, gradients: list[Any]) -> list[Any]:
         scale = loss_scale_of(self.inner_optimizer)

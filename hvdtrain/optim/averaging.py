@@ -1,6 +1,6 @@
 """The exponential moving average of the weights, in their place for a while."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,17 +24,27 @@ def averaged_weights(optimizer: Any, model: Any) -> Iterator[None]:
     neither the zeros it is created with nor weights from before a broadcast enter it.
     """
     inner = innermost(optimizer)
-    if not (inner.use_ema and inner.built and int(tf.convert_to_tensor(inner.iterations)) > 0):
+    averages = [(v, average_of(inner, v)) for v in model.trainable_variables] if has_averages(optimizer) else []
+    with replaced_weights([(variable, average) for variable, average in averages if average is not None]):
         yield
-        return
-    variables = [variable for variable in model.trainable_variables if _average(inner, variable) is not None]
-    own = [tf.identity(variable.value) for variable in variables]
+
+
+def has_averages(optimizer: Any) -> bool:
+    """Tell whether `optimizer` holds averages of the weights by now, after at least one step."""
+    inner = innermost(optimizer)
+    return bool(inner.use_ema and inner.built and int(tf.convert_to_tensor(inner.iterations)) > 0)
+
+
+@contextmanager
+def replaced_weights(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Give each variable its value inside the context, and its own back on exit."""
+    own = [tf.identity(variable.value) for variable, _ in values]
     try:
-        for variable in variables:
-            variable.assign(_average(inner, variable))
+        for variable, value in values:
+            variable.assign(value)
         yield
     finally:
-        for variable, value in zip(variables, own, strict=True):
+        for (variable, _), value in zip(values, own, strict=True):
             variable.assign(value)
 
 
@@ -45,6 +55,6 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def _average(optimizer: Any, variable: Any) -> Any:
+def average_of(optimizer: Any, variable: Any) -> Any:
     """Return the average of `variable`; None for those that Keras overwrites in place of training them."""
     return optimizer._model_variables_moving_average[optimizer._get_variable_index(variable)]

@@ -44,8 +44,14 @@ def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
 
     The rows of a sparse gradient must have different indices, as those of an exchange do.
     """
+    return tf.sqrt(square_sum(gradients))
+
+
+def square_sum(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return the sum of all elements' squares, a float64 scalar; see `global_norm`."""
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
-    return tf.sqrt(tf.add_n([tf.cast(tf.reduce_sum(tf.square(p)), tf.float64) for p in parts]))
+    squares = [tf.cast(tf.reduce_sum(tf.square(part)), tf.float64) for part in parts]
+    return tf.add_n(squares) if squares else tf.constant(0.0, tf.float64)
 
 
 def clip_by_norm(gradients: Sequence[Any], norm: Any, bound: Any) -> list[Any]:

@@ -12,8 +12,10 @@ EXEMPT_NAMES = ("bias", "gamma", "beta")
 
 def decays(variable: Any) -> bool:
     """Tell whether `variable` (Keras' or TensorFlow's) is a weight: of two dims or more, and no bias by its name."""
-    name = str(variable.name).split(":")[0].split("/")[-1]
-    return len(variable.shape) >= 2 and name not in EXEMPT_NAMES
+    # A slice of a variable, as an update rule may train, decays as the whole does.
+    whole = getattr(variable, "whole", variable)
+    name = str(whole.name).split(":")[0].split("/")[-1]
+    return len(whole.shape) >= 2 and name not in EXEMPT_NAMES
 
 
 def exclude_from_decay(optimizer: Any, variables: Iterable[Any]) -> None:

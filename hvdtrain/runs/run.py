@@ -192,15 +192,9 @@ def _schedule_steps(config: Config, source: RunData) -> int:
 
 
 def _step_options(config: Config) -> dict[str, Any]:
-    training = asdict(config.training)
     names = {field.name for field in fields(StepOptions)}
-    options = {name: value for name, value in training.items() if name in names}
-    return {
-        **options,
-        **asdict(config.exchange),
-        "clip_norm": config.optim.clip_norm,
-        "clip_value": config.optim.clip_value,
-    }
+    sections = (config.training, config.optim, config.exchange, config.update)
+    return {name: value for part in sections for name, value in vars(part).items() if name in names}
 
 
 def _observers(config: Config, session: Session, folder: RunFolder) -> Observers:

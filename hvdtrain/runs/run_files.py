@@ -10,7 +10,6 @@ from hvdtrain.layers.convert import without_sync_batch_norm
 from hvdtrain.observability.plots import draw_curves
 from hvdtrain.observability.summary import write_json
 from hvdtrain.observability.wording import plural
-from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.optim.scaling import scaled_learning_rate
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
@@ -29,7 +28,7 @@ def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict
     """Write the trained model, the curves and the summary."""
     # Keras chooses the format by the suffix; the draft keeps it, and the name appears with a whole file only.
     draft = folder.path / f".{folder.model.name}.{os.getpid()}.keras"
-    with averaged_weights(trainer.optimizer, trainer.model):
+    with trainer.averaged_weights():
         # Synchronized layers that were put in are taken out, so that the model loads without this package.
         model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
         model.save(draft)
@@ -60,7 +59,7 @@ def summary_of_run(
         "recipe": config.recipe,
         "backend": backend.name,
         "world_size": world_size(backend),
-        **({} if backend.workers is None else {"roles": dict(backend.workers.roles)}),
+        **({"roles": dict(backend.roles)} if backend.roles else {}),
         "launcher": session.environment.launcher,
         "controller": session.environment.controller,
         "global_batch": config.data.batch,

@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,10 +48,32 @@ class Scalars:
     """What is wrong with the samples of training that are left out (--on-bad-record), by number."""
 
 
+def replicated(variables: Mapping[str, tf.Variable]) -> dict[str, NamedTensor]:
+    """Return variables that every replica holds whole, by path, with their place in the whole."""
+    return {
+        path: NamedTensor(value, tuple(value.shape), tuple(slice(0, n) for n in value.shape), replicated=True)
+        for path, value in variables.items()
+    }
+
+
+def slot_tensors(
+    optimizer: Any, variables: Sequence[Any], paths: Sequence[str]
+) -> dict[str, tuple[tf.Variable, int | None]]:
+    """Interim."""
+    found: dict[str, tuple[tf.Variable, int | None]] = {}
+    marks = [path.replace("/", "_") for path in paths]
+    for path, slot in by_path(optimizer.variables).items():
+        owners = [i for i, mark in enumerate(marks) if f"/{mark}_" in path and slot.shape == variables[i].shape]
+        found[path] = (slot, max(owners, key=lambda i: len(marks[i])) if owners else None)
+    return found
+
+
 class TrainState:
     """Model variables, optimizer slots and scalars, by path and never by order of creation."""
 
-    def __init__(self, model: Any, optimizer: Any, seed: int) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any, seed: int, *, slots: Callable[[], Mapping[str, NamedTensor]] | None = None
+    ) -> None:
         # Keras' LossScaleOptimizer would make its scale anew, and a loaded one has its state already.
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
@@ -60,7 +82,7 @@ class TrainState:
         self.scalars = Scalars(seed=seed)
         self.trainable = by_path(model.trainable_variables)
         self._weights = by_path(model.weights, "model/")
-        self._slots = by_path(optimizer.variables, "optimizer/")
+        self._slots = slots or (lambda: replicated(by_path(optimizer.variables, "optimizer/")))
         self._statistics = {
             path: variable
             for path, variable in by_path(model.non_trainable_variables, "model/").items()
@@ -72,14 +94,11 @@ class TrainState:
 
     def variables(self) -> dict[str, tf.Variable]:
         """Return every variable that is saved and broadcast, by path."""
-        return {**self._weights, **self._slots}
+        return {path: tensor.value for path, tensor in self.named_tensors().items()}
 
     def named_tensors(self) -> dict[str, NamedTensor]:
-        """Return every tensor of the state with its place in the whole; today each replica holds all of it."""
-        return {
-            path: NamedTensor(value, tuple(value.shape), tuple(slice(0, n) for n in value.shape), replicated=True)
-            for path, value in self.variables().items()
-        }
+        """Return every tensor of the state with its place in the whole."""
+        return {**replicated(self._weights), **self._slots()}
 
     def changing(self) -> dict[str, tf.Variable]:
         """Return the variables, by path, that the model changes in its forward pass."""

@@ -47,7 +47,7 @@ def _tiny(info: RunInfo) -> str | None:
 
 
 def _idle(info: RunInfo, options: StepOptions) -> str | None:
-    idle = [f"--{name.replace('_', '-')}" for name in options.chosen() if name in EXCHANGE_OPTIONS]
+    idle = [f"--{name.replace('_', '-')}" for name in EXCHANGE_OPTIONS if name in options.chosen()]
     if info.world_size > 1 or not idle:
         return None
     return f"note: one process exchanges nothing: {', '.join(idle)} have no effect."

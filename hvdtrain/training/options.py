@@ -8,55 +8,53 @@ from pydantic import TypeAdapter, ValidationError
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.exchange import CompressionName, ExchangeConfig, ReduceOpName, SparseName
+from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.precision import PrecisionName
 from hvdtrain.config.registry import suggestion
+from hvdtrain.config.step import ClippingConfig, StepConfig
+from hvdtrain.config.update import UpdateConfig
 from hvdtrain.gradients.reduction import ReductionOptions
 from hvdtrain.optim.clipping import Clipping
 
-EXCHANGE_OPTIONS = (*(field.name for field in fields(ExchangeConfig)), "sync_batch_norm")
+EXCHANGE_OPTIONS = (*(field.name for field in (*fields(ExchangeConfig), *fields(UpdateConfig))), "sync_batch_norm")
 """Options that do nothing where nothing is exchanged."""
 _SPARSE_AS_DENSE = {"auto": None, "gather": False, "dense": True}
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """Options of the training step."""
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(UpdateConfig, ExchangeConfig, ClippingConfig, StepConfig):
+    """Options of the training step; those of several sections of the configuration, each declared there."""
 
-    accumulate: int = 1
-    """Microbatches that a rank's part of the batch is cut into; their gradients are exchanged once."""
     precision: PrecisionName | None = None
     """Dtype policy that a model's builder runs with; None leaves Keras' own."""
-    clip_norm: float | None = None
-    """Bound on the L2 norm of the whole gradient."""
-    clip_value: float | None = None
-    """Bound on each element of the gradient."""
-    reduce_op: ReduceOpName = "average"
-    """What is made of the ranks' gradients: `average`, `sum` or `adasum`."""
-    compression: CompressionName = "none"
-    """Gradients on the wire: `none`, `fp16` or `bf16`."""
-    sparse_gradients: SparseName = "auto"
-    """Rows of embeddings: `gather`, `dense`, or `auto`: what moves fewer bytes."""
-    gradient_groups: int = 0
-    """Gradients leave in so many groups; 0: each as soon as it is there."""
-    predivide: float = 1.0
-    """Divide gradients by this before the sum and the rest after it."""
-    sync_batch_norm: bool = False
-    """Give BatchNormalization the statistics of the whole batch."""
-    jit: bool = False
-    """Compile forward and backward pass with XLA."""
-    recompute: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise ConfigError(f"--accumulate must be at least 1. Received: {self.accumulate}.")
-        Clipping(self.clip_norm, self.clip_value)
-        ExchangeConfig(self.reduce_op, self.compression, self.sparse_gradients, self.gradient_groups, self.predivide)
+        for part in (StepConfig, ClippingConfig, ExchangeConfig, UpdateConfig):
+            part.__post_init__(self)
         if self.jit and self.sync_batch_norm:
             raise ConfigError("--jit cannot hold the exchange of --sync-batch-norm: leave out one of them.")
         if self.jit and self.recompute:
             raise ConfigError("XLA merges the second forward pass of --recompute with the first: leave out --jit.")
+        self._check_update()
+
+    def _check_update(self) -> None:
+        """Refuse options of an exchange that the update rule does not have."""
+        if not self.zero and self.local_steps is None:
+            return
+        rule = "--zero" if self.zero else "--local-steps"
+        unfit = {
+            f"--reduce-op {self.reduce_op}": self.reduce_op not in (("average", "sum") if self.zero else ("average",)),
+            "--compression": self.compression != "none",
+            "--gradient-groups": self.gradient_groups > 0,
+            "--predivide": self.predivide != 1.0,
+            f"--sparse-gradients {self.sparse_gradients}": self.sparse_gradients
+            not in (("auto", "dense") if self.zero else ("auto",)),
+            # Ranks owe one another gradients of the shared statistics, which nobody adds up between two averages.
+            "--sync-batch-norm": self.sync_batch_norm and not self.zero,
+        }
+        for option, used in unfit.items():
+            if used:
+                raise ConfigError(f"{option} does not go with {rule}: leave out one of them.")
 
     def check_world(self, size: int, controller: str) -> None:
         """Refuse what these ranks cannot do.
@@ -98,7 +96,7 @@ class StepOptions:
     def reduction_on(self, backend: Backend) -> ReductionOptions:
         """Return how gradients travel on `backend`: where they are to leave together, rows are gathered at once."""
         options = self.reduction
-        if not backend.sends_together:
+        if not backend.capabilities.sends_together:
             return options
         return replace(options, groups=1, sparse_as_dense=bool(options.sparse_as_dense))
 

@@ -37,7 +37,7 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
 
 def who_trains(backend: Backend) -> dict[str, Any]:
     """Return what `RunInfo` says of the backend."""
-    roles = {} if backend.workers is None else backend.workers.roles
+    roles = backend.roles
     return {
         "backend": backend.name,
         "world_size": world_size(backend),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,13 @@ from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.gradients.compression_probe import compression_cost
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
-from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.optim.precision import with_loss_scaling
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import advice
 from hvdtrain.training.assembly import built_model, built_optimizer, converted, refuse_instances
-from hvdtrain.training.engine import predictor_for, step_factory_for
+from hvdtrain.training.engine import step_factory_for
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.predict import prediction_batches
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
@@ -34,7 +34,8 @@ from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.objective.compile_settings import Objective, settle
 from hvdtrain.training.options import step_options
 from hvdtrain.training.run_info import run_info
-from hvdtrain.training.step.train_step import CompiledStep
+from hvdtrain.training.step.result import CompiledStep
+from hvdtrain.training.update_rules.base import UpdateRule
 
 STATE_TIMEOUT_S = 600.0
 
@@ -82,9 +83,9 @@ class Trainer:
     ) -> None:
         self.backend = backend or backend_for(current())
         self.options = step_options(options)
-        self.options.check_backend(self.backend.name, self.backend.lacks)
+        self.options.check_backend(self.backend.name, self.backend.capabilities.lacks)
         self.options.check_world(self.backend.size, current().environment.controller)
-        if self.backend.needs_builders:
+        if self.backend.capabilities.needs_builders:
             refuse_instances(self.backend.name, model, optimizer)
         self._seed = seed
         with self.backend.scope():
@@ -94,17 +95,26 @@ class Trainer:
             self.model = converted(built, self.options)
             self.optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
         self.backend.prepare(self.optimizer)
-        self._steps = step_factory_for(self.backend, self.model, self.optimizer, objective, self.options)
+        self._factory = step_factory_for(self.backend, self.model, self.optimizer, objective, self.options)
+        self._rule: UpdateRule | None = None
         self._state: TrainState | None = None
         self._compression_cost: float | None = None
-        self._predictor = predictor_for(self.backend, self.model)
+        self._predictor = self._factory.predictor()
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The update rule; it exists once the model's variables do."""
+        if self._rule is None:
+            with self.backend.scope():
+                self._rule = self._factory.update_rule()
+        return self._rule
 
     @property
     def state(self) -> TrainState:
         """The training state; it exists once the model's variables do."""
         if self._state is None:
             with self.backend.scope():
-                self._state = TrainState(self.model, self.optimizer, self._seed)
+                self._state = TrainState(self.model, self.optimizer, self._seed, slots=self.rule.named_tensors)
             self.backend.check_changing(self._state.changing())
         return self._state
 
@@ -165,7 +175,7 @@ class Trainer:
             else validation_batches(validation_data, self.backend, batch=validation_batch)
         )
         if isinstance(data, SourceTraining):
-            self._steps.check(data.source)
+            self._factory.check(data.source)
         self.build(data)
         # A fit begins with an epoch; its steps are counted in steps of its own data.
         scalars = self.state.scalars
@@ -190,6 +200,7 @@ class Trainer:
         for first in batches:
             self.build_on(first)
             break
+        self.rule.consolidate()
         return self._evaluate(batches)
 
     def predict(self, inputs: Any, *, batch: int = 256) -> Any:
@@ -203,7 +214,9 @@ class Trainer:
         Raises:
             DataError: no inputs, or ranks that were given other inputs.
         """
-        with averaged_weights(self.optimizer, self.model):
+        if self._rule is not None:
+            self._rule.consolidate()
+        with self.averaged_weights():
             return self._predictor(prediction_batches(inputs, self.backend, batch=batch))
 
     def build(self, data: TrainingData) -> None:
@@ -212,12 +225,13 @@ class Trainer:
 
     def build_on(self, batch: Batch) -> None:
         """Do what `build` does, on a batch that is like those to come."""
-        self._steps.build(batch)
+        self._factory.build(batch)
         _ = self.state
 
     def broadcast_state(self) -> None:
         """Give every rank the variables and scalars of rank 0."""
-        self.backend.broadcast(self.state.variables())
+        everything = self.state.named_tensors()
+        self.backend.broadcast({path: tensor.value for path, tensor in everything.items() if tensor.replicated})
         mine = json.dumps(dataclasses.asdict(self.state.scalars)).encode()
         scalars = self.backend.gather_bytes(mine, timeout=STATE_TIMEOUT_S)
         self.state.restore(json.loads(scalars[0]))
@@ -254,7 +268,8 @@ class Trainer:
         self.broadcast_state()
         observers = observers or BaseObserver()
         self._announce(info or run_info(self.backend, self.state, self.options, data, plan), observers)
-        step = self._steps.train_step(self.state, data.batch, epoch_metrics=hooks is not None)
+        self.rule.adopt_weights()
+        step = self._factory.train_step(self.state, self.rule, data.batch, epoch_metrics=hooks is not None)
         loop = TrainingLoop(
             self.backend,
             self.state,
@@ -264,12 +279,14 @@ class Trainer:
             evaluate=None if validation is None else lambda: self._evaluate(validation, hooks),
             save=None if save is None else lambda: self._save_on_first(save),
             hooks=hooks,
+            consolidate=self.consolidate,
+            adopt_weights=self.rule.adopt_weights,
         )
         if hooks is not None:
             hooks.begin()
         step.begin_metrics()
         loop.run(plan)
-        self.state.average_statistics(self.backend)
+        self.consolidate()
         if hooks is not None:
             hooks.end()
         history = hooks.history if hooks is not None else {}
@@ -277,7 +294,16 @@ class Trainer:
 
     def compiled_step(self, data: TrainingData) -> CompiledStep:
         """Return the compiled step for batches of `data`, to be called by itself."""
-        return self._steps.train_step(self.state, data.batch, epoch_metrics=False)
+        return self._factory.train_step(self.state, self.rule, data.batch, epoch_metrics=False)
+
+    def consolidate(self) -> None:
+        """Make the model what is evaluated and saved; every rank calls it, and training goes on from there."""
+        self.rule.consolidate()
+        self.state.average_statistics(self.backend)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Give the model the optimizer's averages of its weights (`use_ema=True`), as of the last `consolidate`."""
+        return nullcontext() if self._rule is None else self._rule.averaged_weights()
 
     def _announce(self, info: RunInfo, observers: Observer) -> None:
         """Tell what the run is, and what is slow about it; every rank calls it, as what compression costs is tried."""
@@ -285,7 +311,7 @@ class Trainer:
             cost = compression_cost(self.backend, self.state.parameters(), self.options.compression)
             self._compression_cost = cost
         observers.on_start(info)
-        narrow = self._steps.narrow_outputs
+        narrow = self._factory.narrow_outputs
         lines = advice(info, self.options, compression_cost=self._compression_cost, narrow_outputs=narrow)
         for line in [*self._notes, *lines]:
             observers.on_message(line)
@@ -294,13 +320,21 @@ class Trainer:
         needs = needs_of_all(callbacks, self.backend)
         if not needs.anything:
             return None
-        self._steps.compile_for_callbacks()
+        self._factory.compile_for_callbacks()
         epochs = -(-plan.total_steps // data.steps_per_epoch)
-        return KerasCallbacks(callbacks, needs, self.model, self.backend, epochs=epochs, steps=data.steps_per_epoch)
+        return KerasCallbacks(
+            callbacks,
+            needs,
+            self.model,
+            self.backend,
+            epochs=epochs,
+            steps=data.steps_per_epoch,
+            averaged_weights=self.averaged_weights,
+        )
 
     def _evaluate(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
-        with averaged_weights(self.optimizer, self.model):
-            return self._steps.evaluator()(batches, hooks)
+        with self.averaged_weights():
+            return self._factory.evaluator()(batches, hooks)
 
     def _save_on_first(self, save: Callable[[TrainState], None]) -> None:
         if self.backend.index == 0:

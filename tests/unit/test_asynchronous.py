@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.backends.no_op import NoOpCollectives
-from hvdtrain.backends.parameter_server import _Result
+from hvdtrain.backends.parameter_server import ParameterServerBackend, _Result
 from hvdtrain.backends.protocol import world_size
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.backends.single import SingleBackend
@@ -44,7 +44,6 @@ class Workers:
 
     def __init__(self, count):
         self.count = count
-        self.roles = {"chief": 1, "worker": count, "parameter server": 1}
         self.waiting = []
         self.inputs = []
 
@@ -65,10 +64,12 @@ class Served(SingleBackend):
     """A backend of so many workers."""
 
     name = "served"
+    capabilities = ParameterServerBackend.capabilities
 
     def __init__(self, count):
         super().__init__(current())
         self.workers = Workers(count)
+        self.roles = {"chief": 1, "worker": count, "parameter server": 1}
 
 
 def plain_model():

@@ -16,6 +16,7 @@ from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.config.training import TrainingConfig
+from hvdtrain.config.update import UpdateConfig
 
 BASE = Config("digits")
 ARGUMENTS = {"flag": True, "count": 3, "tiny": 1e-7, "whole": 2.0, "text": "größe: #1", "digits": "12", "word": "yes"}
@@ -51,6 +52,7 @@ OTHER = Config(
     ),
     TrainingConfig(epochs=3, max_steps=11, seed=5, accumulate=2, precision="mixed_bfloat16", recompute=True, jit=True),
     ExchangeConfig("sum", "bf16", "dense", gradient_groups=3, predivide=2.0),
+    UpdateConfig(local_steps=3, average_slots=True),
     CheckpointConfig(checkpoint_every=4, keep=1),
     ObservabilityConfig(log_every=2, tensorboard=False, plots=False),
     RuntimeConfig(
@@ -63,6 +65,7 @@ THIRD = dataclasses.replace(
     data=DataConfig(on_bad_record="skip:3"),
     optim=OptimConfig(schedule="step", decay_at=(0.25, 0.5), decay_factor=0.5, clip_value=2.0),
     training=TrainingConfig(sync_batch_norm=True),
+    update=UpdateConfig(zero=1),
     runtime=RuntimeConfig("mirrored", replicas=3),
 )
 FOURTH = dataclasses.replace(THIRD, runtime=RuntimeConfig("parameter_server", parameter_servers=2))
@@ -274,6 +277,7 @@ LIMITS = {
     "accumulate": ([0, -1], [1]),
     "gradient_groups": ([-1], [0]),
     "predivide": ([0.0, -1.0, NAN, INF], [1e-3]),
+    "local_steps": ([0, -1], [1, None]),
     "checkpoint_every": ([0, -1], [1, None]),
     "keep": ([0, -1], [1]),
     "log_every": ([0, -1], [1]),

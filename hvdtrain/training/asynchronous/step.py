@@ -15,7 +15,8 @@ from hvdtrain.training.asynchronous.pinned import pinned
 from hvdtrain.training.asynchronous.tally import Tally
 from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.step.forward_backward import ForwardBackward, zero_if_finite
-from hvdtrain.training.step.train_step import Measured, StepResult, UpdateRule
+from hvdtrain.training.step.result import Measured, StepResult
+from hvdtrain.training.update_rules.base import UpdateRule
 
 
 class AsynchronousStep:

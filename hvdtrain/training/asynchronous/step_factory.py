@@ -2,18 +2,19 @@
 
 from typing import Any
 
-from hvdtrain.backends.protocol import Backend, Workers
+from hvdtrain.backends.parameter_server import ParameterServerBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.asynchronous.evaluate import AsynchronousEvaluator
+from hvdtrain.training.asynchronous.evaluate import AsynchronousEvaluator, AsynchronousPredictor
 from hvdtrain.training.asynchronous.step import AsynchronousStep
 from hvdtrain.training.objective.compile_settings import Objective
 from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.forward_backward import ForwardBackward
-from hvdtrain.training.step.step_factory import CompiledStepFactory, Evaluate
-from hvdtrain.training.step.train_step import CompiledStep, UpdateRule
+from hvdtrain.training.step.result import CompiledStep
+from hvdtrain.training.step.step_factory import CompiledStepFactory, Evaluate, Predict
+from hvdtrain.training.update_rules.base import UpdateRule
 
 
 class AsynchronousStepFactory(CompiledStepFactory):
@@ -24,14 +25,14 @@ class AsynchronousStepFactory(CompiledStepFactory):
     """
 
     def __init__(
-        self, backend: Backend, workers: Workers, model: Any, optimizer: Any, objective: Objective, options: StepOptions
+        self, backend: ParameterServerBackend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
     ) -> None:
         super().__init__(backend, model, optimizer, objective, options)
         if any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
             raise ConfigError(
                 f"hvdtrain.Recompute is not for --backend {backend.name}: leave it out, or use --backend horovod."
             )
-        self._workers = workers
+        self._workers = backend.workers
 
     def _new_step(
         self, state: TrainState, metrics: MetricSet, rule: UpdateRule, microbatch: int | None, epoch_metrics: bool
@@ -41,3 +42,7 @@ class AsynchronousStepFactory(CompiledStepFactory):
 
     def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
         return AsynchronousEvaluator(self._backend, self._workers, self._model, self._loss, metrics)
+
+    def predictor(self) -> Predict:
+        """See `StepFactory`."""
+        return AsynchronousPredictor(self._backend, self._workers, self._model)

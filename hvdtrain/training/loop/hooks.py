@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from hvdtrain.training.step.train_step import Totals
+from hvdtrain.training.step.result import Totals
 
 
 class Hooks:
@@ -14,11 +14,12 @@ class Hooks:
     def begin_step(self, number: int) -> None:
         """Receive a step that begins, from 0 within its epoch."""
 
-    def end_step(self, number: int, totals: Totals, metrics: Callable[[], Mapping[str, float]]) -> None:
-        """Receive a finished step and its totals: weighted loss and weight come first.
+    def end_step(self, number: int, totals: Totals, metrics: Callable[[], Mapping[str, float]]) -> bool:
+        """Receive a finished step and its totals, weighted loss and weight first; tell whether anybody looked at it.
 
         `metrics` returns those of the epoch so far. It exchanges something: all replicas call it, or none.
         """
+        return False
 
     def begin_evaluation(self) -> None:
         """Notice that the validation data are about to be evaluated."""

@@ -1,6 +1,7 @@
 """Keras callbacks in the training loop, through Keras' own CallbackList."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
@@ -9,10 +10,9 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.training.loop.hooks import Hooks
-from hvdtrain.training.step.train_step import Totals
+from hvdtrain.training.step.result import Totals
 
 _callbacks = keras.callbacks
 WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
@@ -56,14 +56,24 @@ class KerasCallbacks(Hooks):
         backend: the replicas.
         epochs: epochs of the run.
         steps: steps of an epoch.
+        averaged_weights: gives the model the optimizer's averages inside a context.
     """
 
     def __init__(
-        self, callbacks: Sequence[Any], needs: CallbackNeeds, model: Any, backend: Backend, *, epochs: int, steps: int
+        self,
+        callbacks: Sequence[Any],
+        needs: CallbackNeeds,
+        model: Any,
+        backend: Backend,
+        *,
+        epochs: int,
+        steps: int,
+        averaged_weights: Callable[[], AbstractContextManager[None]],
     ) -> None:
         mine = [callback for callback in tf.nest.flatten(list(callbacks)) if _acts(callback, backend.index)]
         self._backend = backend
         self._model = model
+        self._averaged_weights = averaged_weights
         self._list = _callbacks.CallbackList(mine, add_history=True, model=model, epochs=epochs, steps=steps, verbose=0)
         # Figures of each step have to be exchanged and waited for: only for somebody who asks for them.
         self._wishes = needs
@@ -98,13 +108,14 @@ class KerasCallbacks(Hooks):
         if self._wishes.batches:
             self._list.on_train_batch_begin(number)
 
-    def end_step(self, number: int, totals: Totals, metrics: Callable[[], Mapping[str, float]]) -> None:
+    def end_step(self, number: int, totals: Totals, metrics: Callable[[], Mapping[str, float]]) -> bool:
         """See `Hooks`; loss and metrics are the epoch's so far."""
         if self._wishes.batches:
             sums = totals.numpy()[:2]
             # A step that was skipped for its overflow is none.
             self._sums += sums if np.isfinite(sums).all() or not has_dynamic_scale(self._model.optimizer) else 0.0
             self._list.on_train_batch_end(number, {"loss": float(self._sums[0] / self._sums[1]), **metrics()})
+        return self._wishes.batches
 
     def begin_evaluation(self) -> None:
         """See `Hooks`."""
@@ -128,7 +139,7 @@ class KerasCallbacks(Hooks):
         """See `Hooks`."""
         self._logs = dict(logs)
         # What a callback keeps at this figure are the weights that earned it.
-        with averaged_weights(self._model.optimizer, self._model):
+        with self._averaged_weights():
             self._list.on_epoch_end(epoch, dict(logs))
 
     def stops(self) -> bool:

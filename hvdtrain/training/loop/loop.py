@@ -15,7 +15,7 @@ from hvdtrain.training.loop.data_wait import WaitingWatch
 from hvdtrain.training.loop.hooks import Hooks
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.step.train_step import CompiledStep, Measured
+from hvdtrain.training.step.result import CompiledStep, Measured
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class TrainingLoop:
         evaluate: evaluates at the end of an epoch; None where there is no validation data.
         save: saves the state; None where nothing is saved.
         hooks: may look in and end training.
+        consolidate: makes the state what is evaluated and saved.
+        adopt_weights: takes over weights that a callback may have set.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class TrainingLoop:
         evaluate: Callable[[], Evaluation] | None,
         save: Callable[[], None] | None,
         hooks: Hooks | None = None,
+        consolidate: Callable[[], None],
+        adopt_weights: Callable[[], None],
     ) -> None:
         self._backend = backend
         self._state = state
@@ -63,7 +67,9 @@ class TrainingLoop:
         self._save = save
         self._hooks = hooks or Hooks()
         self._watched = hooks is not None
-        self.clock = StepClock(data.batch, overlapping=backend.workers is not None)
+        self._consolidate = consolidate
+        self._adopt_weights = adopt_weights
+        self.clock = StepClock(data.batch, overlapping=backend.capabilities.asynchronous)
         self.loss_monitor = LossMonitor(
             data.steps_per_epoch, state.scalars.step, skips=has_dynamic_scale(state.optimizer)
         )
@@ -96,7 +102,8 @@ class TrainingLoop:
             self.clock.tick(waited=logged)
             scalars.step, scalars.epoch = done, done // self._data.steps_per_epoch
             self._observers.on_progress(done)
-            self._hooks.end_step(within, result.totals, self._step.metrics_so_far)
+            if self._hooks.end_step(within, result.totals, self._step.metrics_so_far):
+                self._adopt_weights()
             if logged:
                 self._log(epoch, result.measured)
             if epoch_ends:
@@ -132,7 +139,7 @@ class TrainingLoop:
     def _save_state(self) -> None:
         """Save the state, with statistics that are the same on every replica."""
         if self._save is not None:
-            self._state.average_statistics(self._backend)
+            self._consolidate()
             self._save()
 
     def _save_is_due(self, plan: Plan, done: int, epoch_ends: bool) -> bool:
@@ -157,7 +164,7 @@ class TrainingLoop:
     def _end_epoch(self, epoch: int) -> None:
         self.loss_monitor.end_epoch()
         if self._evaluate is not None or self._watched:
-            self._state.average_statistics(self._backend)
+            self._consolidate()
         logs = {"loss": self.loss_monitor.epoch_loss, **self._step.epoch_metrics()}
         if self._evaluate is not None:
             self._hooks.begin_evaluation()
@@ -169,3 +176,5 @@ class TrainingLoop:
             self._observers.on_evaluation(record)
             logs |= {"val_loss": outcome.loss, **{f"val_{k}": v for k, v in outcome.metrics.items()}}
         self._hooks.end_epoch(epoch, logs)
+        if self._watched:
+            self._adopt_weights()

@@ -6,7 +6,7 @@ Each step leaves its totals here without waiting for them; they are read togethe
 import numpy as np
 
 from hvdtrain.config.errors import NonFiniteError
-from hvdtrain.training.step.train_step import Totals
+from hvdtrain.training.step.result import Totals
 
 MIN_LOSS_SCALE = 1.0
 """Below it nothing is left that scaling could do: what overflows then overflows without it."""

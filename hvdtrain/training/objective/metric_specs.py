@@ -56,7 +56,7 @@ class MetricSpec:
         _refuse_twins([b.name for b in bound])
         known = MetricSet(bound, backend, names)
         known.check_sums(targets, outputs)
-        if backend.needs_builders:
+        if backend.capabilities.needs_builders:
             known.build(targets, outputs)
         known.fresh()  # what cannot be copied is refused now, not at the first evaluation
         return known

@@ -17,7 +17,7 @@ from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.loop.hooks import Hooks
 from hvdtrain.training.objective.metrics import BoundMetric, MetricSet
 from hvdtrain.training.step.forward_backward import zero_if_finite
-from hvdtrain.training.step.train_step import Measured, StepResult
+from hvdtrain.training.step.result import Measured, StepResult
 
 _OVERRIDES = ("train_step", "test_step", "compute_loss", "compute_metrics")
 

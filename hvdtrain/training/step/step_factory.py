@@ -15,6 +15,7 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
 from hvdtrain.training.assembly import check_layers
 from hvdtrain.training.evaluation.evaluate import Evaluation, Evaluator
+from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.loop.hooks import Hooks
 from hvdtrain.training.objective.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.objective.losses import summed_loss
@@ -24,10 +25,13 @@ from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.keras_step import KerasEvaluator, KerasTrainStep, keras_data
 from hvdtrain.training.step.microbatches import per_microbatch
-from hvdtrain.training.step.train_step import CompiledStep, TrainStep, UpdateRule
-from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
+from hvdtrain.training.step.result import CompiledStep
+from hvdtrain.training.step.train_step import TrainStep
+from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.update_rules.select import update_rule_for
 
 Evaluate = Callable[[Iterable[Batch], Hooks | None], Evaluation]
+Predict = Callable[[Iterable[Batch]], Any]
 
 
 class StepFactory(Protocol):
@@ -42,11 +46,17 @@ class StepFactory(Protocol):
     def build(self, batch: Batch) -> None:
         """Create the model's variables and check loss and metrics on a batch like those to come."""
 
-    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> CompiledStep:
+    def update_rule(self) -> UpdateRule:
+        """Return the rule that updates the model, which is built by now, with its optimizer built."""
+
+    def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
         """Return the compiled step for global batches of `batch` samples."""
 
     def evaluator(self) -> Evaluate:
         """Return what evaluates the model."""
+
+    def predictor(self) -> Predict:
+        """Return what calls the model on batches of inputs."""
 
     def compile_for_callbacks(self) -> None:
         """Give the model the optimizer that callbacks look for."""
@@ -87,7 +97,11 @@ class CompiledStepFactory:
         if self._metrics is None:
             self._metrics = self._spec.settle(batch.targets, outputs, self._backend, self._names)
 
-    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> CompiledStep:
+    def update_rule(self) -> UpdateRule:
+        """See `StepFactory`."""
+        return update_rule_for(self._backend, self._model, self._optimizer, self._options)
+
+    def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
         """See `StepFactory`."""
         if not self._model.trainable_variables:
             raise ConfigError(f"{type(self._model).__name__} {self._model.name!r} has no trainable variables.")
@@ -96,8 +110,6 @@ class CompiledStepFactory:
         key = (length, epoch_metrics)
         if key not in self._known:
             assert self._metrics is not None, "build comes first"
-            options = self._options
-            rule = AllReduceUpdate(self._backend, state, options.reduction_on(self._backend), options.clipping)
             self._known[key] = self._new_step(state, self._metrics, rule, length, epoch_metrics)
         return self._known[key]
 
@@ -126,6 +138,10 @@ class CompiledStepFactory:
     def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
         return Evaluator(self._backend, self._model, self._loss, metrics)
 
+    def predictor(self) -> Predict:
+        """See `StepFactory`."""
+        return Predictor(self._backend, self._model)
+
     def compile_for_callbacks(self) -> None:
         """See `StepFactory`; a model that was compiled with this optimizer keeps its settings."""
         if getattr(self._model, "optimizer", None) is not self._optimizer:
@@ -146,10 +162,12 @@ class KerasStepFactory:
             "accumulate": options.accumulate > 1,
             "jit": options.jit,
             "recompute": options.recompute,
+            "zero": options.zero > 0,
+            "local_steps": options.local_steps is not None,
             # The gradients that ranks owe one another would count by the samples of the wrong rank.
             "SyncBatchNormalization": bool(sync_layers(model)),
         }
-        if backend.needs_builders:
+        if backend.capabilities.needs_builders:
             raise ConfigError(
                 f"{type(model).__name__} has a step of its own, which --backend {backend.name} cannot run: use "
                 "--backend horovod, or single."
@@ -189,7 +207,11 @@ class KerasStepFactory:
             self._model.test_step(keras_data(batch))
             self._evaluator = KerasEvaluator(self._backend, self._model)
 
-    def train_step(self, state: TrainState, batch: int, *, epoch_metrics: bool) -> KerasTrainStep:
+    def update_rule(self) -> UpdateRule:
+        """See `StepFactory`: the model's own step applies gradients, through the optimizer that exchanges them."""
+        return UpdateRule(self._backend, self._model, self._optimizer.inner_optimizer)
+
+    def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> KerasTrainStep:
         """See `StepFactory`."""
         if self._step is None:
             self._step = KerasTrainStep(self._backend, state, self._optimizer)
@@ -199,6 +221,10 @@ class KerasStepFactory:
         """See `StepFactory`."""
         assert self._evaluator is not None, "build comes first"
         return self._evaluator
+
+    def predictor(self) -> Predict:
+        """See `StepFactory`."""
+        return Predictor(self._backend, self._model)
 
     def compile_for_callbacks(self) -> None:
         """See `StepFactory`: the model is compiled already."""

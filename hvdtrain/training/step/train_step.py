@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,60 +16,8 @@ from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients, zero_if_finite
 from hvdtrain.training.step.microbatches import Microbatches
 from hvdtrain.training.step.replica_slice import replica_slice
-
-
-class Totals(Protocol):
-    """A tensor that is there, or will be once a worker has run."""
-
-    def numpy(self) -> Any:
-        """Return its values, after waiting for them."""
-
-
-class StepResult(NamedTuple):
-    """What a step leaves behind, as tensors that nobody has to wait for."""
-
-    totals: Totals
-    """[3]: `LocalGradients.totals` over all replicas."""
-    measured: "Measured | None"
-    """What was asked for besides, on logged steps."""
-
-
-class Measured(NamedTuple):
-    """What costs a pass over memory or a message of its own."""
-
-    learning_rate: tf.Tensor
-    """The rate of this update."""
-    grad_norm: tf.Tensor
-    """Global L2 norm of the reduced gradient before clipping."""
-    loss_scale: tf.Tensor | None
-    """The dynamic loss scale after this step."""
-    metrics: dict[str, tf.Tensor]
-    """Training metrics of this global batch, by name."""
-    finite: tf.Tensor
-    """Whether all parameters are finite after the update."""
-
-
-class CompiledStep(Protocol):
-    """What the loop calls for each batch."""
-
-    def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
-        """Train on `batch`; `measure` asks for what `Measured` holds."""
-
-    def begin_metrics(self) -> None:
-        """Forget what was counted for `epoch_metrics`: an earlier training may have ended within an epoch."""
-
-    def metrics_so_far(self) -> dict[str, float]:
-        """Return the metrics over the epoch's samples so far, on all replicas, which call it together."""
-
-    def epoch_metrics(self) -> dict[str, float]:
-        """Return the metrics over all samples since the last call, where somebody asked for them."""
-
-
-class UpdateRule(Protocol):
-    """Turns local sums into a changed state: it owns the exchange and the optimizer."""
-
-    def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Apply one step; return the totals over all replicas, and the gradient's norm if `measure` asks for it."""
+from hvdtrain.training.step.result import Measured, StepResult
+from hvdtrain.training.update_rules.base import UpdateRule
 
 
 class TrainStep:
@@ -80,7 +28,7 @@ class TrainStep:
         state: what is trained.
         loss: the loss as sum and weight.
         metrics: measured on logged steps.
-        rule: applies the sums.
+        rule: turns the local gradients into new weights.
         forward: calls the model in training; by default the model itself.
         microbatch: samples that go through the model at once; a larger batch is accumulated. None: the whole batch.
         epoch_metrics: whether the metrics are counted over whole epochs as well, which costs a pass in each step.
@@ -123,12 +71,15 @@ class TrainStep:
         """Train on `batch`; `measure` asks for what `Measured` holds."""
         inputs, targets, weights, *share = batch
         if tf.is_tensor(batch.global_samples):
-            return self._general[measure](batch)
+            return self._reported(self._general[measure](batch))
         parts = (inputs, targets) if weights is None else (inputs, targets, weights)
         key = (measure, *share, *((part.shape, part.dtype) for part in tf.nest.flatten(parts)))
         if key not in self._special:
             self._special[key] = self._specialize(parts, share, measure)
-        return self._special[key](*parts)
+        return self._reported(self._special[key](*parts))
+
+    def _reported(self, result: StepResult) -> StepResult:
+        return StepResult(self._rule.reported(result.totals), result.measured)
 
     def _specialize(self, parts: tuple[Any, ...], share: list[Any], measure: bool) -> Callable[..., StepResult]:
         """Compile the step for batches that have `share`, the fields behind the tensors, in common."""

@@ -59,8 +59,7 @@ def check_embedding_adam_float64(world: World) -> None:
 
 
 def check_variables_lie_on_all_servers(world: World) -> None:
-    workers = world.backend.workers
-    assert dict(workers.roles) == {"chief": 1, "worker": 1, "parameter server": 2}
+    assert dict(world.backend.roles) == {"chief": 1, "worker": 1, "parameter server": 2}
     build, _ = MODELS["dense"]
     trainer = hvdtrain.Trainer(lambda: build("float32", seed=0), "adam", per_sample, backend=world.backend)
     places = {variable.value.device.partition("/replica")[0] for variable in trainer.model.weights}

@@ -1,0 +1,54 @@
+"""What a step returns, and what the loop calls for each batch."""
+
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from hvdtrain.data.batch import Batch
+
+
+class Totals(Protocol):
+    """A tensor that is there, or will be once a worker has run."""
+
+    def numpy(self) -> Any:
+        """Return its values, after waiting for them."""
+
+
+class StepResult(NamedTuple):
+    """What a step leaves behind, as tensors that nobody has to wait for."""
+
+    totals: Totals
+    """[3]: `LocalGradients.totals` over all replicas."""
+    measured: "Measured | None"
+    """What was asked for besides, on logged steps."""
+
+
+class Measured(NamedTuple):
+    """What costs a pass over memory or a message of its own."""
+
+    learning_rate: tf.Tensor
+    """The rate of this update."""
+    grad_norm: tf.Tensor
+    """Global L2 norm of the reduced gradient before clipping."""
+    loss_scale: tf.Tensor | None
+    """The dynamic loss scale after this step."""
+    metrics: dict[str, tf.Tensor]
+    """Training metrics of this global batch, by name."""
+    finite: tf.Tensor
+    """Whether all parameters are finite after the update."""
+
+
+class CompiledStep(Protocol):
+    """What the loop calls for each batch."""
+
+    def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
+        """Train on `batch`; `measure` asks for what `Measured` holds."""
+
+    def begin_metrics(self) -> None:
+        """Forget what was counted for `epoch_metrics`: an earlier training may have ended within an epoch."""
+
+    def metrics_so_far(self) -> dict[str, float]:
+        """Return the metrics over the epoch's samples so far, on all replicas, which call it together."""
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """Return the metrics over all samples since the last call, where somebody asked for them."""

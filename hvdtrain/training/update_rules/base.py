@@ -1,0 +1,83 @@
+"""What every update rule offers, and what a rule that keeps whole, equal slots on every replica needs no more than."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.optim.averaging import averaged_weights
+from hvdtrain.optim.precision import loss_scale_of
+from hvdtrain.state.train_state import NamedTensor, replicated
+from hvdtrain.state.variables import by_path
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.result import Totals
+
+
+class UpdateRule:
+    """Turns one replica's gradients into new weights; owns the exchange, the optimizer and its slots.
+
+    Args:
+        backend: the replicas.
+        model: the built model whose trainable variables are updated.
+        optimizer: a Keras optimizer; the rule builds it.
+        options: of the step; a rule reads those that concern it.
+    """
+
+    def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
+        options = options or StepOptions()
+        self.model = model
+        self.optimizer = optimizer
+        self._backend = backend
+        self._clipping = options.clipping
+        self._variables = list(model.trainable_variables)
+        self._paths = list(by_path(self._variables))
+        self._build_optimizer()
+
+    def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Take one optimizer step, inside the compiled step.
+
+        Args:
+            local: this replica's gradients and totals.
+            measure: whether the gradient's norm is wanted, which costs a pass.
+
+        Returns:
+            [3], `LocalGradients.totals` over all replicas (see `reported`), and the global L2 norm of the unscaled
+            gradient before clipping, or None.
+        """
+        raise NotImplementedError
+
+    def reported(self, totals: tf.Tensor) -> Totals:
+        """Return a step's totals for the loop; a rule whose `update` leaves them local reduces them when read."""
+        return totals
+
+    def named_tensors(self) -> dict[str, NamedTensor]:
+        """Return the optimizer's slots and the rule's own tensors by path, with their place in the whole."""
+        return replicated(by_path(self.optimizer.variables, "optimizer/"))
+
+    def adopt_weights(self) -> None:
+        """Notice that the model's weights were set from outside the step: restored, broadcast, or by a callback."""
+
+    def consolidate(self) -> None:
+        """Make model and slots what is evaluated and saved; every replica calls it, outside the compiled step."""
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Give the model the optimizer's averages of its weights (`use_ema=True`) inside the context."""
+        return averaged_weights(self.optimizer, self.model)
+
+    def _build_optimizer(self) -> None:
+        # Keras' LossScaleOptimizer would make its scale anew, and a loaded one has its state already.
+        if not self.optimizer.built:
+            self.optimizer.build(self._variables)
+
+    def _clipped(
+        self, gradients: Sequence[Gradient], norm: tf.Tensor | None
+    ) -> tuple[list[Gradient], tf.Tensor | None]:
+        """Return the gradients within their bounds, and the norm that they had without the loss scale."""
+        # What a LossScaleOptimizer is given is scaled still; its bounds are scaled instead.
+        scale = loss_scale_of(self.optimizer)
+        clipped = self._clipping.apply(gradients, norm, scale)
+        return clipped, None if norm is None else norm / tf.cast(scale, norm.dtype)

@@ -1,0 +1,144 @@
+"""Local SGD: each replica takes several optimizer steps by itself before the weights are averaged.
+
+Stich 2019 (arXiv:1805.09767). Between two averages nothing travels. A replica counts by the weight of the samples it
+trained on since the last average, so that one local step of plain SGD is exactly a step of data parallelism:
+sum(W_i (w - lr g_i)) / sum(W_i) = w - lr sum(W_i g_i) / sum(W_i), where g_i is the mean gradient of replica i's
+samples and W_i their weight.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.compiled import run_once
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.gradients.reduction import Gradient, scaled
+from hvdtrain.gradients.sparse import sum_duplicates
+from hvdtrain.optim.clipping import global_norm
+from hvdtrain.optim.fused import fused_updates
+from hvdtrain.state.train_state import slot_tensors
+from hvdtrain.state.variables import by_path
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.result import Totals
+from hvdtrain.training.update_rules.base import UpdateRule
+
+
+class LocalUpdate(UpdateRule):
+    """`options.local_steps` local optimizer steps, then an average of the weights; see `UpdateRule`.
+
+    Bounds are on each replica's own gradient, and the reported norm is the mean of the replicas' norms. The optimizer's
+    slots stay local, or with `options.average_slots` are averaged along with the weights. Consolidating averages both
+    in any case: a checkpoint holds one state, from which any number of replicas can go on.
+
+    Raises:
+        ConfigError: an optimizer with dynamic loss scaling, whose scales would differ between averages.
+    """
+
+    def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            raise ConfigError(
+                "--local-steps leaves each rank a loss scale of its own, which an average of the weights cannot mend: "
+                "use --precision mixed_bfloat16 in place of mixed_float16."
+            )
+        super().__init__(backend, model, optimizer, options)
+        options = options or StepOptions()
+        self._period = options.local_steps
+        self._weights = by_path(self._variables)
+        slots = slot_tensors(optimizer, self._variables, self._paths)
+        self._slots = {path: slot for path, (slot, owner) in slots.items() if owner is not None}
+        self._averaged = {**self._weights, **(self._slots if options.average_slots else {})}
+        self._consolidated = True
+        self._weight = tf.Variable(0.0, trainable=False, name="local_weight")
+        """Weight of this replica's samples since the last average."""
+        self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="local_steps")
+        self._unread = _LocalTotals(backend)
+
+    def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Apply this replica's own mean gradient; average the weights once every `local_steps` steps."""
+        factor = tf.math.divide_no_nan(local.expected_weight, local.totals[1])
+        own = [scaled(_unique_rows(gradient), factor) for gradient in local.gradients]
+        norm = global_norm(own) if measure or self._clipping.norm is not None else None
+        own, norm = self._clipped(own, norm)
+        with fused_updates(self.optimizer):
+            self.optimizer.apply(own, self._variables)
+        self._weight.assign_add(tf.cast(local.totals[1], tf.float32))
+        due = self._steps.assign_add(1) >= self._period
+        tf.cond(due, lambda: self._average(self._averaged), lambda: tf.constant(False))
+        if measure and norm is not None:
+            norm = self._backend.all_reduce(norm, name="gradient/norm", op="average")
+        return local.totals, norm if measure else None
+
+    def reported(self, totals: tf.Tensor) -> Totals:
+        """See `UpdateRule`."""
+        self._consolidated = False
+        return self._unread.add(totals)
+
+    def consolidate(self) -> None:
+        """Average the weights, if the last step did not, and the slots."""
+        if self._consolidated or self._backend.size == 1:
+            return
+        self._consolidated = True
+        differing = {**(self._weights if int(self._steps) else {}), **self._slots}
+        run_once(lambda: self._backend.run(lambda: self._average(differing)))
+
+    def _average(self, variables: dict[str, tf.Variable]) -> tf.Tensor:
+        """Replace `variables` by their mean over the replicas, by the samples of each, and begin the next period."""
+        size = float(self._backend.size)
+        total = self._backend.all_reduce(self._weight.read_value(), name="local_sgd/weight")
+        share = tf.where(total > 0, tf.math.divide_no_nan(self._weight.read_value(), total), 1.0 / size)
+        for path, variable in variables.items():
+            mine = variable.read_value() * tf.cast(share, variable.dtype)
+            variable.assign(self._backend.all_reduce(mine, name=f"local_sgd/{path}"))
+        self._weight.assign(0.0)
+        self._steps.assign(0)
+        return tf.constant(True)
+
+
+class _LocalTotals:
+    """Totals that each replica keeps to itself until one is read: then all that wait are reduced in one exchange.
+
+    Every replica reads at the same steps, as the loop does.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._waiting: list[_Row] = []
+        self._sum: Callable[[tf.Tensor], tf.Tensor] = tf.function(
+            lambda rows: backend.run(lambda: backend.all_reduce(rows, name="local_sgd/totals")),
+            autograph=False,
+            input_signature=[tf.TensorSpec([None, 3], tf.float32)],
+        )
+
+    def add(self, totals: tf.Tensor) -> "_Row":
+        row = _Row(self, totals)
+        self._waiting.append(row)
+        return row
+
+    def reduce(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        sums = self._sum(tf.stack([tf.cast(row.local, tf.float32) for row in waiting])).numpy()
+        for row, values in zip(waiting, sums, strict=True):
+            row.values = values
+
+
+class _Row:
+    """The totals of one step; see `Totals`."""
+
+    def __init__(self, unread: _LocalTotals, local: tf.Tensor) -> None:
+        self._unread = unread
+        self.local = local
+        self.values: np.ndarray | None = None
+
+    def numpy(self) -> Any:
+        if self.values is None:
+            self._unread.reduce()
+        return self.values
+
+
+def _unique_rows(gradient: Gradient) -> Gradient:
+    """Add up the rows of a sparse gradient that share an index: Keras' adaptive optimizers are wrong on duplicates."""
+    return sum_duplicates(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient

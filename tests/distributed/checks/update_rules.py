@@ -1,0 +1,288 @@
+"""Update rules other than the all-reduce: sharded slots (ZeRO stage 1) and local steps, against one process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks.parity import BATCH, EPOCHS, batches_of, per_sample
+from world import World, flat_bytes, moved, plain_training, relative_error
+
+import hvdtrain
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.training.update_rules.zero import SMALL_BYTES
+
+TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
+SAMPLES, WIDTH = 70, 131  # neither 2 nor 4 ranks divide the elements of the kernels
+
+
+def wide_model(dtype: str, seed: int) -> keras.Model:
+    """Two kernels that are sharded, biases that stay whole."""
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential(
+        [
+            keras.Input((WIDTH,), dtype=dtype),
+            keras.layers.Dense(WIDTH, activation="tanh", dtype=dtype),
+            keras.layers.Dense(WIDTH, activation="tanh", dtype=dtype),
+            keras.layers.Dense(3, dtype=dtype),
+        ]
+    )
+    assert sum(v.value.dtype.size * int(np.prod(v.shape)) > SMALL_BYTES for v in model.trainable_variables) == 2
+    return model
+
+
+def table_model(dtype: str, seed: int) -> keras.Model:
+    """A sharded table with sparse gradients, whose rows are looked up several times."""
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            keras.layers.Embedding(1201, 17, dtype=dtype),
+            keras.layers.Flatten(dtype=dtype),
+            keras.layers.Dense(3, dtype=dtype),
+        ]
+    )
+
+
+def wide_data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    return rng.standard_normal((SAMPLES, WIDTH)).astype(dtype), rng.integers(0, 3, SAMPLES)
+
+
+def table_data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(4)
+    return rng.integers(0, 40, (SAMPLES, 5)).astype("int32"), rng.integers(0, 3, SAMPLES)
+
+
+MODELS = {"wide": (wide_model, wide_data), "table": (table_model, table_data)}
+
+
+def trained(world: World, kind: str, optimizer: Any, dtype: str, **options: Any) -> Any:
+    build, data = MODELS[kind]
+    # Each rank starts from values of its own: the broadcast must undo that, in the master slices too.
+    model = build(dtype, world.rank)
+    trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=world.backend, **options)
+    trainer.fit(data(dtype), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
+    assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), "the ranks' weights differ"
+    return trainer
+
+
+def reference(kind: str, optimizer: Any, dtype: str, transform: Callable[[Any], Any] | None = None) -> keras.Model:
+    build, data = MODELS[kind]
+    model = build(dtype, 0)
+    start = [np.array(w) for w in model.get_weights()]
+    if transform is None:
+        plain_training(model, optimizer, per_sample, batches_of(*data(dtype)))
+    else:
+        optimizer.build(model.trainable_variables)
+        for inputs, targets in batches_of(*data(dtype)):
+            with tf.GradientTape() as tape:
+                mean = tf.reduce_mean(per_sample(targets, model(inputs, training=True)))
+            gradients = tape.gradient(mean, [v.value for v in model.trainable_variables])
+            optimizer.apply(transform(gradients), model.trainable_variables)
+    assert moved(model.get_weights(), start) >= 1e-2, "the weights hardly moved: the comparison says nothing"
+    return model
+
+
+def assert_equal(trainer: Any, expected: keras.Model, dtype: str, what: str = "") -> None:
+    error = relative_error(trainer.model.get_weights(), expected.get_weights())
+    assert error <= TOLERANCE[dtype], f"{what} {dtype}: {error:.2e}"
+
+
+def check_sharded_slots_train_like_one_process(world: World) -> None:
+    sgd = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
+    adam = lambda: keras.optimizers.Adam(0.01)  # noqa: E731
+    for kind, make, dtype in (("wide", sgd, "float32"), ("wide", adam, "float64"), ("table", adam, "float64")):
+        trainer = trained(world, kind, make(), dtype, zero=1)
+        assert_equal(trainer, reference(kind, make(), dtype), dtype, kind)
+
+
+def check_slots_are_a_share_of_the_whole(world: World) -> None:
+    trainer = trained(world, "wide", keras.optimizers.Adam(0.01), "float32", zero=1)
+    whole = keras.optimizers.Adam(0.01)
+    whole.build(wide_model("float32", 0).trainable_variables)
+    size = lambda optimizer: sum(int(np.prod(v.shape)) for v in optimizer.variables)  # noqa: E731
+    small = sum(int(np.prod(v.shape)) for v in trainer.model.trainable_variables if int(np.prod(v.shape)) < 16384)
+    mine, all_of_them = size(trainer.optimizer), size(whole)
+    assert mine <= (all_of_them - 2 * small) / world.size + 2 * small + 8, (mine, all_of_them, small)
+
+
+def check_sharded_slots_with_everything_else(world: World) -> None:
+    """Bounds on the global norm, decay of weights only, averages of weights, microbatches: as in one process."""
+
+    def optimizer() -> Any:
+        made = keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.75)
+        return hvdtrain.decaying_weights_only(made)
+
+    trainer = trained(world, "wide", optimizer(), "float64", zero=1, clip_norm=0.25, accumulate=2)
+    plain = optimizer()
+    clip = lambda gradients: tf.clip_by_global_norm(gradients, 0.25)[0]  # noqa: E731
+    expected = reference("wide", plain, "float64", clip)
+    assert_equal(trainer, expected, "float64", "clipped, decayed, accumulated")
+    x, y = wide_data("float64")
+    weights = trainer.model.get_weights()
+    figures = trainer.evaluate((x, y), batch=16)
+    assert flat_bytes(trainer.model.get_weights()) == flat_bytes(weights), "the weights are no longer there"
+    plain.finalize_variable_values(expected.trainable_variables)  # the averages take the weights' place
+    mean = float(tf.reduce_mean(per_sample(y, expected(x))))
+    assert abs(figures.loss - mean) <= 1e-6 * mean, (figures.loss, mean)
+
+
+def check_exclusions_by_variable_hold_for_slices(world: World) -> None:
+    def train(spare: bool, make: Callable[[Any], Any]) -> Any:
+        model = wide_model("float64", 0)
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        if spare:
+            optimizer.exclude_from_weight_decay(var_list=[model.layers[0].kernel])
+        return make(model, optimizer)
+
+    def ours(model: Any, optimizer: Any) -> Any:
+        trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=world.backend, zero=1)
+        trainer.fit(wide_data("float64"), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
+        return trainer.model.get_weights()
+
+    def plain(model: Any, optimizer: Any) -> Any:
+        return plain_training(model, optimizer, per_sample, batches_of(*wide_data("float64")))
+
+    spared, decayed = train(True, ours), train(False, ours)
+    assert relative_error(spared, train(True, plain)) <= 1e-9
+    assert moved(spared[:1], decayed[:1]) > 1e-3, "the first kernel decayed all the same"
+
+
+def check_an_overflow_in_one_slice_is_skipped_by_all(world: World) -> None:
+    """fp16: the whole gradient overflows in one step on one rank's slice; all ranks skip it and halve the scale."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH), keras.layers.Dense(1)])
+    optimizer = hvdtrain.LossScaleOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9), initial_scale=2.0**10)
+    trainer = hvdtrain.Trainer(model, optimizer, "mse", backend=world.backend, zero=1)
+    x, y = (a.astype("float32") for a in wide_data("float32"))
+    x, y = x[:16].copy(), y[:16, None]
+    trainer.fit((x, y), batch=16, epochs=1, shuffle=False, verbose=False)
+    before = [np.array(w) for w in trainer.model.get_weights()]
+    bad = x.copy()
+    bad[3, WIDTH - 1] = 1e37  # its gradient overflows in the last row of the first kernel: the last rank's slice
+    trainer.fit((bad, y), batch=16, epochs=1, shuffle=False, verbose=False)
+    after = [np.array(w) for w in trainer.model.get_weights()]
+    assert moved(after, before) == 0.0, "a step with an overflow was applied"
+    assert world.same_everywhere(np.float64(optimizer.dynamic_scale).tobytes())
+    assert float(optimizer.dynamic_scale) == 2.0**9
+
+
+def check_one_local_step_of_sgd_is_a_step_of_data_parallelism(world: World) -> None:
+    for kind in ("wide", "table"):
+        for dtype in ("float32", "float64"):
+            sgd = keras.optimizers.SGD(0.1)
+            trainer = trained(world, kind, sgd, dtype, local_steps=1)
+            assert_equal(trainer, reference(kind, keras.optimizers.SGD(0.1), dtype), dtype, kind)
+
+
+def local_reference(
+    world: World, optimizers: Sequence[Any], period: int, average_slots: bool
+) -> tuple[list[np.ndarray], float]:
+    """Emulate all ranks in this process: `period` steps each, then averages weighted by samples."""
+    models = [wide_model("float64", 0) for _ in range(world.size)]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.build(model.trainable_variables)
+    counts, steps, per_epoch = np.zeros(world.size), 0, -(-SAMPLES // BATCH)
+
+    def average(*, slots: bool) -> None:
+        shares = counts / counts.sum() if counts.sum() else np.full(world.size, 1 / world.size)
+        groups = [list(zip(*(m.trainable_variables for m in models), strict=True))]
+        if slots:
+            kept = [o.variables[2:] for o in optimizers]
+            groups.append(list(zip(*kept, strict=True)))
+        for group in groups:
+            for same in group:
+                mean = sum(share * np.array(v) for share, v in zip(shares, same, strict=True))
+                for v in same:
+                    v.assign(mean)
+
+    for number, (inputs, targets) in enumerate(batches_of(*wide_data("float64"))):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            part = slice(rank * len(inputs) // world.size, (rank + 1) * len(inputs) // world.size)
+            x, y = inputs[part], targets[part]
+            with tf.GradientTape() as tape:
+                mean = tf.reduce_mean(per_sample(y, model(x, training=True)))
+            gradients = tape.gradient(mean, [v.value for v in model.trainable_variables])
+            optimizer.apply(gradients, model.trainable_variables)
+            counts[rank] += len(x)
+        steps += 1
+        if steps == period:
+            average(slots=average_slots)
+            steps, counts = 0, np.zeros(world.size)
+        if (number + 1) % per_epoch == 0:  # an epoch's end consolidates
+            if steps:
+                average(slots=True)
+            elif not average_slots:
+                slots_only = [o.variables[2:] for o in optimizers]
+                for same in zip(*slots_only, strict=True):
+                    mean = sum(np.array(v) for v in same) / world.size
+                    for v in same:
+                        v.assign(mean)
+            steps, counts = 0, np.zeros(world.size)
+    spread = 0.0
+    return [np.array(w) for w in models[0].get_weights()], spread
+
+
+def check_local_steps_follow_their_definition(world: World) -> None:
+    """Momentum and three local steps: weights averaged by samples, slots or not; epochs' ends consolidate."""
+    for average_slots in (False, True):
+        momentum = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
+        model = wide_model("float64", world.rank)
+        trainer = hvdtrain.Trainer(
+            model, momentum(), per_sample, backend=world.backend, local_steps=3, average_slots=average_slots
+        )
+        x, y = wide_data("float64")
+        trainer.fit((x, y), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, validation_data=(x, y))
+        assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+        expected, _ = local_reference(world, [momentum() for _ in range(world.size)], 3, average_slots)
+        error = relative_error(trainer.model.get_weights(), expected)
+        assert error <= 1e-9, f"average_slots={average_slots}: {error:.2e}"
+
+
+def check_local_steps_exchange_nothing_between_averages(world: World) -> None:
+    calls: list[str] = []
+
+    class Noted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(world.backend, name)
+
+        def all_reduce(self, tensor: tf.Tensor, *, name: str, **options: Any) -> tf.Tensor:
+            calls.append(name)
+            return world.backend.all_reduce(tensor, name=name, **options)
+
+    trainer = hvdtrain.Trainer(
+        wide_model("float32", world.rank), keras.optimizers.SGD(0.1), per_sample, backend=Noted(), local_steps=4
+    )
+    history = trainer.fit(wide_data("float32"), batch=BATCH, epochs=2, shuffle=False, verbose=False, log_every=100)
+    assert calls, "nothing was averaged"
+    assert not [name for name in calls if name.startswith("gradient/") and name != "gradient/norm"], calls
+    assert np.isfinite(history.train_loss)
+    assert world.same_everywhere(np.float64(history.train_loss).tobytes()), "a rank reported its own loss"
+
+
+def check_what_does_not_fit_is_refused(world: World) -> None:
+    for options, words in (
+        ({"zero": 1, "compression": "bf16"}, "--compression does not go with --zero"),
+        ({"zero": 1, "local_steps": 2}, "leave out --zero or --local-steps"),
+        ({"local_steps": 2, "sync_batch_norm": True}, "--sync-batch-norm does not go with --local-steps"),
+        ({"average_slots": True}, "--average-slots has no effect"),
+    ):
+        try:
+            hvdtrain.Trainer(wide_model("float32", 0), "sgd", per_sample, backend=world.backend, **options)
+        except ConfigError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"{options} were taken")
+    for optimizer, words in (
+        (keras.optimizers.Lamb(), "Lamb may look at whole ones"),
+        (keras.optimizers.Adam(clipnorm=1.0), "use --clip-norm"),
+    ):
+        trainer = hvdtrain.Trainer(wide_model("float32", 0), optimizer, per_sample, backend=world.backend, zero=1)
+        try:
+            trainer.fit(wide_data("float32"), batch=BATCH, verbose=False)
+        except ConfigError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"{optimizer.name} was taken")
