@@ -2,10 +2,10 @@
 
     python benchmarks/update_rules.py --models mlp lm --optimizers adam sgd --controllers mpirun gloo --rounds 7
 
-One launch for each model, optimizer and controller, in which the rules take turns, a window of a few steps each; `alone`
-is the step without any exchange. A window's time is that of the slowest rank. Reported are medians over the rounds,
-their ratios to the all-reduce of the same round, and the bytes that a rank holds for the optimizer's slots (under ZeRO
-with the master slices of the weights). Nothing else may run on the machine meanwhile.
+One launch for each model, optimizer and controller, in which the rules take turns, a window of a few steps each;
+`alone` is the step without any exchange. A window's time is that of the slowest rank. Reported are medians over the
+rounds, their ratios to the all-reduce of the same round, and the bytes that a rank holds for the slots (under ZeRO with
+the master slices of the weights). Nothing else may run on the machine meanwhile.
 """
 
 import argparse
@@ -84,8 +84,9 @@ def report(name: str, optimizer: str, controller: str, arguments: argparse.Names
         row = {"ms": float(np.median(values)), "to_all_reduce": float(np.median(ratios)), "bytes": found["bytes"][rule]}
         rows[rule] = {**row, "ratio_min": float(ratios.min()), "ratio_max": float(ratios.max()), "times_ms": values}
         print(
-            f"{name:9} {optimizer:9} {controller:6} {rule:15} {row['ms']:8.1f} ms a step   {row['to_all_reduce']:.3f} of "
-            f"all_reduce ({ratios.min():.3f} .. {ratios.max():.3f})   {row['bytes'] / 2**20:7.1f} MiB of slots",
+            f"{name:9} {optimizer:9} {controller:6} {rule:15} {row['ms']:8.1f} ms a step   "
+            f"{row['to_all_reduce']:.3f} of all_reduce ({ratios.min():.3f} .. {ratios.max():.3f})   "
+            f"{row['bytes'] / 2**20:7.1f} MiB of slots",
             flush=True,
         )
     return {"model": name, "optimizer": optimizer, "controller": controller, "ranks": arguments.ranks, "rules": rows}
@@ -111,8 +112,7 @@ def main() -> None:
         for optimizer in arguments.optimizers
         for controller in arguments.controllers
     ]
-    if arguments.out:
-        write(arguments.out, results)
+    write(arguments, results)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def _alone(config: Config, trainer: Trainer, here: Backend, mine: Batch, rule: U
         here,
         trainer.state,
         summed_loss(model_family(config.model).loss(), None, names),
-        MetricSpec([], []).settle(mine.targets, outputs, here, names),
+        MetricSpec([], []).resolve(mine.targets, outputs, here, names),
         rule,
         microbatch=per_microbatch(samples, 1, training.accumulate) if training.accumulate > 1 else None,
     )

@@ -31,7 +31,7 @@ from hvdtrain.training.loop.hooks import Hooks
 from hvdtrain.training.loop.keras_callbacks import KerasCallbacks, needs_of_all
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
 from hvdtrain.training.loop.result import FitResult, summary_of
-from hvdtrain.training.objective.compile_settings import Objective, settle
+from hvdtrain.training.objective.compile_settings import Objective, merge_compile_settings
 from hvdtrain.training.options import step_options
 from hvdtrain.training.run_info import run_info
 from hvdtrain.training.step.result import CompiledStep
@@ -90,8 +90,8 @@ class Trainer:
         self._seed = seed
         with self.backend.scope():
             built = built_model(model, self.options)
-            told = Objective(loss, metrics, loss_weights, weighted_metrics)
-            optimizer, objective, self._notes = settle(built, optimizer, told)
+            chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
+            optimizer, objective, self._notes = merge_compile_settings(built, optimizer, chosen)
             self.model = converted(built, self.options)
             self.optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
         self.backend.prepare(self.optimizer)

@@ -1,4 +1,4 @@
-"""What a model was compiled with, where the trainer is not told anything else."""
+"""Settings of a compiled model, which hold where the trainer has none of its own."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ _WITHOUT_EFFECT = {"steps_per_execution": 1, "run_eagerly": False}
 
 @dataclass(frozen=True)
 class Objective:
-    """What a model is trained for, as `Model.compile` takes it."""
+    """Losses and metrics, as `Model.compile` takes them."""
 
     loss: Any
     metrics: Any = ()
@@ -22,15 +22,15 @@ class Objective:
     weighted_metrics: Any = ()
 
 
-def settle(model: Any, optimizer: Any, given: Objective) -> tuple[Any, Objective, list[str]]:
-    """Return optimizer and objective, where they are None those that `model` was compiled with, and what to warn of.
+def merge_compile_settings(model: Any, optimizer: Any, chosen: Objective) -> tuple[Any, Objective, list[str]]:
+    """Return optimizer and objective, those of `model.compile` where they are None, and warnings of unused settings.
 
     Loss and loss weights go together, and so do metrics and weighted metrics.
 
     Args:
         model: a Keras model, compiled or not.
-        optimizer: what the trainer was given.
-        given: what the trainer was given, with None for metrics of which it was not told.
+        optimizer: the trainer's argument.
+        chosen: the trainer's arguments; None for metrics that were left out.
 
     Raises:
         ConfigError: there is no optimizer.
@@ -38,13 +38,13 @@ def settle(model: Any, optimizer: Any, given: Objective) -> tuple[Any, Objective
     config = getattr(getattr(model, "_compile_config", None), "config", {})
     if optimizer is None:
         optimizer = _optimizer_of(model, config)
-    if given.loss is None and given.loss_weights is None:
-        given = replace(given, loss=config.get("loss"), loss_weights=config.get("loss_weights"))
-    if given.metrics is None and given.weighted_metrics is None:
-        given = replace(given, metrics=config.get("metrics"), weighted_metrics=config.get("weighted_metrics"))
-    given = replace(given, metrics=given.metrics or (), weighted_metrics=given.weighted_metrics or ())
-    notes = [] if not config or _is_trainers(model) else _notes(model, config, optimizer, given)
-    return optimizer, given, notes
+    if chosen.loss is None and chosen.loss_weights is None:
+        chosen = replace(chosen, loss=config.get("loss"), loss_weights=config.get("loss_weights"))
+    if chosen.metrics is None and chosen.weighted_metrics is None:
+        chosen = replace(chosen, metrics=config.get("metrics"), weighted_metrics=config.get("weighted_metrics"))
+    chosen = replace(chosen, metrics=chosen.metrics or (), weighted_metrics=chosen.weighted_metrics or ())
+    notes = [] if not config or _is_trainers(model) else _notes(model, config, optimizer, chosen)
+    return optimizer, chosen, notes
 
 
 def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> None:
@@ -97,8 +97,8 @@ def _same(used: Any, compiled: Any) -> bool:
     return used is compiled or (isinstance(used, str | list | tuple | dict) and used == compiled)
 
 
-def _listed(given: Any) -> Any:
+def _listed(metrics: Any) -> Any:
     """Return metrics as `compile` takes them."""
-    if isinstance(given, list | tuple):
-        return list(given) or None
-    return given if isinstance(given, dict) or given is None else [given]
+    if isinstance(metrics, list | tuple):
+        return list(metrics) or None
+    return metrics if isinstance(metrics, dict) or metrics is None else [metrics]

@@ -10,11 +10,11 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.models.objective import known_losses, nearest
 from hvdtrain.training.objective.cross_entropy import fast_form
-from hvdtrain.training.objective.outputs import outputs_by_name, spread
+from hvdtrain.training.objective.outputs import outputs_by_name, per_output
 
 
 class LossSum(NamedTuple):
-    """One replica's part of a loss: the mean over all replicas is sum(total) / sum(weight)."""
+    """One replica's share of a loss: the mean over all replicas is sum(total) / sum(weight)."""
 
     total: tf.Tensor
     """Scalar: sum of weight x loss over this replica's elements."""
@@ -27,7 +27,7 @@ class LossSum(NamedTuple):
 
 
 LossFunction = Callable[[Any, Any, Any], LossSum]
-"""(targets, outputs, sample weights or None) -> this replica's part of the loss."""
+"""(targets, outputs, sample weights or None) -> this replica's sum of the loss."""
 
 _COUNTED = ("sum_over_batch_size", "mean", "auto")
 _WEIGHTED = "mean_with_sample_weight"
@@ -40,7 +40,7 @@ def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = 
         loss: a Keras loss, its name, or a function `f(y_true, y_pred)` of per-sample values; for several outputs one
             for all of them, or a dict or list of them, with None for an output without a loss.
         loss_weights: numbers, in a dict or list like the losses.
-        names: tells the names of the model's outputs, once it is built.
+        names: returns the names of the model's outputs, once it is built.
 
     Raises:
         ConfigError: a loss has a reduction that is no mean over samples, or the structure is not the outputs'.
@@ -56,28 +56,28 @@ def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = 
     return loss_sum
 
 
-def _several(losses: Any, loss_weights: Any, heads: dict[str, Any], targets: Any, sample_weight: Any) -> LossSum:
+def _several(losses: Any, loss_weights: Any, by_name: dict[str, Any], targets: Any, sample_weight: Any) -> LossSum:
     """Add up the means of several outputs' losses, in units of samples: the weight is their number."""
-    per_head = spread("loss", losses, list(heads), to_all=True)
-    factors = spread("loss_weights", loss_weights, list(heads), to_all=True)
-    labels = spread("The target", targets, list(heads), to_all=False)
-    weights = spread("sample_weight", sample_weight, list(heads), to_all=True)
+    loss_of = per_output("loss", losses, list(by_name), shared=True)
+    factors = per_output("loss_weights", loss_weights, list(by_name), shared=True)
+    labels = per_output("The target", targets, list(by_name), shared=False)
+    weights = per_output("sample_weight", sample_weight, list(by_name), shared=True)
     means = []
-    for head, loss in per_head.items():
+    for output, loss in loss_of.items():
         if loss is None:
             continue
-        part = loss(labels[head], heads[head], weights[head])
-        if not part.uniform:
+        summed = loss(labels[output], by_name[output], weights[output])
+        if not summed.uniform:
             raise ConfigError(
-                f"The loss of the output {head!r} is divided by its own weights (a mask, or the reduction "
+                f"The loss of the output {output!r} is divided by its own weights (a mask, or the reduction "
                 f"{_WEIGHTED}): with several outputs that is not exact over ranks. Give it plain sample weights."
             )
-        factor = 1.0 if factors[head] is None else float(factors[head])
-        means.append(part.total * factor / part.elements_per_sample)
+        factor = 1.0 if factors[output] is None else float(factors[output])
+        means.append(summed.total * factor / summed.elements_per_sample)
     if not means:
-        raise ConfigError(f"None of the outputs {', '.join(heads)} has a loss.")
+        raise ConfigError(f"None of the outputs {', '.join(by_name)} has a loss.")
     total = tf.add_n([tf.cast(mean, means[0].dtype) for mean in means])
-    samples = tf.cast(tf.shape(next(iter(heads.values())))[0], total.dtype)
+    samples = tf.cast(tf.shape(next(iter(by_name.values())))[0], total.dtype)
     return LossSum(total, samples, tf.ones_like(samples), uniform=True)
 
 
@@ -98,16 +98,16 @@ def _one_loss(loss: Any) -> LossFunction:
     return loss_sum
 
 
-def with_model_losses(part: LossSum, model: Any) -> LossSum:
-    """Add the model's regularization and `add_loss` terms to a replica's part of the loss.
+def with_model_losses(summed: LossSum, model: Any) -> LossSum:
+    """Add the model's regularization and `add_loss` terms to a replica's loss sum.
 
     Each term is a mean over the replica's samples or the same on all replicas; multiplied by the replica's weight
-    it adds up to what one process has. To be called where `model` was just called.
+    it adds up to what one process has. Call it right after `model`.
     """
     if not model.losses:
-        return part
-    extra = tf.add_n([tf.cast(term, part.total.dtype) for term in model.losses])
-    return part._replace(total=part.total + part.weight * extra)
+        return summed
+    extra = tf.add_n([tf.cast(term, summed.total.dtype) for term in model.losses])
+    return summed._replace(total=summed.total + summed.weight * extra)
 
 
 def _known(loss: Any) -> Any:
@@ -149,8 +149,8 @@ def _aligned(targets: Any, outputs: Any) -> tuple[Any, Any]:
 def _mask_of(outputs: Any, values: tf.Tensor) -> Any:
     """Return what layers (`mask_zero`) and the loss (`ignore_class`) leave out, or None."""
     masks = [getattr(tensor, "_keras_mask", None) for tensor in (outputs, values)]
-    given = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
-    return functools.reduce(tf.logical_and, given) if given else None
+    known = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+    return functools.reduce(tf.logical_and, known) if known else None
 
 
 def _weighted_sum(values: tf.Tensor, sample_weight: Any, mask: Any, *, divide_by_weights: bool) -> LossSum:

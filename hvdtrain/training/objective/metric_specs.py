@@ -10,14 +10,14 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.models.objective import known_metrics, nearest
 from hvdtrain.training.objective.metrics import BoundMetric, MetricSet
-from hvdtrain.training.objective.outputs import ONLY, outputs_by_name, spread
+from hvdtrain.training.objective.outputs import ONLY, outputs_by_name, per_output
 
 ACCURACIES = ("accuracy", "acc")
 """Names whose meaning depends on targets and outputs."""
 
 
 class MetricSpec:
-    """What a user asked to be measured; a first batch tells what it means.
+    """The metrics that a user asked for; their meaning follows from a first batch.
 
     Args:
         metrics: Keras metrics or their names; for several outputs a dict or list with one or several for each.
@@ -28,32 +28,32 @@ class MetricSpec:
     """
 
     def __init__(self, metrics: Any, weighted: Any) -> None:
-        self._given = [(_resolved(metrics), False), (_resolved(weighted), True)]
-        if not any(_by_output(spec) for spec, _ in self._given):
-            _refuse_twins([_name(metric) for spec, _ in self._given for metric in spec])
+        self._specs = [(_resolved(metrics), False), (_resolved(weighted), True)]
+        if not any(_by_output(spec) for spec, _ in self._specs):
+            _refuse_duplicates([_name(metric) for spec, _ in self._specs for metric in spec])
 
-    def settle(self, targets: Any, outputs: Any, backend: Backend, names: Callable[[], Any]) -> MetricSet:
-        """Give each output its metrics and choose the accuracy that fits.
+    def resolve(self, targets: Any, outputs: Any, backend: Backend, names: Callable[[], Any]) -> MetricSet:
+        """Return the metrics of each output, `accuracy` as the one that fits targets and outputs.
 
         Args:
             targets: targets of a batch.
             outputs: the model's outputs for them.
             backend: the replicas.
-            names: tells the names of the model's outputs.
+            names: returns the names of the model's outputs.
 
         Raises:
             ConfigError: metrics that cannot be added up over replicas, or that fit no output.
         """
-        heads = outputs_by_name(outputs, names())
-        labels = spread("The target", targets, list(heads), to_all=False)
+        by_name = outputs_by_name(outputs, names())
+        labels = per_output("The target", targets, list(by_name), shared=False)
         bound = []
-        for spec, weighted in self._given:
-            for head, metrics in _for_heads(spec, list(heads)).items():
+        for spec, weighted in self._specs:
+            for output, metrics in _for_outputs(spec, list(by_name)).items():
                 for metric in metrics:
-                    made = _accuracy_for(metric, labels[head], heads[head]) if isinstance(metric, str) else metric
-                    name = made.name if head == ONLY else f"{head}_{made.name}"
-                    bound.append(BoundMetric(name, made, head, weighted))
-        _refuse_twins([b.name for b in bound])
+                    made = _accuracy_for(metric, labels[output], by_name[output]) if isinstance(metric, str) else metric
+                    name = made.name if output == ONLY else f"{output}_{made.name}"
+                    bound.append(BoundMetric(name, made, output, weighted))
+        _refuse_duplicates([b.name for b in bound])
         known = MetricSet(bound, backend, names)
         known.check_sums(targets, outputs)
         if backend.capabilities.needs_builders:
@@ -62,25 +62,25 @@ class MetricSpec:
         return known
 
 
-def _for_heads(spec: Any, heads: list[str]) -> dict[str, list[Any]]:
-    if heads == [ONLY] and not isinstance(spec, dict):
+def _for_outputs(spec: Any, names: list[str]) -> dict[str, list[Any]]:
+    if names == [ONLY] and not isinstance(spec, dict):
         return {ONLY: tf.nest.flatten(spec)}
     if not spec:
         return {}
-    given = spread("metrics", spec, heads, to_all=False)
-    return {head: [] if metrics is None else tf.nest.flatten(metrics) for head, metrics in given.items()}
+    metrics_of = per_output("metrics", spec, names, shared=False)
+    return {output: [] if metrics is None else tf.nest.flatten(metrics) for output, metrics in metrics_of.items()}
 
 
 def _by_output(spec: Any) -> bool:
     return isinstance(spec, dict) or any(isinstance(entry, list | tuple | dict) for entry in spec)
 
 
-def _resolved(given: Any) -> Any:
-    structure = given if isinstance(given, dict | list | tuple) else [given]
+def _resolved(metrics: Any) -> Any:
+    structure = metrics if isinstance(metrics, dict | list | tuple) else [metrics]
     return tf.nest.map_structure(lambda one: None if one is None else _metric(one), structure)
 
 
-def _refuse_twins(names: list[str]) -> None:
+def _refuse_duplicates(names: list[str]) -> None:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ConfigError(f"Two metrics are named {twice[0]!r}: give one another name.")

@@ -10,17 +10,17 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.variables import unwrap
-from hvdtrain.training.objective.outputs import outputs_by_name, spread
+from hvdtrain.training.objective.outputs import outputs_by_name, per_output
 
 
 class BoundMetric(NamedTuple):
-    """A metric and what it is about."""
+    """A metric, and the output that it measures."""
 
     name: str
     """What its value is called."""
     metric: Any
-    head: str
-    """Name of the model's output that it is given."""
+    output: str
+    """Name of the model's output that it measures."""
     weighted: bool
     """Whether it is given the sample weights."""
 
@@ -31,13 +31,13 @@ class MetricSet:
     Args:
         bound: the metrics.
         backend: the replicas whose variables are added up.
-        names: tells the names of the model's outputs.
+        names: returns the names of the model's outputs.
     """
 
     def __init__(self, bound: Sequence[BoundMetric], backend: Backend, names: Callable[[], Any] = lambda: None) -> None:
-        given = list(bound)
-        # A replica counts in variables of its own: the first one in those that were given.
-        self._sets = ForEachReplica(backend, lambda place: _copies(given) if place else given)
+        originals = list(bound)
+        # Each replica counts in variables of its own, the first one in those of the originals.
+        self._sets = ForEachReplica(backend, lambda place: _copies(originals) if place else originals)
         self._backend = backend
         self._names = names
         self._sample: tuple[Any, Any] | None = None
@@ -59,10 +59,7 @@ class MetricSet:
         return fresh
 
     def build(self, targets: Any, outputs: Any) -> None:
-        """Let the metrics, and their copies to come, create here what they would create with their first batch.
-
-        Within the replicas of a strategy they could not.
-        """
+        """Create the metrics' variables, and those of later copies: a strategy's replicas cannot create them."""
         targets, outputs = tf.nest.map_structure(lambda tensor: tensor[:1], (targets, outputs))
         self._sample = targets, outputs
         for bound in self._sets.all:
@@ -94,31 +91,31 @@ class MetricSet:
             count()
 
     def _count(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> None:
-        for metric, label, head, weight in self._shown(bound, targets, outputs, sample_weight):
-            metric.update_state(label, head, sample_weight=weight)
+        for metric, label, output, weight in self._arguments(bound, targets, outputs, sample_weight):
+            metric.update_state(label, output, sample_weight=weight)
 
-    def _shown(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> list[Any]:
-        """Return each metric with the targets, outputs and weights that it is given."""
-        heads = outputs_by_name(outputs, self._names())
-        labels = spread("The target", targets, list(heads), to_all=False)
-        weights = spread("sample_weight", sample_weight, list(heads), to_all=True)
+    def _arguments(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> list[Any]:
+        """Return each metric with the targets, outputs and weights to update it with."""
+        by_name = outputs_by_name(outputs, self._names())
+        labels = per_output("The target", targets, list(by_name), shared=False)
+        weights = per_output("sample_weight", sample_weight, list(by_name), shared=True)
         return [
-            (metric, labels[head], heads[head], weights[head] if weighted else None)
-            for _, metric, head, weighted in bound
+            (metric, labels[output], by_name[output], weights[output] if weighted else None)
+            for _, metric, output, weighted in bound
         ]
 
     def sums_of(self, targets: Any, outputs: Any, sample_weight: Any) -> list[list[tf.Tensor]]:
         """Return what each metric's variables would hold after this batch alone; they themselves are not touched."""
-        shown = self._shown(self.bound, targets, outputs, sample_weight)
+        shown = self._arguments(self.bound, targets, outputs, sample_weight)
         return [
             metric.stateless_update_state(
-                [tf.zeros(v.shape, v.dtype) for v in metric.variables], label, head, sample_weight=weight
+                [tf.zeros(v.shape, v.dtype) for v in metric.variables], label, output, sample_weight=weight
             )
-            for metric, label, head, weight in shown
+            for metric, label, output, weight in shown
         ]
 
     def hold(self, sums: Sequence[Sequence[Any]] | None) -> None:
-        """Let each metric's variables be these sums of what `sums_of` returns; None: nothing was counted."""
+        """Set each metric's variables to sums of what `sums_of` returned; None sets them to zero."""
         self.reset_all()
         for bound, values in zip(self.bound, sums or [], strict=sums is not None):
             for variable, value in zip(bound.metric.variables, values, strict=True):

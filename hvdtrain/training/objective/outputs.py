@@ -19,43 +19,43 @@ def outputs_by_name(outputs: Any, names: Sequence[str] | None = None) -> dict[st
     return dict(zip(known, outputs, strict=True))
 
 
-def spread(what: str, given: Any, heads: Sequence[str], *, to_all: bool) -> dict[str, Any]:
-    """Hand `given` to the heads: a dict by their names, a list or tuple by their order, None to nobody.
+def per_output(what: str, values: Any, names: Sequence[str], *, shared: bool) -> dict[str, Any]:
+    """Return the value of each output: from a dict by name, from a list or tuple by place, None if there are none.
 
     Args:
-        what: what error messages call it.
-        given: for the heads; where there is one head, the thing itself.
-        heads: names of the outputs.
-        to_all: whether one thing for several heads means each of them.
+        what: what error messages call the values.
+        values: one for each output; of a model with one output the value itself.
+        names: the outputs' names.
+        shared: whether a single value for several outputs belongs to each of them.
 
     Raises:
         ConfigError: another number, or a name that no output has.
     """
-    if given is None:
-        return dict.fromkeys(heads)
-    if list(heads) == [ONLY]:
-        return {ONLY: _the_one(what, given) if to_all else given}
-    if isinstance(given, dict):
-        strangers = [key for key in given if key not in heads]
+    if values is None:
+        return dict.fromkeys(names)
+    if list(names) == [ONLY]:
+        return {ONLY: _the_one(what, values) if shared else values}
+    if isinstance(values, dict):
+        strangers = [key for key in values if key not in names]
         if strangers:
-            raise ConfigError(f"{what} names {strangers[0]!r}; the model's outputs are {', '.join(heads)}.")
-        return {head: given.get(head) for head in heads}
-    if isinstance(given, list | tuple):
-        if len(given) != len(heads):
+            raise ConfigError(f"{what} names {strangers[0]!r}; the model's outputs are {', '.join(names)}.")
+        return {name: values.get(name) for name in names}
+    if isinstance(values, list | tuple):
+        if len(values) != len(names):
             raise ConfigError(
-                f"{what} has {len(given)} entries for the {len(heads)} outputs {', '.join(heads)}: give one for each."
+                f"{what} has {len(values)} entries for the {len(names)} outputs {', '.join(names)}: give one for each."
             )
-        return dict(zip(heads, given, strict=True))
-    if not to_all and len(heads) > 1:
-        raise ConfigError(f"{what} must be a dict or list with one entry for each of the outputs {', '.join(heads)}.")
-    return dict.fromkeys(heads, given)
+        return dict(zip(names, values, strict=True))
+    if not shared and len(names) > 1:
+        raise ConfigError(f"{what} must be a dict or list with one entry for each of the outputs {', '.join(names)}.")
+    return dict.fromkeys(names, values)
 
 
-def _the_one(what: str, given: Any) -> Any:
+def _the_one(what: str, values: Any) -> Any:
     """Return what is meant for a model's one output: the thing itself, or all that a list or dict holds."""
-    if not isinstance(given, dict | list | tuple):
-        return given
-    entries = list(given.values()) if isinstance(given, dict) else list(given)
+    if not isinstance(values, dict | list | tuple):
+        return values
+    entries = list(values.values()) if isinstance(values, dict) else list(values)
     if len(entries) != 1:
         raise ConfigError(f"{what} has {len(entries)} entries, and the model has one output.")
     return entries[0]

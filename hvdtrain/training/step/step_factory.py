@@ -95,7 +95,7 @@ class CompiledStepFactory:
             outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
         self.narrow_outputs = narrow(outputs)
         if self._metrics is None:
-            self._metrics = self._spec.settle(batch.targets, outputs, self._backend, self._names)
+            self._metrics = self._spec.resolve(batch.targets, outputs, self._backend, self._names)
 
     def update_rule(self) -> UpdateRule:
         """See `StepFactory`."""
