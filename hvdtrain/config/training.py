@@ -10,7 +10,7 @@ class TrainingConfig:
     """How long training runs and what makes it repeatable."""
 
     epochs: int = 10
-    """ForwardBackward over the training samples."""
+    """Passes over the training samples."""
     max_steps: int | None = None
     """Stop after this many optimizer steps, even within an epoch."""
     seed: int = 0

@@ -66,7 +66,7 @@ class RunInfo:
 
     @property
     def epochs(self) -> int:
-        """ForwardBackward over the data, the last one possibly cut short."""
+        """Passes over the data, the last one possibly cut short."""
         return math.ceil(self.total_steps / self.steps_per_epoch)
 
 

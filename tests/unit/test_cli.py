@@ -142,7 +142,7 @@ def test_the_explanation_is_plain_text_even_for_what_looks_like_a_terminal(monke
         "Unrecognized options: --epoch, 3",
         "Perhaps you meant:",
         "    --epochs INT",
-        "        ForwardBackward over the training samples. (default: 10)",
+        "        Passes over the training samples. (default: 10)",
         "For full helptext, run python -m hvdtrain train --help",
     ]
 
