@@ -95,14 +95,14 @@ def ours(kind: str, path: Path, cache: str) -> Any:
     from hvdtrain.config.data import DataConfig
     from hvdtrain.data.augment import augmentation
     from hvdtrain.data.cached import cached
-    from hvdtrain.data.pipeline import Reading, SourceTraining
+    from hvdtrain.data.pipeline import ReadOptions, SourceTraining
     from hvdtrain.data.registry import load_splits
 
     splits = load_splits(DataConfig(kind, {"path": str(path)}))
     train = cached(splits.train, cache)
     augment = augmentation(("crop", "flip"), spec=train.spec, classes=splits.classes)
-    reading = Reading(augment=augment, finish=splits.finish)
-    data = SourceTraining(train, batch=BATCH, index=0, size=1, seed=0, tail="drop", reading=reading)
+    read_options = ReadOptions(augment=augment, finish=splits.finish)
+    data = SourceTraining(train, batch=BATCH, index=0, size=1, seed=0, tail="drop", read_options=read_options)
     return data.batches(0)
 
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Sets everything up, then runs all checks and tests, up to the first that fails.
-#   launch/test.sh                        everything
+#   launch/test.sh                        everything: before a change lands (under 30 minutes on 2 cores)
+#   launch/test.sh --quick                lint, types, contracts, unit tests and the checks on 2 ranks under MPI (Gloo
+#                                         where there is no MPI) that compile fast: for every day (under 6 minutes)
 #   launch/test.sh tests/unit -k mesh     only pytest, with these arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,7 +23,10 @@ check() {
     "$@"
 }
 
-if [ $# -gt 0 ]; then
+quick=
+if [ "${1:-}" = --quick ] && [ $# = 1 ]; then
+    quick=yes
+elif [ $# -gt 0 ]; then
     run_pytest "$@"
     exit
 fi
@@ -34,5 +39,9 @@ check "import contracts" lint-imports --config setup.cfg
 wait $!
 # Two at a time, and three of the commands, which wait a third of the time; the batteries fill the machine.
 check "unit tests" run_pytest -n 2 tests/unit
+if [ -n "$quick" ]; then
+    check "2 ranks" run_pytest -m quick tests/distributed
+    exit
+fi
 check "distributed tests" run_pytest tests/distributed
 check "entry tests" run_pytest -n 3 --dist loadgroup tests/entry

@@ -41,13 +41,17 @@ def job_environment(**extra: str) -> dict[str, str]:
     return environ
 
 
+def has_launcher(name: str) -> bool:
+    """Whether `mpirun` or `horovodrun` is installed."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is not None
+
+
 def launcher(controller: str, size: int) -> list[str]:
     """The words before `python` that start `size` ranks."""
     if controller == "none":
         return []
     name = "mpirun" if controller == "mpirun" else "horovodrun"
-    bin_dir = Path(sys.executable).parent
-    if not (shutil.which(name, path=f"{bin_dir}{os.pathsep}{os.environ['PATH']}")):
+    if not has_launcher(name):
         pytest.skip(f"{name} is not installed")
     if controller == "mpirun":
         return ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(size)]

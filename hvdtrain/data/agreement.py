@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same data: each takes its part of every batch, so all must number them alike."""
+"""Check that all ranks loaded the same data: each takes its slice of a batch by sample numbers, so these must agree."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ def check_same_data(splits: DataSplits, backend: Backend) -> None:
     """Refuse data that differ by rank; every rank calls it.
 
     Raises:
-        DataError: naming a rank that differs, and which samples do; where they are in files, the first that differs.
+        DataError: names a rank that differs, the split, and the first file that differs where samples are in files.
     """
     if backend.size == 1:
         return
@@ -31,7 +31,7 @@ def check_same_data(splits: DataSplits, backend: Backend) -> None:
 
 
 def _first_difference(source: Source, rank: int, backend: Backend) -> str:
-    """Say how the files of a rank differ from those of rank 0; "" where the source lists none, or they do not."""
+    """Describe how the files of a rank differ from those of rank 0; "" if the source lists no files, or they agree."""
     mine = source.listing() if hasattr(source, "listing") else []
 
     def of_both(text: str) -> tuple[str, str]:
@@ -39,7 +39,7 @@ def _first_difference(source: Source, rank: int, backend: Backend) -> str:
         return os.fsdecode(texts[0]), os.fsdecode(texts[rank])
 
     counts = tuple(map(int, of_both(str(len(mine)))))
-    # The first `same` entries are the same on both, and those up to `most` may be.
+    # Binary search: the first `same` entries agree on both ranks, and at most `most` do.
     same, most = 0, min(counts)
     while same < most:
         middle = (same + most + 1) // 2

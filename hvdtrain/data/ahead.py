@@ -1,4 +1,4 @@
-"""Reading ahead in other threads."""
+"""Prefetching in threads."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 
 def ahead(tasks: Iterable[Callable[[], T]], *, workers: int = 1, limit: int = 4) -> Iterator[T]:
-    """Call `tasks` in other threads and return what they give, in their order.
+    """Call `tasks` in threads and yield their results in order.
 
-    How many are called depends on how many results were asked for, never on time: with one worker, what they draw
-    from a generator that they share is the same on every rank. The first is called alone, as who looks at one result
-    may want no more.
+    How far ahead it runs depends on how many results were taken, never on timing: with one worker, tasks that draw
+    from a shared generator draw the same on every rank. The first task runs alone, since a caller that inspects one
+    result may want no more.
 
     Args:
-        tasks: what is called; with one worker one after the other.
-        workers: threads.
-        limit: results that may wait.
+        tasks: functions to call; with one worker, one at a time.
+        workers: number of threads.
+        limit: results held at most.
     """
     remaining = iter(tasks)
     for first in remaining:

@@ -1,4 +1,4 @@
-"""Samples that are held in memory."""
+"""Samples held in memory."""
 
 import hashlib
 from typing import Any
@@ -10,11 +10,11 @@ from hvdtrain.config.errors import DataError
 
 
 class ArraySource:
-    """Inputs, targets and optional sample weights as arrays whose first dim counts samples; see `Source`.
+    """A source of arrays: inputs, targets and optional sample weights, with samples along dim 0; see `Source`.
 
     Args:
         elements: `(inputs, targets)` or `(inputs, targets, sample_weight)`; each may be a nest of arrays.
-        name: what error messages call it.
+        name: its name in error messages.
 
     Raises:
         DataError: no samples, or arrays of different lengths.
@@ -60,17 +60,17 @@ def _bytes(tensor: tf.Tensor) -> Any:
 
 
 def _without_lists(nest: Any) -> Any:
-    """Turn lists into tuples: tf.data takes a list for a tensor."""
+    """Turn lists into tuples: tf.data would stack a list into a tensor."""
     if isinstance(nest, dict):
         return {key: _without_lists(value) for key, value in nest.items()}
     return tuple(map(_without_lists, nest)) if isinstance(nest, list | tuple) else nest
 
 
 def _is_list_of_numbers(part: Any) -> bool:
-    """Tell a list of numbers, which is an array, from a list of arrays, which are several inputs."""
+    """Whether `part` is a list of numbers (one array) and not a list of arrays (several inputs)."""
     return isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part)
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Tell whether `array` is certainly finite; a sum that overflows leaves it open."""
+    """Whether `array` is certainly finite; False if its sum overflows, since one cheap pass cannot tell."""
     return not np.issubdtype(array.dtype, np.inexact) or bool(np.isfinite(array.sum(dtype=np.float64)))

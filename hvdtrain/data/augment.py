@@ -1,6 +1,6 @@
 """Augmentation of image batches; every draw is a function of (seed, step) and of the place in the global batch.
 
-So a sample is changed in the same way whatever the number of ranks, and anew in every epoch.
+So a sample is augmented alike on any number of ranks, and differently in every epoch.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MIXUP_ALPHA = 0.2
 
 @dataclass(frozen=True)
 class Draws:
-    """Where the random numbers of one batch come from."""
+    """The random numbers of one batch, as a function of its step and the positions of its samples."""
 
     seed: int
     step: tf.Tensor
@@ -28,37 +28,37 @@ class Draws:
     samples: int
     """Samples of the global batch."""
     begin: int
-    """First of this replica's places in it."""
+    """First position of this replica's slice in it."""
     end: int
 
     def uniform(self, purpose: int, columns: int) -> tf.Tensor:
-        """Return numbers in [0, 1), [n, columns] for this replica's n samples; `purpose` tells draws apart."""
+        """Return uniform numbers [n, columns] in [0, 1) for this replica's n samples, a stream for each `purpose`."""
         key = tf.stack([tf.constant(self.seed * 8 + purpose, tf.int64), self.step])
         return tf.random.stateless_uniform([self.samples, columns], key)[self.begin : self.end]
 
     def beta(self, purpose: int, alpha: float) -> tf.Tensor:
-        """Return numbers [n] of the distribution Beta(alpha, alpha)."""
+        """Return numbers [n] drawn from Beta(alpha, alpha)."""
         key = tf.stack([tf.constant(self.seed * 8 + purpose, tf.int64), self.step])
         parts = tf.random.stateless_gamma([self.samples, 2], key, alpha) + 1e-30
         return (parts[:, 0] / tf.reduce_sum(parts, axis=1))[self.begin : self.end]
 
 
 class Augmentation(Protocol):
-    """Changes one replica's part of a batch."""
+    """A random change of one replica's slice of a batch."""
 
     def __call__(self, elements: tuple[Any, ...], draws: Draws) -> tuple[Any, ...]:
-        """Return `(inputs [n, height, width, channels], targets[, sample_weight])` of the same shapes and types."""
+        """Return the changed (inputs [n, height, width, channels], targets[, weights]); inputs keep their dtype."""
 
 
 def flip(elements: tuple[Any, ...], draws: Draws) -> tuple[Any, ...]:
-    """Mirror every other image, left to right."""
+    """Mirror each image left to right with probability 1/2."""
     images, *rest = elements
     mirrored = draws.uniform(0, 1)[:, :, tf.newaxis, tf.newaxis] < 0.5
     return tf.where(mirrored, tf.reverse(images, [2]), images), *rest
 
 
 def crop(elements: tuple[Any, ...], draws: Draws) -> tuple[Any, ...]:
-    """Move every image by up to 1/8 of its height and width; what comes in is black (zero)."""
+    """Shift each image by up to 1/8 of its height and width, padding with zeros."""
     images, *rest = elements
     height, width = images.shape[1:3]
     margins = [height // CROP_SHARE, width // CROP_SHARE]
@@ -70,9 +70,9 @@ def crop(elements: tuple[Any, ...], draws: Draws) -> tuple[Any, ...]:
 
 
 def mixup(elements: tuple[Any, ...], draws: Draws, *, classes: int) -> tuple[Any, ...]:
-    """Blend every image and its label with another one's of the same rank; targets become shares [n, classes].
+    """Blend each image and its label with another of the same rank; targets become soft labels [n, classes].
 
-    The partners are those of the rank's part in reverse, so this one depends on the number of ranks.
+    Partners are the rank's slice in reverse, so the result depends on the number of ranks.
     """
     images, labels, *rest = elements
     share = draws.beta(2, MIXUP_ALPHA)
@@ -90,15 +90,15 @@ NAMES = ("crop", "flip", "mixup")
 
 
 def augmentation(names: Sequence[str], *, spec: tuple[Any, ...], classes: int | None) -> Augmentation | None:
-    """Return the augmentations `names` as one, in their order; None for none.
+    """Compose the augmentations `names`, in their order; None if there are none.
 
     Args:
-        names: of `NAMES`.
-        spec: of one sample.
+        names: keys of `NAMES`.
+        spec: the TensorSpecs of one sample.
         classes: number of labels.
 
     Raises:
-        ConfigError: an unknown name, samples that are no images, or no labels to blend.
+        ConfigError: an unknown name, samples that are not images, or no labels to blend.
     """
     for name in names:
         if name not in NAMES:

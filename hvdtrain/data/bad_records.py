@@ -1,4 +1,4 @@
-"""Samples that cannot be read: found by name, and left out where a few of them are tolerated."""
+"""Samples that cannot be read: located and named, and skipped where a few are tolerated."""
 
 import json
 import re
@@ -11,41 +11,41 @@ import tensorflow as tf
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.source import Source
 
-EXCHANGE_TIMEOUT_S = 600.0
-Exchange = Callable[[bytes], list[bytes]]
+GATHER_TIMEOUT_S = 600.0
+GatherBytes = Callable[[bytes], list[bytes]]
 
 
 class BadRecords:
-    """The samples of `source` that were found to be bad.
+    """The unreadable samples of `source` found so far, over all ranks.
 
     Args:
         source: the samples.
-        limit: how many may be bad, over all ranks, before that is an error.
-        exchange: gives every rank's bytes to all; None where there is one rank.
+        limit: how many are tolerated, over all ranks.
+        gather: returns every rank's bytes to all; None with one rank.
     """
 
-    def __init__(self, source: Source, limit: int = 0, exchange: Exchange | None = None) -> None:
+    def __init__(self, source: Source, limit: int = 0, gather: GatherBytes | None = None) -> None:
         self.limit = limit
         self.found: dict[int, str] = {}
-        """What is wrong, by number of the sample."""
+        """What is wrong with each bad sample, by its number."""
         self._source = source
-        self._exchange = exchange
+        self._gather_bytes = gather
         self._avoided: frozenset[int] = frozenset()
-        """The samples that are left out where samples are read now: those that were known when that was built."""
+        """The bad samples that the current dataset skips: those known when it was built."""
 
     @property
     def tolerated(self) -> bool:
-        """Whether bad samples may be left out at all."""
+        """Whether bad samples may be skipped at all."""
         return self.limit > 0
 
     def examine(self, numbers: Any, error: Exception) -> None:
-        """Find out which of the samples `numbers`, whose reading failed with `error`, are bad.
+        """Find the bad ones among the samples `numbers`, whose reading failed with `error`.
 
-        Those that were left out are not looked at again, but what was read in their place is.
+        Samples skipped already are not read again, but their stand-in is.
 
         Raises:
-            DataError: naming file and record, if it is one too many.
-            Exception: `error`, if each of them can be read alone.
+            DataError: more than `limit` are bad; names file and record.
+            Exception: `error` itself, if every sample can be read on its own.
         """
         read = dict.fromkeys(int(n) if int(n) not in self._avoided else self._stand_in() for n in np.asarray(numbers))
         bad = {number: text for number in read if (text := self._trouble(number))}
@@ -55,40 +55,40 @@ class BadRecords:
         self._refuse_too_many(next(iter(bad.values())))
 
     def recall(self, found: Mapping[str, str]) -> None:
-        """Leave out what a run found before it was stopped, where bad samples are tolerated.
+        """Skip the samples that a resumed run had found bad, where bad samples are tolerated.
 
         Args:
-            found: what is wrong, by number of the sample.
+            found: what is wrong with each sample, by its number.
 
         Raises:
-            DataError: it is too many.
+            DataError: they are more than `limit`.
         """
         if self.tolerated and found:
             self.found |= {int(number): text for number, text in found.items()}
             self._refuse_too_many(next(iter(found.values())))
 
     def share(self) -> None:
-        """Tell all ranks what was found on each, where that is tolerated; every rank calls it.
+        """Merge what the ranks have found, where bad samples are tolerated; collective.
 
         Raises:
-            DataError: together it is too many.
+            DataError: together they are more than `limit`.
         """
-        if not self.tolerated or self._exchange is None:
+        if not self.tolerated or self._gather_bytes is None:
             return
-        for theirs in self._exchange(json.dumps(self.found).encode()):
+        for theirs in self._gather_bytes(json.dumps(self.found).encode()):
             self.found |= {int(number): text for number, text in json.loads(theirs).items()}
         if self.found:
             self._refuse_too_many(next(iter(self.found.values())))
 
     def left_out(self, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return numbers [n] that can be read, and weights [n]: 0 for those that stand in for a bad sample."""
+        """Return readable sample numbers [n], and weights [n]: 0 where one stands in for a bad sample."""
         self._avoided = frozenset(self.found)
         bad = tf.constant(sorted(self._avoided), tf.int64)
         good = ~tf.reduce_any(numbers[:, tf.newaxis] == bad, axis=1)
         return tf.where(good, numbers, self._stand_in()), tf.cast(good, tf.float32)
 
     def _stand_in(self) -> int:
-        """Return the number of the sample that is read in the place of those that are left out."""
+        """Return the number of the sample that is read in place of a bad one."""
         return next(number for number in range(self._source.size) if number not in self._avoided)
 
     def _refuse_too_many(self, example: str) -> None:
@@ -101,7 +101,7 @@ class BadRecords:
             )
 
     def _trouble(self, number: int) -> str:
-        """Return what is wrong with one sample, with its place; "" if it can be read."""
+        """Return what is wrong with one sample and where it is; "" if it can be read."""
         try:
             self._source.gather(tf.constant([number], tf.int64))
         except (tf.errors.OpError, ValueError) as error:
@@ -111,13 +111,13 @@ class BadRecords:
 
 
 def with_weights(elements: tuple[Any, ...], weights: tf.Tensor) -> tuple[Any, ...]:
-    """Multiply the samples' weights by `weights` [n]."""
+    """Multiply the sample weights by `weights` [n]."""
     inputs, targets, *own = elements
     return inputs, targets, weights * tf.cast(own[0], tf.float32) if own else weights
 
 
 def cause_of(error: Exception) -> str:
-    """Return the sentence of an error that says what is wrong, without what TensorFlow puts around it."""
+    """Return the cause in an error's message, without TensorFlow's decoration."""
     text = str(getattr(error, "message", error))
     ours = re.search(r"DataError: (.*)", text)
     if ours:

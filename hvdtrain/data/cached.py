@@ -1,4 +1,4 @@
-"""Samples that are read and decoded once, and then held in memory or in a file that all ranks of a host share."""
+"""Caches of decoded samples, in memory or in files that all ranks of a host share."""
 
 import hashlib
 import json
@@ -16,15 +16,15 @@ from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.bad_records import BadRecords
 from hvdtrain.data.files.places import cache_folder
 from hvdtrain.data.files.unpacked import made_once, writing_into
-from hvdtrain.data.pipeline import Reading
+from hvdtrain.data.pipeline import ReadOptions
 from hvdtrain.data.source import Source
 
 CHUNK = 256
-"""Samples that are decoded at a time."""
+"""Samples decoded at a time."""
 
 
 class MemoryMapped:
-    """Decoded samples in files, of which the operating system keeps in memory what is used; see `Source`."""
+    """Decoded samples in memory-mapped files; see `Source`."""
 
     heavy = True
 
@@ -57,10 +57,10 @@ class MemoryMapped:
 
 
 def cached(source: Source, where: Cache) -> Source:
-    """Return `source` with its samples decoded once, or itself for `none` and where there is nothing to decode.
+    """Return `source` with its samples decoded once; `source` itself for `none`, or if nothing needs decoding.
 
     Raises:
-        DataError: a sample cannot be read, samples differ in shape, or there is no room.
+        DataError: a sample cannot be read, samples differ in shape, or the disk is full.
     """
     if where == "none" or not source.heavy:
         return source
@@ -75,12 +75,12 @@ def cached(source: Source, where: Cache) -> Source:
 
 def _in_files(source: Source) -> list[np.ndarray]:
     specs = tf.nest.flatten(source.spec)
-    # Names and sizes tell ranks that they hold the same files; that none was changed since, its time has to tell.
+    # The fingerprint covers names and sizes alone, the same on every host; `version` notices files that were changed.
     version = source.version() if hasattr(source, "version") else b""
     key = hashlib.sha256(source.fingerprint() + version).hexdigest()[:24]
     base = cache_folder() / f"decoded-{key}"
     paths = [base.with_name(f"{base.name}-{place}.npy") for place in range(len(specs))]
-    # The list of files appears when all of them are whole.
+    # Written last: a list of files means that all of them are complete.
     with made_once(base.with_name(f"{base.name}.json")) as draft:
         if draft is not None:
             _write(source, specs, paths)
@@ -102,7 +102,7 @@ def _write(source: Source, specs: list[tf.TensorSpec], paths: list[Path]) -> Non
 
 
 def _empty_file(path: Path, spec: tf.TensorSpec, size: int) -> np.memmap:
-    """Return a file of `size` samples that has its room on the disk: writing into memory that has none kills."""
+    """Create a file for `size` samples with its blocks allocated: writing to a mapped page with none is a SIGBUS."""
     dtype, shape = np.dtype(spec.dtype.as_numpy_dtype), (size, *spec.shape)
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     with open(path, "r+b") as file:
@@ -115,7 +115,7 @@ def _fill(arrays: Sequence[np.ndarray], source: Source) -> None:
     numbers = tf.data.Dataset.from_tensor_slices(tf.constant(starts, tf.int64))
     done = 0
     try:
-        load = Reading().batches(numbers, lambda first: source.gather(_chunk(source, first)), heavy=True)
+        load = ReadOptions().batches(numbers, lambda first: source.gather(_chunk(source, first)), heavy=True)
         for first, part in zip(starts, load, strict=True):
             for array, tensor in zip(arrays, tf.nest.flatten(part), strict=True):
                 array[first : first + CHUNK] = tensor.numpy()

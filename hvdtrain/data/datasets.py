@@ -1,4 +1,4 @@
-"""A user's tf.data.Dataset of global batches, each cut into the replicas' parts."""
+"""Training and evaluation on a user's tf.data.Dataset of global batches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,11 +7,11 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch, per_replica, slice_batch
-from hvdtrain.data.pipeline import PREFETCH, plain
+from hvdtrain.data.pipeline import PREFETCH, no_autograph
 
 
 class DatasetTraining:
-    """A user's tf.data.Dataset of global batches, each cut into the replicas' parts.
+    """Training on a user's tf.data.Dataset of global batches, of which each replica takes its slice.
 
     Every rank reads the whole dataset, so its order must be the same on all of them: give `shuffle` a seed, or
     call `hvdtrain.init()` before the dataset is made.
@@ -19,9 +19,9 @@ class DatasetTraining:
     Args:
         dataset: elements `(inputs, targets[, sample_weight])` with a batch dim, finite or repeated.
         batch: samples of a full global batch.
-        index: this replica's place among `size`.
+        index: this replica's index among `size`.
         size: number of replicas.
-        steps_per_epoch: needed where the dataset does not end; counted if None.
+        steps_per_epoch: required if the dataset is infinite; counted if None.
     """
 
     remedy = (
@@ -43,20 +43,20 @@ class DatasetTraining:
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
         stream = self._dataset.repeat().skip(start_step)
-        return map(self._settled, stream.map(plain(self._cut)).prefetch(PREFETCH))
+        return map(self._with_static_values, stream.map(no_autograph(self._cut)).prefetch(PREFETCH))
 
     def _cut(self, *elements: Any) -> Batch:
         return slice_batch(elements, self._index, self._size)
 
-    def _settled(self, batch: Batch) -> Batch:
-        """Say in Python values what all full batches have in common, if their shapes are the same."""
+    def _with_static_values(self, batch: Batch) -> Batch:
+        """Replace tensors by Python values that hold for all full batches, if their shapes are static."""
         if not self._one_shape or int(batch.global_samples) != self.batch:
             return batch
         return batch._replace(has_samples=1.0, global_samples=self.batch)
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:
-    """Return the number of elements of `dataset`, by reading it where it does not know.
+    """Return the number of elements of `dataset`, reading it if its cardinality is unknown.
 
     Raises:
         ConfigError: it never ends.
@@ -73,8 +73,8 @@ def count_batches(dataset: tf.data.Dataset) -> int:
 
 
 def evaluation_of_dataset(dataset: tf.data.Dataset, *, index: int, size: int) -> tf.data.Dataset:
-    """Return this replica's part of every batch of a user's finite dataset."""
+    """Return this replica's slice of every batch of a user's finite dataset."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ConfigError("The validation dataset never ends: use take().")
-    cut = dataset.map(plain(lambda *elements: slice_batch(elements, index, size)))
+    cut = dataset.map(no_autograph(lambda *elements: slice_batch(elements, index, size)))
     return cut.prefetch(PREFETCH)

@@ -1,4 +1,4 @@
-"""Global batches that Python code gives one by one: their form, and a replica's part of them."""
+"""Global batches from Python code: normalizing their structure, and slicing them."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def standard(elements: Any, name: str) -> Elements:
     """Return a global batch as `(inputs, targets[, sample_weight])` of arrays [samples, …].
 
     Raises:
-        DataError: it has another form, no samples, or arrays of different lengths.
+        DataError: another structure, no samples, or arrays of different lengths.
     """
     if isinstance(elements, tuple | list) and len(elements) == 3 and elements[2] is None:
         elements = elements[:2]
@@ -32,16 +32,16 @@ def standard(elements: Any, name: str) -> Elements:
 
 
 class Cut:
-    """Cuts a replica's part out of global batches.
+    """Takes a replica's slice of global batches.
 
-    What all full batches have in common is said in Python values, so that a step is compiled for it; batches of other
-    lengths share a step that takes any.
+    Values that hold for all full batches are Python values, so that one step is compiled for them; batches of other
+    lengths share a step for any length.
 
     Args:
         batch: samples of a full global batch.
-        index: this replica's place among `size`.
+        index: this replica's index among `size`.
         size: number of replicas.
-        name: what messages call the data.
+        name: the name of the data in messages.
     """
 
     def __init__(self, batch: int, index: int, size: int, name: str) -> None:
@@ -51,7 +51,7 @@ class Cut:
         self._name = name
 
     def __call__(self, elements: Any) -> Batch:
-        """Return this replica's part of one global batch."""
+        """Return this replica's slice of one global batch."""
         arrays = standard(elements, self._name)
         total = len(tf.nest.flatten(arrays)[0])
         first, last, has_samples = slice_bounds(total, self._index, self._size)
@@ -62,7 +62,7 @@ class Cut:
 
 
 def _nest(part: Any) -> Any:
-    """Return lists of arrays as tuples of them, and lists of numbers as one array each."""
+    """Turn lists of arrays into tuples, and lists of numbers into arrays."""
     if isinstance(part, dict):
         return {key: _nest(value) for key, value in part.items()}
     if isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part):

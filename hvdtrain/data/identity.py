@@ -1,4 +1,4 @@
-"""What tells the samples of a run from others: its checkpoints hold it, and it goes on with the same ones only."""
+"""Identity of a run's samples, kept in its checkpoints: a resumed run must have the same ones."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,22 +9,22 @@ from hvdtrain.data.source import Source
 from hvdtrain.data.splits import DataSplits
 
 Identity = dict[str, dict[str, Any]]
-"""Number of samples and fingerprint, as a hexadecimal number, of the training and the validation samples.
+"""Size and fingerprint (hexadecimal) of the training and the validation samples.
 
-A source of a user's own may have no fingerprint: None.
+The fingerprint is None for a user's own source without one.
 """
 
 
 def identity_of(splits: DataSplits) -> Identity:
-    """Return what tells `splits` from others, as far as fingerprints do; see `Source.fingerprint`."""
+    """Return sizes and fingerprints of `splits`; see `Source.fingerprint`."""
     return {"training": _identity(splits.train), "validation": _identity(splits.validation)}
 
 
 def check_same_samples(before: Mapping[str, Any], now: Identity, run: Path) -> None:
-    """Refuse to go on with the run in the folder `run` on other samples than `before`.
+    """Refuse to resume the run in the folder `run` on other samples than `before`.
 
     Raises:
-        DataError: naming the part that differs, and its numbers of samples.
+        DataError: names the split that differs, and its sizes.
     """
     for part, mine in now.items():
         theirs = before[part]

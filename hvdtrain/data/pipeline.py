@@ -1,8 +1,8 @@
-"""From the samples of a source to each replica's batches: the global batch is formed first, then cut.
+"""The data pipeline: from the samples of a source to each replica's slices of global batches.
 
-Which samples form a global batch is a function of (seed, epoch, step) alone, so the order does not
-depend on the number of replicas, and any step can be reached without reading those before it. A replica
-reads its own samples only.
+Global batches are formed first, as a function of (seed, epoch, step) alone, then sliced: the order of samples does not
+depend on the number of replicas, and any step is reached without reading those before it. A replica reads only its own
+samples.
 """
 
 import itertools
@@ -14,46 +14,46 @@ import tensorflow as tf
 
 from hvdtrain.config.data import Sharding, Tail
 from hvdtrain.data.augment import Augmentation, Draws
-from hvdtrain.data.bad_records import BadRecords, Exchange, with_weights
+from hvdtrain.data.bad_records import BadRecords, GatherBytes, with_weights
 from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_bounds, slice_bounds_of_tensor
 from hvdtrain.data.file_order import FileOrder
 from hvdtrain.data.order import Order
-from hvdtrain.data.source import Source, settled
+from hvdtrain.data.source import Source, with_static_shapes
 
 PREFETCH = 4
 UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
-"""What tf.data raises for a sample that cannot be read; the second where it quotes bytes that are no text."""
+"""Errors of tf.data for an unreadable sample; the second if its message quotes bytes that are not UTF-8."""
 
-plain = tf.autograph.experimental.do_not_convert
-"""Marks functions without data-dependent control flow: they trace faster, and their errors stay readable."""
+no_autograph = tf.autograph.experimental.do_not_convert
+"""For functions without data-dependent control flow: they trace faster, and their errors stay readable."""
 
 
 class TrainingData(Protocol):
-    """An endless stream of global batches, of which this replica takes its part."""
+    """An endless stream of this replica's slices of global batches."""
 
     steps_per_epoch: int
     batch: int
     """Samples of a full global batch."""
     remedy: str
-    """What helps where steps wait for these batches, in a sentence."""
+    """Advice shown if steps wait for data: a sentence."""
 
     def batches(self, start_step: int) -> Iterator[Batch]:
-        """Return this replica's batches from step `start_step` (from 0) on, without end."""
+        """Yield this replica's slices from step `start_step` (counted from 0) on, endlessly."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How samples are read, apart from which."""
+class ReadOptions:
+    """How samples are read and transformed, independent of their order."""
 
     augment: Augmentation | None = None
     finish: Callable[..., tuple[Any, ...]] | None = None
-    """What is done to every batch last; see `DataSplits`."""
+    """Last transformation of every batch; see `DataSplits.finish`."""
     tolerated: int = 0
-    """Samples that may be bad."""
+    """Bad samples to tolerate."""
     threads: int = 0
     """Threads for reading and decoding; 0 lets TensorFlow decide."""
     memory_mb: int = 0
-    """MiB for samples read ahead; 0 lets TensorFlow decide."""
+    """MiB for prefetched samples; 0 lets TensorFlow decide."""
     options: tf.data.Options = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,26 +66,27 @@ class Reading:
         object.__setattr__(self, "options", options)
 
     def batches(self, numbers: tf.data.Dataset, load: Callable[..., Any], *, heavy: bool) -> tf.data.Dataset:
-        """Map `load` over the elements of `numbers`, in parallel where it is heavy, in their order."""
+        """Map `load` over `numbers`, in order; in parallel if it is heavy."""
         parallel = (self.threads or tf.data.AUTOTUNE) if heavy else None
-        return numbers.map(plain(load), num_parallel_calls=parallel).prefetch(PREFETCH).with_options(self.options)
+        loaded = numbers.map(no_autograph(load), num_parallel_calls=parallel)
+        return loaded.prefetch(PREFETCH).with_options(self.options)
 
 
 class SourceTraining:
-    """Batches of a source, in an order that the seed decides.
+    """Training batches of a source.
 
     Args:
         source: the samples.
         batch: samples of a global batch.
-        index: this replica's place among `size`.
+        index: this replica's index among `size`.
         size: number of replicas.
-        seed: decides the order, together with the epoch.
-        shuffle: False visits the samples in their own order.
+        seed: seed of the order, combined with the epoch.
+        shuffle: False visits the samples in the order of their numbers.
         tail: see `DataConfig.tail`.
         shard_by: see `DataConfig.shard_by`.
-        reading: augmentation, and how bad samples are dealt with.
-        exchange: tells all ranks of bad samples, at every epoch's start.
-        remedy: what helps where steps wait for the batches.
+        read_options: augmentation, tolerance of bad samples, threads.
+        gather: returns every rank's bytes to all, to share bad samples at the start of each epoch.
+        remedy: advice shown if steps wait for data.
 
     Raises:
         ConfigError: the batch does not divide among the replicas.
@@ -102,8 +103,8 @@ class SourceTraining:
         shuffle: bool = True,
         tail: Tail = "pad",
         shard_by: Sharding = "samples",
-        reading: Reading | None = None,
-        exchange: Exchange | None = None,
+        read_options: ReadOptions | None = None,
+        gather: GatherBytes | None = None,
         remedy: str = "What helps: a larger batch.",
     ) -> None:
         per_replica(batch, size)
@@ -116,8 +117,8 @@ class SourceTraining:
         self.steps_per_epoch = self.order.steps_per_epoch
         self.source = source
         self.remedy = remedy
-        self.reading = reading or Reading()
-        self.bad = BadRecords(source, self.reading.tolerated, exchange)
+        self.read_options = read_options or ReadOptions()
+        self.bad = BadRecords(source, self.read_options.tolerated, gather)
         self._index = index
         self._size = size
 
@@ -125,7 +126,7 @@ class SourceTraining:
         """See `TrainingData.batches`.
 
         Raises:
-            DataError: a sample cannot be read; it is named.
+            DataError: a sample cannot be read; names it.
         """
         step = start_step
         while True:
@@ -136,20 +137,20 @@ class SourceTraining:
                     step += 1
                     yield batch
             except UNREADABLE as error:
-                # What is left out from here on is another dataset: it starts again at this step.
+                # Skipping a sample needs another dataset, which starts at this step.
                 self.bad.examine(self._part_of(step), error)
 
     def _part_of(self, step: int) -> tf.Tensor:
         """Return the numbers of this replica's samples in the batch of `step`."""
         epoch, within = divmod(step, self.steps_per_epoch)
         samples = self.batch if within < self.order.full_batches else self.order.rest
-        return self.order.part(epoch, within, 1, samples, self._index, self._size)[0]
+        return self.order.slice_numbers(epoch, within, 1, samples, self._index, self._size)[0]
 
     def _batches_from(self, start_step: int) -> Iterator[Batch]:
-        """Return the batches of the samples that are not known to be bad.
+        """Yield the batches from `start_step` on, without the samples known to be bad.
 
-        An epoch's last, short batch comes from a stream of its own: every stream has one static shape, and what is
-        known about its batches is known when the step is compiled.
+        An epoch's last, short batch comes from a stream of its own: each stream then has one static shape, and the
+        step is compiled for it.
         """
         order = self.order
         epoch, within = divmod(start_step, self.steps_per_epoch)
@@ -159,13 +160,13 @@ class SourceTraining:
             yield next(whole if step % self.steps_per_epoch < order.full_batches else rest)
 
     def _stream(self, epoch: int, skip: int, first: int, steps: int, samples: int) -> Iterator[Batch]:
-        """Return this replica's batches of `samples` each: steps `first` … `first + steps - 1` of every epoch."""
+        """Yield this replica's slices of batches `first` … `first + steps - 1`, of `samples` each, of every epoch."""
         begin, end, has_samples = slice_bounds(samples, self._index, self._size)
-        augment = self.reading.augment
+        augment = self.read_options.augment
 
         def numbers_of(epoch: tf.Tensor) -> tf.data.Dataset:
-            # Formed for the whole epoch at once: what is left to do for a step is to gather its samples.
-            mine = self.order.part(epoch, first, steps, samples, self._index, self._size)
+            # Computed for the whole epoch at once, so that a step only gathers its samples.
+            mine = self.order.slice_numbers(epoch, first, steps, samples, self._index, self._size)
             if augment is None:
                 return tf.data.Dataset.from_tensor_slices((mine,))
             numbered = epoch * self.steps_per_epoch + first + tf.range(steps, dtype=tf.int64)
@@ -175,27 +176,27 @@ class SourceTraining:
             elements = self._gather(numbers)
             if augment is not None:
                 elements = augment(elements, Draws(self.order.seed, step, samples, begin, end))
-            return finished(elements, self.reading)
+            return apply_finish(elements, self.read_options)
 
         epochs = tf.data.Dataset.range(epoch, tf.int64.max)
-        numbers = epochs.flat_map(plain(numbers_of)).skip(skip)
-        elements = self.reading.batches(numbers, load, heavy=self.source.heavy or augment is not None)
+        numbers = epochs.flat_map(no_autograph(numbers_of)).skip(skip)
+        elements = self.read_options.batches(numbers, load, heavy=self.source.heavy or augment is not None)
         return (as_batch(part, has_samples, samples, finite=self.source.finite or None) for part in elements)
 
     def _gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        return gathered(self.source, numbers, self.bad)
+        return gather_readable(self.source, numbers, self.bad)
 
 
 class SourceEvaluation:
-    """This replica's part of every global batch of a source: each sample once, in order.
+    """Evaluation batches of a source: this replica's slice of each, every sample once, in order.
 
     Args:
         source: the samples.
         batch: samples of a global batch; need not divide.
-        index: this replica's place among `size`.
+        index: this replica's index among `size`.
         size: number of replicas.
-        reading: how they are read; nothing is augmented.
-        exchange: tells all ranks of bad samples, when the last batch was taken.
+        read_options: tolerance of bad samples, threads; nothing is augmented.
+        gather: returns every rank's bytes to all, to share bad samples after the last batch.
     """
 
     def __init__(
@@ -205,11 +206,11 @@ class SourceEvaluation:
         batch: int,
         index: int,
         size: int,
-        reading: Reading | None = None,
-        exchange: Exchange | None = None,
+        read_options: ReadOptions | None = None,
+        gather: GatherBytes | None = None,
     ) -> None:
-        self.reading = reading or Reading()
-        self.bad = BadRecords(source, self.reading.tolerated, exchange)
+        self.read_options = read_options or ReadOptions()
+        self.bad = BadRecords(source, self.read_options.tolerated, gather)
         self.steps = -(-source.size // batch)
         self._source = source
         self._batch = batch
@@ -218,10 +219,10 @@ class SourceEvaluation:
         self._built: dict[int, tf.data.Dataset] = {}
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the batches.
+        """Yield the batches.
 
         Raises:
-            DataError: a sample cannot be read; it is named.
+            DataError: a sample cannot be read; names it.
         """
         step = 0
         while step < self.steps:
@@ -235,7 +236,7 @@ class SourceEvaluation:
         self.bad.share()
 
     def _dataset(self, first: int) -> tf.data.Dataset:
-        """Return the batches from step `first` on; traced again only when more samples are left out."""
+        """Return the batches from step `first` on; rebuilt only when more samples turn out bad."""
         if first not in self._built:
             self._built[first] = self._build(first)
         return self._built[first]
@@ -243,28 +244,28 @@ class SourceEvaluation:
     def _build(self, first: int) -> tf.data.Dataset:
         def load(step: tf.Tensor) -> Batch:
             numbers, has_samples, total = self._part_of(step)
-            elements = finished(gathered(self._source, numbers, self.bad), self.reading)
+            elements = apply_finish(gather_readable(self._source, numbers, self.bad), self.read_options)
             return as_batch(elements, has_samples, tf.cast(total, tf.int32))
 
         steps = tf.data.Dataset.range(first, self.steps)
-        return self.reading.batches(steps, load, heavy=self._source.heavy)
+        return self.read_options.batches(steps, load, heavy=self._source.heavy)
 
     def _part_of(self, step: Any) -> tuple[tf.Tensor, Any, Any]:
-        """Return the numbers of this replica's samples, whether they count, and the samples of the global batch."""
+        """Return the numbers of this replica's samples, whether they count, and the global number of samples."""
         begin = tf.cast(step, tf.int64) * self._batch
         total = tf.minimum(begin + self._batch, self._source.size) - begin
         first, last, has_samples = slice_bounds_of_tensor(total, self._index, self._size)
         return tf.range(begin + first, begin + last), has_samples, total
 
 
-def gathered(source: Source, numbers: tf.Tensor, bad: BadRecords) -> tuple[Any, ...]:
-    """Return the samples `numbers`; where bad ones are tolerated, with weights that leave those out."""
+def gather_readable(source: Source, numbers: tf.Tensor, bad: BadRecords) -> tuple[Any, ...]:
+    """Return the samples `numbers`; where bad ones are tolerated, with weights that are 0 for them."""
     if not bad.tolerated:
-        return settled(source, source.gather(numbers))
+        return with_static_shapes(source, source.gather(numbers))
     usable, weights = bad.left_out(numbers)
-    return with_weights(settled(source, source.gather(usable)), weights)
+    return with_weights(with_static_shapes(source, source.gather(usable)), weights)
 
 
-def finished(elements: tuple[Any, ...], reading: Reading) -> tuple[Any, ...]:
-    """Do what is done to every batch last."""
-    return elements if reading.finish is None else reading.finish(*elements)
+def apply_finish(elements: tuple[Any, ...], read_options: ReadOptions) -> tuple[Any, ...]:
+    """Apply the last transformation of every batch."""
+    return elements if read_options.finish is None else read_options.finish(*elements)

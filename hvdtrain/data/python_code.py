@@ -1,4 +1,4 @@
-"""Python code within a user's tf.data.Dataset, which is the usual reason for slow input."""
+"""Detection of Python code inside a user's tf.data.Dataset, the usual cause of slow input."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ GENERATOR_OP = "GeneratorDataset"
 
 
 def warn_of_python(dataset: tf.data.Dataset) -> None:
-    """Warn if `dataset` calls Python for its elements, in a py_function, a numpy_function or a generator."""
+    """Warn if `dataset` calls Python for its elements: py_function, numpy_function or from_generator."""
     kinds = python_in(dataset)
     if kinds:
         cure = (
@@ -27,7 +27,7 @@ def warn_of_python(dataset: tf.data.Dataset) -> None:
 
 
 def python_in(dataset: tf.data.Dataset) -> list[str]:
-    """Return which of `from_generator` and `py_function or numpy_function` are in `dataset`."""
+    """Return the kinds of Python calls in `dataset`: `from_generator`, `py_function or numpy_function`."""
     kinds = set()
     for ops in _ops_of_functions(dataset):
         if GENERATOR_OP in ops:
@@ -38,8 +38,8 @@ def python_in(dataset: tf.data.Dataset) -> list[str]:
 
 
 def _ops_of_functions(dataset: tf.data.Dataset) -> Iterator[set[str]]:
-    """Return the types of operations in each function of `dataset` and of those that it is made of."""
-    # The graph of the whole dataset would hold a copy of every array in it; the functions are small.
+    """Yield the op types of each function of `dataset` and of the datasets it is built from."""
+    # Not the graph of the whole dataset, which would copy every array in it; the functions are small.
     for function in dataset._functions():
         graph = function.function.graph.as_graph_def()
         nodes = [graph.node, *(inner.node_def for inner in graph.library.function)]

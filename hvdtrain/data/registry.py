@@ -1,4 +1,4 @@
-"""Data sources by name: one of ours, or a user's own function."""
+"""Data sources by name: built-in ones, or a user's own function."""
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.registry import check_arguments, resolve
@@ -29,7 +29,7 @@ def load_splits(config: DataConfig, seed: int = 0) -> DataSplits:
 
     Args:
         config: data source and arguments.
-        seed: what a user's own function draws is a function of it.
+        seed: seeds the generators that a user's own function may draw from.
 
     Raises:
         ConfigError: unknown source or argument; see `user_splits`.

@@ -1,4 +1,4 @@
-"""Whether data and model fit together, before a step is compiled and answers with a page of its own."""
+"""Check that data fit the model, before a compiled step fails with a page of its own."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,23 +15,23 @@ from hvdtrain.data.targets import Shape, check_targets
 def check_shapes(model: keras.Model, splits: DataSplits, loss: Any = None) -> None:
     """Refuse data that do not fit the inputs and outputs of `model`, as far as both are known.
 
-    A model that is only built by its first batch says nothing of its shapes yet: it takes what comes.
+    A model that its first batch will build has no known shapes yet: nothing is checked.
 
     Args:
         model: the model, its variables built or not.
-        splits: the data; training and validation are looked at.
-        loss: the loss that training uses, or a dict or list of them; None where it is not known.
+        splits: the data; training and validation are checked.
+        loss: the training loss, or a dict or list of them; None if unknown.
 
     Raises:
-        DataError: the shapes of both, or the labels and outputs that do not fit.
+        DataError: names the shapes, or the labels and outputs, that do not match.
     """
     for source in (splits.train, splits.validation):
         check_source(model, source, loss)
 
 
 def check_source(model: keras.Model, source: Source, loss: Any = None) -> None:
-    """Do what `check_shapes` does, for training or validation samples alone."""
-    # Samples in memory are looked at; of others only the shapes are known.
+    """Check the training or the validation samples alone; see `check_shapes`."""
+    # Values are checked for samples in memory, shapes for all.
     inputs, targets = getattr(source, "elements", batch_spec(source))[:2]
     _check_inputs(_inputs(model), inputs, source.name)
     specs = _outputs(model)
@@ -42,12 +42,12 @@ def check_source(model: keras.Model, source: Source, loss: Any = None) -> None:
 
 
 def _inputs(model: keras.Model) -> dict[str, Shape]:
-    """Return the shapes of a functional model's inputs by name; of others nothing is known."""
+    """Return the input shapes of a Functional model by name; {} for others."""
     return {tensor.name: tuple(tensor.shape) for tensor in _tensors(model, "inputs")}
 
 
 def _outputs(model: keras.Model) -> dict[str, Shape]:
-    """Return the shapes of a functional model's outputs by name; of others nothing is known."""
+    """Return the output shapes of a Functional model by name; {} for others."""
     tensors = _tensors(model, "outputs")
     names = getattr(model, "output_names", None) or [""] * len(tensors)
     return {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
@@ -67,7 +67,7 @@ def _check_inputs(specs: dict[str, Shape], arrays: Any, source: str) -> None:
         has = _listed(arrays) if isinstance(arrays, dict) else f"{len(flat)} without names"
         raise DataError(f"The model has the inputs {_listed(specs)}; {source} has {has}. See --model and --data.")
     for name, array in pairs:
-        if not _fed(specs[name], array.shape):
+        if not _accepts(specs[name], array.shape):
             raise DataError(
                 f"The model takes inputs{_label(specs, name)} of shape {specs[name]}; the inputs of {source} are "
                 f"{(None, *array.shape[1:])}. See --model and --data."
@@ -75,7 +75,7 @@ def _check_inputs(specs: dict[str, Shape], arrays: Any, source: str) -> None:
 
 
 def _paired(specs: dict[str, Shape], arrays: Any) -> Iterator[tuple[str, tf.Tensor]]:
-    """Give each of the model's tensors its array: by name where the data have names, else in order."""
+    """Pair the model's tensors with arrays: by name if the data have names, else in order."""
     flat = tf.nest.flatten(arrays)
     if len(specs) == len(flat) == 1:
         yield next(iter(specs)), flat[0]
@@ -86,7 +86,7 @@ def _paired(specs: dict[str, Shape], arrays: Any) -> Iterator[tuple[str, tf.Tens
 
 
 def _loss_of(loss: Any, outputs: list[str], output: str) -> tuple[Any, bool]:
-    """Return the loss of one output, and whether it has one."""
+    """Return the loss of an output, and whether it has one."""
     if isinstance(loss, dict):
         return loss.get(output), loss.get(output) is not None
     if isinstance(loss, list | tuple):
@@ -95,19 +95,19 @@ def _loss_of(loss: Any, outputs: list[str], output: str) -> tuple[Any, bool]:
     return loss, True
 
 
-def _fed(takes: Shape, shape: Iterable[int]) -> bool:
-    """Tell whether Keras feeds an array of `shape` to an input: it adds or takes away a last dim of 1."""
-    given = tuple(shape)
+def _accepts(expected: Shape, shape: Iterable[int]) -> bool:
+    """Whether Keras accepts an array of `shape` for an input: it adds or removes a last dim of 1."""
+    actual = tuple(shape)
     return (
-        _same(takes, given)
-        or (takes[-1] == 1 and _same(takes[:-1], given))
-        or (given[-1] == 1 and _same(takes, given[:-1]))
+        _matches(expected, actual)
+        or (expected[-1] == 1 and _matches(expected[:-1], actual))
+        or (actual[-1] == 1 and _matches(expected, actual[:-1]))
     )
 
 
-def _same(takes: Shape, given: tuple[int, ...]) -> bool:
-    """Compare shapes but for the first dim, which counts samples; None stands for any number."""
-    return len(takes) == len(given) and all(a in (None, b) for a, b in zip(takes[1:], given[1:], strict=True))
+def _matches(expected: Shape, actual: tuple[int, ...]) -> bool:
+    """Compare shapes without the first dim, which counts samples; None matches any size."""
+    return len(expected) == len(actual) and all(a in (None, b) for a, b in zip(expected[1:], actual[1:], strict=True))
 
 
 def _label(specs: dict[str, Shape], name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a source of samples is: it reads any of them, by number, in any order."""
+"""The Protocol of a data source: random access to samples by their numbers."""
 
 from typing import Any, Protocol
 
@@ -8,13 +8,13 @@ import tensorflow as tf
 class Source(Protocol):
     """A fixed number of samples `(inputs, targets)` or `(inputs, targets, sample_weight)`, each a nest of tensors.
 
-    Which samples form a batch is decided by the pipeline, from their numbers alone: a source neither shuffles nor
-    shards, and every rank holds the same one.
+    The pipeline decides from the numbers alone which samples form a batch: a source neither shuffles nor shards, and is
+    the same on every rank.
     """
 
     @property
     def name(self) -> str:
-        """What error messages call it."""
+        """Its name in error messages."""
 
     @property
     def size(self) -> int:
@@ -22,7 +22,7 @@ class Source(Protocol):
 
     @property
     def spec(self) -> tuple[Any, ...]:
-        """The tf.TensorSpec of each tensor of one sample, in their nest; dims may be None."""
+        """The nest of tf.TensorSpecs of one sample; dims may be None."""
 
     @property
     def finite(self) -> bool:
@@ -30,32 +30,32 @@ class Source(Protocol):
 
     @property
     def heavy(self) -> bool:
-        """Whether `gather` reads files or decodes, so that several threads should do it."""
+        """Whether `gather` is expensive (reads files, decodes) and worth several threads."""
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        """Return the samples `numbers` [n], stacked along dim 0; it is traced by tf.data, and called eagerly."""
+        """Return the samples `numbers` [n], stacked along dim 0. Called eagerly and traced by tf.data."""
 
     def describe(self, number: int) -> str:
-        """Say where sample `number` comes from: its file, and its place within it."""
+        """Describe where sample `number` comes from: its file, and its position in it."""
 
     def fingerprint(self) -> bytes:
-        """Return a hash [32 bytes] that differs where samples differ, as far as that is cheap to tell."""
+        """Return a hash [32 bytes] that differs if the samples differ, as far as that is cheap to find out."""
 
 
 def batch_spec(source: Source) -> Any:
-    """Return the tf.TensorSpec of each tensor of a batch of any size."""
+    """Return the nest of tf.TensorSpecs of a batch of any size."""
     return tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), source.spec)
 
 
 def input_shape(source: Source) -> Any:
-    """Return the shape of one input, as a nest like the inputs."""
+    """Return the shape of one input: a tuple, or a nest of them like the inputs."""
     return tf.nest.map_structure(lambda spec: tuple(spec.shape), source.spec[0])
 
 
-def settled(source: Source, elements: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give the tensors of a batch the static shapes that `source` promises; a batch of others is an error."""
+def with_static_shapes(source: Source, elements: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Set the static shapes of `source.spec` on a batch; fails at run time if it has others."""
 
-    def settle(tensor: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    def ensure(tensor: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
         return tf.ensure_shape(tensor, [tensor.shape[0] if tensor.shape.rank else None, *spec.shape])
 
-    return tf.nest.map_structure(settle, tuple(elements), source.spec)
+    return tf.nest.map_structure(ensure, tuple(elements), source.spec)

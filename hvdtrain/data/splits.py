@@ -9,13 +9,13 @@ from hvdtrain.data.source import Source
 
 @dataclass(frozen=True)
 class DataSplits:
-    """What a recipe trains and validates on."""
+    """The samples that a run trains and validates on, and their properties."""
 
     train: Source
     validation: Source
     sample_shape: Any
     """Shape of one input: a tuple, or a nest of them like the inputs."""
     classes: int | None
-    """Number of classes; None where the targets do not tell."""
+    """Number of classes; None if the targets are not labels."""
     finish: Callable[..., tuple[Any, ...]] | None = None
-    """What is done to the parts of every batch last, after augmentation: bytes of pixels become numbers in [0, 1]."""
+    """Last transformation of every batch, after augmentation: uint8 pixels become floats in [0, 1]."""

@@ -1,4 +1,4 @@
-"""Some samples of a source, such as those that are held out for validation."""
+"""Subsets of a source, such as held-out validation samples."""
 
 import hashlib
 from typing import Any
@@ -10,16 +10,16 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.source import Source
 
 ONE_OF = 10
-"""One of so many samples is held out where nobody says how many."""
+"""By default, one in so many samples is held out."""
 HOLD_OUT_SEED = 20260101
-"""Which samples are held out must not depend on a run's seed: what it validates on must never have been trained on."""
+"""Fixed, not the run's seed: a resumed run must never validate on samples that it trained on."""
 
 
 class Subset:
     """The samples `numbers` of `source`, in that order; see `Source`.
 
     Raises:
-        DataError: there are none.
+        DataError: `numbers` is empty.
     """
 
     def __init__(self, source: Source, numbers: np.ndarray, name: str) -> None:
@@ -49,24 +49,24 @@ class Subset:
         return hashlib.sha256(self._source.fingerprint() + self._numbers.tobytes()).digest()
 
     def listing(self) -> list[str]:
-        """Return the files of the source that this is a part of; none where it lists none."""
+        """Return the file listing of the whole source; empty if it has none."""
         return self._source.listing() if hasattr(self._source, "listing") else []
 
     def version(self) -> bytes:
-        """Return what differs when the source's files have been changed; nothing where it has no such word."""
+        """Return the version of the source's files; empty if it has none."""
         return self._source.version() if hasattr(self._source, "version") else b""
 
 
 def hold_out(source: Source, count: int, labels: np.ndarray | None = None) -> tuple[Subset, Subset]:
-    """Split `source` into training and validation samples, always in the same way.
+    """Split `source` into training and validation samples, deterministically.
 
     Args:
-        source: what is split.
+        source: the samples to split.
         count: samples for validation; 0: one of ten.
-        labels: [samples] labels, of which each part gets its share; None: drawn from all alike.
+        labels: [samples] labels to stratify by; None: no stratification.
 
     Raises:
-        DataError: nothing would be left of one part.
+        DataError: one of the two would be empty.
     """
     count = count or max(1, source.size // ONE_OF)
     if not 0 < count < source.size:
@@ -83,7 +83,7 @@ def hold_out(source: Source, count: int, labels: np.ndarray | None = None) -> tu
 
 
 def _evenly(order: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Reorder so that any first part holds each label's share, within one sample."""
+    """Reorder so that every prefix is stratified by label, within one sample."""
     labels = np.asarray(labels)[order]
     rank = np.empty(len(order))
     for label in np.unique(labels):

@@ -1,4 +1,4 @@
-"""Whether targets fit a model's outputs, as far as the loss tells what it takes."""
+"""Check that targets fit a model's outputs, as far as the loss says what it accepts."""
 
 import functools
 from collections.abc import Iterable
@@ -14,38 +14,42 @@ Shape = tuple[int | None, ...]
 Kind = Literal["labels", "elements", "either", "unknown"]
 
 
-def check_targets(array: tf.Tensor | tf.TensorSpec, gives: Shape, loss: Any, *, source: str, output: str) -> None:
-    """Refuse targets that are no labels of an output, or elements of another shape.
+def check_targets(
+    array: tf.Tensor | tf.TensorSpec, output_shape: Shape, loss: Any, *, source: str, output: str
+) -> None:
+    """Refuse labels out of range, or targets of another shape than the output.
 
     Args:
-        array: the targets [samples, …], or what is known of them.
-        gives: shape of the model's output, the first dim None.
-        loss: what compares the two; None where it is not known.
-        source: what messages call the data.
-        output: what they call the output: "" for the only one.
+        array: the targets [samples, …], or their TensorSpec.
+        output_shape: the output's shape, with None for samples.
+        loss: the loss of this output; None if unknown.
+        source: the name of the data in messages.
+        output: the name of the output in messages; "" for the only one.
 
     Raises:
-        DataError: labels beyond the outputs, or both shapes.
+        DataError: names the labels out of range, or both shapes.
     """
     kind, shape = target_kind(loss), tuple(array.shape)
     if kind == "unknown":
         return
-    if kind != "elements" and _are_labels(array, gives):
+    if kind != "elements" and _are_labels(array, output_shape):
         if isinstance(array, tf.Tensor):
-            check_labels(array.numpy(), gives[-1], getattr(loss, "ignore_class", None), source=source, output=output)
-        shape = (*shape[: len(gives) - 1], gives[-1])
-    if not _alike(gives, shape):
+            check_labels(
+                array.numpy(), output_shape[-1], getattr(loss, "ignore_class", None), source=source, output=output
+            )
+        shape = (*shape[: len(output_shape) - 1], output_shape[-1])
+    if not _alike(output_shape, shape):
         raise DataError(
-            f"The model gives outputs{output} of shape {gives}; the targets of {source} are "
+            f"The model output_shape outputs{output} of shape {output_shape}; the targets of {source} are "
             f"{(None, *array.shape[1:])}. See --model, --loss and --data."
         )
 
 
 def check_labels(labels: np.ndarray, outputs: int | None, ignored: int | None, *, source: str, output: str) -> None:
-    """Refuse labels outside of [0, outputs), but for the one that the loss ignores.
+    """Refuse labels outside [0, outputs), except the one that the loss ignores.
 
     Raises:
-        DataError: naming the lowest or highest label.
+        DataError: names the lowest or highest label.
     """
     counted = labels if ignored is None else labels[labels != ignored]
     lowest, highest = (int(counted.min()), int(counted.max())) if counted.size else (0, 0)
@@ -59,7 +63,7 @@ def check_labels(labels: np.ndarray, outputs: int | None, ignored: int | None, *
 
 
 def target_kind(loss: Any) -> Kind:
-    """Tell what targets a loss is for: labels, elements like the outputs', or what only its author knows."""
+    """Return the kind of targets a loss takes: labels, values shaped like the outputs, or unknown."""
     if loss is None:
         return "either"
     loss = loss.func if isinstance(loss, functools.partial) else loss
@@ -78,17 +82,17 @@ def _by_name(name: str) -> Any:
         return None  # the trainer refuses it
 
 
-def _are_labels(array: tf.Tensor | tf.TensorSpec, gives: Shape) -> bool:
-    """Tell integer labels, [samples, …] or [samples, …, 1], of outputs [samples, …, classes]."""
-    if not array.dtype.is_integer or (gives[-1] or 0) < 2:
+def _are_labels(array: tf.Tensor | tf.TensorSpec, output_shape: Shape) -> bool:
+    """Whether targets are integer labels [samples, …] or [samples, …, 1] for outputs [samples, …, classes]."""
+    if not array.dtype.is_integer or (output_shape[-1] or 0) < 2:
         return False
     rank = array.shape.rank
-    return rank == len(gives) - 1 or (rank == len(gives) and array.shape[-1] == 1)
+    return rank == len(output_shape) - 1 or (rank == len(output_shape) and array.shape[-1] == 1)
 
 
-def _alike(gives: Shape, shape: Iterable[int | None]) -> bool:
-    """Tell whether losses may compare the two; they add or take away a last dim, and stretch dims of 1."""
-    given = tuple(shape)
-    if len(given) != len(gives):
-        return abs(len(given) - len(gives)) == 1
-    return all(a == b or None in (a, b) or 1 in (a, b) for a, b in zip(gives[1:], given[1:], strict=True))
+def _alike(output_shape: Shape, shape: Iterable[int | None]) -> bool:
+    """Whether losses accept the two shapes: they add or remove a last dim, and broadcast dims of 1."""
+    actual = tuple(shape)
+    if len(actual) != len(output_shape):
+        return abs(len(actual) - len(output_shape)) == 1
+    return all(a == b or None in (a, b) or 1 in (a, b) for a, b in zip(output_shape[1:], actual[1:], strict=True))

@@ -14,7 +14,7 @@ from hvdtrain.backends.select import backend_for
 from hvdtrain.config.run import Config
 from hvdtrain.runtime.session import Session
 from hvdtrain.runs.run import run_trainer
-from hvdtrain.runs.run_data import run_data, what_helps
+from hvdtrain.runs.run_data import run_data, input_advice
 
 WARM_UP = 5
 READ_AHEAD = 32
@@ -77,7 +77,7 @@ def bench_data(session: Session, config: Config, *, steps: int) -> DataBench:
             seconds[name].append(time.perf_counter() - begin)
     samples = steps * config.data.batch
     rates = {name: samples / float(np.median(times)) for name, times in seconds.items()}
-    return DataBench(**rates, cure=what_helps(config.data, heavy=source.splits.train.heavy))
+    return DataBench(**rates, cure=input_advice(config.data, heavy=source.splits.train.heavy))
 
 
 def _drain(items: Iterable[Any]) -> None:

@@ -11,10 +11,10 @@ from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.agreement import check_same_data
 from hvdtrain.data.augment import augmentation
-from hvdtrain.data.bad_records import EXCHANGE_TIMEOUT_S, Exchange
+from hvdtrain.data.bad_records import GATHER_TIMEOUT_S, GatherBytes
 from hvdtrain.data.batch import per_replica
 from hvdtrain.data.cached import cached
-from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
+from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.training.objective.soft_labels import has_soft_labels
@@ -57,8 +57,8 @@ def run_data(config: Config, backend: Backend) -> RunData:
 
 def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTraining:
     data = config.data
-    reading = replace(
-        _reading(data, splits), augment=augmentation(data.augment, spec=splits.train.spec, classes=splits.classes)
+    options = replace(
+        _read_options(data, splits), augment=augmentation(data.augment, spec=splits.train.spec, classes=splits.classes)
     )
     return SourceTraining(
         splits.train,
@@ -69,25 +69,25 @@ def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTra
         shuffle=data.shuffle,
         tail=data.tail,
         shard_by=data.shard_by,
-        reading=reading,
-        exchange=_exchange(backend),
-        remedy=remedy(data, heavy=splits.train.heavy),
+        read_options=options,
+        gather=_gather(backend),
+        remedy=waiting_advice(data, heavy=splits.train.heavy),
     )
 
 
-def remedy(config: DataConfig, *, heavy: bool) -> str:
-    """Return what a run says of steps that wait for their data; see `what_helps`."""
-    return f"{what_helps(config, heavy=heavy)} `python -m hvdtrain data bench` measures it.".strip()
+def waiting_advice(config: DataConfig, *, heavy: bool) -> str:
+    """Return what a run says of steps that wait for their data; see `input_advice`."""
+    return f"{input_advice(config, heavy=heavy)} `python -m hvdtrain data bench` measures it.".strip()
 
 
-def what_helps(config: DataConfig, *, heavy: bool) -> str:
+def input_advice(config: DataConfig, *, heavy: bool) -> str:
     """Say in a sentence what makes samples come faster, of what `config` leaves to be done; "" where that is nothing.
 
     Args:
         config: options of the data.
         heavy: whether the samples are read from files or decoded.
     """
-    cures = {
+    remedies = {
         "--cache memory or --cache file where the decoded samples fit": heavy
         and config.cache == "none"
         and not config.tolerated,
@@ -96,31 +96,31 @@ def what_helps(config: DataConfig, *, heavy: bool) -> str:
         "fewer changes in --augment": bool(config.augment),
         "a larger --batch": not heavy and not config.augment,
     }
-    named = [cure for cure, helps in cures.items() if helps]
+    named = [remedy for remedy, helps in remedies.items() if helps]
     return f"What helps: {', '.join(named)}." if named else ""
 
 
 def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> SourceEvaluation:
-    reading = _reading(config, splits)
+    options = _read_options(config, splits)
     if has_soft_labels(config):
         # Loss and metrics take one kind of targets: whole labels become shares as well.
-        reading = replace(reading, finish=_on_shares(reading, splits.classes))
+        options = replace(options, finish=_on_shares(options, splits.classes))
     return SourceEvaluation(
         splits.validation,
         batch=config.eval_batch,
         index=backend.process,
         size=backend.processes,
-        reading=reading,
-        exchange=_exchange(backend),
+        read_options=options,
+        gather=_gather(backend),
     )
 
 
-def _exchange(backend: Backend) -> Exchange:
-    return lambda mine: backend.gather_bytes(mine, timeout=EXCHANGE_TIMEOUT_S)
+def _gather(backend: Backend) -> GatherBytes:
+    return lambda mine: backend.gather_bytes(mine, timeout=GATHER_TIMEOUT_S)
 
 
-def _reading(config: DataConfig, splits: DataSplits) -> Reading:
-    return Reading(
+def _read_options(config: DataConfig, splits: DataSplits) -> ReadOptions:
+    return ReadOptions(
         finish=splits.finish,
         tolerated=config.tolerated,
         threads=config.data_threads,
@@ -128,9 +128,9 @@ def _reading(config: DataConfig, splits: DataSplits) -> Reading:
     )
 
 
-def _on_shares(reading: Reading, classes: int | None) -> Any:
+def _on_shares(options: ReadOptions, classes: int | None) -> Any:
     def finish(inputs: Any, targets: Any, *weights: Any) -> tuple[Any, ...]:
-        elements = (inputs, targets, *weights) if reading.finish is None else reading.finish(inputs, targets, *weights)
+        elements = (inputs, targets, *weights) if options.finish is None else options.finish(inputs, targets, *weights)
         return elements[0], tf.one_hot(elements[1], classes), *elements[2:]
 
     return finish

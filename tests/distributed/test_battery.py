@@ -1,4 +1,7 @@
-"""The distributed checks, for each controller and number of ranks; one launch for each of these pairs."""
+"""The distributed checks, for each controller and number of ranks; one launch for each of these pairs.
+
+A launch runs the checks that pytest selected: `-k "mpirun-2 and parity"` is one launch of a few seconds.
+"""
 
 import functools
 import json
@@ -8,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.battery import CHECKS, EVERYWHERE_UNDER_MPI, OTHERS, check_names, checks_of
-from tests.launching import launcher, run
+from tests.distributed.battery import CHECKS, EVERYWHERE_UNDER_MPI, LONG_TO_COMPILE, OTHERS, check_names, checks_of
+from tests.launching import has_launcher, launcher, run
 
 WORLDS = [(controller, size, "auto") for size in (1, 2, 4) for controller in ("gloo", "mpirun")]
 TF_KERAS = [("mpirun", 2, "tf_keras")]
 STRATEGIES = [("none", 1, "mirrored"), ("mpirun", 2, "multi_worker_mirrored"), ("mpirun", 4, "parameter_server")]
 ONE_PROCESS = [*WORLDS[:2], STRATEGIES[0]]
 """These leave a core free: they run side by side."""
+QUICK = ("mpirun" if has_launcher("mpirun") else "gloo", 2, "auto")
+"""The world of `launch/test.sh --quick`, which leaves out what takes long to compile."""
 TIMEOUT_S = 900
 END = "the_job_ends_well"
 
@@ -27,14 +32,18 @@ def names_of(controller, size, backend):
 
 
 @pytest.fixture(scope="session")
-def battery(tmp_path_factory):
-    """Return what a world's launch came to; the first test of a world launches it."""
+def battery(request, tmp_path_factory):
+    """Return the outcome of a world's launch, which the first test of that world starts."""
+    selected = {}
+    for item in request.session.items:
+        if item.originalname == "test_check":
+            selected.setdefault(item.callspec.params["world"], []).append(item.callspec.params["name"])
 
     def run_world(controller, size, backend):
         folder = tmp_path_factory.mktemp(f"battery-{controller}-{size}-{backend}")
         results = folder / "results.json"
         script = Path(__file__).with_name("battery.py")
-        names = names_of(controller, size, backend)
+        names = [name for name in selected[controller, size, backend] if name != END]
         environ = {"TF_USE_LEGACY_KERAS": "1"} if backend == "tf_keras" else {}
         python = [sys.executable, str(script), str(results), str(folder), "auto" if environ else backend]
         job = run([*launcher(controller, size), *python, *names], cwd=folder, timeout=TIMEOUT_S, **environ)
@@ -48,14 +57,20 @@ def battery(tmp_path_factory):
 
         def outcome(*world):
             for each in ONE_PROCESS if world in ONE_PROCESS else ():
-                launched(*each)
+                if each in selected:
+                    launched(*each)
             return launched(*world).result()
 
         yield outcome
 
 
+def marks_of(world, name):
+    is_quick = world == QUICK and name.split(".")[0] not in LONG_TO_COMPILE
+    return [pytest.mark.quick] if is_quick else []
+
+
 CASES = [
-    pytest.param(world, name, id=f"{world[0]}-{world[1]}-{world[2]}-{name}")
+    pytest.param(world, name, id=f"{world[0]}-{world[1]}-{world[2]}-{name}", marks=marks_of(world, name))
     for world in [*ONE_PROCESS, *WORLDS[2:], *TF_KERAS, *STRATEGIES[1:]]
     for name in [*names_of(*world), END]
 ]

@@ -7,7 +7,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.augment import Draws, augmentation, crop, flip, mixup
-from hvdtrain.data.pipeline import Reading, SourceTraining
+from hvdtrain.data.pipeline import ReadOptions, SourceTraining
 
 IMAGES = np.random.default_rng(0).integers(1, 256, (64, 16, 24, 3)).astype(np.uint8)
 LABELS = np.arange(64, dtype=np.int32) % 5
@@ -61,7 +61,9 @@ def batches(names, size, *, steps=7, start=0):
     for index in range(size):
         source = ArraySource((IMAGES, LABELS))
         augment = augmentation(names, spec=source.spec, classes=5)
-        data = SourceTraining(source, batch=24, index=index, size=size, seed=7, reading=Reading(augment=augment))
+        data = SourceTraining(
+            source, batch=24, index=index, size=size, seed=7, read_options=ReadOptions(augment=augment)
+        )
         stream = data.batches(start)
         parts.append([next(stream) for _ in range(steps)])
     return [

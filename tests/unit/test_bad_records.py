@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.class_folders import scan
-from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
+from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.sources.images import ImageSource
 from hvdtrain.runs.run import left_out_line
 from tests.unit.images import write_folders
@@ -23,9 +23,15 @@ def damaged(folder, *places, size=0):
     return ImageSource(found.blobs, found.labels, "mine", size=size)
 
 
-def training(source, *, tolerated=0, index=0, size=1, exchange=None, batch=4):
+def training(source, *, tolerated=0, index=0, size=1, gather=None, batch=4):
     return SourceTraining(
-        source, batch=batch, index=index, size=size, seed=3, reading=Reading(tolerated=tolerated), exchange=exchange
+        source,
+        batch=batch,
+        index=index,
+        size=size,
+        seed=3,
+        read_options=ReadOptions(tolerated=tolerated),
+        gather=gather,
     )
 
 
@@ -49,7 +55,7 @@ def test_what_is_tolerated_does_not_count_and_all_else_does(tmp_path):
         batches = run(data, 5, epoch * 5)
         weights = np.concatenate([batch.sample_weight.numpy() for batch in batches])
         assert weights.sum() == 18
-        numbers = np.concatenate([data.order.part(epoch, step, 1, 4, 0, 1).numpy()[0] for step in range(5)])
+        numbers = np.concatenate([data.order.slice_numbers(epoch, step, 1, 4, 0, 1).numpy()[0] for step in range(5)])
         assert sorted(numbers[weights == 0]) == [2, 13]
         labels = np.concatenate([batch.targets.numpy() for batch in batches])
         assert (labels == (numbers >= 10))[weights == 1].all()
@@ -106,7 +112,7 @@ def test_what_stands_in_for_a_bad_record_may_be_bad_too(tmp_path):
     with pytest.raises(tf.errors.InvalidArgumentError, match="one of them"):
         bad.examine(batch, error)
     # This part of the evaluation meets 13, and 0 in its place only.
-    part = SourceEvaluation(source, batch=20, index=1, size=2, reading=Reading(tolerated=2))
+    part = SourceEvaluation(source, batch=20, index=1, size=2, read_options=ReadOptions(tolerated=2))
     (batch,) = part
     assert float(tf.reduce_sum(batch.sample_weight)) == 9
     assert sorted(part.bad.found) == [0, 13]
@@ -114,7 +120,7 @@ def test_what_stands_in_for_a_bad_record_may_be_bad_too(tmp_path):
 
 def test_what_another_rank_found_is_left_out_when_it_is_met(tmp_path):
     source = damaged(tmp_path / "data", 0, 13, size=8)
-    bad = training(source, tolerated=2, exchange=lambda mine: [mine, b'{"0": "ant/000.png: bad"}']).bad
+    bad = training(source, tolerated=2, gather=lambda mine: [mine, b'{"0": "ant/000.png: bad"}']).bad
     batch = tf.constant([13, 4], tf.int64)
     bad.examine(batch, ValueError("one"))
     bad.left_out(batch)  # reads 0 in the place of 13
@@ -128,11 +134,11 @@ def test_the_ranks_count_together(tmp_path):
     source = damaged(tmp_path / "data", 2, 13)
     told = []
 
-    def exchange(mine):
+    def gather(mine):
         told.append(mine)
         return [mine, b'{"13": "bee/003.png: bad"}']
 
-    data = training(source, tolerated=1, exchange=exchange)
+    data = training(source, tolerated=1, gather=gather)
     data.bad.examine(tf.constant([2], tf.int64), ValueError("one"))
     with pytest.raises(DataError, match="2 samples of mine are bad"):
         data.bad.share()
@@ -141,7 +147,9 @@ def test_the_ranks_count_together(tmp_path):
 
 def test_evaluation_leaves_them_out_too(tmp_path):
     source = damaged(tmp_path / "data", 2, 13)
-    parts = [SourceEvaluation(source, batch=7, index=i, size=3, reading=Reading(tolerated=2)) for i in range(3)]
+    parts = [
+        SourceEvaluation(source, batch=7, index=i, size=3, read_options=ReadOptions(tolerated=2)) for i in range(3)
+    ]
     total = sum(float(tf.reduce_sum(b.sample_weight) * b.has_samples) for part in parts for b in part)
     assert total == 18
 
@@ -150,13 +158,17 @@ def test_the_ranks_count_together_in_evaluation(tmp_path):
     source = damaged(tmp_path / "data", 2, 13)
     parts = []
     for index in range(2):
-        reading = Reading(tolerated=1)
+        read_options = ReadOptions(tolerated=1)
         parts.append(
-            SourceEvaluation(source, batch=7, index=index, size=2, reading=reading, exchange=lambda mine: [mine])
+            SourceEvaluation(
+                source, batch=7, index=index, size=2, read_options=read_options, gather=lambda mine: [mine]
+            )
         )
     assert sum(len(list(part)) for part in parts) == 6  # each rank alone meets one of them
-    told = [b'{"2": "ant/002.png: bad"}', b'{"13": "bee/003.png: bad"}']
-    both = SourceEvaluation(source, batch=7, index=0, size=2, reading=Reading(tolerated=1), exchange=lambda _: told)
+    theirs = [b'{"2": "ant/002.png: bad"}', b'{"13": "bee/003.png: bad"}']
+    both = SourceEvaluation(
+        source, batch=7, index=0, size=2, read_options=ReadOptions(tolerated=1), gather=lambda _: theirs
+    )
     with pytest.raises(DataError, match="2 samples of mine are bad"):
         list(both)
 

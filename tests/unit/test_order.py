@@ -13,10 +13,10 @@ from hvdtrain.data.pipeline import SourceTraining
 def epoch_of(order, epoch, index=0, size=1):
     """Return the numbers of a replica's samples in each batch of an epoch, without placeholders."""
     full, counts = order.full_batches, getattr(order, "counts", order)
-    steps = [*order.part(epoch, 0, full, counts.batch, index, size).numpy()] if full else []
+    steps = [*order.slice_numbers(epoch, 0, full, counts.batch, index, size).numpy()] if full else []
     if order.rest:
         kept = order.rest * (index + 1) // size - order.rest * index // size
-        steps.append(order.part(epoch, full, 1, order.rest, index, size).numpy()[0][:kept])
+        steps.append(order.slice_numbers(epoch, full, 1, order.rest, index, size).numpy()[0][:kept])
     return steps
 
 

@@ -10,9 +10,9 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import part_of, per_replica, slice_batch
+from hvdtrain.data.batch import per_replica, slice_batch, split_bounds
 from hvdtrain.data.datasets import DatasetTraining, count_batches, evaluation_of_dataset
-from hvdtrain.data.pipeline import Reading, SourceEvaluation, SourceTraining
+from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
 from hvdtrain.training.inputs import training_data, validation_batches
 from tests.unit.gathering import on_ranks
@@ -129,7 +129,7 @@ def test_cuts_lose_nothing_and_repeat_nothing(total, size):
 
 def test_parts_are_the_same_for_numbers_and_tensors():
     for total, size, index in [(0, 3, 1), (1, 4, 3), (10, 4, 2), (13, 5, 4)]:
-        assert part_of(total, index, size) == tuple(map(int, part_of(tf.constant(total), index, size)))
+        assert split_bounds(total, index, size) == tuple(map(int, split_bounds(tf.constant(total), index, size)))
 
 
 def test_nests_and_weights_are_cut_alike():
@@ -379,7 +379,10 @@ def test_an_unknown_source_or_argument_is_refused(config, cause):
 
 def test_what_bounds_the_reading_reaches_tf_data():
     elements = tf.data.Dataset.range(4)
-    for reading, threads, budget in ((Reading(threads=3, memory_mb=64), 3, 64 * 2**20), (Reading(), None, None)):
+    for reading, threads, budget in (
+        (ReadOptions(threads=3, memory_mb=64), 3, 64 * 2**20),
+        (ReadOptions(), None, None),
+    ):
         options = reading.batches(elements, lambda number: number, heavy=True).options()
         assert options.deterministic
         assert options.threading.private_threadpool_size == threads

@@ -17,7 +17,7 @@ from hvdtrain.data.datasets import DatasetTraining
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.data.streams import GeneratorTraining, PyDatasetTraining
 from hvdtrain.observability.events import BaseObserver
-from hvdtrain.runs.run_data import remedy
+from hvdtrain.runs.run_data import waiting_advice
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop import clock
 from hvdtrain.training.loop.clock import HAND_OVER_S, WARM_UP_STEPS, StepClock
@@ -103,8 +103,8 @@ def test_it_is_said_where_it_is_worth_a_word():
         ({}, False, ["a larger --batch"], ["--cache", "--data-threads", "data pack"]),
     ],
 )
-def test_what_helps_is_what_is_not_done_already(options, heavy, named, not_named):
-    said = remedy(DataConfig(**options), heavy=heavy)
+def test_advice_names_what_is_not_done_already(options, heavy, named, not_named):
+    said = waiting_advice(DataConfig(**options), heavy=heavy)
     assert said.endswith("`python -m hvdtrain data bench` measures it.")
     assert all(word in said for word in named)
     assert not [word for word in not_named if word in said]

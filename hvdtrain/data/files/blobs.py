@@ -1,4 +1,4 @@
-"""Pieces of files, read by number: whole files, members of an archive, records of a TFRecord file."""
+"""Byte ranges of files, read by number: whole files, members of an archive, records of a TFRecord file."""
 
 import hashlib
 import os
@@ -12,24 +12,24 @@ import tensorflow as tf
 from hvdtrain.config.errors import DataError
 
 KEPT_OPEN = 256
-"""Files beyond so many are opened for each read: a process may hold 1024 on most machines."""
+"""Files kept open; others are opened for each read. Most machines allow a process 1024."""
 Check = Callable[[bytes, int], None]
 
 
 class Blobs:
-    """Pieces of files, each known by its file, offset and length in bytes.
+    """Byte ranges ("blobs") of files, each given by its file, offset and length in bytes.
 
     Args:
         files: the files.
-        file_of: [pieces] the number of each piece's file.
-        offsets: [pieces] where each piece begins.
-        lengths: [pieces] how long it is.
-        names: what each piece is called in messages; None: its file and place.
-        check: called with a piece's bytes and its number; raises where they are damaged.
-        known_as: [pieces] what each piece is called on every host, wherever it lies there; None: its file and place.
+        file_of: [blobs] index into `files`.
+        offsets: [blobs] first byte of each.
+        lengths: [blobs] bytes of each.
+        names: a blob's name in messages; None: its file and offset.
+        check: called with a blob's bytes and its number; raises if they are damaged.
+        known_as: [blobs] names that are the same on every host, whatever the folder; None: file and offset.
 
     Raises:
-        DataError: no pieces.
+        DataError: no blobs.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Blobs:
         return len(self.lengths)
 
     def read(self, number: int) -> bytes:
-        """Return piece `number`.
+        """Return the bytes of blob `number`.
 
         Raises:
             DataError: the file cannot be read, or is too short.
@@ -77,18 +77,18 @@ class Blobs:
         return data
 
     def tensor(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Return the pieces `numbers` [n] as strings [n]; usable within a tf.data map."""
+        """Return the blobs `numbers` [n] as strings [n]; usable within tf.data.Dataset.map."""
         pieces = tf.numpy_function(self._read_all, [numbers], tf.string)
         return tf.ensure_shape(pieces, numbers.shape)
 
     def describe(self, number: int) -> str:
-        """Say where piece `number` is."""
+        """Describe blob `number`: its name, or its file and offset."""
         if self._names is not None:
             return self._names(number)
         return f"{self.files[int(self.file_of[number])]}, byte {int(self.offsets[number])}"
 
     def fingerprint(self) -> bytes:
-        """Return a hash of what the pieces are called on every host, and of their lengths; their bytes are not read."""
+        """Return a hash of the names that all hosts share and of the lengths; no bytes are read."""
         known_as, places = self._known_as, [self.lengths]
         if known_as is None:
             known_as, places = [file.name for file in self.files], [self.file_of, self.offsets, self.lengths]
@@ -98,12 +98,12 @@ class Blobs:
         return digest.digest()
 
     def listing(self) -> list[str]:
-        """Return what each piece is called on every host, and its size; none where they are called nothing."""
+        """Return the name that all hosts share and the size of each blob; empty if they have no such names."""
         names = self._known_as or []
         return [f"{name} ({size:,} bytes)" for name, size in zip(names, self.lengths, strict=False)]
 
     def version(self) -> bytes:
-        """Return a hash of where the files are and when they were changed, which differs between hosts."""
+        """Return a hash of the paths and modification times, which differ between hosts."""
         facts = [f"{file.resolve()} {file.stat().st_mtime_ns}" for file in self.files]
         return hashlib.sha256("\n".join(facts).encode()).digest()
 
@@ -118,7 +118,7 @@ class Blobs:
             return os.pread(self._open[file], length, offset)
         descriptor = os.open(self.files[file], os.O_RDONLY | os.O_CLOEXEC)
         data = os.pread(descriptor, length, offset)
-        # Two threads may open the same file at the same time: one of them keeps it.
+        # Two threads may have opened the same file: one of the descriptors is kept.
         if len(self._open) >= KEPT_OPEN or self._open.setdefault(file, descriptor) != descriptor:
             os.close(descriptor)
         return data

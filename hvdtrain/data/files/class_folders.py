@@ -22,24 +22,24 @@ SPLITS = {
     "validation": "validation",
     "test": "test",
 }
-"""Names of folders above the class folders, and what they mean."""
+"""Split that a folder above the class folders stands for, by its name."""
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 
 @dataclass(frozen=True)
 class Found:
-    """Encoded images and their labels, in the order of their names."""
+    """Encoded images found on disk, with their labels, sorted by name."""
 
     path: Path
     blobs: Blobs
     names: list[str]
     """Each image's path below the class folders' parents: `cat/0001.jpg`."""
     labels: np.ndarray
-    """[images] int32, numbers of `classes`."""
+    """[images] int32, indices into `classes`."""
     classes: list[str]
     """Names of the class folders, sorted."""
     splits: np.ndarray
-    """[images] `train`, `validation` or `test`; `train` for all where there are no such folders."""
+    """[images] `train`, `validation` or `test`; all `train` if there are no such folders."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class _Piece:
 
 
 def is_tar(path: Path) -> bool:
-    """Tell a tar file by its name."""
+    """Whether `path` is named like a tar file."""
     return path.name.lower().endswith(TAR_SUFFIXES)
 
 
 def scan(path: Path) -> Found:
-    """Find the images below the folder, or within the tar file, `path`.
+    """Find the images below a folder, or within a tar file.
 
     Raises:
-        DataError: there are none, or the tar file has members that lie outside of it.
+        DataError: there are no images, or the tar file has members outside its own folder.
     """
     if path.is_dir():
         pieces = _in_folder(path)
@@ -116,12 +116,12 @@ def _in_tar(path: Path) -> list[_Piece]:
 
 
 def is_image(name: str) -> bool:
-    """Tell an image by its file's name."""
+    """Whether a file is named like an image."""
     return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _without_splits(path: Path, names: Sequence[PurePosixPath]) -> tuple[list[str], list[PurePosixPath]]:
-    """Return the split of each image, and its path from the class folder on."""
+    """Return the split of each image, and its path from the class folder down."""
     parts = [name.parts for name in names]
     short = next((name for name, part in zip(names, parts, strict=True) if len(part) < 2), None)
     if short is not None:

@@ -1,4 +1,4 @@
-"""What the records of TFRecord files hold, and what of it is trained on: described in a YAML file.
+"""The description of TFRecord records, in a YAML file: their features, and which are inputs and targets.
 
     features:
       image/encoded: {kind: image, shape: [32, 32, 3]}
@@ -10,18 +10,18 @@
     classes: 10
     name: image/filename
 
-`features` names entries of a record (a tf.train.Example) and their kinds:
+`features` maps the features of a record (a tf.train.Example) to their kinds:
 
     image     an encoded JPEG, PNG, GIF or BMP file, decoded to bytes of pixels, shape [height, width, channels]; height
-              and width may be null: they are then those of the first image, or what --data-args image_size says
-    bytes     the raw, little-endian bytes of a tensor of `dtype` (uint8 if none is given) and `shape`
+              and width may be null: they then come from the first image, or from --data-args image_size
+    bytes     the raw, little-endian bytes of a tensor of `dtype` (default uint8) and `shape`
     int64     whole numbers of `shape`
     float32   numbers of `shape`
 
-`shape` is [] if none is given, for images [null, null, 3]; int64 and float32 are turned into `dtype` if one is given.
-`inputs` and `targets` are an entry, or several as {name of the model's input: entry}. Inputs of type uint8 are pixels:
-they become float32 in [0, 1] after augmentation. With `classes`, whole numbers among the targets are labels, and one
-outside of [0, classes) is an error. `sample_weight` and `name` (what a record is called in messages) are optional.
+`shape` defaults to [], for images to [null, null, 3]; int64 and float32 are cast to `dtype` if there is one.
+`inputs` and `targets` are a feature, or several as {name of the model's input: feature}. uint8 inputs are pixels:
+they become float32 in [0, 1] after augmentation. With `classes`, integer targets are labels, and one outside of
+[0, classes) is an error. `sample_weight` and `name` (the record's name in messages) are optional.
 """
 
 import os
@@ -39,7 +39,7 @@ Dims = tuple[int | None, ...]
 
 @section
 class Feature:
-    """One entry of a record."""
+    """One feature of a record."""
 
     kind: Literal["image", "bytes", "int64", "float32"]
     shape: Dims | None = None
@@ -47,13 +47,13 @@ class Feature:
 
     @property
     def dims(self) -> Dims:
-        """The shape, with what is assumed where none is given."""
+        """The shape, or the default of its kind."""
         return self.shape if self.shape is not None else ((None, None, 3) if self.kind == "image" else ())
 
 
 @section
 class Description:
-    """The entries of a record, and which of them are trained on."""
+    """The features of a record, and their roles in training."""
 
     features: dict[str, Feature]
     inputs: str | dict[str, str]
@@ -64,17 +64,17 @@ class Description:
 
     @property
     def used(self) -> dict[str, Feature]:
-        """The entries that are trained on."""
+        """The features used in training."""
         nests = [self.inputs, self.targets, *([self.sample_weight] if self.sample_weight else [])]
         keys = [key for nest in nests for key in ([nest] if isinstance(nest, str) else nest.values())]
         return {key: self.features[key] for key in keys}
 
 
 def read_description(path: Path) -> Description:
-    """Read a description of records.
+    """Read a description from a YAML file.
 
     Raises:
-        DataError: it cannot be read, or does not fit; the file and the entry are named.
+        DataError: it cannot be read, or is malformed; names the file and the key.
     """
     import pydantic
 
@@ -92,7 +92,7 @@ def read_description(path: Path) -> Description:
 
 
 def write_description(path: Path, description: Description) -> None:
-    """Write what `read_description` reads, all at once; options that were not chosen are left out."""
+    """Write a description atomically, without the options left at their defaults."""
     features = {key: _chosen(vars(feature)) for key, feature in description.features.items()}
     values = {**_chosen(vars(description)), "features": features}
     draft = path.with_name(f".{path.name}.draft")

@@ -1,12 +1,12 @@
-"""A folder that `data pack` made: shards of records, and an index that says what is in them.
+"""The format of a folder that `data pack` made: shards of records, and their index.
 
-    train-00000-of-00008.tfrecord, …     the shards; validation-… and test-… where there are such images
-    features.yaml                        what a record holds, for the loader; see `features`
-    packing.json                         what was asked for: a rerun that asks for something else is refused
+    train-00000-of-00008.tfrecord, …     the shards; also validation-… and test-…
+    features.yaml                        description of the records, for the loader; see `features`
+    packing.json                         the options of packing: a rerun with others is refused
     index.json                           shards with their splits, records, bytes and CRC-32C; classes and their counts
     index.npz                            of all records, shard by shard: offsets, lengths, checksums, labels
 
-The index is written last: a folder without one is not finished.
+The index is written last: a folder without one is incomplete.
 """
 
 import dataclasses
@@ -39,28 +39,28 @@ class Shard:
     records: int
     bytes: int
     crc32c: int
-    """Of the whole file."""
+    """CRC-32C of the whole file."""
 
 
 @dataclass(frozen=True)
 class PackedFolder:
-    """What the index of a packed folder says."""
+    """A packed folder, as its index describes it."""
 
     path: Path
     classes: list[str]
     shards: list[Shard]
     index: Index
-    """Of the records of all shards, in their order."""
+    """Index of the records of all shards, in order."""
     labels: np.ndarray
-    """[records] int32, numbers of `classes`."""
+    """[records] int32, indices into `classes`."""
 
     @property
     def splits(self) -> list[str]:
-        """The splits there are."""
+        """The splits of the folder."""
         return list(dict.fromkeys(shard.split for shard in self.shards))
 
     def records(self, split: str | None = None) -> Records:
-        """Return the records of one split, or of all shards."""
+        """Return the records of one split, or of all."""
         shards = [shard for shard in self.shards if split in (None, shard.split)]
         mine = np.repeat([split in (None, shard.split) for shard in self.shards], self._counts)
         return Records(
@@ -81,7 +81,7 @@ class PackedFolder:
         }
 
     def bounds(self) -> list[slice]:
-        """Return which of the records are in each shard."""
+        """Return the range of records in each shard."""
         ends = np.cumsum(self._counts).tolist()
         return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -91,15 +91,15 @@ class PackedFolder:
 
 
 def is_packed(folder: Path) -> bool:
-    """Tell a folder that `data pack` made or began."""
+    """Whether `data pack` made or began the folder."""
     return is_there(folder / PLAN)
 
 
 def read_packed(folder: Path) -> PackedFolder:
-    """Read the index of a packed folder; the shards are not looked at.
+    """Read the index of a packed folder, not its shards.
 
     Raises:
-        DataError: packing was not finished, or the index is damaged or cannot be read.
+        DataError: packing is incomplete, or the index is damaged or unreadable.
     """
     if not is_there(folder / INDEX):
         raise DataError(f"{folder}: packing was not finished: run data pack again.")
@@ -121,10 +121,10 @@ def read_packed(folder: Path) -> PackedFolder:
 
 
 def refuse_changed(packed: PackedFolder) -> None:
-    """Refuse a folder whose shards have not the size that the index tells; their bytes are not read.
+    """Refuse a folder with shards of other sizes than in the index; their bytes are not read.
 
     Raises:
-        DataError: naming the first of them.
+        DataError: names the first such shard.
     """
     for shard in packed.shards:
         size = size_of(packed.path / shard.file)
@@ -134,12 +134,12 @@ def refuse_changed(packed: PackedFolder) -> None:
 
 
 def size_of(file: Path) -> int | None:
-    """Return the bytes of a file; None where there is none."""
+    """Return the size of a file in bytes; None if it does not exist."""
     return file.stat().st_size if file.is_file() else None
 
 
 def write_index(packed: PackedFolder) -> None:
-    """Write the index of a packed folder, all at once as far as a reader can see."""
+    """Write the index of a packed folder atomically."""
     values = {
         "classes": packed.classes,
         "records": packed.counts(),
@@ -153,7 +153,7 @@ def write_index(packed: PackedFolder) -> None:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Write `values` so that the file is there whole or not at all."""
+    """Write `values` as JSON, atomically."""
     draft = file.with_name(f".{file.name}.draft")
     draft.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(draft, file)

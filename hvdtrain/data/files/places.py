@@ -1,4 +1,4 @@
-"""Where data are found and where what is made of them is kept."""
+"""Folders: where data are looked up, and where derived files are cached."""
 
 import hashlib
 import os
@@ -11,10 +11,10 @@ CACHE_VARIABLE = "HVDTRAIN_CACHE"
 
 
 def find_data(path: str) -> Path:
-    """Return the file or folder `path`; one that is not there is looked for in the folder HVDTRAIN_DATA.
+    """Return the file or folder `path`, looked up in the folder HVDTRAIN_DATA if it does not exist.
 
     Raises:
-        DataError: it is in neither place, or it cannot be told.
+        DataError: it exists in neither place, or a folder cannot be read.
     """
     if not path:
         raise DataError("This data source needs a file or folder: --data-args path PATH.")
@@ -29,10 +29,10 @@ def find_data(path: str) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether there is a file or folder `path`.
+    """Whether the file or folder `path` exists.
 
     Raises:
-        DataError: a folder on the way to it is closed to us.
+        DataError: a folder on the way to it cannot be read.
     """
     try:
         return path.exists()
@@ -41,7 +41,7 @@ def is_there(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the folder for what can be made again: HVDTRAIN_CACHE, or hvdtrain in the user's cache; it is made."""
+    """Create and return the cache folder: HVDTRAIN_CACHE, or hvdtrain in the user's cache."""
     chosen = os.environ.get(CACHE_VARIABLE)
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(chosen) if chosen else Path(base) / "hvdtrain"
@@ -53,7 +53,7 @@ def cache_folder() -> Path:
 
 
 def cache_key(path: Path, *what: str) -> str:
-    """Return a name for what is made of a file: another one as soon as the file's size or time of change differs."""
+    """Return a name for something derived from a file; it changes with the file's size or modification time."""
     facts = path.stat()
     text = "\0".join([str(path.resolve()), str(facts.st_size), str(facts.st_mtime_ns), *what])
     return hashlib.sha256(text.encode()).hexdigest()[:24]

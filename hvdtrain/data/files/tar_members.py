@@ -1,4 +1,4 @@
-"""What a tar file holds: all of it, or an error that says what is amiss."""
+"""The members of a tar file: all of them, or an error that names the damage."""
 
 import posixpath
 import tarfile
@@ -10,7 +10,7 @@ from hvdtrain.config.errors import DataError
 
 BLOCK_BYTES = 512
 MOST_LINKS = 40
-"""Links that lead to one another; the kernel follows as many."""
+"""Length of a chain of links; the kernel follows as many."""
 
 
 def members(archive: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
@@ -30,10 +30,10 @@ def members(archive: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def files_within(archive: tarfile.TarFile, path: Path) -> dict[PurePosixPath, tarfile.TarInfo]:
-    """Return the files of an open archive by their names, but for hidden ones; links are the files they lead to.
+    """Return the files of an open archive by name, without hidden ones; links are resolved.
 
     Raises:
-        DataError: the archive `path` is damaged, has members outside of its own folder, or links that lead to no file.
+        DataError: the archive `path` is damaged, has members outside its own folder, or dangling links.
     """
     found = {}
     for member in members(archive, path):
@@ -47,7 +47,7 @@ def files_within(archive: tarfile.TarFile, path: Path) -> dict[PurePosixPath, ta
 
 
 def _followed(found: dict[PurePosixPath, tarfile.TarInfo], name: PurePosixPath, path: Path) -> tarfile.TarInfo:
-    """Return the member `name`, or the file it leads to."""
+    """Return the member `name`, with links resolved."""
     member = found.get(name)
     for _ in range(MOST_LINKS):
         if member is None or not _is_link(member):
@@ -66,7 +66,7 @@ def _is_link(member: tarfile.TarInfo) -> bool:
 
 
 def _target(member: tarfile.TarInfo) -> PurePosixPath:
-    """Return where a link leads: a hard link names a member, a symbolic one a way from its own folder."""
+    """Return a link's target: a hard link names a member, a symbolic one a path relative to its folder."""
     way = member.linkname
     if member.issym():
         way = posixpath.join(posixpath.dirname(member.name), way)

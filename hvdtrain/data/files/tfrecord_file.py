@@ -1,4 +1,4 @@
-"""The format of TFRecord files: one record after the other, each of four parts.
+"""The TFRecord file format: a sequence of records, each with four fields.
 
     length       8 bytes, little-endian: how many bytes of data follow
     checksum     4 bytes: masked CRC-32C of the length
@@ -28,7 +28,7 @@ FOOTER_BYTES = _CHECKSUM.size
 
 
 class Index(NamedTuple):
-    """Where the data of each record of a file are, and their masked checksums."""
+    """Offsets, lengths and masked checksums of the records of a file."""
 
     offsets: np.ndarray
     """[records] int64, bytes."""
@@ -39,29 +39,29 @@ class Index(NamedTuple):
 
     @classmethod
     def of(cls, records: list[tuple[int, int, int]]) -> "Index":
-        """Gather (offset, length, checksum) of each record."""
+        """Make an index of the (offset, length, checksum) of each record."""
         table = np.array(records, np.int64).reshape(-1, 3)
         return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].astype(np.uint32))
 
 
 def masked_checksum(data: bytes) -> int:
-    """Return the CRC-32C of `data`, rotated and shifted: data may themselves hold checksums."""
+    """Return the CRC-32C of `data`, masked as TFRecord does, since data may themselves hold checksums."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def framed(data: bytes) -> bytes:
-    """Return `data` as a record of a file."""
+    """Return `data` framed as a record."""
     length = _LENGTH.pack(len(data))
     return b"".join((length, _CHECKSUM.pack(masked_checksum(length)), data, _CHECKSUM.pack(masked_checksum(data))))
 
 
 def walk(path: Path, name: str = "") -> Iterator[tuple[int, int, int]]:
-    """Yield offset, length and masked checksum of each record's data, which themselves are not read.
+    """Yield offset, length and masked checksum of each record, without reading its data.
 
     Args:
         path: the file, uncompressed.
-        name: what messages call it, if not by its path.
+        name: its name in messages; its path by default.
 
     Raises:
         DataError: a damaged length, or a file that ends within a record; the file and the record are named.
@@ -80,14 +80,14 @@ def walk(path: Path, name: str = "") -> Iterator[tuple[int, int, int]]:
 
 
 def read_index(path: Path, name: str = "") -> Index:
-    """Find all records of a file; see `walk`."""
+    """Return the index of a file; see `walk`."""
     return Index.of(list(walk(path, name)))
 
 
 def compression(path: Path) -> str:
-    """Return "gzip" or "zlib" for a file that TensorFlow compressed so, else ""."""
+    """Return "gzip" or "zlib" for a compressed TFRecord file, else ""."""
     start = _start(path)
-    # A length may begin like a compressed file, but then its checksum is right.
+    # A length may look like the magic number of a compressed file, but then its checksum is right.
     if _has_right_length(start):
         return ""
     if start[:2] == b"\x1f\x8b":
@@ -97,7 +97,7 @@ def compression(path: Path) -> str:
 
 
 def begins_with_a_record(path: Path) -> bool:
-    """Tell whether a file, uncompressed, starts as a TFRecord file does."""
+    """Whether a file starts with an uncompressed TFRecord header."""
     packed = compression(path)
     if not packed:
         return _has_right_length(_start(path))
@@ -128,10 +128,10 @@ def _start(path: Path) -> bytes:
 
 
 class ZlibFile(io.RawIOBase):
-    """What a zlib-compressed file holds.
+    """Reads a zlib-compressed file.
 
     Raises:
-        EOFError: while reading, where the file ends too early.
+        EOFError: while reading, if the file is cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,4 +161,4 @@ class ZlibFile(io.RawIOBase):
 
 
 OPENERS: dict[str, Any] = {"gzip": gzip.open, "zlib": ZlibFile}
-"""What opens a file of each compression."""
+"""Opens a file of each compression."""

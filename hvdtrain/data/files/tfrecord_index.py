@@ -1,4 +1,4 @@
-"""Which TFRecord files there are, and where the records in them lie."""
+"""Finding TFRecord files, and indexing the records in them."""
 
 import glob
 import hashlib
@@ -21,36 +21,36 @@ from hvdtrain.data.files.unpacked import made_once, seekable, writing_into
 from hvdtrain.data.files.walking import files_below
 
 INDEXED_AT_ONCE = 8
-"""Files whose index is read at the same time: on a network's file system that is waiting, not work."""
+"""Files indexed at a time: on a network file system that is waiting, not work."""
 _IS_RECORD_FILE = re.compile(r"\.(tfrecords?|tfrec)(\.(gz|zlib))?$|-\d+-of-\d+(\.\w+)?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Records:
-    """Records of several files, numbered from the first of the first file on."""
+    """The records of several files, numbered consecutively."""
 
     folder: Path
-    """Where the first file lies."""
+    """Folder of the first file."""
     names: list[str]
-    """What each file is called in messages."""
+    """Name of each file in messages."""
     files: list[Path]
-    """The file to read for each name: uncompressed."""
+    """Uncompressed file for each name."""
     file_of: np.ndarray
-    """[records] int64, ascending: the number of each record's file."""
+    """[records] int64, ascending: index into `files`."""
     index: Index
     labels: np.ndarray | None = None
-    """[records] labels, where an index of ours tells them."""
+    """[records] labels, if the index of a packed folder holds them."""
 
     def __len__(self) -> int:
         return len(self.file_of)
 
     def place(self, number: int) -> str:
-        """Return the file of record `number`, and its place within it, counted from 0."""
+        """Return the file of record `number`, and its number within it, from 0."""
         file = int(self.file_of[number])
         return f"{self.names[file]}, record {number - int(self._firsts[file])}"
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of record `number` as they are: fewer where the file ends, damaged or not.
+        """Return the bytes of record `number` unchecked; fewer if the file is cut off.
 
         Raises:
             DataError: the file cannot be read.
@@ -62,29 +62,29 @@ class Records:
             raise DataError(f"{error.filename or self.place(number)} cannot be read: {error.strerror}.") from None
 
     def is_whole(self, data: bytes, number: int) -> bool:
-        """Tell whether `data` are those that were written as record `number`."""
+        """Whether `data` match the checksum of record `number`."""
         return masked_checksum(data) == int(self.index.checksums[number])
 
     def fingerprint(self) -> bytes:
-        """Return a hash [32 bytes] of the records' checksums and lengths, and so of what they hold."""
+        """Return a hash [32 bytes] of the records' checksums and lengths, and thus of their contents."""
         digest = hashlib.sha256(self.index.lengths.tobytes())
         digest.update(self.index.checksums.tobytes())
         return digest.digest()
 
     def listing(self) -> list[str]:
-        """Return name, number of records and a checksum of their checksums for each file."""
+        """Return the name, number of records and a combined checksum of each file."""
         parts = np.split(self.index.checksums, self._firsts[1:])
         facts = zip(self.names, parts, strict=True)
         return [f"{name} ({len(part):,} records, checksum {zlib.crc32(part.tobytes()):08x})" for name, part in facts]
 
     @cached_property
     def _firsts(self) -> np.ndarray:
-        """[files] the number of each file's first record."""
+        """[files] number of each file's first record."""
         return np.searchsorted(self.file_of, np.arange(len(self.files)))
 
 
 def record_files(path: str) -> list[Path]:
-    """Return the TFRecord files that `path` names: a file, a folder with those below it, or a pattern with * and ?.
+    """Return the TFRecord files of `path`: a file, a folder searched recursively, or a pattern with * and ?.
 
     Raises:
         DataError: there are none.
@@ -101,7 +101,7 @@ def record_files(path: str) -> list[Path]:
 
 
 def is_record_file(file: Path) -> bool:
-    """Tell a TFRecord file by its name; an image may be called photo-1-of-3.png."""
+    """Whether a file is named like a TFRecord file; photo-1-of-3.png is not."""
     name = file.name.lower()
     return bool(_IS_RECORD_FILE.search(name)) and not name.startswith(".") and not is_image(name) and file.is_file()
 
@@ -116,10 +116,10 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def records_of(files: Sequence[Path]) -> Records:
-    """Find the records of all `files`; a file's index is kept in the cache, and so are compressed files, unpacked.
+    """Index the records of all `files`. Indices and uncompressed copies of files are cached.
 
     Raises:
-        DataError: a file that is damaged, or no records in any of them.
+        DataError: a damaged file, or no records at all.
     """
     with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
         found = list(pool.map(_indexed, files))
@@ -132,10 +132,10 @@ def records_of(files: Sequence[Path]) -> Records:
 
 
 def uncompressed(file: Path) -> Path:
-    """Return a file with the records of `file`, uncompressed.
+    """Return an uncompressed copy of `file`, or `file` itself.
 
     Raises:
-        DataError: it cannot be read, or unpacked.
+        DataError: it cannot be read or decompressed.
     """
     try:
         packed = compression(file)
@@ -145,7 +145,7 @@ def uncompressed(file: Path) -> Path:
 
 
 def short_names(files: Sequence[Path]) -> list[str]:
-    """Return names that tell `files` apart: without the folder that they have in common."""
+    """Return paths relative to the common folder of `files`."""
     common = os.path.commonpath([file.absolute().parent for file in files])
     return [str(file.absolute().relative_to(common)) for file in files]
 

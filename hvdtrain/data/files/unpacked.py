@@ -1,4 +1,4 @@
-"""Compressed files, unpacked once into the cache: what is read by offset must not be compressed."""
+"""Compressed files, decompressed once into the cache for random access."""
 
 import bz2
 import fcntl
@@ -24,20 +24,20 @@ OPENERS: dict[str, Any] = {
     ".xz": lzma.open,
     ".txz": lzma.open,
 }
-"""What opens a compressed file, by its suffix."""
+"""Opens a compressed file, by its suffix."""
 
 
 def seekable(path: Path, opener: Opener | None = None) -> Path:
-    """Return a file with what `path` holds uncompressed; `path` itself where it is not compressed.
+    """Return an uncompressed copy of `path`, or `path` itself if it is not compressed.
 
-    The first process of a host unpacks it into the cache, the others wait; a later run finds it there.
+    The first process of a host decompresses it into the cache while the others wait; later runs find it there.
 
     Args:
         path: the file.
-        opener: opens it for reading what is in it; None goes by its suffix.
+        opener: opens it for reading decompressed; None chooses by its suffix.
 
     Raises:
-        DataError: it is damaged, or there is no room for it.
+        DataError: it is damaged, or the disk is full.
     """
     opener = opener or OPENERS.get(path.suffix.lower())
     if opener is None:
@@ -51,12 +51,12 @@ def seekable(path: Path, opener: Opener | None = None) -> Path:
 
 @contextmanager
 def made_once(target: Path) -> Iterator[Path | None]:
-    """Give the one process that is to make `target` the name of a draft, all others None as soon as it is there.
+    """Yield a draft path to the one process that makes `target`; None to all others, once it exists.
 
-    The draft takes its place when the block ends well, and is removed when it does not.
+    The draft is renamed to `target` if the block succeeds, and removed if it fails.
 
     Raises:
-        DataError: the folder of `target` cannot be written into.
+        DataError: the folder of `target` is not writable.
     """
     with _locked(target.with_name(f"{target.name}.lock")):
         if target.exists():
@@ -72,7 +72,7 @@ def made_once(target: Path) -> Iterator[Path | None]:
 
 @contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """Make an error of the system while the block writes into the cache `folder` one that names it."""
+    """Turn an OSError inside the block into a DataError that names the cache `folder`."""
     try:
         yield
     except OSError as error:
@@ -80,7 +80,7 @@ def writing_into(folder: Path) -> Iterator[None]:
 
 
 def _locked(file: Path) -> IO[str]:
-    """Open a file that only one process at a time has open so."""
+    """Open a file under an exclusive lock."""
     with writing_into(file.parent):
         opened = open(file, "w")  # noqa: SIM115 - closed by the caller
         fcntl.flock(opened, fcntl.LOCK_EX)

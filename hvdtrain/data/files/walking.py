@@ -1,4 +1,4 @@
-"""The files below a folder."""
+"""Recursive listing of files."""
 
 import os
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ Identity = tuple[int, int]
 
 
 def files_below(folder: Path, above: frozenset[Identity] = frozenset()) -> Iterator[Path]:
-    """Yield the files below `folder`, in the order of their names, but for hidden files and folders.
+    """Yield the files below `folder`, sorted by name, without hidden files and folders.
 
-    Links are followed; one that leads back to a folder above it is not, as all that it leads to is found there.
+    Links are followed, except to a folder above them, which is listed already.
 
     Args:
-        folder: where to look.
-        above: device and inode of each folder on the way to it.
+        folder: the root.
+        above: device and inode of each folder above it.
 
     Raises:
         DataError: a folder cannot be read.

@@ -1,4 +1,4 @@
-"""What a file or folder of data holds, and what of it is damaged: everything is read, images are decoded."""
+"""Inspection of files and folders of data: contents and damage. Everything is read, images are decoded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +18,14 @@ from hvdtrain.data.sources import cifar_archives
 
 
 def inspect(path: str, tick: Tick | None = None) -> Report:
-    """Read all of what `data` knows: packed folders, TFRecord files, class folders, arrays, tables and text.
+    """Inspect a packed folder, TFRecord files, class folders, arrays, a table or text.
 
     Args:
-        path: what to look at; HVDTRAIN_DATA is searched too.
-        tick: called with how much is done and how much there is to do, now and then.
+        path: a file or folder, also below HVDTRAIN_DATA.
+        tick: called now and then with the numbers of records done and in all.
 
     Raises:
-        DataError: nothing is there, it cannot be read, or it is none of these.
+        DataError: `path` does not exist, cannot be read, or is none of these.
     """
     try:
         return _inspected(path, tick or (lambda done, total: None))

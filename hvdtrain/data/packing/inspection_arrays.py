@@ -18,7 +18,7 @@ from hvdtrain.data.sources import cifar_archives, idx
 from hvdtrain.data.splits import DataSplits
 
 MOST_CLASSES = 1000
-"""Whole numbers of more different values than that are no classes."""
+"""Integers with more distinct values are not taken for classes."""
 _IDX_IMAGES = re.compile(r"(.*?)train-images[-.]idx3-ubyte(\.gz)?")
 _DAMAGE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
@@ -62,7 +62,7 @@ def inspect_cifar(path: Path) -> Report:
 
 
 def is_idx(folder: Path) -> bool:
-    """Tell a folder with files in the format of MNIST."""
+    """Whether a folder has files in the format of MNIST."""
     return any(_IDX_IMAGES.fullmatch(file.name) for file in folder.iterdir())
 
 
@@ -86,7 +86,7 @@ def _examine(report: Report, name: str, read: Callable[[], Any]) -> None:
 
 
 def _examine_splits(report: Report, name: str, load: Callable[[], DataSplits]) -> None:
-    """Note what a loader makes of files, or why it refuses them."""
+    """Report what a loader returns, or why it refuses the files."""
     try:
         splits = load()
     except DataError as error:

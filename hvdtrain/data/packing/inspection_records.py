@@ -18,13 +18,13 @@ from hvdtrain.data.packing.inspection_report import Examined, Report, Tick, deco
 from hvdtrain.data.packing.shard_writer import LABEL, NAME, file_crc32c
 
 IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM")
-"""How encoded JPEG, PNG, GIF and BMP files begin."""
+"""First bytes of JPEG, PNG, GIF and BMP files."""
 USUAL_LABELS = (LABEL, "label")
-"""What labels are called where no description says it."""
+"""Names of label features if there is no description."""
 
 
 class _Examiner:
-    """Examines records one by one, with what is known of them."""
+    """Examines records one by one, using their description and index if there are any."""
 
     def __init__(self, records: Records, description: Description | None, packed: PackedFolder | None = None) -> None:
         self._records = records
@@ -35,7 +35,7 @@ class _Examiner:
         self._name = (description.name if description else None) or NAME
 
     def examine(self, number: int) -> Examined:
-        """Return what is in record `number`, and what is wrong with it."""
+        """Return the contents of record `number`, and its damage."""
         examined = Examined(self._records.place(number))
         try:
             data = self._records.read(number)
@@ -88,7 +88,7 @@ class _Examiner:
 
 
 def inspect_records(path: str, files: Sequence[Path], tick: Tick) -> Report:
-    """Read all records of TFRecord files; a description beside them says what their labels are."""
+    """Read all records of TFRecord files; a description in their folder names the labels."""
     report = Report("TFRecord files", path)
     records = _found(files, report)
     report.facts["records"] = f"{len(records):,} in {len(files)} file{'s' * (len(files) > 1)}"
@@ -119,7 +119,7 @@ def inspect_packed(folder: Path, tick: Tick) -> Report:
 
 
 def _found(files: Sequence[Path], report: Report) -> Records:
-    """Find the records of all files; where a file is damaged, those before the damage."""
+    """Index the records of all files; of a damaged file, those before the damage."""
     plain, found, file_of = [], [], []
     names = short_names(files)
     for place, file in enumerate(files):

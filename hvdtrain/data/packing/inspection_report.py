@@ -1,4 +1,4 @@
-"""What an inspection of data found, and how many records are examined at the same time."""
+"""The report of an inspection, and its thread pool."""
 
 import os
 from collections import Counter
@@ -12,26 +12,26 @@ from hvdtrain.config.errors import UserError
 from hvdtrain.data.bad_records import cause_of
 
 Tick = Callable[[int, int], None]
-"""Called with how much is done, and how much there is to do."""
+"""Called with the numbers of records done and in all."""
 AT_ONCE = 512
-"""Records that are examined before the next ones are begun, which bounds the memory."""
+"""Records in flight, which bounds the memory."""
 SHOWN_SHAPES = 3
 
 
 @dataclass
 class Examined:
-    """What was seen of one record."""
+    """Findings about one record."""
 
     place: str
     entries: dict[str, str] = field(default_factory=dict)
-    """Type and shape of each entry."""
+    """Dtype and shape of each feature."""
     problems: list[str] = field(default_factory=list)
     label: str | None = None
-    """The class it belongs to."""
+    """Its class."""
     split: str = "records"
 
     def look(self, entry: str, read: Callable[[], str]) -> None:
-        """Note what `read` says of an entry, or why it fails."""
+        """Record the description that `read` returns for a feature, or the error it raises."""
         try:
             self.entries[entry] = read()
         except (UserError, tf.errors.OpError) as error:
@@ -40,22 +40,22 @@ class Examined:
 
 @dataclass
 class Report:
-    """What data hold."""
+    """Contents and damage of data."""
 
     kind: str
     path: str
     facts: dict[str, str] = field(default_factory=dict)
     balance: dict[str, Counter[str]] = field(default_factory=dict)
-    """For each class, its records in each split."""
+    """Number of records by class and split."""
     damaged: list[str] = field(default_factory=list)
-    """What is damaged, with its place."""
+    """Damaged records, with their position and cause."""
 
     def count(self, label: str, split: str, number: int = 1) -> None:
-        """Count `number` records of a class."""
+        """Add `number` records of a class."""
         self.balance.setdefault(label, Counter())[split] += number
 
     def take(self, examined: Iterable[Examined]) -> None:
-        """Add what was seen of each record."""
+        """Add the findings about each record."""
         shapes: dict[str, Counter[str]] = {}
         for one in examined:
             for entry, shape in one.entries.items():
@@ -69,7 +69,7 @@ class Report:
 def in_threads(
     examine: Callable[[int], Examined], numbers: Sequence[int], tick: Tick, at_once: int = AT_ONCE
 ) -> Iterator[Examined]:
-    """Examine the records `numbers`, several at a time, and yield what was seen in their order."""
+    """Examine the records `numbers` in threads, and yield the findings in order."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for begin in range(0, len(numbers), at_once):
             yield from pool.map(examine, numbers[begin : begin + at_once])
@@ -77,7 +77,7 @@ def in_threads(
 
 
 def decoded_image(data: bytes) -> str:
-    """Decode an image and return its type and shape.
+    """Decode an image and describe its dtype and shape.
 
     Raises:
         tf.errors.OpError: it cannot be decoded.

@@ -11,16 +11,16 @@ from hvdtrain.data.packing.inspection_report import Report
 from hvdtrain.data.sources.csv_file import Column, header_of, read_table
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-"""What stands between the values of a table, by its file's suffix."""
+"""Delimiter of a table, by its file's suffix."""
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
-"""What Python makes of bytes that are no UTF-8, if it is told to go on."""
+"""Surrogates, into which errors="surrogateescape" decodes bytes that are not UTF-8."""
 
 
 def inspect_texts(path: Path, files: Sequence[Path]) -> Report:
-    """Read text files, which belong together.
+    """Inspect text files as one corpus.
 
     Raises:
-        DataError: one is no text.
+        DataError: a file is not text.
     """
     report = Report("text", str(path))
     size, characters, lines, different = 0, 0, 0, set[str]()
@@ -40,7 +40,7 @@ def inspect_texts(path: Path, files: Sequence[Path]) -> Report:
 
 
 def inspect_table(path: Path) -> Report:
-    """Read all columns of a CSV file, whose first line names them."""
+    """Inspect a CSV file with a header line."""
     report = Report("table", str(path))
     try:
         delimiter = DELIMITERS[path.suffix.lower()]
@@ -54,7 +54,7 @@ def inspect_table(path: Path) -> Report:
 
 
 def _read(file: Path) -> tuple[str, list[int]]:
-    """Return a file's text, and the lines with bytes that are none."""
+    """Return a file's text, and the lines that are not UTF-8."""
     data = file.read_bytes()
     if b"\0" in data:
         raise DataError(

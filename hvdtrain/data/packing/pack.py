@@ -1,4 +1,4 @@
-"""Folders of images made into TFRecord shards, by several processes; what is interrupted is taken up again."""
+"""Packing class folders of images into TFRecord shards, in several processes, resumable."""
 
 import contextlib
 import fcntl
@@ -22,31 +22,40 @@ from hvdtrain.data.files import features
 from hvdtrain.data.files.class_folders import Found, scan
 from hvdtrain.data.files.packed_folder import INDEX, PLAN, PackedFolder, Shard, read_packed, write_index, write_json
 from hvdtrain.data.files.tfrecord_file import Index
-from hvdtrain.data.packing.shard_writer import IMAGE, LABEL, NAME, PARTS, ShardJob, ShardPart, make_shard, start_worker
+from hvdtrain.data.packing.shard_writer import (
+    IMAGE,
+    LABEL,
+    NAME,
+    WORK_FOLDER,
+    ShardEntry,
+    ShardJob,
+    make_shard,
+    start_worker,
+)
 from hvdtrain.data.subset import hold_out
 
 ORDER_SEED = 20260102
-"""Records are put into their order once: reading shard by shard then meets all classes."""
+"""Records are shuffled once, so that each shard holds all classes."""
 SHARD_MB = 128
-"""Large enough to be read in one go, small enough for many shards; 100 to 200 MB is the common advice."""
+"""Large enough for sequential reads, small enough for many shards; 100 to 200 MB is the common advice."""
 MOST_WORKERS = 16
 POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class PackProgress:
-    """How far packing is."""
+    """Progress of packing."""
 
     shards: int
-    """Finished."""
+    """Shards finished."""
     all_shards: int
     bytes: int
-    """Of images, written so far; an estimate within shards."""
+    """Bytes of images written so far; an estimate within shards."""
     all_bytes: int
 
     @property
     def share(self) -> float:
-        """How much of all there is to do is done, from 0 to 1; where all images are empty files, of the shards."""
+        """Fraction done, of the bytes; of the shards if all images are empty files."""
         return self.bytes / self.all_bytes if self.all_bytes else self.shards / self.all_shards
 
 
@@ -60,24 +69,24 @@ def pack(
     validation: int = 0,
     progress: Callable[[PackProgress], None] | None = None,
 ) -> PackedFolder:
-    """Pack class folders of images into TFRecord shards in `dest`; the images go in as they are.
+    """Pack class folders of images into TFRecord shards in `dest`, without re-encoding.
 
-    Shards are there whole or not at all, and the index comes last. Called again in the same way, it keeps the shards
-    that are whole, by size and CRC-32C, and makes the others. It starts processes: a script that calls it at its top
-    level needs Python's `if __name__ == "__main__":`.
+    Shards are written atomically, the index last. Called again with the same arguments, it keeps the shards that are
+    intact, by size and CRC-32C, and makes the others. It starts processes: a script that calls it at its top level
+    needs `if __name__ == "__main__":`.
 
     Args:
         source: a folder of class folders or a tar file of one; see `class_folders.scan`.
-        dest: a new or empty folder, or one that was packed from the same source with the same options.
-        shards: files for the training images, others get as many for their share; 0: as many as `shard_mb` asks for.
-        shard_mb: megabytes of images for each file, about.
-        workers: processes; 0: one for each core, up to 16.
-        validation: images of each class's share to hold out for validation, where there is no folder for it.
+        dest: a new or empty folder, or one packed from the same source with the same options.
+        shards: number of training shards, in proportion for other splits; 0: by `shard_mb`.
+        shard_mb: approximate megabytes of images per shard.
+        workers: number of processes; 0: one per core, up to 16.
+        validation: images to hold out for validation, stratified by class, if there is no folder of them.
         progress: called several times a second.
 
     Raises:
-        ConfigError: numbers that cannot be.
-        DataError: no images, one that cannot be read, or a `dest` that holds something else.
+        ConfigError: numbers out of range.
+        DataError: no images, an unreadable one, or a `dest` that holds something else.
     """
     if min(shards, workers, validation) < 0 or shard_mb < 1:
         raise ConfigError(
@@ -94,7 +103,7 @@ def pack(
 
 
 def _splits(found: Found, validation: int) -> dict[str, np.ndarray]:
-    """Return the numbers of each split's images, in the order in which they will be stored."""
+    """Return the image numbers of each split, in the order in which they are stored."""
     names = np.asarray(found.splits)
     parts = {name: np.flatnonzero(names == name) for name in ("train", "validation", "test")}
     parts = {name: numbers for name, numbers in parts.items() if len(numbers)}
@@ -103,7 +112,7 @@ def _splits(found: Found, validation: int) -> dict[str, np.ndarray]:
     if validation >= len(names):
         raise ConfigError(f"--validation {validation} would leave none of the {len(names)} images to train on.")
     if validation:
-        # The same images are held out as when the folder itself is trained on.
+        # Hold out the same images as training on the folder itself does.
         numbers = ArraySource((np.arange(len(names)), found.labels), str(found.path))
         held = dict(zip(("train", "validation"), hold_out(numbers, validation, found.labels), strict=True))
         parts = {name: part.gather(np.arange(part.size))[0].numpy() for name, part in held.items()}
@@ -122,7 +131,7 @@ def _shard_counts(found: Found, splits: dict[str, np.ndarray], shards: int, shar
 
 
 def _plan(found: Found, splits: dict[str, np.ndarray], counts: dict[str, int]) -> dict[str, Any]:
-    """Return what must be the same for shards to belong together."""
+    """Return the options that all shards of a folder must share."""
     digest = hashlib.sha256(os.fsencode("\n".join([*found.classes, "", *found.names])))
     for array in (found.blobs.lengths, np.asarray(found.labels, np.int64), *splits.values()):
         digest.update(np.asarray(array, np.int64).tobytes())
@@ -131,11 +140,11 @@ def _plan(found: Found, splits: dict[str, np.ndarray], counts: dict[str, int]) -
 
 @contextlib.contextmanager
 def _claimed(dest: Path, plan: dict[str, Any]) -> Iterator[None]:
-    """Hold `dest` for this process alone, and remove what only packing needs when the block ends well."""
+    """Lock `dest` for this process, and remove the working files of packing if the block succeeds."""
     _refuse_other(dest, plan)
     try:
-        (dest / PARTS).mkdir(parents=True, exist_ok=True)
-        lock = open(dest / PARTS / "lock", "w")  # noqa: SIM115 - closed below
+        (dest / WORK_FOLDER).mkdir(parents=True, exist_ok=True)
+        lock = open(dest / WORK_FOLDER / "lock", "w")  # noqa: SIM115 - closed below
     except OSError as error:
         raise DataError(f"{dest} cannot be written into: {error.strerror}.") from None
     with lock:
@@ -146,7 +155,7 @@ def _claimed(dest: Path, plan: dict[str, Any]) -> Iterator[None]:
         try:
             write_json(dest / PLAN, plan)
             yield
-            shutil.rmtree(dest / PARTS)
+            shutil.rmtree(dest / WORK_FOLDER)
         except OSError as error:
             raise DataError(f"{dest} cannot be written into: {error.strerror}.") from None
 
@@ -154,7 +163,7 @@ def _claimed(dest: Path, plan: dict[str, Any]) -> Iterator[None]:
 def _refuse_other(dest: Path, plan: dict[str, Any]) -> None:
     if dest.exists() and not dest.is_dir():
         raise DataError(f"{dest} is a file: data pack needs a new or empty folder.")
-    held = {entry.name for entry in dest.iterdir()} - {PARTS} if dest.is_dir() else set()
+    held = {entry.name for entry in dest.iterdir()} - {WORK_FOLDER} if dest.is_dir() else set()
     if held and PLAN not in held:
         raise DataError(
             f"{dest} holds something else ({min(held)}): nothing in it is overwritten. Name a new or empty folder."
@@ -199,7 +208,7 @@ def _job(found: Found, split: str, numbers: np.ndarray, dest: Path, name: str) -
 
 
 def _prepare(dest: Path, jobs: list[ShardJob], classes: int) -> None:
-    """Write the description of the records, and open an index that is there already for what may be made anew."""
+    """Write the description of the records; split an existing index into its shards' entries, as some may be remade."""
     if not (dest / features.FILE_NAME).exists():
         described = {IMAGE: features.Feature("image"), LABEL: features.Feature("int64", dtype="int32")}
         description = features.Description(described, inputs=IMAGE, targets=LABEL, classes=classes, name=NAME)
@@ -208,35 +217,35 @@ def _prepare(dest: Path, jobs: list[ShardJob], classes: int) -> None:
         return
     packed = read_packed(dest)
     for job, shard, mine in zip(jobs, packed.shards, packed.bounds(), strict=True):
-        ShardPart(shard.bytes, shard.crc32c, Index(*(part[mine] for part in packed.index))).save(job.part)
+        ShardEntry(shard.bytes, shard.crc32c, Index(*(part[mine] for part in packed.index))).save(job.entry)
     (dest / INDEX).unlink()
 
 
 def _run(
     jobs: list[ShardJob], classes: list[str], workers: int, progress: Callable[[PackProgress], None]
 ) -> PackedFolder:
-    parts = _made(jobs, min(workers, len(jobs)), progress)
+    entries = _made(jobs, min(workers, len(jobs)), progress)
     packed = PackedFolder(
         path=jobs[0].folder,
         classes=classes,
         shards=[
-            Shard(job.file, job.split, len(job.names), part.bytes, part.crc32c)
-            for job, part in zip(jobs, parts, strict=True)
+            Shard(job.file, job.split, len(job.names), entry.bytes, entry.crc32c)
+            for job, entry in zip(jobs, entries, strict=True)
         ],
-        index=Index(*(np.concatenate(arrays) for arrays in zip(*(part.index for part in parts), strict=True))),
+        index=Index(*(np.concatenate(arrays) for arrays in zip(*(entry.index for entry in entries), strict=True))),
         labels=np.concatenate([job.labels for job in jobs]),
     )
     write_index(packed)
     return packed
 
 
-def _made(jobs: list[ShardJob], workers: int, progress: Callable[[PackProgress], None]) -> list[ShardPart]:
-    """Make all shards and return what the index needs of them, in the order of `jobs`."""
-    # A fresh interpreter for each worker: a fork of a process that has used TensorFlow may hang.
+def _made(jobs: list[ShardJob], workers: int, progress: Callable[[PackProgress], None]) -> list[ShardEntry]:
+    """Make all shards and return their index entries, in the order of `jobs`."""
+    # Spawn, since a fork of a process that has used TensorFlow may hang.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_worker) as pool:
         futures = {pool.submit(make_shard, job): number for number, job in enumerate(jobs)}
-        waiting, made = set(futures), dict[int, ShardPart]()
+        waiting, made = set(futures), dict[int, ShardEntry]()
         try:
             while waiting:
                 done, waiting = wait(waiting, timeout=POLL_S, return_when=FIRST_COMPLETED)
@@ -249,7 +258,7 @@ def _made(jobs: list[ShardJob], workers: int, progress: Callable[[PackProgress],
     return [made[number] for number in range(len(jobs))]
 
 
-def _progress(jobs: list[ShardJob], made: dict[int, ShardPart]) -> PackProgress:
+def _progress(jobs: list[ShardJob], made: dict[int, ShardEntry]) -> PackProgress:
     sizes = [int(job.lengths.sum()) for job in jobs]
     written = [size if number in made else _written(jobs[number], size) for number, size in enumerate(sizes)]
     return PackProgress(len(made), len(jobs), sum(written), sum(sizes))

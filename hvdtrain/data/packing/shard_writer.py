@@ -1,4 +1,4 @@
-"""One shard of a packed folder, made by a worker process: nothing here imports TensorFlow, which takes seconds."""
+"""Writes one shard of a packed folder, in a worker process. Imports no TensorFlow, which takes seconds."""
 
 import os
 import signal
@@ -18,26 +18,26 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.files.tfrecord_file import FOOTER_BYTES, HEADER_BYTES, Index, framed, masked_checksum
 
 IMAGE, LABEL, NAME = "image/encoded", "image/class/label", "image/filename"
-"""The entries of a record, by the names that ImageNet's TFRecords made common."""
-PARTS = ".packing"
-"""Folder, within the packed one, for what is needed until the index is there."""
+"""Feature names of a record: those of ImageNet's TFRecords."""
+WORK_FOLDER = ".packing"
+"""Folder within the packed one for the working files of packing."""
 _CHUNK = 2**20
 _VARINT, _BYTES = 0, 2
-"""How the protobuf format stores a field."""
+"""Wire types of protobuf."""
 
 
 @dataclass(frozen=True)
 class ShardJob:
-    """A shard to make: pieces of files, with a name and a label for each."""
+    """A shard to make: byte ranges of files, with a name and a label for each."""
 
     folder: Path
     """The packed folder."""
     file: str
-    """The shard's name."""
+    """The shard's file name."""
     split: str
     sources: list[Path]
     source_of: np.ndarray
-    """[records] numbers of `sources`."""
+    """[records] indices into `sources`."""
     offsets: np.ndarray
     lengths: np.ndarray
     names: list[str]
@@ -45,42 +45,42 @@ class ShardJob:
 
     @property
     def path(self) -> Path:
-        """Where the shard will be."""
+        """Path of the finished shard."""
         return self.folder / self.file
 
     @property
     def draft(self) -> Path:
-        """Where it is written."""
-        return self.folder / PARTS / f"{self.file}.draft"
+        """Path while it is being written."""
+        return self.folder / WORK_FOLDER / f"{self.file}.draft"
 
     @property
-    def part(self) -> Path:
-        """Where what the index needs of it is kept."""
-        return self.folder / PARTS / f"{self.file}.npz"
+    def entry(self) -> Path:
+        """Path of its index entry."""
+        return self.folder / WORK_FOLDER / f"{self.file}.npz"
 
 
 @dataclass(frozen=True)
-class ShardPart:
-    """What the index needs of a shard."""
+class ShardEntry:
+    """The index entry of a shard."""
 
     bytes: int
     crc32c: int
     index: Index
 
     def is_whole(self, path: Path) -> bool:
-        """Tell whether the file `path` is what was written, by its size and CRC-32C."""
+        """Whether the file `path` is intact, by its size and CRC-32C."""
         return path.is_file() and path.stat().st_size == self.bytes and file_crc32c(path) == self.crc32c
 
     def save(self, path: Path) -> None:
-        """Write it; the file is there whole or not at all."""
+        """Write it atomically."""
         draft = path.with_name(f"{path.name}.draft")
         with open(draft, "wb") as file:
             np.savez(file, bytes=self.bytes, crc32c=self.crc32c, **self.index._asdict())
         os.replace(draft, path)
 
     @classmethod
-    def load(cls, path: Path) -> "ShardPart | None":
-        """Read it back; None where it is not there, or damaged."""
+    def load(cls, path: Path) -> "ShardEntry | None":
+        """Read it; None if it is missing or damaged."""
         try:
             with np.load(path) as arrays:
                 index = Index(*(arrays[name] for name in Index._fields))
@@ -90,7 +90,7 @@ class ShardPart:
 
 
 def start_worker() -> None:
-    """End this process together with the one that started it, however that ends, and at once on Ctrl-C."""
+    """Make this process end with its parent, however that ends, and at once on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = parent_process()
     if parent is not None:
@@ -98,25 +98,25 @@ def start_worker() -> None:
         threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
 
 
-def make_shard(job: ShardJob) -> ShardPart:
-    """Return what the index needs of a shard: of the one that is there if it is whole, else of one made now.
+def make_shard(job: ShardJob) -> ShardEntry:
+    """Make a shard unless an intact one exists, and return its index entry.
 
     Raises:
-        DataError: an image that cannot be read, or no room for the shard.
+        DataError: an image cannot be read, or the disk is full.
     """
-    kept = ShardPart.load(job.part)
+    kept = ShardEntry.load(job.entry)
     if kept is not None and kept.is_whole(job.path):
         return kept
     try:
-        part = _write(job)
-        part.save(job.part)
+        entry = _write(job)
+        entry.save(job.entry)
         os.replace(job.draft, job.path)
     except OSError as error:
         raise DataError(f"{job.path} cannot be written: {error.strerror}.") from None
-    return part
+    return entry
 
 
-def _write(job: ShardJob) -> ShardPart:
+def _write(job: ShardJob) -> ShardEntry:
     place, crc, records = 0, 0, []
     with open(job.draft, "wb") as file:
         for name, label, image in zip(job.names, job.labels.tolist(), _pieces(job), strict=True):
@@ -128,11 +128,11 @@ def _write(job: ShardJob) -> ShardPart:
             place += HEADER_BYTES + len(example) + FOOTER_BYTES
         file.flush()
         os.fsync(file.fileno())
-    return ShardPart(place, crc, Index.of(records))
+    return ShardEntry(place, crc, Index.of(records))
 
 
 def _pieces(job: ShardJob) -> Iterator[bytes]:
-    """Read the pieces one after the other; a file that several follow each other from is opened once."""
+    """Yield the byte ranges in order; a file with several in a row is opened once."""
     opened: IO[bytes] | None = None
     current = -1
     try:
@@ -175,7 +175,7 @@ def file_crc32c(path: Path) -> int:
 
 
 def encoded_example(entries: Mapping[str, bytes | int]) -> bytes:
-    """Return a tf.train.Example with one value for each entry, in protobuf's wire format.
+    """Return a tf.train.Example with one value per feature, in protobuf's wire format.
 
     Example.features, Features.feature, BytesList.value and Int64List.value are field 1 each; a map is a repeated
     message of key (1) and value (2); of a Feature, bytes_list is field 1 and int64_list field 3.
@@ -196,7 +196,7 @@ def _field(number: int, data: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Return `value` in groups of 7 bits, the lowest first; all but the last have their high bit set."""
+    """Encode `value` in groups of 7 bits, lowest first; all but the last have their high bit set."""
     groups = bytearray()
     while value > 0x7F:
         groups.append(value & 0x7F | 0x80)

@@ -1,1 +1,4 @@
-"""One file for each kind of data, and what several of them share."""
+"""Data sources, one file for each kind of data; each has a `load()` that `--data` names in `data/registry.py`.
+
+`digits.py` is the shortest one to start with. The files without a `load()` hold what several sources share.
+"""

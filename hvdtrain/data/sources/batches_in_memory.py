@@ -1,4 +1,4 @@
-"""Batches that a user's tf.data.Dataset, PyDataset or generator gives, read once and then held in memory."""
+"""Batches of a user's tf.data.Dataset, PyDataset or generator, read once into memory."""
 
 import inspect
 from collections.abc import Iterator
@@ -14,26 +14,26 @@ from hvdtrain.data.global_batches import standard
 from hvdtrain.data.streams import each_once, is_stream
 
 CHUNK = 256
-"""Single samples of a Dataset that are read at a time."""
+"""Unbatched samples of a Dataset read at a time."""
 
 
 def gives_batches(data: Any) -> bool:
-    """Tell a Dataset, PyDataset, generator or generator function from arrays."""
+    """Whether `data` is a Dataset, PyDataset, generator or generator function, not arrays."""
     return isinstance(data, tf.data.Dataset) or inspect.isgenerator(data) or is_stream(data)
 
 
 def in_memory(data: Any, name: str) -> ArraySource:
-    """Read `data` to their end and return their samples, in their order.
+    """Read all of `data` and return its samples, in order.
 
-    A Dataset may give single samples, too: it does where one of their tensors has no dims, or where the first dims
-    differ. What draws at random has drawn when this returns.
+    A Dataset may also be unbatched, which shows by a scalar tensor or by different first dims. Random transformations
+    are drawn once, here.
 
     Args:
         data: batches `(inputs, targets[, sample_weight])`, of any sizes; see `gives_batches`.
-        name: what messages call them.
+        name: the name of the data in messages.
 
     Raises:
-        DataError: they never end, or give no batches, batches of another form, or samples that differ in shape or type.
+        DataError: the data never end, are empty, have another structure, or samples of different shapes or dtypes.
     """
     batches = [standard(batch, name) for batch in _batches(data, name)]
     if not batches:
@@ -69,5 +69,5 @@ def _joined(batches: list[tuple[Any, ...]], name: str) -> tuple[Any, ...]:
 
 
 def _kinds(batch: tuple[Any, ...]) -> str:
-    """Say what the samples of a batch are: their nest with types and shapes."""
+    """Return the nest of dtypes and shapes of the samples of a batch."""
     return str(tf.nest.map_structure(lambda array: f"{array.dtype}{list(array.shape[1:])}", batch))

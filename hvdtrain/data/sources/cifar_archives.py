@@ -1,11 +1,11 @@
-"""CIFAR-10 and CIFAR-100 as they are published: a folder, or the .tar.gz that it comes in.
+"""CIFAR-10 and CIFAR-100 in their published formats: a folder, or the .tar.gz of it.
 
     data_batch_1.bin … data_batch_5.bin, test_batch.bin    CIFAR-10, binary version
     data_batch_1 … data_batch_5, test_batch                CIFAR-10, Python version (pickled)
     train.bin, test.bin                                    CIFAR-100, binary version
     train, test                                            CIFAR-100, Python version (pickled)
 
-The files may lie in the folder, or in one within it. Where there is none for testing, training samples are held out.
+The files may be in the folder or in a subfolder. Without test files, training samples are held out.
 CIFAR-100 has 100 fine and 20 coarse labels.
 """
 
@@ -32,31 +32,31 @@ SIDE, CHANNELS = 32, 3
 PIXELS = SIDE * SIDE * CHANNELS
 CLASSES = {"CIFAR-10": {"fine": 10}, "CIFAR-100": {"fine": 100, "coarse": 20}}
 MOST_MEMBERS = 20
-"""An archive of CIFAR's has its files among so many members: others are not read to their end to tell that."""
+"""CIFAR's archives have fewer members: a search for its files stops here."""
 Part = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which the samples are published."""
+    """One of the published formats."""
 
     data_set: str
     train: tuple[str, ...]
     test: str
     read: Callable[[bytes, str, str, str], Part]
-    """Called with a file's bytes and name, the data set and the kind of labels."""
+    """Parses a file, given its bytes and name, the data set and the kind of labels."""
 
 
 def load(*, path: str = "", labels: str = "fine", validation: int = 0) -> DataSplits:
-    """Return images [32, 32, 3] in [0, 1] and their labels from CIFAR's own files.
+    """Load images [32, 32, 3] in [0, 1] and their labels.
 
     Args:
         path: the folder or tar file.
-        labels: `fine` or `coarse` ones; CIFAR-10 has fine ones only.
-        validation: images to hold out for validation where there is no file for testing; 0: one of ten.
+        labels: `fine` or `coarse`; CIFAR-10 has fine ones only.
+        validation: images to hold out for validation if there is no test file; 0: one in ten.
 
     Raises:
-        ConfigError: labels that there are not.
+        ConfigError: unknown kind of labels.
         DataError: files are missing or damaged.
     """
     place = find_data(path)
@@ -69,13 +69,13 @@ def load(*, path: str = "", labels: str = "fine", validation: int = 0) -> DataSp
     def part(names: tuple[str, ...]) -> Part:
         return _joined([layout.read(files[name], f"{place}, {name}", layout.data_set, labels) for name in names])
 
-    given = part((layout.test,)) if layout.test in files else None
-    parts = array_parts(part(layout.train), given, validation=validation, name=str(place))
+    held_out = part((layout.test,)) if layout.test in files else None
+    parts = array_parts(part(layout.train), held_out, validation=validation, name=str(place))
     return DataSplits(parts[0], parts[1], (SIDE, SIDE, CHANNELS), CLASSES[layout.data_set][labels], finish=to_unit)
 
 
 def _from_binary(data: bytes, where: str, data_set: str, labels: str) -> Part:
-    """Read records of one byte for each kind of label, and then the pixels."""
+    """Parse records of one byte for each kind of label, followed by the pixels."""
     kinds = list(reversed(CLASSES[data_set]))  # the coarse label comes first
     record = len(kinds) + PIXELS
     if not data or len(data) % record:
@@ -85,12 +85,12 @@ def _from_binary(data: bytes, where: str, data_set: str, labels: str) -> Part:
 
 
 def _from_pickle(data: bytes, where: str, data_set: str, labels: str) -> Part:
-    """Read a dict of `data`, an array [samples, 3072] of pixels, and lists of labels."""
+    """Parse a pickled dict with `data`, pixels [samples, 3072], and lists of labels."""
     key = b"labels" if data_set == "CIFAR-10" else f"{labels}_labels".encode()
     content = read_pickle(data, where)
     if not isinstance(content, dict):
         raise DataError(f"{where} must hold a dict. Received: {_described(content)}.")
-    # One that was pickled again by Python 3 may have text as its keys.
+    # Pickled again by Python 3, the keys may be str.
     content = {name.encode() if isinstance(name, str) else name: value for name, value in content.items()}
     missing = [name.decode() for name in (b"data", key) if name not in content]
     if missing:
@@ -109,7 +109,7 @@ def _from_pickle(data: bytes, where: str, data_set: str, labels: str) -> Part:
 
 
 def _checked(images: np.ndarray, labels: np.ndarray, where: str, classes: int) -> Part:
-    """Return images [samples, 32, 32, 3] of planes of colours [samples, 3072], and labels in range."""
+    """Return images [samples, 32, 32, 3] from colour planes [samples, 3072], and labels checked for range."""
     check_range(labels, classes, lambda number: f"{where}, record {number}")
     return images.reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1), labels.astype(np.int32)
 
@@ -154,10 +154,10 @@ def _layout(place: Path, files: dict[str, bytes]) -> Layout:
 
 
 def is_cifar(path: Path) -> bool:
-    """Tell a folder or tar file with files of CIFAR's names.
+    """Whether a folder or tar file has files with CIFAR's names.
 
     Raises:
-        DataError: it cannot be read, or is no tar file.
+        DataError: it cannot be read, or is not a tar file.
     """
     if path.is_dir():
         return any(_files_in(path))

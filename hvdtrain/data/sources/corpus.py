@@ -8,12 +8,12 @@ from hvdtrain.data.files.places import find_data
 from hvdtrain.data.files.walking import files_below
 
 SEPARATOR = b"\n\n"
-"""What stands between two files of a folder, and between two topics of Python's documentation."""
+"""Separates the files of a folder, and the topics of Python's documentation."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, in two parts that do not overlap."""
+    """A text, split into training and validation parts."""
 
     name: str
     train: bytes
@@ -21,16 +21,16 @@ class Corpus:
 
 
 def read_corpus(path: str, validation: float, *, utf8: bool) -> Corpus:
-    """Read a text and cut off its end for validation.
+    """Read a text and hold out its end for validation.
 
     Args:
-        path: a file; a folder, whose .txt files, also in folders below, are joined in the order of their paths; or ""
-            for the documentation that comes with Python (465 kB in Python 3.11; other versions have another one).
-        validation: share of the text, in bytes, that is for validation.
-        utf8: whether it must be UTF-8; then no character is cut in two.
+        path: a file; a folder, whose .txt files are joined recursively in the order of their paths; or "" for the
+            documentation that comes with Python (465 kB in Python 3.11; others differ).
+        validation: fraction of the text, in bytes, for validation.
+        utf8: require UTF-8, and split between characters.
 
     Raises:
-        ConfigError: a share outside of (0, 1).
+        ConfigError: a fraction outside (0, 1).
         DataError: there is no text, or it is not UTF-8.
     """
     if not 0 < validation < 1:
@@ -71,7 +71,7 @@ def _read(file: Path, utf8: bool) -> bytes:
 
 
 def _documentation() -> bytes:
-    """Return the texts behind Python's help(), in the order of their topics."""
+    """Return the texts of Python's help() topics, in order."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

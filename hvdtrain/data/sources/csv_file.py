@@ -1,4 +1,4 @@
-"""Reading a CSV file into columns: numbers, or texts that are numbered as they are met."""
+"""Reads CSV files into columns of numbers, or of texts encoded as integers."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,37 +11,37 @@ import numpy as np
 from hvdtrain.config.errors import DataError
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
-"""What stands for a missing value, in any case of letters."""
+"""Spellings of a missing value, in lower case."""
 NO_TEXT = -1
-"""The number of a missing text."""
+"""Code of a missing text."""
 ROWS_AT_A_TIME = 65536
 
 
 @dataclass
 class Column:
-    """One column: float64 numbers with NaN where one is missing, or numbers of `texts`."""
+    """One column: float64 numbers, NaN if missing, or integer codes of `texts`."""
 
     name: str
     numeric: bool | None = None
-    """None until the first value that is not missing decides."""
+    """None until the first value that is present decides."""
     texts: dict[str, int] = field(default_factory=dict)
-    """The texts, numbered in the order in which they were met; shared by the files of one data set."""
+    """Code of each text, in order of appearance; shared by the files of a data set."""
     values: np.ndarray = field(default_factory=lambda: np.empty(0))
-    """[rows] float64, or int64 numbers of `texts` and NO_TEXT."""
+    """[rows] float64, or int64 codes of `texts` and NO_TEXT."""
 
     def missing(self) -> np.ndarray:
-        """Return the places of rows without a value."""
+        """Return the indices of rows without a value."""
         return np.flatnonzero(np.isnan(self.values) if self.numeric else self.values == NO_TEXT)
 
 
 @dataclass(frozen=True)
 class Table:
-    """What CSV files of the same columns hold, one after the other."""
+    """The rows of CSV files with the same columns, concatenated."""
 
     columns: dict[str, Column]
     files: list[Path]
     lines: list[np.ndarray]
-    """For each file [rows]: the line on which each row ends, from 1."""
+    """For each file, [rows]: the line on which each row ends, from 1."""
 
     @property
     def rows(self) -> int:
@@ -49,7 +49,7 @@ class Table:
         return sum(map(len, self.lines))
 
     def describe(self, row: int) -> str:
-        """Say where a row is."""
+        """Describe where a row is: file and line."""
         for file, lines in zip(self.files, self.lines, strict=True):
             if row < len(lines):
                 return f"{file}, line {lines[row]}"
@@ -57,7 +57,7 @@ class Table:
         raise IndexError(row)
 
     def followed_by(self, other: "Table") -> "Table":
-        """Return the rows of both; the numbers of texts must be the same in both."""
+        """Concatenate two tables that share their text codes."""
         columns = {
             name: replace(column, values=np.concatenate([mine.values, column.values]))
             for (name, column), mine in zip(other.columns.items(), self.columns.values(), strict=True)
@@ -86,11 +86,11 @@ def read_table(path: Path, wanted: Mapping[str, Column], delimiter: str) -> Tabl
 
     Args:
         path: the file; its first line names the columns.
-        wanted: by name, what is known of them: whether they are numeric, and texts that have numbers already.
-        delimiter: what stands between two values.
+        wanted: columns by name, whose kind and text codes may be set already.
+        delimiter: character between two values.
 
     Raises:
-        DataError: the file cannot be read, lacks a column, or has a row that does not fit; file and line are named.
+        DataError: the file cannot be read, lacks a column, or has a malformed row; names file and line.
     """
     header = header_of(path, delimiter)
     lacking = next((name for name in wanted if name not in header), None)
@@ -110,13 +110,13 @@ def read_table(path: Path, wanted: Mapping[str, Column], delimiter: str) -> Tabl
     for name, column in columns.items():
         values = np.concatenate(chunks[name])
         column.numeric = column.numeric is not False
-        # Until the first value was met, what is missing is NaN in a column of texts as well.
+        # Before the first value, missing ones were encoded as NaN in a column of texts as well.
         column.values = values if column.numeric else np.nan_to_num(values, nan=NO_TEXT).astype(np.int64)
     return Table(columns, [path], [np.array(lines)])
 
 
 def _values(column: Column, texts: Sequence[str], chunk: Table) -> np.ndarray:
-    """Return the values of some rows; the first that is there decides whether the column is numeric."""
+    """Encode the values of some rows; the first one present decides whether the column is numeric."""
     stripped = [text.strip() for text in texts]
     missing = [text.lower() in MISSING for text in stripped]
     if column.numeric is None:
@@ -142,7 +142,7 @@ def _values(column: Column, texts: Sequence[str], chunk: Table) -> np.ndarray:
 
 
 def is_number(text: str) -> bool:
-    """Tell whether `text` is a number."""
+    """Whether `text` is a number."""
     try:
         float(text)
     except ValueError:
@@ -151,7 +151,7 @@ def is_number(text: str) -> bool:
 
 
 def _chunks(path: Path, delimiter: str, width: int) -> Iterator[list[tuple[int, list[str]]]]:
-    """Return lines and values of the rows below the header, many at a time."""
+    """Yield lines and values of the rows below the header, in chunks."""
     rows = _rows(path, delimiter)
     next(rows, None)
     while part := list(islice(rows, ROWS_AT_A_TIME)):
@@ -162,7 +162,7 @@ def _chunks(path: Path, delimiter: str, width: int) -> Iterator[list[tuple[int, 
 
 
 def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Return each row that is not blank, and the line on which it ends."""
+    """Yield each row that is not blank, and the line on which it ends."""
     line = 0
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

@@ -1,4 +1,4 @@
-"""Encoded images, decoded to bytes of pixels."""
+"""Decoding of images to uint8 pixels."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import tensorflow as tf
 
 
 def decoded(encoded: tf.Tensor, spec: tf.TensorSpec, *, resize: int, name: str) -> tf.Tensor:
-    """Return an encoded JPEG or PNG image as bytes of pixels [height, width, channels].
+    """Decode a JPEG or PNG image to uint8 pixels [height, width, channels].
 
     Args:
         encoded: the file's bytes, a scalar string.
-        spec: what it is to be.
-        resize: height and width to bring it to, cutting out the middle square first; 0: it must have them.
-        name: what it is called where it has other ones.
+        spec: the expected shape and dtype.
+        resize: height and width to resize its centre square to; 0: it must have the size of `spec`.
+        name: its name in the error if it has another size.
     """
     image = tf.io.decode_image(encoded, spec.shape[2], expand_animations=False)
     if resize:
@@ -24,9 +24,9 @@ def decoded(encoded: tf.Tensor, spec: tf.TensorSpec, *, resize: int, name: str) 
 
 
 def all_decoded(encoded: tf.Tensor, spec: tf.TensorSpec, *, resize: int, name: str) -> tf.Tensor:
-    """Do what `decoded` does for encoded images [n]; a batch is decoded by one thread, several batches by several."""
+    """Decode images [n]; see `decoded`. A batch is decoded by one thread, since batches are decoded in parallel."""
 
-    # Not converted: an error then begins with what is wrong, and not with a traceback of TensorFlow's own.
+    # Not converted by AutoGraph: an error then begins with its cause, not with TensorFlow's traceback.
     @tf.autograph.experimental.do_not_convert
     def one(image: tf.Tensor) -> tf.Tensor:
         return decoded(image, spec, resize=resize, name=name)
@@ -35,7 +35,7 @@ def all_decoded(encoded: tf.Tensor, spec: tf.TensorSpec, *, resize: int, name: s
 
 
 def resized(image: tf.Tensor, size: int) -> tf.Tensor:
-    """Cut the middle square out of an image [height, width, channels] and bring it to [size, size, channels]."""
+    """Resize the centre square of an image [height, width, channels] to [size, size, channels]."""
     height, width = tf.shape(image)[0], tf.shape(image)[1]
     side = tf.minimum(height, width)
     middle = tf.image.crop_to_bounding_box(image, (height - side) // 2, (width - side) // 2, side, side)
@@ -44,7 +44,7 @@ def resized(image: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def to_unit(inputs: Any, *rest: Any) -> tuple[Any, ...]:
-    """Turn those of the inputs that are bytes of pixels into numbers in [0, 1]."""
+    """Scale uint8 inputs to float32 in [0, 1]."""
 
     def turned(tensor: tf.Tensor) -> tf.Tensor:
         return tf.cast(tensor, tf.float32) * (1.0 / 255.0) if tensor.dtype == tf.uint8 else tensor

@@ -14,7 +14,7 @@ VALIDATION_SAMPLES = 360
 
 
 def load() -> DataSplits:
-    """Return 1,437 training and 360 validation images [8, 8, 1] in [0, 1], in a fixed stratified split.
+    """Load 1,437 training and 360 validation images [8, 8, 1] in [0, 1], in a fixed stratified split.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -27,7 +27,7 @@ def load() -> DataSplits:
 
 
 def _file() -> Path:
-    """Return the table of pixels and labels; importing scikit-learn to have it read would take a second."""
+    """Return the path of the table of pixels and labels; importing scikit-learn to load it takes a second."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise DataError("The digits come with scikit-learn, which is not installed: pip install scikit-learn.")

@@ -1,4 +1,4 @@
-"""Packages that only some data need."""
+"""Optional packages of some data sources."""
 
 import importlib
 from typing import Any
@@ -7,15 +7,15 @@ from hvdtrain.config.errors import ConfigError
 
 
 def optional_package(module: str, package: str, need: str) -> Any:
-    """Import `module` of a package that need not be installed.
+    """Import `module` of an optional package.
 
     Args:
-        module: what is imported.
-        package: what pip calls the package.
-        need: what needs it, as the user named it.
+        module: the module to import.
+        package: its name for pip.
+        need: the option that needs it, as the user wrote it.
 
     Raises:
-        ConfigError: it is not installed; with the command that does it.
+        ConfigError: it is not installed; names the command that installs it.
     """
     try:
         return importlib.import_module(module)

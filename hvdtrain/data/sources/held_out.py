@@ -1,4 +1,4 @@
-"""Training and validation samples of arrays, where there may be none for validation."""
+"""Holding out validation samples where a data set has none."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,24 +12,24 @@ from hvdtrain.data.subset import hold_out
 
 
 def array_parts(
-    elements: tuple[Any, ...], given: tuple[Any, ...] | None, *, validation: int, name: str
+    elements: tuple[Any, ...], held_out: tuple[Any, ...] | None, *, validation: int, name: str
 ) -> tuple[ArraySource, ArraySource]:
     """Return training and validation samples.
 
     Args:
         elements: `(inputs, targets[, sample_weight])` arrays.
-        given: the same for validation; None where there are none.
-        validation: samples of `elements` to hold out where nothing is given; 0: one of ten.
-        name: what messages call them.
+        held_out: the same for validation; None if there are none.
+        validation: samples of `elements` to hold out if `held_out` is None; 0: one in ten.
+        name: the name of the data in messages.
 
     Raises:
-        ConfigError: `validation` where samples for it are given.
-        DataError: arrays that cannot be used, or samples of both that differ in shape.
+        ConfigError: both `validation` and `held_out`.
+        DataError: unusable arrays, or training and validation samples of different shapes.
     """
-    if given is not None:
+    if held_out is not None:
         if validation:
             raise ConfigError(f"{name} has samples for validation: leave out --data-args validation.")
-        train, held = ArraySource(elements, f"{name} (training)"), ArraySource(given, f"{name} (validation)")
+        train, held = ArraySource(elements, f"{name} (training)"), ArraySource(held_out, f"{name} (validation)")
         _check_alike(train, held)
         return train, held
     whole = ArraySource(elements, name)
@@ -43,16 +43,16 @@ def array_parts(
 
 
 def held_out_numbers(size: int, validation: int, labels: np.ndarray | None, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the training and of the validation samples among `size`, always the same ones.
+    """Split the sample numbers below `size` into training and validation, deterministically.
 
     Args:
-        size: samples.
-        validation: how many to hold out; 0: one of ten.
-        labels: [samples] labels, of which each part gets its share; None: drawn from all alike.
-        name: what messages call the samples.
+        size: number of samples.
+        validation: how many to hold out; 0: one in ten.
+        labels: [samples] labels to stratify by; None: no stratification.
+        name: the name of the data in messages.
 
     Raises:
-        DataError: nothing would be left of one part.
+        DataError: one of the two would be empty.
     """
     numbers = np.arange(size)
     parts = hold_out(ArraySource((numbers, numbers), name), validation, labels)
@@ -61,20 +61,20 @@ def held_out_numbers(size: int, validation: int, labels: np.ndarray | None, name
 
 
 def is_labels(targets: Any) -> bool:
-    """Tell integer labels [samples] from other targets."""
+    """Whether targets are integer labels [samples]."""
     return isinstance(targets, np.ndarray) and targets.ndim == 1 and np.issubdtype(targets.dtype, np.integer)
 
 
 def check_range(labels: np.ndarray, classes: int, describe: Callable[[int], str]) -> None:
-    """Refuse labels [samples] outside of [0, classes).
+    """Refuse labels [samples] outside [0, classes).
 
     Args:
         labels: the labels.
-        classes: their number.
-        describe: says where a sample comes from.
+        classes: number of classes.
+        describe: describes where a sample comes from.
 
     Raises:
-        DataError: naming the first such label, and its place.
+        DataError: names the first such label, and its sample.
     """
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
@@ -93,5 +93,5 @@ def _check_alike(train: ArraySource, held: ArraySource) -> None:
 
 
 def _kinds(source: ArraySource) -> Any:
-    """Return shape and type of each tensor of a sample, but not of its weight."""
+    """Return shapes and dtypes of inputs and targets."""
     return tf.nest.map_structure(lambda spec: f"{spec.dtype.name} {list(spec.shape)}", source.spec[:2])

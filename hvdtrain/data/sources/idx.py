@@ -45,9 +45,9 @@ def load(*, path: str = "", prefix: str = "", validation: int = 0, classes: int 
     train = _part(folder, prefix, TRAINING, classes)
     if train is None:
         raise DataError(f"{folder} holds no {prefix}train-images-idx3-ubyte, nor with .gz. See --data-args path.")
-    given = _part(folder, prefix, VALIDATION, classes)
-    labels = [part[1] for part in (train, given) if part is not None]
-    parts = array_parts(train, given, validation=validation, name=str(folder))
+    held_out = _part(folder, prefix, VALIDATION, classes)
+    labels = [part[1] for part in (train, held_out) if part is not None]
+    parts = array_parts(train, held_out, validation=validation, name=str(folder))
     known = classes or 1 + max(int(array.max()) for array in labels)
     return DataSplits(parts[0], parts[1], input_shape(parts[0]), known, finish=to_unit)
 

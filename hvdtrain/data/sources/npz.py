@@ -51,13 +51,13 @@ def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits
             f"{place} needs the arrays x and y (or inputs and targets, or x_train and y_train). "
             f"It holds: {', '.join(sorted(arrays)) or 'none'}."
         )
-    given = _part(place, arrays, VALIDATION)
+    held_out = _part(place, arrays, VALIDATION)
     if arrays:
         warn_on_first(f"{place} holds arrays that are not used: {', '.join(sorted(arrays))}.", stacklevel=2)
-    for elements in (train, given):
+    for elements in (train, held_out):
         if classes and elements is not None:
             _check_labels(place, elements[1], classes)
-    parts = array_parts(train, given, validation=validation, name=str(place))
+    parts = array_parts(train, held_out, validation=validation, name=str(place))
     finish = to_unit if _are_pixels(train[0]) else None
     return DataSplits(parts[0], parts[1], input_shape(parts[0]), classes or classes_of(list(parts)), finish=finish)
 

@@ -11,7 +11,7 @@ from keras import layers
 from world import World, flat_bytes, moved, relative_error
 
 import hvdtrain
-from hvdtrain.data.batch import part_of
+from hvdtrain.data.batch import split_bounds
 from hvdtrain.optim.precision import precision
 
 SAMPLES, BATCH, EPOCHS = 39, 16, 7  # two full batches and one of 7 samples: 21 steps
@@ -52,7 +52,7 @@ def optimizer() -> Any:
 def microbatches(total: int, size: int, accumulate: int) -> Iterator[list[int]]:
     """Which samples of a global batch go through the model at the same time, on all ranks together."""
     length = BATCH // size // accumulate
-    parts = [range(*part_of(total, rank, size)) for rank in range(size)]
+    parts = [range(*split_bounds(total, rank, size)) for rank in range(size)]
     for number in range(-(-max(map(len, parts)) // length)):
         yield [i for part in parts for i in part[number * length : (number + 1) * length]]
 

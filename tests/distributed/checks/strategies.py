@@ -235,7 +235,7 @@ def check_statistics_are_averaged_and_replicas_draw_differently(world: World) ->
 
 
 class Drawn(keras.layers.Layer):
-    """ForwardBackward its input on, and keeps a number that it draws, and its square."""
+    """Passes its input on, and keeps a number that it draws, and its square."""
 
     def __init__(self) -> None:
         super().__init__()
