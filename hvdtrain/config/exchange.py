@@ -1,7 +1,7 @@
 """Options of the exchange of gradients between the ranks."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.section import section
@@ -27,6 +27,10 @@ class ExchangeConfig:
     """Divide gradients by this before the sum, and the rest after it."""
 
     def __post_init__(self) -> None:
+        choices = {"--reduce-op": (self.reduce_op, ReduceOpName), "--compression": (self.compression, CompressionName)}
+        for option, (value, names) in choices.items():
+            if value not in get_args(names):
+                raise ConfigError(f"{option} must be one of {', '.join(get_args(names))}. Received: {value!r}.")
         if self.gradient_groups < 0:
             raise ConfigError(f"--gradient-groups must not be negative. Received: {self.gradient_groups}.")
         if not (math.isfinite(self.predivide) and self.predivide > 0):

@@ -40,7 +40,7 @@ def check_targets(
         shape = (*shape[: len(output_shape) - 1], output_shape[-1])
     if not _alike(output_shape, shape):
         raise DataError(
-            f"The model output_shape outputs{output} of shape {output_shape}; the targets of {source} are "
+            f"The model gives outputs{output} of shape {output_shape}; the targets of {source} are "
             f"{(None, *array.shape[1:])}. See --model, --loss and --data."
         )
 

@@ -8,9 +8,10 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.exchange import CompressionName
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.gradients.gradient_sum import GradientSum
-from hvdtrain.gradients.reduction import Compression, Gradient, GradientReducer, ReductionOptions, scaled
+from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, scaled
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.state.variables import as_written, unique_paths
 
@@ -50,7 +51,7 @@ class GradientAccumulator:
         steps: int,
         *,
         op: ReduceOp = "average",
-        compression: Compression = "none",
+        compression: CompressionName = "none",
         groups: int = 0,
         sparse_as_dense: bool | None = None,
         exchange: Collectives | None = None,
@@ -60,7 +61,7 @@ class GradientAccumulator:
         self.variables = list(variables)
         self.steps = steps
         self._op = op
-        options = ReductionOptions(op, compression, groups, sparse_as_dense)
+        options = reduction_options(op, compression, groups, sparse_as_dense)
         collectives = exchange or current_exchange()
         self._reducer = GradientReducer(collectives, options)
         self._weighted = WeightedReducer(collectives, options)

@@ -7,14 +7,15 @@ from statistics import median
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.gradients.reduction import Compression, GradientReducer, ReductionOptions
+from hvdtrain.config.exchange import CompressionName
+from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
 
 MOST_ELEMENTS = 4 * 1024 * 1024
 """Gradients larger than this are judged by a part of this size: beyond it both times grow with the size alone."""
 REPETITIONS = 5
 
 
-def compression_cost(backend: Backend, elements: int, compression: Compression) -> float:
+def compression_cost(backend: Backend, elements: int, compression: CompressionName) -> float:
     """Return the time of a compressed exchange as a multiple of that of a plain one: above 1 it slows training.
 
     Both are measured in turn, and the medians of a few repetitions compared. All ranks must call it with the same
@@ -28,7 +29,7 @@ def compression_cost(backend: Backend, elements: int, compression: Compression) 
     if backend.size == 1 or compression == "none" or elements < 1:
         return 1.0
     values = tf.Variable(tf.random.stateless_normal([min(elements, MOST_ELEMENTS)], [1, backend.index]))
-    kinds: tuple[Compression, Compression] = ("none", compression)
+    kinds: tuple[CompressionName, CompressionName] = ("none", compression)
     exchanges = [_exchange(backend, values, kind) for kind in kinds]
     for exchange in exchanges:
         _seconds(exchange)  # the first call compiles
@@ -37,7 +38,7 @@ def compression_cost(backend: Backend, elements: int, compression: Compression) 
     return compressed / plain
 
 
-def _exchange(backend: Backend, values: tf.Variable, compression: Compression) -> Callable[[], tf.Tensor]:
+def _exchange(backend: Backend, values: tf.Variable, compression: CompressionName) -> Callable[[], tf.Tensor]:
     reducer = GradientReducer(backend, ReductionOptions("sum", compression))
 
     def exchange() -> tf.Tensor:
@@ -54,7 +55,7 @@ def _seconds(exchange: Callable[[], tf.Tensor]) -> float:
     return time.perf_counter() - begin
 
 
-def compression_warning(compression: Compression, cost: float) -> str | None:
+def compression_warning(compression: CompressionName, cost: float) -> str | None:
     """Return the line that says that compression does not pay here; None where it does.
 
     Args:

@@ -10,7 +10,8 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.gradients.reduction import Compression, GradientReducer, ReductionOptions, scaled
+from hvdtrain.config.exchange import CompressionName
+from hvdtrain.gradients.reduction import GradientReducer, reduction_options, scaled
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.clipping import Clipping, global_norm
 from hvdtrain.optim.fused import fused_updates
@@ -42,7 +43,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         inner_optimizer: Any,
         *,
         op: ReduceOp = "average",
-        compression: Compression = "none",
+        compression: CompressionName = "none",
         groups: int = 0,
         sparse_as_dense: bool | None = None,
         gradient_predivide_factor: float = 1.0,
@@ -58,7 +59,14 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """What this replica's gradients count, such as its samples: a scalar tensor; None: all replicas alike."""
         self.norm: tf.Tensor | None = None
         """Norm of the reduced gradient that was applied last, before clipping."""
-        self._options = ReductionOptions(op, compression, groups, sparse_as_dense, gradient_predivide_factor)
+        self._arguments: dict[str, Any] = {
+            "op": op,
+            "compression": compression,
+            "groups": groups,
+            "sparse_as_dense": sparse_as_dense,
+            "gradient_predivide_factor": gradient_predivide_factor,
+        }
+        self._options = reduction_options(**self._arguments)
         self._clipping = Clipping(clip_norm, clip_value)
         self._exchange = exchange
 
@@ -135,11 +143,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "op": self._options.op,
-            "compression": self._options.compression,
-            "groups": self._options.groups,
-            "sparse_as_dense": self._options.sparse_as_dense,
-            "gradient_predivide_factor": self._options.predivide,
+            **self._arguments,
             "clip_norm": self._clipping.norm,
             "clip_value": self._clipping.value,
         }

@@ -1,69 +1,76 @@
 """The exchange of gradients: the one piece behind the tape, the training step and whatever accumulates."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.exchange import CompressionName, ExchangeConfig, SparseName
+from hvdtrain.config.section import section
 from hvdtrain.gradients.compression import WireFormat, compressed_sum, is_compressible
 from hvdtrain.gradients.sparse import as_rows, gather_rows, gathering_is_cheaper, is_small, sum_duplicates
 
 Gradient: TypeAlias = Any
 """A tf.Tensor, tf.IndexedSlices or None."""
-Compression = Literal["none", "fp16", "bf16"]
 
 
-@dataclass(frozen=True)
-class ReductionOptions:
-    """How gradients travel.
+@section
+class ReductionOptions(ExchangeConfig):
+    """How gradients travel: the options of the exchange, and groups of variables by name.
 
-    Args:
-        op: average over the replicas, sum, or Adasum.
-        compression: `fp16` and `bf16` send dense float32 and float64 gradients in 16 bits and add them up in their own
-            (see `compression`). Other dtypes, gathered rows, and what a single replica has, stay as they are.
-        groups: 0 sends every gradient by itself, as soon as it is there; n forms n groups that leave whole;
-            tuples of variables' paths name the groups, and what is in none of them leaves by itself. Compressed
-            gradients that are in no group form one.
-        sparse_as_dense: True turns tf.IndexedSlices into dense tensors, False gathers their rows; None does what moves
-            fewer bytes.
-        predivide: divide by this factor before the sum, and multiply by it (divide by size / factor for an average)
-            after it.
+    Of `compression`: other dtypes than float32 and float64, gathered rows, and what a single replica has, stay as they
+    are. Compressed gradients that are in no group form one.
     """
 
-    op: ReduceOp = "average"
-    compression: Compression = "none"
-    groups: int | tuple[tuple[str, ...], ...] = 0
-    sparse_as_dense: bool | None = None
-    predivide: float = 1.0
+    named_groups: tuple[tuple[str, ...], ...] = ()
+    """Paths of the variables of each group; what is in none of them leaves by itself."""
 
     def __post_init__(self) -> None:
-        if self.op not in ("sum", "average", "adasum"):
-            raise ConfigError(f"op must be one of average, sum, adasum. Received: {self.op!r}.")
-        if self.compression not in ("none", "fp16", "bf16"):
-            raise ConfigError(f"compression must be one of none, fp16, bf16. Received: {self.compression!r}.")
-        if isinstance(self.groups, int) and self.groups < 0:
-            raise ConfigError(f"groups must not be negative. Received: {self.groups}.")
-        self._check_named_groups()
-        if self.predivide <= 0:
-            raise ConfigError(f"gradient_predivide_factor must be positive. Received: {self.predivide}.")
-        if self.predivide != 1.0 and self.op == "adasum":
-            raise ConfigError("gradient_predivide_factor is for sums and averages. Received: op 'adasum'.")
-        if self.op == "adasum" and self.compression != "none":
-            raise ConfigError("Adasum is not compressed: use compression none.")
-        if self.groups and self.op == "adasum":
-            raise ConfigError("Adasum reduces each gradient by itself: groups must be 0.")
+        super().__post_init__()
+        paths = [path for group in self.named_groups for path in group]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:  # its gradient would be summed twice
+            raise ConfigError(f"groups must not share a variable. Received: {twice!r} more than once.")
+        if self.named_groups and self.reduce_op == "adasum":
+            raise ConfigError("--reduce-op adasum reduces each whole gradient by itself: leave out --gradient-groups.")
 
-    def _check_named_groups(self) -> None:
-        """Refuse a variable in two groups: its gradient would be summed twice."""
-        if not isinstance(self.groups, int):
-            paths = [path for group in self.groups for path in group]
-            twice = next((path for path in paths if paths.count(path) > 1), None)
-            if twice is not None:
-                raise ConfigError(f"groups must not share a variable. Received: {twice!r} more than once.")
+
+ARGUMENTS = {
+    "--reduce-op": "op",
+    "--compression": "compression",
+    "--gradient-groups": "groups",
+    "--sparse-gradients": "sparse_as_dense",
+    "--predivide": "gradient_predivide_factor",
+}
+"""Options on the command line -> what Horovod, and the tape and optimizer here, call them in scripts."""
+
+
+def reduction_options(
+    op: ReduceOp = "average",
+    compression: CompressionName = "none",
+    groups: int | tuple[tuple[str, ...], ...] = 0,
+    sparse_as_dense: bool | None = None,
+    gradient_predivide_factor: float = 1.0,
+) -> ReductionOptions:
+    """Return the options that a script names as Horovod does.
+
+    Raises:
+        ConfigError: in the script's words, a value that is none of its option's, or options that exclude one another.
+    """
+    sparse: dict[bool | None, SparseName] = {None: "auto", False: "gather", True: "dense"}
+    count, named = (groups, ()) if isinstance(groups, int) else (0, groups)
+    try:
+        return ReductionOptions(
+            op, compression, sparse[sparse_as_dense], count, gradient_predivide_factor, named_groups=named
+        )
+    except ConfigError as error:
+        text = str(error)
+        for flag, argument in ARGUMENTS.items():
+            text = text.replace(flag, argument)
+        raise ConfigError(text) from None
 
 
 def scaled(gradient: Gradient, factor: Any) -> Gradient:
@@ -145,18 +152,17 @@ class GradientReducer:
 
     def _groups(self, dense: Sequence[int], paths: Sequence[str]) -> list[Sequence[int]]:
         """Return the places of the gradients that leave together."""
-        groups = self._options.groups
-        if isinstance(groups, int):
-            return _split(dense, groups)
-        return [[i for i in dense if paths[i] in group] for group in groups]
+        if not self._options.named_groups:
+            return _split(dense, self._options.gradient_groups)
+        return [[i for i in dense if paths[i] in group] for group in self._options.named_groups]
 
     def _factors(self) -> tuple[float, float]:
         """Return what multiplies a sum's inputs and its result."""
-        after = 1.0 / self._exchange.size if self._options.op == "average" else 1.0
+        after = 1.0 / self._exchange.size if self._options.reduce_op == "average" else 1.0
         return 1.0 / self._options.predivide, self._options.predivide * after
 
     def _reduce_dense(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        if self._options.op == "adasum":
+        if self._options.reduce_op == "adasum":
             return self._exchange.all_reduce(tensor, name=name, op="adasum")
         before, after = self._factors()
         return self._exchange.all_reduce(tensor, name=name, prescale=before, postscale=after)
@@ -176,8 +182,9 @@ class GradientReducer:
         """Make sparse gradients dense where that is decided beforehand; of the others send no row twice."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
-        dense = is_small(gradient) if self._options.sparse_as_dense is None else self._options.sparse_as_dense
-        if self._options.op == "adasum" and not dense:
+        choice = self._options.sparse_gradients
+        dense = is_small(gradient) if choice == "auto" else choice == "dense"
+        if self._options.reduce_op == "adasum" and not dense:
             raise ConfigError("Adasum is not defined on sparse gradients: use sparse_as_dense=True.")
         return tf.convert_to_tensor(gradient) if dense else sum_duplicates(gradient)
 
@@ -186,7 +193,7 @@ class GradientReducer:
         if not sparse:
             return
         slices = [gradients[i] for i in sparse]
-        if self._options.sparse_as_dense is None:
+        if self._options.sparse_gradients == "auto":
             gather: Sequence[Any] = gathering_is_cheaper(slices, self._exchange, rows)
         else:
             gather = [True] * len(slices)
@@ -195,7 +202,7 @@ class GradientReducer:
 
     def _reduce_table(self, slices: tf.IndexedSlices, name: str, gather: bool | tf.Tensor) -> tf.IndexedSlices:
         def gathered() -> tf.IndexedSlices:
-            factor = 1.0 / self._exchange.size if self._options.op == "average" else 1.0
+            factor = 1.0 / self._exchange.size if self._options.reduce_op == "average" else 1.0
             return scaled(gather_rows(slices, self._exchange, name), factor)
 
         def reduced() -> tf.IndexedSlices:

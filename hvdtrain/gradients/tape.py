@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
-from hvdtrain.gradients.reduction import Compression, GradientReducer, ReductionOptions
+from hvdtrain.config.exchange import CompressionName
+from hvdtrain.gradients.reduction import GradientReducer, reduction_options
 from hvdtrain.state.variables import as_written, path_of, unique_paths, unwrap
 
 
@@ -39,14 +40,14 @@ class DistributedGradientTape:
         tape: tf.GradientTape | None = None,
         *,
         op: ReduceOp = "average",
-        compression: Compression = "none",
+        compression: CompressionName = "none",
         groups: int | Sequence[Sequence[Any]] = 0,
         sparse_as_dense: bool | None = None,
         gradient_predivide_factor: float = 1.0,
         exchange: Collectives | None = None,
     ) -> None:
         named = groups if isinstance(groups, int) else tuple(tuple(path_of(v) for v in group) for group in groups)
-        options = ReductionOptions(op, compression, named, sparse_as_dense, gradient_predivide_factor)
+        options = reduction_options(op, compression, named, sparse_as_dense, gradient_predivide_factor)
         self._tape = tape if tape is not None else tf.GradientTape()
         self._reducer = GradientReducer(exchange or current_exchange(), options)
 

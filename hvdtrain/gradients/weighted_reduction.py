@@ -28,9 +28,9 @@ class WeightedReducer:
     ) -> None:
         options = options or ReductionOptions()
         self._collectives = collectives
-        self._op = options.op
+        self._op = options.reduce_op
         # An average is formed here, by weights: what travels is a sum.
-        sums = replace(options, op="sum") if options.op == "average" else options
+        sums = replace(options, reduce_op="sum") if self._op == "average" else options
         self._reducer = reducer or GradientReducer(collectives, sums)
 
     def reduce(
@@ -56,7 +56,7 @@ class WeightedReducer:
             role: tells apart several reductions of the same variables.
         """
         if self._op == "adasum":
-            own = _times(sums, tf.math.divide_no_nan(_like(expected, totals), totals[weight_at]))
+            own = _times(sums, _ratio(expected, totals[weight_at]))
             reduced = self._reducer.reduce(own, paths, role=role)
             return reduced, self._collectives.all_reduce(totals, name=f"{role}/totals")
         *gradients, totals = self._reducer.reduce(
@@ -64,7 +64,7 @@ class WeightedReducer:
         )
         # Dividing here would be one more pass over all gradients: where it can be, it was done to the loss.
         if not uniform:
-            gradients = _times(gradients, tf.math.divide_no_nan(_like(expected, totals), totals[weight_at]))
+            gradients = _times(gradients, _ratio(expected, totals[weight_at]))
         if self._op == "sum":
             gradients = _times(gradients, float(self._collectives.size))
         return gradients, totals
@@ -84,5 +84,6 @@ def _times(gradients: Sequence[Gradient], factor: tf.Tensor | float) -> list[Gra
     return [scaled(gradient, factor) for gradient in gradients]
 
 
-def _like(value: Any, tensor: tf.Tensor) -> tf.Tensor:
-    return tf.cast(value, tensor.dtype)
+def _ratio(expected: Any, weight: tf.Tensor) -> tf.Tensor:
+    """Return expected / weight in float64, as gradients may have 64 bits where weights have 32; 0 for no weight."""
+    return tf.math.divide_no_nan(tf.cast(expected, tf.float64), tf.cast(weight, tf.float64))

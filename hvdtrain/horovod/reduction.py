@@ -11,7 +11,7 @@ from tensorflow.python.ops import control_flow_util
 from hvdtrain.backends.compiled import numbered
 from hvdtrain.backends.protocol import ReduceOp
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.gradients.reduction import Gradient, GradientReducer, ReductionOptions, scaled
+from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, scaled
 from hvdtrain.horovod.basics import Adasum, Average, Compression, Sum, global_process_set, is_elastic, rocm_built
 from hvdtrain.horovod.collectives import allreduce
 from hvdtrain.horovod.exchange import exchange_among, is_included, one_over_size
@@ -94,7 +94,7 @@ class Reduction:
 
     def _reducer(self, groups: Any, wire: Any = "none") -> GradientReducer:
         op = _OPS[self.op]
-        options = ReductionOptions(
+        options = reduction_options(
             "sum" if self._divides_when_run else op, wire, groups, self.sparse_as_dense, self.predivide
         )
         return GradientReducer(exchange_among(self.process_set), options)

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.exchange import ExchangeConfig
+from hvdtrain.config.exchange import ExchangeConfig, SparseName
 from hvdtrain.config.precision import PrecisionName
 from hvdtrain.config.registry import suggestion
 from hvdtrain.config.step import ClippingConfig, StepConfig
@@ -18,7 +18,6 @@ from hvdtrain.optim.clipping import Clipping
 
 EXCHANGE_OPTIONS = (*(field.name for field in (*fields(ExchangeConfig), *fields(UpdateConfig))), "sync_batch_norm")
 """Options that do nothing where nothing is exchanged."""
-_SPARSE_AS_DENSE = {"auto": None, "gather": False, "dense": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +94,11 @@ class StepOptions(UpdateConfig, ExchangeConfig, ClippingConfig, StepConfig):
 
     def reduction_on(self, backend: Backend) -> ReductionOptions:
         """Return how gradients travel on `backend`: where they are to leave together, rows are gathered at once."""
-        options = self.reduction
+        options = ReductionOptions(**{option.name: getattr(self, option.name) for option in fields(ExchangeConfig)})
         if not backend.capabilities.sends_together:
             return options
-        return replace(options, groups=1, sparse_as_dense=bool(options.sparse_as_dense))
-
-    @property
-    def reduction(self) -> ReductionOptions:
-        """How gradients travel."""
-        dense = _SPARSE_AS_DENSE[self.sparse_gradients]
-        return ReductionOptions(self.reduce_op, self.compression, self.gradient_groups, dense, self.predivide)
+        sparse: SparseName = "dense" if self.sparse_gradients == "dense" else "gather"
+        return replace(options, gradient_groups=1, sparse_gradients=sparse)
 
 
 def step_options(given: dict[str, Any]) -> StepOptions:

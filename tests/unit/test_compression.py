@@ -77,7 +77,7 @@ def exact_sum(parts):
 @FORMATS
 @DTYPES
 @SIZES
-@pytest.mark.parametrize("options", [{}, {"predivide": 3.0}])
+@pytest.mark.parametrize("options", [{}, {"gradient_predivide_factor": 3.0}])
 def test_the_error_stays_within_its_bound(wire, dtype, size, options):
     parts = [of_many_sizes(rank, 1001, dtype) for rank in range(size)]
     allowed = bound(parts, wire)

@@ -16,7 +16,7 @@ from hvdtrain.optim.clipping import Clipping, clip_by_norm, clip_by_value, globa
 from hvdtrain.optim.precision import LossScaleOptimizer, computes_in_float16, loss_scale_of, with_loss_scaling
 from hvdtrain.training.advice import advice
 from hvdtrain.training.loop.loss_monitor import LossMonitor
-from hvdtrain.training.objective.outputs import outputs_by_name, spread
+from hvdtrain.training.objective.outputs import outputs_by_name, per_output
 from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.step.microbatches import per_microbatch
 from hvdtrain.training.trainer import Trainer
@@ -451,7 +451,7 @@ def test_outputs_are_named_by_keys_names_or_places():
 )
 def test_what_fits_no_output_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
-        spread("loss", given, ["a", "b"], to_all=False)
+        per_output("loss", given, ["a", "b"], shared=False)
 
 
 def two_heads():

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
+from hvdtrain.gradients.reduction import GradientReducer, reduction_options
 from tests.unit.threaded_ranks import on_threads
 
 
@@ -79,7 +79,7 @@ def reduce_on(size, gradients, paths, role="gradient", exact=(), **options):
     meeting = Meeting(size)
 
     def body(rank):
-        reducer = GradientReducer(Replica(meeting, rank), ReductionOptions(**options))
+        reducer = GradientReducer(Replica(meeting, rank), reduction_options(**options))
         return reducer.reduce(gradients(rank), paths, role=role, exact=exact)
 
     outcomes = outcomes_on(size, body)

@@ -180,14 +180,13 @@ class KerasStepFactory:
                 )
         self._backend = backend
         self._model = model
-        reduction = options.reduction
         self._optimizer = DistributedOptimizer(
             optimizer,
-            op=reduction.op,
-            compression=reduction.compression,
+            op=options.reduce_op,
+            compression=options.compression,
             groups=options.gradient_groups,
-            sparse_as_dense=reduction.sparse_as_dense,
-            gradient_predivide_factor=reduction.predivide,
+            sparse_as_dense={"auto": None, "gather": False, "dense": True}[options.sparse_gradients],
+            gradient_predivide_factor=options.predivide,
             clip_norm=options.clip_norm,
             clip_value=options.clip_value,
             exchange=backend,

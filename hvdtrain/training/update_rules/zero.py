@@ -61,7 +61,7 @@ class ZeroUpdate(UpdateRule):
         sharded = {path for path, v in zip(self._paths, self._variables, strict=True) if id(v) in self._shards}
         op = (options or StepOptions()).reduce_op
         reducer = ScatterReducer(backend, sharded)
-        self._reducer = WeightedReducer(backend, ReductionOptions(op, sparse_as_dense=True), reducer)
+        self._reducer = WeightedReducer(backend, ReductionOptions(op), reducer)
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Reduce-scatter the gradients, update this replica's slices, and gather the whole variables."""
@@ -189,7 +189,7 @@ class ScatterReducer(GradientReducer):
     """
 
     def __init__(self, collectives: Any, sharded: Collection[str]) -> None:
-        super().__init__(collectives, ReductionOptions("sum", sparse_as_dense=True))
+        super().__init__(collectives, ReductionOptions("sum", sparse_gradients="dense"))
         self._sharded = sharded
 
     def reduce(

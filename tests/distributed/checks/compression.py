@@ -9,7 +9,7 @@ from world import World
 
 import hvdtrain
 from hvdtrain.gradients.compression_probe import compression_cost
-from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
+from hvdtrain.gradients.reduction import GradientReducer, reduction_options
 
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 UNDERFLOW = {"bf16": 0.0, "fp16": 2.0**-39}
@@ -41,7 +41,7 @@ def bound(world: World, parts: list[np.ndarray]) -> dict[str, np.ndarray]:
 
 def reduced(world: World, arrays: list[np.ndarray], *, compiled: bool, role: str, **options: Any) -> list[np.ndarray]:
     variables = [tf.Variable(array) for array in arrays]
-    reducer = GradientReducer(world.backend, ReductionOptions(**options))
+    reducer = GradientReducer(world.backend, reduction_options(**options))
 
     def reduce() -> list[tf.Tensor]:
         return reducer.reduce([v.read_value() for v in variables], [f"v{i}" for i in range(len(variables))], role=role)
@@ -78,7 +78,7 @@ def check_errors_stay_within_their_bound(world: World) -> None:
 def check_groups_and_predivide_change_no_more_than_rounding(world: World) -> None:
     parts = [flat(values_of(rank, "float32")) for rank in range(world.size)]
     exact, allowed = sum(part.astype(np.float64) for part in parts), bound(world, parts)
-    for number, options in enumerate([{"groups": 2}, {"groups": (("v0", "v3"),)}, {"predivide": 2.0}]):
+    for number, options in enumerate([{"groups": 2}, {"groups": (("v0", "v3"),)}, {"gradient_predivide_factor": 2.0}]):
         for wire in ("fp16", "bf16"):
             results = reduced(
                 world,
@@ -118,7 +118,7 @@ def check_what_is_not_finite_reaches_every_rank(world: World) -> None:
 
 
 def check_one_scatter_and_one_gather_and_no_sum(world: World) -> None:
-    reducer = GradientReducer(world.backend, ReductionOptions("sum", "bf16"))
+    reducer = GradientReducer(world.backend, reduction_options("sum", "bf16"))
     variables = [tf.Variable(tf.ones([3])), tf.Variable(tf.ones([4]))]
 
     @tf.function(autograph=False)
