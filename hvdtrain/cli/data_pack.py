@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 def _pack(arguments: argparse.Namespace) -> int:
     import_tensorflow_for_cpu()
-    from hvdtrain.data.files.places import find_data
+    from hvdtrain.data.files.locations import find_data
     from hvdtrain.data.packing.pack import pack
 
     options = {name: getattr(arguments, name) for name in ("shards", "shard_mb", "workers", "validation")}

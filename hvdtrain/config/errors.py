@@ -1,8 +1,8 @@
-"""The errors that are the user's to mend: they name the cause, the value received and the option that fixes it."""
+"""Errors that users can fix: messages name the cause, the value received and the option that fixes it."""
 
 
 class UserError(ValueError):
-    """A mistake in what was asked for: shown as one message, without a traceback."""
+    """A user's mistake, shown as one message without a traceback."""
 
 
 class ConfigError(UserError):

@@ -1,4 +1,4 @@
-"""Configurations as YAML: what a run declared, to read, to keep and to run again."""
+"""Reading and writing configurations as YAML."""
 
 import dataclasses
 import hashlib
@@ -12,7 +12,7 @@ from hvdtrain.config.run import Config
 
 
 def to_yaml(config: Config) -> str:
-    """Return `config` as YAML, its sections and options in the order of their declaration."""
+    """Return `config` as YAML, in the order of declaration."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
@@ -25,7 +25,7 @@ def read_values(path: Path) -> dict[str, Any]:
     """Return the sections and options that the file sets.
 
     Raises:
-        ConfigError: it cannot be read, or is no mapping.
+        ConfigError: it cannot be read, or is not a mapping.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -41,10 +41,10 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def apply_values(base: Config, values: dict[str, Any], origin: str) -> Config:
-    """Return `base` with `values` (nested, as in the file) in place of its own.
+    """Return `base` overridden by `values`, nested as in the file.
 
     Raises:
-        ConfigError: unknown keys or wrong types, each with its path.
+        ConfigError: unknown keys or wrong types; names the path of each.
     """
     import pydantic
 

@@ -1,4 +1,4 @@
-"""Names that stand for pieces of code: listing them imports nothing."""
+"""Static tables of name -> "module:attribute": listing names imports nothing."""
 
 import difflib
 import importlib
@@ -10,7 +10,7 @@ from hvdtrain.config.errors import ConfigError
 
 
 def suggestion(name: str, known: Mapping[str, str]) -> str:
-    """Return " Perhaps you meant: X." for a near miss, else the list of what there is, if there is anything."""
+    """Return " Perhaps you meant: X." for a near miss, else " Available: …", or "" if `known` is empty."""
     if not known:
         return ""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -18,10 +18,10 @@ def suggestion(name: str, known: Mapping[str, str]) -> str:
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """Import what `name` stands for in `table` (name -> "module:attribute").
+    """Import the attribute that `name` refers to in `table` (name -> "module:attribute").
 
     Raises:
-        ConfigError: unknown name, with the nearest known one.
+        ConfigError: unknown name; suggests the nearest.
     """
     if name not in table:
         raise ConfigError(f"Unknown {kind} {name!r}.{suggestion(name, table)}")
@@ -30,10 +30,10 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 
 
 def check_arguments(kind: str, name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments that `function` does not take by keyword or whose type differs from its default's.
+    """Refuse arguments without a matching keyword of `function`, or of another type than its default.
 
     Raises:
-        ConfigError: naming the argument and what the function takes.
+        ConfigError: names the argument, and the accepted ones.
     """
     accepted = {
         parameter.name: parameter
@@ -49,10 +49,10 @@ def check_arguments(kind: str, name: str, function: Callable[..., Any], given: M
 
 
 def check_type(what: str, value: Any, default: Any) -> None:
-    """Refuse a value whose type differs from its default's; no default, or None, says nothing about the type.
+    """Refuse a value of another type than its default; without a default, or with None, any type passes.
 
     Raises:
-        ConfigError: naming `what`, the type and the value.
+        ConfigError: names `what`, the type and the value.
     """
     says_type = default is not None and default is not inspect.Parameter.empty
     if says_type and not _fits(value, default):

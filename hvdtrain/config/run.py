@@ -16,7 +16,7 @@ from hvdtrain.config.update import UpdateConfig
 
 @section
 class Config:
-    """Everything that determines a run; leaf names are unique, so that each is one flat flag."""
+    """Everything that determines a run. Leaf names are unique, so that flags are flat."""
 
     recipe: str
     """Name of the recipe: the first word of the command line."""
@@ -36,11 +36,11 @@ NAMED_WITH_ARGUMENTS = (
     ("data", "data", "data_args"),
     ("optim", "optimizer", "optimizer_args"),
 )
-"""Section, option and arguments of what is named in the configuration."""
+"""(section, option, arguments) of everything that the configuration names."""
 
 
 def without_foreign_arguments(base: Config, chosen: Config) -> Config:
-    """Return `base` without the arguments of a model, data source or optimizer in whose place `chosen` has another."""
+    """Return `base` without the arguments of a model, data source or optimizer that `chosen` replaces."""
     for part, name, arguments in NAMED_WITH_ARGUMENTS:
         old = getattr(base, part)
         if getattr(old, name) != getattr(getattr(chosen, part), name):
@@ -49,7 +49,7 @@ def without_foreign_arguments(base: Config, chosen: Config) -> Config:
 
 
 def with_arguments_of(config: Config, other: Config) -> Config:
-    """Return `config` with the arguments of `other` where it has none of its own."""
+    """Return `config` with the arguments of `other` filled in where it has none."""
     for part, _, arguments in NAMED_WITH_ARGUMENTS:
         mine, theirs = getattr(config, part), getattr(getattr(other, part), arguments)
         if not getattr(mine, arguments) and theirs:

@@ -1,4 +1,4 @@
-"""The decorator of every group of options."""
+"""The decorator of option dataclasses."""
 
 from dataclasses import dataclass
 from typing import TypeVar, dataclass_transform
@@ -8,6 +8,6 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def section(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen dataclass that refuses unknown keys when it is read from a file."""
+    """Make `cls` a frozen dataclass that rejects unknown keys when read from a file."""
     cls.__pydantic_config__ = {"extra": "forbid"}  # type: ignore[attr-defined]
     return dataclass(frozen=True)(cls)

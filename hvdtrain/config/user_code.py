@@ -1,4 +1,4 @@
-"""A user's own code, named PACKAGE.MODULE:ATTRIBUTE; its own exceptions pass through with their tracebacks."""
+"""Loading a user's own code, named PACKAGE.MODULE:ATTRIBUTE; its own exceptions pass through."""
 
 import difflib
 import importlib
@@ -13,19 +13,19 @@ from hvdtrain.config.registry import check_type, suggestion
 
 
 def is_user_code(name: str) -> bool:
-    """Tell whether `name` is of a user's code and not of a table."""
+    """Whether `name` refers to a user's code, not to a built-in."""
     return ":" in name
 
 
 def load_attribute(option: str, name: str) -> Any:
-    """Import what `name`, MODULE:ATTRIBUTE, stands for; the working folder is searched first.
+    """Import the attribute `name`, MODULE:ATTRIBUTE; the working folder is searched first.
 
     Args:
-        option: the flag that gave the name.
-        name: the module's dotted name, and a name in it.
+        option: the flag that holds the name.
+        name: dotted module and attribute.
 
     Raises:
-        ConfigError: no such form, module or attribute.
+        ConfigError: malformed name, or no such module or attribute.
     """
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
@@ -41,10 +41,10 @@ def load_attribute(option: str, name: str) -> Any:
 
 
 def load_function(option: str, name: str) -> Callable[..., Any]:
-    """Import the function or class that `name`, MODULE:FUNCTION, stands for.
+    """Import the function or class `name`, MODULE:FUNCTION.
 
     Raises:
-        ConfigError: see `load_attribute`; or it cannot be called.
+        ConfigError: see `load_attribute`; or it is not callable.
     """
     function = load_attribute(option, name)
     if not callable(function):
@@ -55,17 +55,17 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 def arguments_for(
     option: str, name: str, function: Callable[..., Any], offered: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments to call `function` with, all by name: what it takes of `offered`, and over it `given`.
+    """Return keyword arguments for `function`: those of `offered` that it accepts, overridden by `given`.
 
     Args:
-        option: the flag that named the function; `option`-args is the one that gives it arguments.
-        name: the function's name there.
-        function: what will be called.
-        offered: values for the parameters of these names, if there are any; None for one that is not known.
-        given: values the user chose.
+        option: the flag that names the function; `option`-args is the flag of its arguments.
+        name: the function's name in that flag.
+        function: the function to call.
+        offered: values for parameters of these names, if it has them; None if unknown.
+        given: the user's arguments.
 
     Raises:
-        ConfigError: a signature that these do not fill, or given values that it does not take.
+        ConfigError: required parameters without a value, or arguments that it does not accept.
     """
     parameters = _parameters(function)
     by_name = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -93,7 +93,7 @@ def _import(option: str, module_name: str) -> Any:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that the user's own module misses is the user's traceback to read.
+        # A missing import inside the user's module shows the user's own traceback.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
@@ -103,7 +103,7 @@ def _import(option: str, module_name: str) -> Any:
 
 
 def _neighbour(module_name: str, folder: str) -> str:
-    """Name a module or package beside the one that is missing, if one is spelled alike."""
+    """Return a module or package with a similar name beside the missing one."""
     parent, _, last = module_name.rpartition(".")
     places = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [folder]
     found = {entry.removesuffix(".py") for place in places if os.path.isdir(place) for entry in os.listdir(place)}

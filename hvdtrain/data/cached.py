@@ -14,7 +14,7 @@ from hvdtrain.config.data import Cache
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.bad_records import BadRecords
-from hvdtrain.data.files.places import cache_folder
+from hvdtrain.data.files.locations import cache_folder
 from hvdtrain.data.files.unpacked import made_once, writing_into
 from hvdtrain.data.pipeline import ReadOptions
 from hvdtrain.data.source import Source

@@ -1,4 +1,4 @@
-"""Exchange a model's BatchNormalization layers for synchronized ones."""
+"""Conversion of a model's BatchNormalization layers to synchronized ones, and back."""
 
 from typing import Any
 
@@ -11,14 +11,12 @@ from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization, sync_layers
 def with_sync_batch_norm(model: Any) -> Any:
     """Return a copy of `model` with SyncBatchNormalization in place of every `keras.layers.BatchNormalization`.
 
-    A model that holds the former only is returned as it is.
-
-    Functional and Sequential models, nested ones too. Names, paths, values and the order of all weights stay;
-    nothing is shared with `model`.
+    For Functional and Sequential models, nested ones too. Names, paths, values and order of all weights are kept;
+    nothing is shared with `model`. A model that is synchronized already is returned itself.
 
     Raises:
-        ConfigError: `model` has no BatchNormalization, is not built, or holds one where it cannot be replaced: within
-            a subclassed model or layer, a wrapper, or with `renorm` or `synchronized`; or a layer cannot be copied.
+        ConfigError: `model` has no BatchNormalization, is not built, or has one that cannot be replaced: within a
+            subclassed model or layer, a wrapper, or with `renorm` or `synchronized`; or a layer cannot be copied.
     """
     if not _holds(model, keras.layers.BatchNormalization) and sync_layers(model):
         return model
@@ -38,7 +36,7 @@ def with_sync_batch_norm(model: Any) -> Any:
 def without_sync_batch_norm(model: Any) -> Any:
     """Return a copy of `model` with `keras.layers.BatchNormalization` in place of every SyncBatchNormalization.
 
-    It undoes `with_sync_batch_norm`: the copy computes the same in inference, and loads where hvdtrain is not.
+    The inverse of `with_sync_batch_norm`: the copy computes the same in inference, and loads without hvdtrain.
     """
     return _copied(model, SyncBatchNormalization, keras.layers.BatchNormalization)
 
@@ -50,14 +48,14 @@ def _copied(model: Any, old: Any, new: Any) -> Any:
             f"Replacing the BatchNormalization layers would change the names of the weights of {_described(model)}. "
             "Use hvdtrain.SyncBatchNormalization in the model's code instead."
         )
-    # `variables` has the states of random generators besides, which Keras numbers over all models.
+    # Not `variables`, which includes the states of random generators, numbered over all models.
     for mine, theirs in zip(copy.variables, model.variables, strict=True):
         mine.assign(theirs)
     return copy
 
 
 class _Replacement:
-    """Copies layers and models, each one once: a layer that is shared stays shared."""
+    """Copies layers and models once each, so that shared layers stay shared."""
 
     def __init__(self, old: Any, new: Any) -> None:
         self._old = old
@@ -89,13 +87,13 @@ class _Replacement:
 
 
 def _holds(operation: Any, kind: type) -> bool:
-    # What a Functional model computes with keras.ops is an operation, but no layer.
+    # keras.ops in a Functional model are operations, not layers.
     inner = operation._flatten_layers() if isinstance(operation, keras.layers.Layer) else []
     return any(type(layer) is kind for layer in inner)
 
 
 def _is_of_keras(layer: Any) -> bool:
-    """Whether the layer's own class is one of Keras: a subclass may do more than its graph says."""
+    """Whether the layer's class is Keras' own: a subclass may do more than its graph shows."""
     return type(layer).__module__.split(".")[0] == "keras"
 
 

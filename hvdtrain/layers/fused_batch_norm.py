@@ -1,4 +1,4 @@
-"""Keras' batch normalization by the one op that TensorFlow has for it.
+"""Keras' batch normalization by TensorFlow's fused op.
 
 Keras 3 writes training-mode normalization as a dozen elementwise ops, and so does its gradient. The fused op took a
 fifth off the whole step of ResNet-20 in float32 on one core (`benchmarks/fused.py` has the layer by itself).
@@ -12,15 +12,15 @@ import keras
 import tensorflow as tf
 
 WIDENED = (tf.float16, tf.bfloat16)
-"""Keras normalizes these in float32, and rounds at the end."""
+"""Dtypes that Keras normalizes in float32, rounding at the end."""
 LEAST_EPSILON = 1e-5
-"""Of cuDNN's op."""
+"""Least epsilon that cuDNN accepts."""
 
 
 def fusible_layers(model: Any) -> list[Any]:
-    """Return the layers of `model` whose training fits the op, nested ones too.
+    """Return the layers of `model`, nested ones too, that the fused op can stand for in training.
 
-    They are those of Keras' own class, over the last axis, with float32 variables; without renorm and `synchronized`.
+    These are of Keras' own class, over the last axis, with float32 variables, without `renorm` and `synchronized`.
     """
     return [layer for layer in model._flatten_layers() if _is_fusible(layer)]
 
@@ -36,10 +36,10 @@ def _is_fusible(layer: Any) -> bool:
 
 @contextmanager
 def fused_normalization(layers: Sequence[Any]) -> Iterator[None]:
-    """Let `layers` normalize by the fused op while the model is called in training within.
+    """Make `layers` use the fused op for training calls inside this context.
 
-    Outputs, gradients and moving statistics are Keras' own but for rounding. What the op does not know stays as it is:
-    inference, frozen layers, masks, float64, and all under a strategy of tf.distribute.
+    Outputs, gradients and moving statistics equal Keras' but for rounding. Keras' own code still handles what the op
+    cannot: inference, frozen layers, masks, float64, and strategies of tf.distribute.
 
     Args:
         layers: some of `fusible_layers`.
@@ -55,7 +55,7 @@ def _fused(layer: Any) -> Iterator[None]:
     if "call" in vars(layer):
         yield
         return
-    # Past Keras' tracking: it is no part of the layer's state.
+    # Bypass Keras' tracking: this is not part of the layer's state.
     vars(layer)["call"] = _call_of(layer, layer.call)
     try:
         yield
@@ -74,7 +74,7 @@ def _call_of(layer: Any, written_out: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _normalized(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
-    """Normalize float32 inputs [..., channels], and move the layer's statistics towards theirs."""
+    """Normalize float32 inputs [..., channels], and update the layer's moving statistics."""
     channels = inputs.shape[-1]
     images = inputs if inputs.shape.rank == 4 else tf.reshape(inputs, [-1, 1, 1, channels])
     outputs, mean, unbiased, *_ = tf.raw_ops.FusedBatchNormV3(
@@ -87,7 +87,7 @@ def _normalized(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
         is_training=True,
     )
     count = tf.cast(tf.size(inputs) // channels, tf.float32)
-    # Keras keeps the mean of the squares of the differences; the op divides their sum by one less.
+    # Keras keeps the biased variance; the op returns the unbiased one.
     variance = unbiased * (count - 1.0) / count
     for moving, new in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
         moving.assign(moving.value * layer.momentum + new * (1.0 - layer.momentum))

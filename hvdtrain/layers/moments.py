@@ -1,4 +1,4 @@
-"""Mean and variance over the samples of all replicas, in one message."""
+"""Mean and variance over all replicas, with one message."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,16 +18,16 @@ def moments_of_all(
     has_samples: Any = 1.0,
     extra: float = 0.0,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance over `axes` and over all replicas, in the shape of the other dims and in their dtype.
+    """Return mean and variance over `axes` and all replicas, in the dtype of `inputs` and the shape of the other dims.
 
     Args:
-        inputs: this replica's samples; the dims that are not among `axes` have a static size.
-        axes: the dims to reduce, none of them negative.
-        mask: which samples count, in the shape of `inputs` without its last dim; None: all of them.
+        inputs: this replica's samples; dims not in `axes` must have a static size.
+        axes: the dims to reduce, not negative.
+        mask: which samples count, in the shape of `inputs` without its last dim; None: all.
         exchange: the replicas.
-        name: what the messages' names begin with.
-        has_samples: 1, or 0 while this replica's samples must not count; a number or a scalar tensor.
-        extra: what is added to the number of samples.
+        name: prefix of the messages' names.
+        has_samples: 1, or 0 if this replica's samples must not count; a number or a scalar tensor.
+        extra: added to the number of samples.
     """
     shape = [size for dim, size in enumerate(inputs.shape) if dim not in axes]
     local = tf.math.multiply_no_nan(_local_sums(inputs, axes, mask), tf.cast(has_samples, tf.float64))
@@ -40,7 +40,7 @@ def moments_of_all(
 def _local_sums(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None) -> tf.Tensor:
     """Return [count, sums, sums of squares] of this replica in float64.
 
-    The squares are added up around the local mean, where nothing cancels, and are moved to zero in float64.
+    Squares are summed around the local mean, where nothing cancels, and shifted to zero in float64.
     """
     others = [1 if dim in axes else size for dim, size in enumerate(inputs.shape)]
     if mask is None:
@@ -51,7 +51,7 @@ def _local_sums(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None) 
         count = _flat_sum(tf.cast(kept, tf.float64), axes)
         inputs = tf.where(kept, inputs, tf.zeros_like(inputs))
     mean = tf.math.divide_no_nan(_flat_sum(inputs, axes), tf.cast(count, inputs.dtype))
-    # The derivative by the mean is the sum of the deviations: zero.
+    # The derivative with respect to the mean is the sum of the deviations: zero.
     squares = tf.math.squared_difference(inputs, tf.reshape(tf.stop_gradient(mean), others))
     if mask is not None:
         squares = tf.where(kept, squares, tf.zeros_like(squares))
@@ -69,8 +69,8 @@ def _mean_and_variance(total: tf.Tensor, *, channels: int, extra: float) -> tupl
     With n = count, S = sum, Q = sum of squares: mean m = S / (n + extra), variance (Q - 2 m S + n m^2) / (n + extra).
     For n_r samples of mean m_r and squared deviations M_r on replica r, Q = sum(M_r + n_r m_r^2), so that this is the
     combination of partial variances of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-    computing sample variances" (1979), for any number of parts and in one message. What cancels in it does so in
-    float64: a share of about 1e-16 (mean^2 / variance).
+    computing sample variances" (1979), for any number of replicas and with one message. Cancellation happens in
+    float64: a relative error of about 1e-16 (mean^2 / variance).
     """
     count, sums, squares = tf.split(total, [total.shape[0] - 2 * channels, channels, channels])
     mean = tf.math.divide_no_nan(sums, count + extra)
@@ -81,8 +81,8 @@ def _mean_and_variance(total: tf.Tensor, *, channels: int, extra: float) -> tupl
 def sum_over_replicas(tensor: tf.Tensor, exchange: Collectives, name: str) -> tf.Tensor:
     """Return the elementwise sum over the replicas, differentiable.
 
-    Each replica's loss depends on every replica's `tensor`, so the gradient by it is the sum of their upstream
-    gradients: the same exchange backwards. The messages are called `name`/forward and `name`/backward.
+    Each replica's loss depends on every replica's `tensor`, so its gradient is the sum of their upstream gradients: the
+    same exchange backwards. The messages are called `name`/forward and `name`/backward.
     """
 
     @tf.custom_gradient

@@ -1,4 +1,4 @@
-"""Activations computed again in the backward pass, instead of kept from the forward pass to then."""
+"""Activation recomputation (checkpointing): less memory, one more forward pass."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,27 +12,27 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 
 _MASK = "_keras_mask"
-"""Where Keras keeps the mask of a tensor."""
+"""Keras' attribute for the mask of a tensor."""
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class Recompute(keras.layers.Wrapper):
-    """Calls a layer and keeps little of what happens within for the backward pass.
+    """Wraps a layer and recomputes its activations in the backward pass instead of keeping them.
 
-    A Functional or Sequential model of n operations is cut into about sqrt(n) segments, where one tensor alone leads
-    from one to the next. What is kept are the tensors at the cuts; the backward pass runs the forward pass of one
-    segment after the other once more (Chen et al., "Training deep nets with sublinear memory cost", 2016). Any other
-    layer, such as a block of a subclassed model, is one segment.
+    A Functional or Sequential model of n operations is cut into about sqrt(n) segments, at places where a single tensor
+    connects one to the next. Only the tensors at the cuts are kept; the backward pass runs the forward pass of each
+    segment again (Chen et al., "Training deep nets with sublinear memory cost", 2016). Any other layer, such as a block
+    of a subclassed model, is one segment.
 
-    Values and gradients are those of the layer itself: the second pass sees the random numbers of the first one, if
-    they come from the layers' own Keras seed generators, and updates no statistics. Outside of training, nothing
-    changes. Inputs and outputs are those of the layer: tensors or nests of tensors.
+    Values and gradients are those of the layer: the second pass repeats the random numbers of the first, if they come
+    from the layers' own Keras seed generators, and updates no statistics. Outside training nothing changes. Inputs and
+    outputs are those of the layer: tensors or nests of tensors.
 
     Args:
         layer: a layer or model.
 
     Raises:
-        ConfigError: when it is called, if a layer within adds a loss: its gradient would be lost.
+        ConfigError: on call, if an inner layer adds a loss: its gradient would be lost.
     """
 
     def __init__(self, layer: Any, **kwargs: Any) -> None:
@@ -51,11 +51,11 @@ class Recompute(keras.layers.Wrapper):
             return _recomputed(last, inputs)
         for segment in first:
             inputs = _recomputed(segment, inputs)
-        # What the last one keeps is wanted at once.
+        # The last segment's activations are needed at once: nothing to gain.
         return last(inputs, training=True)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
-        """Set no mask: the layer has set its own."""
+        """Set no mask: the wrapped layer has set its own."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""
@@ -66,17 +66,17 @@ class Recompute(keras.layers.Wrapper):
 
 @dataclass(frozen=True)
 class _Plan:
-    """Segments out of the sight of Keras, which would take them for new layers of its model."""
+    """Hides the segments from Keras, which would track them as new layers of the model."""
 
     segments: list[Any]
 
 
 def recomputed_model(model: Any) -> Recompute:
-    """Return `model` in segments.
+    """Return `model` with recomputation, cut into segments.
 
     Raises:
-        ConfigError: it is no Functional or Sequential model, or nowhere does one tensor alone lead on: it would be one
-            segment, and the peak would stay what it is.
+        ConfigError: it is not a Functional or Sequential model, or has no cut with a single tensor: it would be one
+            segment, and save nothing.
     """
     if _graph(model) is None:
         raise ConfigError(
@@ -92,10 +92,10 @@ def recomputed_model(model: Any) -> Recompute:
 
 
 class _Segment(keras.layers.Layer):
-    """A part of a model's graph that hands `training` on, which a keras.Function takes from when it was built."""
+    """A segment of a model's graph that passes `training` on; a keras.Function would keep its value from building."""
 
     def __init__(self, function: Any) -> None:
-        # The name that Keras would derive from an underscored class is no valid scope.
+        # A name derived from an underscored class is no valid scope.
         super().__init__(autocast=False, name="segment")
         self.function = function
         self.inner = [operation for operation in function.operations if isinstance(operation, keras.layers.Layer)]
@@ -111,7 +111,7 @@ class _Segment(keras.layers.Layer):
         return self.function._run_through_graph(inputs, operation_fn=in_phase)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
-        """Set no mask: the layers within have set theirs."""
+        """Set no mask: the inner layers have set theirs."""
 
 
 def _graph(layer: Any) -> Any:
@@ -122,14 +122,14 @@ def _graph(layer: Any) -> Any:
 
 
 def _ends(model: Any) -> tuple[Any, Any]:
-    """Return the symbolic inputs and outputs of a model, nested as it takes and returns them."""
+    """Return the symbolic inputs and outputs of a model, in their nests."""
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
     return model.input, model.output
 
 
 def _segments(layer: Any) -> list[Any]:
-    """Cut a model into layers that follow one another, the first of which takes what it takes; others stay whole."""
+    """Cut a model into consecutive segments, the first with the inputs of the model; other layers stay whole."""
     graph = _graph(layer)
     if graph is None:
         return [layer]
@@ -148,7 +148,7 @@ def _segments(layer: Any) -> list[Any]:
 
 
 def _output(operation: Any) -> Any:
-    """Return what comes out of an operation, if it is one tensor of floats, and the operation is used once."""
+    """Return the output of an operation, if it is a single floating-point tensor and the operation is used once."""
     try:
         tensor = operation.output
     except (AttributeError, ValueError):
@@ -158,7 +158,7 @@ def _output(operation: Any) -> Any:
 
 
 def _leads_on(tensor: Any, outputs: Any) -> bool:
-    """Tell whether all of `outputs` follow from `tensor` alone, and are not it."""
+    """Whether all of `outputs` are computed from `tensor` alone, and are not it."""
     if any(tensor is output for output in tf.nest.flatten(outputs)):
         return False
     try:
@@ -169,7 +169,7 @@ def _leads_on(tensor: Any, outputs: Any) -> bool:
 
 
 def _recomputed(layer: Any, inputs: Any) -> Any:
-    """Call `layer` in training, with a gradient that calls it again."""
+    """Call `layer` in training, with a gradient that recomputes it."""
     flat = tf.nest.flatten(inputs)
     masks = [getattr(tensor, _MASK, None) for tensor in flat]
     volatile = [_unwrapped(variable) for variable in layer.non_trainable_variables]
@@ -200,10 +200,10 @@ def _gradient(
     *upstream: tf.Tensor,
     variables: Sequence[tf.Variable] = (),
 ) -> Any:
-    """Return the gradients by `tensors`, and by `variables` if there are any, of what `run` computes."""
+    """Return the gradients of `run` with respect to `tensors`, and to `variables` if there are any."""
     after = [variable.read_value() for variable in volatile]
     _assign(volatile, before)
-    # Without this, the second pass could begin along with the first one, and be merged with it.
+    # Otherwise the second pass could start early, and be merged with the first.
     with tf.control_dependencies(upstream):
         again = [tf.identity(tensor) for tensor in tensors]
     watched = [tensor for tensor in again if tensor.dtype.is_floating]

@@ -1,4 +1,4 @@
-"""Batch normalization with the statistics of all replicas' samples."""
+"""Batch normalization with statistics over all replicas."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ from hvdtrain.layers.moments import moments_of_all
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Batch normalization over the global batch: what `keras.layers.BatchNormalization` computes in one process.
+    """Batch normalization over the global batch, as `keras.layers.BatchNormalization` computes it in one process.
 
-    In training, mean and variance are those of all replicas' samples (with a mask: of all that it lets through), and
-    gradients flow through them to every replica; each forward and each backward pass exchanges one message. Replicas
-    may hold different numbers of samples. The gradients are those of the sum of the replicas' losses. In inference,
-    and where `trainable` is False, nothing is exchanged and no session is needed. Inputs and outputs have the same
-    shape; statistics have the shape of the normalized axis, in float32 for 16-bit inputs.
+    In training, mean and variance are over all replicas' samples (unmasked ones, with a mask), and gradients flow
+    through them to every replica; each forward and each backward pass exchanges one message. Replicas may have
+    different numbers of samples. Gradients are those of the sum of the replicas' losses. In inference, and if
+    `trainable` is False, nothing is exchanged and no session is needed. Inputs and outputs have the same shape;
+    statistics have the shape of the normalized axis, in float32 for 16-bit inputs.
 
     The arguments are those of `keras.layers.BatchNormalization`.
 
@@ -61,21 +61,21 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         )
 
     def replicas(self) -> Collectives | None:
-        """Return the exchange with the other replicas, None where there are none."""
+        """Return the collectives among the replicas; None if there is one replica."""
         exchange = current_exchange() if self.exchange is None else self.exchange
         return exchange if exchange.size > 1 else None
 
 
 def sync_layers(model: Any) -> list[SyncBatchNormalization]:
-    """Return the SyncBatchNormalization layers of `model`, nested ones too, in the order in which it holds them."""
+    """Return the SyncBatchNormalization layers of `model`, nested ones too, in the order of the model."""
     return [layer for layer in model._flatten_layers() if isinstance(layer, SyncBatchNormalization)]
 
 
 @contextmanager
 def replicas_of(layers: Sequence[SyncBatchNormalization], exchange: Collectives, has_samples: Any) -> Iterator[None]:
-    """Have `layers` exchange over `exchange` inside this context; this replica counts if `has_samples` is 1.
+    """Make `layers` use the collectives `exchange` inside this context; this replica counts if `has_samples` is 1.
 
-    The previous settings return at its end: a symbolic `has_samples` means nothing outside its function.
+    The previous settings are restored: a symbolic `has_samples` is invalid outside its function.
     """
     before = [(layer, layer.exchange, layer.has_samples) for layer in layers]
     try:

@@ -1,4 +1,4 @@
-"""What a model family offers to a recipe."""
+"""Model families, and helpers for their builders."""
 
 import zlib
 from collections.abc import Callable
@@ -10,20 +10,20 @@ import keras
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A builder of models, and the loss and metrics they are trained with."""
+    """A builder of models, with their default loss and metrics."""
 
     build: Callable[..., keras.Model]
     """(input shape, classes, seed, **arguments) -> a built model."""
     loss: Callable[[], Any]
-    """Gives what `Trainer` takes as its loss."""
+    """Returns the loss for `Trainer`."""
     metrics: Callable[[], Any]
-    """Gives what `Trainer` takes as its metrics, new at each call."""
+    """Returns the metrics for `Trainer`, new objects at each call."""
     sample_dims: tuple[str, ...] | dict[str, tuple[str, ...]] | None = None
-    """What the dims of one sample are, by name if it has several inputs; None for a model that takes one of any."""
+    """Names of the dims of a sample, by input if there are several; None for a model of one input of any shape."""
 
 
 def classifier(build: Callable[..., keras.Model], *sample_dims: str) -> ModelFamily:
-    """Return the family of a builder whose models give logits of classes, with what such models are trained for."""
+    """Return the family of a builder of classifiers: cross-entropy of logits, and accuracy."""
     return ModelFamily(
         build=build,
         loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -38,5 +38,5 @@ def glorot(seed: int, path: str) -> keras.initializers.Initializer:
 
 
 def path_seed(seed: int, path: str) -> int:
-    """Derive the seed of one variable from the run's."""
+    """Derive a variable's seed from the run's seed and the variable's path."""
     return zlib.crc32(f"{seed}/{path}".encode()) & 0x7FFFFFFF

@@ -13,25 +13,25 @@ from hvdtrain.config.registry import suggestion
 from hvdtrain.config.user_code import is_user_code, load_attribute
 
 ABBREVIATIONS = ("mae", "mape", "mse", "msle")
-"""Names that Keras takes and does not list."""
+"""Names that Keras accepts but does not list."""
 
 
 def named_loss(name: str) -> Any:
-    """Return the Keras loss, or the user's MODULE:ATTRIBUTE, of that name.
+    """Return the Keras loss of that name, or the user's MODULE:ATTRIBUTE.
 
     Raises:
-        ConfigError: there is none, with the nearest one there is.
+        ConfigError: unknown name; suggests the nearest.
     """
     return _named("--loss", "loss", name, keras.losses.get, known_losses)
 
 
 def named_metrics(names: Sequence[str]) -> list[Any]:
-    """Return the Keras metrics, or the user's MODULE:ATTRIBUTE, of these names; new ones at each call.
+    """Return the Keras metrics of these names, or the user's MODULE:ATTRIBUTE; new objects at each call.
 
     Raises:
-        ConfigError: there is none of such a name, with the nearest one there is.
+        ConfigError: unknown name; suggests the nearest.
     """
-    # What "accuracy" means depends on targets and outputs: the trainer decides it.
+    # "accuracy" depends on targets and outputs: the trainer resolves it.
     plain = ("accuracy", "acc")
     return [
         name if name in plain else _named("--metrics", "metric", name, keras.metrics.get, known_metrics)
@@ -40,17 +40,17 @@ def named_metrics(names: Sequence[str]) -> list[Any]:
 
 
 def known_losses() -> list[str]:
-    """Return the names, in lower case, that `keras.losses.get` takes."""
+    """Return the names, in lower case, that `keras.losses.get` accepts."""
     return _names(keras.losses)
 
 
 def known_metrics() -> list[str]:
-    """Return the names, in lower case, that `keras.metrics.get` takes: of metrics that need no arguments."""
+    """Return the names, in lower case, of metrics that `keras.metrics.get` creates without arguments."""
     return _names(keras.metrics)
 
 
 def on_logits(loss: Any) -> Any:
-    """Return `loss` for outputs that are logits, if it is one that can be told so."""
+    """Return `loss` with from_logits=True, if it has that argument; else `loss`."""
     config = _config_of(loss)
     if config.get("from_logits") is not False:
         return loss
@@ -60,10 +60,10 @@ def on_logits(loss: Any) -> Any:
 
 
 def check_probabilities(model: keras.Model, loss: Any) -> None:
-    """Refuse a cross-entropy of probabilities where the model's one output comes from a layer without activation.
+    """Refuse a cross-entropy of probabilities if the model's only output layer has no activation.
 
     Raises:
-        ConfigError: it would be trained on logits as if they were probabilities.
+        ConfigError: the loss would take logits for probabilities.
     """
     loss = _resolved(loss)
     layer = getattr(model, "layers", [None])[-1:]
@@ -92,7 +92,7 @@ def _named(option: str, kind: str, name: str, get: Callable[[str], Any], known: 
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return " Perhaps you meant: X." for a near miss in whatever spelling, else the list of `known` names."""
+    """Return " Perhaps you meant: X." for a near miss in any spelling, else the list of `known` names."""
     return suggestion(_snake(name), dict.fromkeys(known, ""))
 
 
@@ -122,7 +122,7 @@ def _resolved(loss: Any) -> Any:
 
 
 def _config_of(loss: Any) -> dict[str, Any]:
-    """Return what a loss object, or a function of Keras by its defaults, was made with."""
+    """Return the configuration of a loss object, or the defaults of a Keras function."""
     if isinstance(loss, keras.losses.Loss):
         return dict(loss.get_config())
     if not callable(loss):

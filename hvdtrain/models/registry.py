@@ -1,4 +1,4 @@
-"""Models by name: a family's, or a user's own function."""
+"""Models by name: built-in families, or a user's own function."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ MODELS = {
 
 
 def model_family(config: ModelConfig) -> ModelFamily:
-    """Return the family that `config` names, with the loss and metrics it names in place of the family's own.
+    """Return the family of `config.model`; `config.loss` and `config.metrics` override the family's own.
 
     Raises:
         ConfigError: unknown model, argument, loss or metric; a user's model without a loss; see `user_family`.
@@ -49,11 +49,11 @@ def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int)
     Args:
         config: model and arguments.
         shape: shape of one sample, or a nest of shapes like the inputs.
-        classes: number of labels; None where the data do not tell.
-        seed: initial values are a function of it.
+        classes: number of labels; None if the targets are not labels.
+        seed: seeds the initial values.
 
     Raises:
-        ConfigError: see `model_family`; or the family does not take such samples.
+        ConfigError: see `model_family`; or the family does not accept such samples.
     """
     family = model_family(config)
     if is_user_code(config.model):
@@ -94,7 +94,7 @@ def _check_samples(name: str, family: ModelFamily, shape: Any) -> None:
 
 
 def _has_dims(shape: Any, dims: tuple[str, ...] | None) -> bool:
-    """Tell whether `shape` is that of one array, with as many dims as there are names."""
+    """Whether `shape` is the shape of one array with these dims; any number of dims for None."""
     plain = isinstance(shape, tuple) and all(isinstance(dim, int) for dim in shape)
     return plain and (dims is None or len(dims) == len(shape))
 

@@ -1,4 +1,4 @@
-"""A user's own model: a function that returns it, named MODULE:FUNCTION."""
+"""A user's own model, returned by a function named MODULE:FUNCTION."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ OPTION = "--model"
 
 
 def user_family(config: ModelConfig) -> ModelFamily:
-    """Return what the function `config.model` builds, and is trained with, as a family.
+    """Wrap the user's function `config.model`, with its loss and metrics, as a model family.
 
-    The function is called with those of `sample_shape`, `classes` and `seed` that are names of its parameters, and
-    with `config.model_args`. Python's, NumPy's and Keras' generators start from the seed, so that plain Keras layers
-    begin alike on every rank and in every run. Its attributes `loss` and `metrics`, if it has them, are what it is
-    trained with: whatever `keras.Model.compile` takes. `config.loss` and `config.metrics` go before them.
+    The function is called with `config.model_args`, and with `sample_shape`, `classes` and `seed` if it has parameters
+    of these names. Python's, NumPy's and Keras' generators are seeded, so that Keras layers start alike on every rank
+    and in every run. Its attributes `loss` and `metrics`, if any, are the defaults of training, as
+    `keras.Model.compile` takes them; `config.loss` and `config.metrics` override them.
 
     Raises:
-        ConfigError: no such function, or there is no loss.
+        ConfigError: no such function, or no loss.
     """
     function = load_function(OPTION, config.model)
     if isinstance(function, keras.Model):

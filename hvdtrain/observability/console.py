@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: plain lines in a log, a live display on a terminal."""
+"""Console output of the primary: plain lines in a log, a live display on a terminal."""
 
 import sys
 import time
@@ -9,12 +9,13 @@ from hvdtrain.observability import wording
 from hvdtrain.observability.events import BaseObserver, EvaluationRecord, RunInfo, StepRecord
 
 MIN_SECONDS_BETWEEN_LINES = 2.0
-"""A log is read by people: more step lines than this hide the evaluations."""
+"""More step lines than this would hide the evaluations in a log."""
 
 
 def make_console(stream: TextIO | None = None, *, live: bool) -> BaseObserver:
-    """Return the live display, for a terminal that can move its cursor, or plain lines; both on standard output
-    unless `stream` is another.
+    """Return the live display if `live`, for a terminal that can move its cursor, else plain lines.
+
+    Both write to `stream`, by default standard output.
     """
     stream = sys.stdout if stream is None else stream
     if live:
@@ -27,7 +28,7 @@ def make_console(stream: TextIO | None = None, *, live: bool) -> BaseObserver:
 class PlainConsole(BaseObserver):
     """One line per logged step, at most every two seconds, and one per evaluation, written at once.
 
-    Launchers put a prefix such as ``[1,0]<stdout>:`` before each line, so no line is ever written over.
+    Launchers put a prefix such as ``[1,0]<stdout>:`` before each line, so no line is ever overwritten.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class PlainConsole(BaseObserver):
         self._say_block(wording.header(info))
 
     def on_progress(self, step: int) -> None:
-        """Start the clock of the remaining time at the first step."""
+        """Start the estimate of the remaining time at the first step."""
         if not self._pace.begun:
             self._pace.begin(step, self._clock())
 
     def on_step(self, record: StepRecord) -> None:
-        """Print the first step, and later ones when enough time has passed."""
+        """Print the first step, and later ones at most every `min_seconds`."""
         now = self._clock()
         self._unsaid = record
         if self._last_line is None or now - self._last_line >= self._min_seconds:
@@ -63,7 +64,7 @@ class PlainConsole(BaseObserver):
             self._say_step(now)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Print the evaluation; that of the last step comes after the line of that step."""
+        """Print the evaluation; after the line of the last step, if that was held back."""
         if record.step >= self._info.total_steps:
             self._say_step(self._clock())
         self._say(wording.evaluation_line(record, self._info))
@@ -73,18 +74,18 @@ class PlainConsole(BaseObserver):
         self._say(text)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Print the last logged step, where it was held back, and what came out."""
+        """Print the last logged step, if it was held back, and the results."""
         self._say_step(self._clock())
         self._say_block(wording.ending(summary, self._info))
 
     def _say_step(self, now: float) -> None:
-        """Print the latest logged step, unless that was done."""
+        """Print the latest logged step, unless it was printed already."""
         if self._unsaid is None:
             return
         record, self._unsaid = self._unsaid, None
         step = wording.count_of(record.step, self._info.total_steps)
         epoch = wording.count_of(record.epoch + 1, self._info.epochs)
-        figures = wording.spoken(wording.step_figures(record))
+        figures = wording.formatted(wording.step_figures(record))
         speed = wording.rate(record.samples_per_second)
         eta = wording.duration(self._pace.remaining(record.step, now))
         self._say(wording.joined(f"step {step}", f"epoch {epoch}", *figures, speed, f"ETA {eta}"))

@@ -1,7 +1,7 @@
-"""What a training run tells its observers: the records, and the Protocol that receives them.
+"""The records that training emits, and the Protocol of observers that receive them.
 
-Epochs are counted from 0 in every record, steps by how many are finished: after the first optimizer step
-``step`` is 1 and ``epoch`` is 0. A display adds one to the epoch.
+In every record epochs count from 0, and steps count finished ones: after the first optimizer step ``step`` is 1 and
+``epoch`` is 0. Displays add one to the epoch.
 """
 
 import math
@@ -14,82 +14,82 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known about a run before its first step."""
+    """Facts about a run, known before its first step."""
 
     recipe: str
-    """Name of the recipe, or of the model where a user's own script trains."""
+    """Name of the recipe, or of the model in a user's own script."""
     backend: str
     """``horovod``, ``single`` …"""
     world_size: int
-    """Number of replicas: ranks, or parts of one process; where ranks have roles, of all of them."""
+    """Number of replicas; with a parameter server, of all ranks."""
     launcher: str
-    """Who started the ranks: ``horovodrun``, ``mpirun``, ``srun`` … ``none``."""
+    """Launcher of the ranks: ``horovodrun``, ``mpirun``, ``srun`` … ``none``."""
     controller: str | None
-    """What tensors travel over: ``mpi``, ``gloo``, ``ring`` …; None where there is no choice, or no exchange."""
+    """Transport of tensors: ``mpi``, ``gloo``, ``ring`` …; None if there is no choice, or no exchange."""
     global_batch: int
     """Samples per optimizer step over all ranks."""
     per_replica_batch: int
     """Samples per optimizer step of one rank."""
     total_steps: int
-    """Step at which training ends, counted from the start of training, not from the resumed step."""
+    """Step at which training ends, counted from the start of training even if resumed."""
     steps_per_epoch: int
     """Optimizer steps in one pass over the data."""
     parameters: int
     """Number of trainable parameters."""
     start_step: int = 0
-    """Steps that were finished before this run began (it resumes), else 0."""
+    """Steps finished before this run, if it was resumed; else 0."""
     run_dir: Path | None = None
-    """Folder the run writes to, where there is one."""
+    """Folder of the run, if there is one."""
     accumulate: int = 1
-    """Microbatches that a rank's part of the batch is cut into."""
+    """Microbatches per replica and optimizer step."""
     learning_rate: str = ""
-    """The learning rate in one phrase: its peak, what that was scaled from, warm-up, schedule."""
+    """The learning rate in words: peak, scaling, warm-up, schedule."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the step that are not at their defaults."""
+    """Options of the step that differ from their defaults."""
     threads: int | None = None
-    """Threads an operation may use on each rank, where it is known."""
+    """Threads per operation on each rank, if known."""
 
     processes: int | None = None
-    """Number of processes; None: one for each replica."""
+    """Number of processes; None: one per replica."""
     roles: Mapping[str, int] = field(default_factory=dict)
-    """How many ranks are what, where they have different roles and each step is taken by one of the workers."""
+    """Number of ranks by role, if each step is taken by one of several workers."""
 
     @property
     def replica_word(self) -> str:
-        """What a replica is called: ``rank`` where it is a process."""
+        """The word for a replica: ``rank`` if it is a process."""
         return "rank" if self.processes in (None, self.world_size) else "replica"
 
     @property
     def microbatch(self) -> int:
-        """Samples that go through a rank's model at once."""
+        """Samples in one forward pass of a replica."""
         return self.per_replica_batch // self.accumulate
 
     @property
     def epochs(self) -> int:
-        """Passes over the data, the last one possibly cut short."""
+        """Number of epochs, the last one possibly cut short."""
         return math.ceil(self.total_steps / self.steps_per_epoch)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A logged optimizer step; its figures are over all ranks."""
+    """A logged optimizer step, with figures over all ranks."""
 
     step: int
     """Finished optimizer steps, this one included."""
     epoch: int
-    """Epoch this step belongs to, from 0."""
+    """Epoch of the step, from 0."""
     loss: float
     """Training loss per sample since the last logged step."""
     learning_rate: float
-    """Learning rate this step was taken with."""
+    """Learning rate of this step."""
     samples_per_second: float
     """Samples trained per second over all ranks since the last logged step."""
     grad_norm: float | None = None
-    """Norm of the whole reduced gradient before clipping; None where it was not measured."""
+    """Global norm of the reduced gradient before clipping; None if not measured."""
     loss_scale: float | None = None
-    """What the loss was multiplied by after this step; None without loss scaling."""
+    """Loss scale after this step; None without loss scaling."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Training metrics by name, such as ``accuracy``, of this step's global batch."""
+    """Training metrics of this step's global batch by name, such as ``accuracy``."""
 
 
 @dataclass(frozen=True)
@@ -99,42 +99,42 @@ class EvaluationRecord:
     step: int
     """Finished optimizer steps at the time of the evaluation."""
     epoch: int
-    """Epoch that was trained last, from 0: the evaluation after the first epoch says 0."""
+    """Last epoch trained, from 0: 0 in the evaluation after the first epoch."""
     loss: float
     """Validation loss per sample."""
     seconds: float
-    """Wall time the evaluation took."""
+    """Wall time of the evaluation."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Validation metrics by name, with no ``val_`` before it."""
+    """Validation metrics by name, without the prefix ``val_``."""
 
 
 class Observer(Protocol):
-    """Someone who watches a run. Called on rank 0 only, in the order of the methods below."""
+    """Receives the events of a run, on the primary only, in the order of the methods below."""
 
     def on_start(self, info: RunInfo) -> None:
-        """Receive what the run is, before its first step."""
+        """Receive the facts about the run, before its first step."""
 
     def on_progress(self, step: int) -> None:
-        """Notice that ``step`` steps are finished; called after every step, under 2 µs on average."""
+        """Receive the number of finished steps; called after every step, must take under 2 µs on average."""
 
     def on_step(self, record: StepRecord) -> None:
         """Receive the figures of a logged step."""
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Receive the outcome of an evaluation."""
+        """Receive the results of an evaluation."""
 
     def on_message(self, text: str) -> None:
-        """Receive a warning or notice meant for the console."""
+        """Receive a warning or notice for the console."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Receive what ``summary.json`` will hold; not called where training failed."""
+        """Receive the contents of ``summary.json``; not called if training failed."""
 
     def close(self) -> None:
-        """Let go of files and terminal; called once, also where training failed."""
+        """Release files and terminal; called once, also if training failed."""
 
 
 class BaseObserver:
-    """An observer that ignores everything: override what is of interest."""
+    """An observer that ignores all events; override the methods of interest."""
 
     def on_start(self, info: RunInfo) -> None:
         """Ignore the start."""
@@ -155,23 +155,23 @@ class BaseObserver:
         """Ignore the end."""
 
     def close(self) -> None:
-        """Have nothing to close."""
+        """Do nothing."""
 
 
 class Observers(BaseObserver):
-    """Several observers as one; with none at all it costs next to nothing."""
+    """Several observers as one."""
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = tuple(observers)
         self._on_progress = tuple(_progress_listeners(self._observers))
 
     def on_start(self, info: RunInfo) -> None:
-        """Tell every observer what the run is."""
+        """Pass the facts about the run on to every observer."""
         for observer in self._observers:
             observer.on_start(info)
 
     def on_progress(self, step: int) -> None:
-        """Tell those observers that listen to every step."""
+        """Pass the number of steps on to the observers that override `on_progress`."""
         for listener in self._on_progress:
             listener(step)
 
@@ -191,19 +191,19 @@ class Observers(BaseObserver):
             observer.on_message(text)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Tell every observer how the run ended."""
+        """Pass the summary on to every observer."""
         for observer in self._observers:
             observer.on_end(summary)
 
     def close(self) -> None:
-        """Close every observer, also where closing one of them fails; the last to fail is raised."""
+        """Close every observer, even if closing one fails; the last error is raised."""
         with ExitStack() as stack:
             for observer in reversed(self._observers):
                 stack.callback(observer.close)
 
 
 def _progress_listeners(observers: Iterable[Observer]) -> Iterable[Callable[[int], None]]:
-    """Return the ``on_progress`` of those who do something in it."""
+    """Return the ``on_progress`` methods that are overridden."""
     for observer in observers:
         if getattr(type(observer), "on_progress", None) is not BaseObserver.on_progress:
             yield observer.on_progress

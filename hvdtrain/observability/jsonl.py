@@ -12,10 +12,10 @@ from hvdtrain.observability.summary import json_safe, replace_file
 
 
 class JsonlWriter(BaseObserver):
-    """Writes each record as a line, out of the process's hands as soon as it is written.
+    """Writes each record as a line, flushed at once.
 
-    A resumed run goes on in the same file: records later than the step it resumes from are cut off, since
-    those steps are taken again. A run that starts at step 0 starts the file anew.
+    A resumed run appends to the file, after dropping records past the step it resumes from, since those steps are taken
+    again. A run from step 0 overwrites the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -23,7 +23,7 @@ class JsonlWriter(BaseObserver):
         self._stream: TextIO | None = None
 
     def on_start(self, info: RunInfo) -> None:
-        """Open the file, with what it holds up to the step this run resumes from."""
+        """Open the file, keeping its records up to the step that this run resumes from."""
         kept = records_until(self._path, info.start_step)
         replace_file(self._path, "".join(map(_line, kept)))
         self._stream = self._path.open("a", encoding="utf-8")
@@ -48,14 +48,14 @@ class JsonlWriter(BaseObserver):
 
 
 def flat_record(kind: str, record: StepRecord | EvaluationRecord) -> dict[str, Any]:
-    """Return `record` as one level of fields; a metric called like a field is named ``metric_…``."""
+    """Return `record` as a flat dict; a metric with the name of a field becomes ``metric_…``."""
     own = {"kind": kind} | {field.name: getattr(record, field.name) for field in fields(record)}
     metrics = own.pop("metrics")
     return own | {f"metric_{name}" if name in own else name: value for name, value in metrics.items()}
 
 
 def records_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records in `path` of steps up to and including `step`; none where there is no file."""
+    """Return the records in `path` up to and including `step`; none if the file does not exist."""
     if step == 0 or not path.exists():
         return []
     return [record for record in read_metrics(path) if record["step"] <= step]
@@ -64,11 +64,10 @@ def records_until(path: Path, step: int) -> list[dict[str, Any]]:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read a metrics.jsonl.
 
-    A last line without its end, as a killed process leaves it, is left out. Values that were NaN or infinite
-    are None.
+    An incomplete last line, as a killed process leaves it, is dropped. NaN and infinite values become None.
 
     Raises:
-        DataError: for any other line that is not a JSON object.
+        DataError: any other line is not a JSON object.
     """
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return list(_parsed(path, (line for line in lines if line.endswith("\n"))))

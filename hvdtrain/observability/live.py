@@ -17,13 +17,13 @@ MIN_SECONDS_BETWEEN_DRAWS = 0.125
 """Eight times a second looks continuous."""
 
 LARGEST_SHARE = 0.005
-"""Part of the run's time that drawing may take: where the terminal is slow, it is redrawn less often."""
+"""Fraction of the time that drawing may take; a slow terminal is redrawn less often."""
 
 
 class Frame:
-    """The two lines that are redrawn: how far the run is, and its latest figures.
+    """The two redrawn lines: progress, and the latest figures.
 
-    What does not fit the terminal's width is left out from the right, never wrapped.
+    Figures that do not fit the terminal's width are dropped from the right, never wrapped.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -36,7 +36,7 @@ class Frame:
         self.speed = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw into the width that there is."""
+        """Render within the available width."""
         where = fitting(self._where(), options.max_width)
         bar = min(40, options.max_width - len(where) - 3)
         if bar >= 8:
@@ -56,9 +56,9 @@ class Frame:
     def _figures(self) -> list[str]:
         if not self.trained:
             return ["waiting for the first figures"]
-        # Loss and the first metric of training and of validation come first: a narrow terminal shows those.
+        # Loss and first metric of training and validation come first, for narrow terminals.
         figures = self.trained[:2] + self.evaluated[1:2] + self.evaluated[:1]
-        return [*wording.spoken(figures), self.speed]
+        return [*wording.formatted(figures), self.speed]
 
 
 def fitting(parts: Iterable[str], width: int) -> str:
@@ -75,7 +75,7 @@ def fitting(parts: Iterable[str], width: int) -> str:
 class LiveConsole(BaseObserver):
     """A progress bar with the latest figures under it; evaluations and messages scroll by above.
 
-    Whatever is printed meanwhile appears above the display as well.
+    Other output appears above the display as well.
     """
 
     def __init__(
@@ -91,30 +91,30 @@ class LiveConsole(BaseObserver):
         self._next_draw = 0.0
 
     def on_start(self, info: RunInfo) -> None:
-        """Print what the run is, and start the display."""
+        """Print the header of the run, and start the display."""
         self._info = info
         self._pace = wording.Pace(info.total_steps)
         self._frame = Frame(info)
         self._print_block(wording.header(info))
-        # A standard error that goes to a file must stay there.
+        # Standard error may be redirected to a file: leave it alone.
         self._live = Live(self._frame, console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
         self._live.start(refresh=True)
-        # A run that is killed has no chance to bring a hidden cursor back.
+        # Do not hide the cursor: a killed run could not show it again.
         self._console.show_cursor(True)
 
     def on_progress(self, step: int) -> None:
-        """Draw again if it is time to."""
+        """Redraw if it is due."""
         now = self._clock()
         if now >= self._next_draw:
             self._draw(step, now)
 
     def on_step(self, record: StepRecord) -> None:
-        """Take the figures into the display."""
+        """Update the figures of the display."""
         self._frame.trained = wording.step_figures(record)
         self._frame.speed = wording.rate(record.samples_per_second)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Print the evaluation above the display, and take it into it."""
+        """Print the evaluation above the display, and update its figures."""
         self._frame.evaluated = wording.evaluation_figures(record)
         self._print(Text(wording.evaluation_line(record, self._info)))
 
@@ -123,7 +123,7 @@ class LiveConsole(BaseObserver):
         self._print(Text(text))
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Leave the finished display in place, and print what came out under it."""
+        """Leave the finished display in place, and print the results under it."""
         self._frame.step, self._frame.finished = self._info.total_steps, True
         self.close()
         self._print_block(wording.ending(summary, self._info))

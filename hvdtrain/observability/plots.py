@@ -1,4 +1,4 @@
-"""curves.png: how loss and accuracy went."""
+"""curves.png: loss and accuracy over steps."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,12 +21,12 @@ _FIELDS = {"kind", "step", "epoch", "loss", "learning_rate", "samples_per_second
 def draw_curves(metrics_path: str | Path, png_path: str | Path, *, title: str = "") -> None:
     """Draw loss and accuracy of training and validation over steps, from a metrics.jsonl.
 
-    Where there is no accuracy, the first other metric takes its place, and without any metric there is one
-    panel. Values that were not finite leave a gap.
+    Without an accuracy, the first other metric takes its place; without any metric there is one panel. Values that are
+    not finite leave a gap.
 
     Raises:
-        DataError: where `metrics_path` is not a metrics file.
-        OSError: where it cannot be read, or `png_path` not be written.
+        DataError: `metrics_path` is not a metrics file.
+        OSError: it cannot be read, or `png_path` cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,20 +43,20 @@ def draw_curves(metrics_path: str | Path, png_path: str | Path, *, title: str = 
 
 
 def second_panel(records: Records) -> list[str]:
-    """Return ``["accuracy"]`` or the first other metric in `records`, or nothing."""
+    """Return the metric of the second panel: ``["accuracy"]``, another one in `records`, or none."""
     metrics = [name for record in records for name in record if name not in _FIELDS]
     return ["accuracy"] if "accuracy" in metrics else metrics[:1]
 
 
 def curve(records: Records, kind: str, name: str) -> tuple[Floats, Floats]:
-    """Return steps and values of `name` in the records of one kind; NaN where a value was not finite."""
+    """Return steps and values of `name` in the records of one kind; NaN for values that are not finite."""
     points = [(record["step"], record[name]) for record in records if record["kind"] == kind and name in record]
     steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return steps, values
 
 
 def smoothed(values: Floats) -> Floats:
-    """Return the mean of each value and its neighbours, over about a thirtieth of `values`, past gaps."""
+    """Return a moving average over about a thirtieth of `values`, ignoring gaps."""
     window = np.ones(len(values) // 60 * 2 + 1)
     finite = np.isfinite(values)
     sums = np.convolve(np.where(finite, values, 0.0), window, mode="same")
@@ -101,7 +101,7 @@ def _draw_validation(axes: Any, steps: Floats, values: Floats) -> None:
 
 
 def _scale(axes: Any, name: str, values: Floats) -> None:
-    """Choose a logarithmic axis for a loss that fell far, and never let an accuracy's axis pass 1."""
+    """Use a logarithmic axis for a loss that fell far, and end an accuracy's axis at 1."""
     values = values[np.isfinite(values)]
     if name == "loss" and len(values) and values.min() > 0 and values.max() / values.min() > 20:
         axes.set_yscale("log")
@@ -124,7 +124,7 @@ def _style(axes: Any, name: str) -> None:
 
 
 def _mark_epochs(axes: Any, records: Records) -> None:
-    """Add an axis of epochs on top, where the evaluations tell how many steps an epoch has."""
+    """Add an axis of epochs on top, if the evaluations reveal the steps per epoch."""
     steps = steps_per_epoch(record for record in records if record["kind"] == "evaluation")
     if steps is None:
         return
@@ -136,7 +136,7 @@ def _mark_epochs(axes: Any, records: Records) -> None:
 
 
 def steps_per_epoch(evaluations: Iterable[dict[str, Any]]) -> float | None:
-    """Return the length of an epoch if each evaluation came at the end of one, bar a last one cut short."""
+    """Return the steps per epoch if evaluations came at ends of epochs, except a last one cut short."""
     lengths = [record["step"] / (record["epoch"] + 1) for record in evaluations]
     whole = lengths[:-1] if len(lengths) > 1 else lengths
     return whole[0] if whole and len(set(whole)) == 1 else None

@@ -1,4 +1,4 @@
-"""Results of a run as JSON, and the statistics in them."""
+"""Results of a run as JSON, and their statistics."""
 
 import json
 import math
@@ -11,10 +11,10 @@ import numpy as np
 
 
 def json_safe(value: Any) -> Any:
-    """Return `value` as plain JSON types; NaN and infinities, which JSON does not know, become None.
+    """Return `value` as plain JSON types; NaN and infinities, which JSON lacks, become None.
 
     Raises:
-        TypeError: for an object that has no JSON form.
+        TypeError: an object without a JSON form.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -32,14 +32,14 @@ def json_safe(value: Any) -> Any:
 
 
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
-    """Write `data` to `path` so that a reader sees either the old file or the whole new one."""
+    """Write `data` to `path` atomically."""
     target = Path(path)
     text = json.dumps(json_safe(data), indent=2, allow_nan=False) + "\n"
     replace_file(target, text)
 
 
 def replace_file(target: Path, text: str) -> None:
-    """Put `text` in the place of `target` in one move."""
+    """Replace the file `target` by `text` atomically."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as stream:

@@ -12,9 +12,8 @@ _NO_CURVE = {"kind", "step", "epoch"}
 class TensorBoardWriter(BaseObserver):
     """Writes the curves of a run to ``folder/train`` and ``folder/validation``.
 
-    Training and validation values have the same tags, so that TensorBoard draws them in one chart. TensorFlow
-    is imported with the first record. A resumed run adds an event file; the steps it takes again are drawn
-    twice.
+    Training and validation values share tags, so that TensorBoard draws them in one chart. TensorFlow is imported with
+    the first record. A resumed run adds an event file; repeated steps are drawn twice.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -22,11 +21,11 @@ class TensorBoardWriter(BaseObserver):
         self._writers: dict[str, Any] = {}
 
     def on_step(self, record: StepRecord) -> None:
-        """Write loss, learning rate, speed, training metrics and, where measured, the gradient norm."""
+        """Write loss, learning rate, speed, training metrics and, if measured, the gradient norm."""
         self._write("train", record)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Write validation loss and metrics, and bring everything to disk."""
+        """Write validation loss and metrics, and flush."""
         self._write("validation", record)
         for writer in self._writers.values():
             writer.flush()

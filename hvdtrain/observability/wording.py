@@ -1,4 +1,4 @@
-"""How a run's figures are said on a console: the words that plain lines and the live display share."""
+"""Formatting of a run's figures, shared by the plain console and the live display."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,11 +7,11 @@ from typing import Any
 from hvdtrain.observability.events import EvaluationRecord, RunInfo, StepRecord
 
 Figures = list[tuple[str, str]]
-"""Pairs of a name and its value as text, the most telling first."""
+"""(name, formatted value) pairs, the most important first."""
 
 
 def number(value: float | None) -> str:
-    """Say `value` with four decimals, or in scientific notation where that would hide it."""
+    """Format `value` with four decimals, or in scientific notation if that loses its digits."""
     if value is None:
         return "-"
     plain = value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value)
@@ -19,13 +19,13 @@ def number(value: float | None) -> str:
 
 
 def rate(samples_per_second: float) -> str:
-    """Say a speed, as a whole number from 100 on."""
+    """Format a rate, as an integer from 100 on."""
     digits = 0 if samples_per_second >= 100 else 1
     return f"{samples_per_second:.{digits}f} samples/s"
 
 
 def duration(seconds: float | None) -> str:
-    """Say a time as ``M:SS``, ``H:MM:SS`` or ``Dd H:MM:SS``; ``-`` where it is not known."""
+    """Format a time as ``M:SS``, ``H:MM:SS`` or ``Dd H:MM:SS``; ``-`` if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, second = divmod(round(seconds), 60)
@@ -37,7 +37,7 @@ def duration(seconds: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Say how many there are: ``1 rank``, ``2 ranks``."""
+    """Format a count with its noun: ``1 rank``, ``2 ranks``."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
@@ -47,34 +47,34 @@ def step_figures(record: StepRecord) -> Figures:
 
 
 def evaluation_figures(record: EvaluationRecord) -> Figures:
-    """Return validation loss and metrics, with ``val_`` before their names."""
+    """Return validation loss and metrics, with the prefix ``val_``."""
     metrics = [(f"val_{name}", number(value)) for name, value in record.metrics.items()]
     return [("val_loss", number(record.loss)), *metrics]
 
 
-def spoken(figures: Figures) -> list[str]:
+def formatted(figures: Figures) -> list[str]:
     """Return each of `figures` as ``name value``."""
     return [f"{name} {value}" for name, value in figures]
 
 
 def joined(*parts: str) -> str:
-    """Return `parts` as one line, two spaces apart."""
+    """Join `parts` into a line, two spaces apart."""
     return "  ".join(parts)
 
 
 def count_of(done: int, total: int) -> str:
-    """Say ``120/230``, as wide as ``230/230``."""
+    """Format ``120/230``, padded to the width of ``230/230``."""
     return f"{done:>{len(str(total))}}/{total}"
 
 
 def evaluation_line(record: EvaluationRecord, info: RunInfo) -> str:
-    """Return the line that tells of an evaluation."""
+    """Return the line for an evaluation."""
     epoch = count_of(record.epoch + 1, info.epochs)
-    return joined(f"epoch {epoch}", *spoken(evaluation_figures(record)))
+    return joined(f"epoch {epoch}", *formatted(evaluation_figures(record)))
 
 
 def header(info: RunInfo) -> list[tuple[str, str]]:
-    """Return what a run is, as labels and values."""
+    """Return the header of a run, as labels and values."""
     lines = [
         ("recipe", f"{info.recipe}, {plural(info.parameters, 'parameter')}"),
         ("backend", _backend(info)),
@@ -119,7 +119,7 @@ def _steps(info: RunInfo) -> str:
 
 
 def ending(summary: Mapping[str, Any], info: RunInfo) -> list[tuple[str, str]]:
-    """Return what came out of a run, as labels and values; what `summary` lacks is left out."""
+    """Return the results of a run, as labels and values, as far as `summary` has them."""
     lines = [
         ("validation", _named(summary, ("val_accuracy", "val_loss"))),
         ("training", _named(summary, ("train_loss",))),
@@ -146,9 +146,9 @@ def _time(summary: Mapping[str, Any]) -> str:
 
 
 class Pace:
-    """How much longer a run will take, from the steps finished so far.
+    """Estimates the remaining time from the pace so far.
 
-    The clock starts when the first step is finished: it traces and compiles, and says nothing of the others.
+    The clock starts after the first step, whose time is mostly tracing and compiling.
     """
 
     def __init__(self, total_steps: int) -> None:
@@ -161,7 +161,7 @@ class Pace:
         self.begun, self._first, self._since = True, step, now
 
     def remaining(self, step: int, now: float) -> float | None:
-        """Seconds left when `step` steps are finished at time `now`; None until that can be told."""
+        """Return the seconds left, when `step` steps are finished at time `now`; None if unknown yet."""
         if not self.begun or step <= self._first:
             return None
         return (self._total - step) * (now - self._since) / (step - self._first)

@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights, in their place for a while."""
+"""Swapping a model's weights for their exponential moving average."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,17 +8,17 @@ import tensorflow as tf
 
 
 def averages_weights(optimizer: Any) -> bool:
-    """Tell whether `optimizer`, possibly within others such as a LossScaleOptimizer, keeps averages of the weights."""
+    """Whether `optimizer`, possibly wrapped (LossScaleOptimizer …), keeps averages of the weights."""
     return bool(innermost(optimizer).use_ema)
 
 
 @contextmanager
 def averaged_weights(optimizer: Any, model: Any) -> Iterator[None]:
-    """Give `model` the averages that `optimizer` keeps of its trainable weights, and its own weights back on exit.
+    """Swap in the averages that `optimizer` keeps of the trainable weights of `model`; swap back on exit.
 
-    Optimizers without averages, and those that took no step yet, change nothing. Every rank holds the same averages,
-    so nothing is exchanged. Statistics of BatchNormalization, which are averages themselves, stay what they are. The
-    model must not be trained within. It takes one more copy of the weights.
+    Optimizers without averages, or that took no step yet, change nothing. Ranks hold the same averages, so nothing is
+    exchanged. The moving statistics of BatchNormalization stay. Do not train the model inside the context. Takes memory
+    for one more copy of the weights.
 
     Keras' average a of weights w with momentum m is a <- m a + (1 - m) w after each step, and a = w after the first:
     neither the zeros it is created with nor weights from before a broadcast enter it.
@@ -49,12 +49,12 @@ def replaced_weights(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer within those that wrap it."""
+    """Return the optimizer inside any wrappers."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def average_of(optimizer: Any, variable: Any) -> Any:
-    """Return the average of `variable`; None for those that Keras overwrites in place of training them."""
+    """Return the average of `variable`; None for variables that Keras overwrites instead of training."""
     return optimizer._model_variables_moving_average[optimizer._get_variable_index(variable)]

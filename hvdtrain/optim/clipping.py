@@ -12,10 +12,10 @@ from hvdtrain.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class Clipping:
-    """Bounds on the gradient of the whole batch; None where there is no bound.
+    """Bounds on the gradient of the global batch; None for no bound.
 
-    Keras' optimizers clip as well, but not sparse gradients, and not on the unscaled gradient of 16-bit training
-    unless the optimizer is within a LossScaleOptimizer.
+    Keras' own clipping skips sparse gradients, and clips scaled gradients unless the optimizer is inside a
+    LossScaleOptimizer.
     """
 
     norm: float | None = None
@@ -31,7 +31,7 @@ class Clipping:
             raise ConfigError("Clip by norm or by value, not both: leave out --clip-norm or --clip-value.")
 
     def apply(self, gradients: Sequence[Any], norm: tf.Tensor | None, scale: Any = 1.0) -> list[Any]:
-        """Return `gradients` within the bounds times `scale`; `norm` is their global norm, where it is bounded."""
+        """Clip `gradients` to the bounds times `scale`; `norm` is their global norm, needed if it is bounded."""
         if self.norm is not None:
             return clip_by_norm(gradients, norm, scale * self.norm)
         if self.value is not None:
@@ -40,9 +40,9 @@ class Clipping:
 
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return the L2 norm over all gradients together, a float64 scalar; None among them counts nothing.
+    """Return the L2 norm over all gradients together, a float64 scalar; None counts as zero.
 
-    The rows of a sparse gradient must have different indices, as those of an exchange do.
+    The rows of a sparse gradient must have distinct indices, as after an exchange.
     """
     return tf.sqrt(square_sum(gradients))
 
@@ -55,14 +55,14 @@ def square_sum(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def clip_by_norm(gradients: Sequence[Any], norm: Any, bound: Any) -> list[Any]:
-    """Scale `gradients`, whose global norm is `norm`, so that it is at most `bound`; NaN and inf stay what they are."""
+    """Scale `gradients` of global norm `norm` to a norm of at most `bound`; NaN and inf pass through."""
     bound = tf.cast(bound, norm.dtype)
     factor = bound / tf.maximum(norm, bound)
     return [_on_values(g, lambda t: t * tf.cast(factor, t.dtype)) for g in gradients]
 
 
 def clip_by_value(gradients: Sequence[Any], bound: Any) -> list[Any]:
-    """Bring each element into [-bound, bound]; NaN and inf stay what they are, by which an overflow is known."""
+    """Clip each element to [-bound, bound]; NaN and inf pass through, as they signal an overflow."""
 
     def clip(tensor: tf.Tensor) -> tf.Tensor:
         limit = tf.cast(bound, tensor.dtype)

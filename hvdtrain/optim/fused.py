@@ -1,4 +1,4 @@
-"""Keras' commonest optimizers with one pass over memory, by the ops that TensorFlow has for them.
+"""Fused updates: Keras' commonest optimizers by TensorFlow's training ops, in one pass over memory.
 
 Keras writes an update as a chain of ops, each of which reads and writes whole tensors: on 12.6 M parameters and one
 core Adam takes 2.5 times, SGD with momentum 2.0 and without 1.5 times as long as the fused op; for the sparse gradient
@@ -16,18 +16,18 @@ import tensorflow as tf
 UpdateStep = Callable[[Any, Any, Any], None]
 
 DTYPES = (tf.float32, tf.float64)
-"""Of variables. In 16 bits the ops round at other places than Keras does."""
+"""Dtypes of variables. In 16 bits the ops round differently than Keras does."""
 
 
 @contextmanager
 def fused_updates(optimizer: Any) -> Iterator[None]:
-    """Let `optimizer` update variables by fused ops while an update is traced or run within.
+    """Make `optimizer` use fused ops for updates inside this context.
 
-    Everything else of it stays Keras' own: clipping, weight decay, averages, loss scaling. So do other optimizers than
-    SGD, Adam and AdamW, Adam with amsgrad, 16-bit variables, and all under a strategy of tf.distribute.
+    Clipping, weight decay, averages and loss scaling stay Keras' own. So do optimizers other than SGD, Adam and AdamW,
+    Adam with amsgrad, 16-bit variables, and everything under a strategy of tf.distribute.
 
     Args:
-        optimizer: a Keras 3 optimizer that is built, or a LossScaleOptimizer around one.
+        optimizer: a built Keras 3 optimizer, or a LossScaleOptimizer around one.
     """
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
     fused = None if tf.distribute.has_strategy() else _fused(inner)
@@ -40,7 +40,7 @@ def fused_updates(optimizer: Any) -> Iterator[None]:
         step = fused if variable.dtype in DTYPES else written_out
         step(gradient, variable, learning_rate)
 
-    # Past Keras' tracking: it is no part of the optimizer's state.
+    # Bypass Keras' tracking: this is not part of the optimizer's state.
     vars(inner)["update_step"] = update_step
     try:
         yield
@@ -49,7 +49,7 @@ def fused_updates(optimizer: Any) -> Iterator[None]:
 
 
 def _fused(optimizer: Any) -> UpdateStep | None:
-    """Return the fused form of this optimizer's update, if Keras' own is what it has; else None."""
+    """Return the fused form of this optimizer's update; None if it has none, or overrides Keras' own."""
     if "update_step" in vars(optimizer):
         return None
     written_out = type(optimizer).update_step
@@ -83,12 +83,12 @@ def _sgd(optimizer: Any) -> UpdateStep:
 
 
 def _adam(optimizer: Any) -> UpdateStep:
-    """The update of Kingma and Ba 2014 (arXiv:1412.6980, end of section 2)."""
+    """Return the update of Kingma and Ba 2014 (arXiv:1412.6980, end of section 2)."""
     scalars: dict[Any, dict[str, tf.Tensor]] = {}
 
     def update_step(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
         dtype = variable.dtype
-        # The same for all variables of a call; a graph within another, as of a loss scale's condition, has its own.
+        # Shared by all variables of a call; nested graphs, such as a branch of a loss scale, have their own.
         key = (dtype, None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
         if key not in scalars:
             scalars[key] = _adam_scalars(optimizer, dtype, learning_rate)
@@ -104,15 +104,15 @@ def _adam(optimizer: Any) -> UpdateStep:
 
 
 def _adam_scalars(optimizer: Any, dtype: tf.DType, learning_rate: Any) -> dict[str, tf.Tensor]:
-    """Return what the op is given besides tensors.
+    """Return the scalar arguments of the op.
 
-    It takes 1 - beta in the variables' precision: in float32 it makes 0.00099999 of 1 - 0.999, which is 1.3e-5 less
-    than what Keras adds with. The learning rate makes up for what the two averages are smaller or larger by it.
+    It computes 1 - beta in the variables' precision: in float32, 1 - 0.999 is off by 1.3e-5 (relative) from Keras'
+    factor. The learning rate corrects the resulting scale of both averages.
     """
     step = tf.cast(optimizer.iterations + 1, dtype)
     gain_1, gain_2 = _gain(optimizer.beta_1, step), _gain(optimizer.beta_2, step)
     return {
-        # From the betas as Keras casts them: by way of float32, whatever the variables are.
+        # From the betas as Keras casts them: through float32, whatever the dtype of the variables.
         "beta1_power": tf.pow(tf.cast(optimizer.beta_1, dtype), step),
         "beta2_power": tf.pow(tf.cast(optimizer.beta_2, dtype), step),
         "lr": tf.cast(learning_rate, dtype) * tf.sqrt(gain_2) / gain_1,
@@ -123,7 +123,7 @@ def _adam_scalars(optimizer: Any, dtype: tf.DType, learning_rate: Any) -> dict[s
 
 
 def _gain(beta: float, step: tf.Tensor) -> tf.Tensor:
-    """Return how much larger the op's average of a constant is than Keras' own after `step` steps."""
+    """Return the ratio of the op's average of a constant to Keras' own after `step` steps."""
     number = step.dtype.as_numpy_dtype
     ops, keras_own = float(number(1) - number(beta)), float(number(1.0 - beta))
     if ops == keras_own:
@@ -136,7 +136,7 @@ def _slot(optimizer: Any, slots: list[Any], variable: tf.Variable) -> tf.Tensor:
 
 
 def _dense(gradient: Any, variable: tf.Variable) -> tf.Tensor:
-    """Return the gradient of every row, for momentum moves all of them, in the variable's precision."""
+    """Return the dense gradient in the variable's dtype, since momentum moves all rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.cast(gradient, variable.dtype)
     values = tf.cast(gradient.values, variable.dtype)

@@ -1,4 +1,4 @@
-"""LARS: learning rates by layer, for large batches."""
+"""LARS: layer-wise adaptive learning rates, for large batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from hvdtrain.config.errors import ConfigError
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class LARS(keras.optimizers.Optimizer):
-    """Momentum SGD whose rate is set for each layer by the norms of its weights and gradient.
+    """Momentum SGD with a learning rate per layer, from the norms of its weights and gradient.
 
     For weights w, gradient g and weight decay b (You et al. 2017, arXiv:1708.03888, algorithm 1):
 
@@ -24,16 +24,16 @@ class LARS(keras.optimizers.Optimizer):
     normalization parameters) and those excluded from weight decay have ratio 1 and b = 0.
 
     Args:
-        learning_rate: a number, or a schedule; usually much larger than SGD's.
-        momentum: share of the last movement that is kept, in [0, 1].
-        nesterov: whether to look ahead along the momentum.
-        weight_decay: b; it is part of the ratio, not a decay by itself.
-        trust_coefficient: by how much of its norm a layer may move at learning rate 1.
+        learning_rate: a number or a schedule; usually much larger than SGD's.
+        momentum: momentum factor, in [0, 1].
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: b; part of the ratio, not decoupled.
+        trust_coefficient: relative step size of a layer at learning rate 1.
         epsilon: keeps the ratio finite.
-        **kwargs: what every Keras optimizer takes.
+        **kwargs: arguments of every Keras optimizer.
 
     Raises:
-        ConfigError: a momentum outside of [0, 1].
+        ConfigError: a momentum outside [0, 1].
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class LARS(keras.optimizers.Optimizer):
         self.epsilon = epsilon
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Create one momentum for each of `variables`."""
+        """Create the momentum slots of `variables`."""
         if self.built:
             return
         super().build(variables)
         self._momentums = self.add_optimizer_variables(variables, "momentum")
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Move `variable`; a sparse gradient is made dense first, for its norm is that of all its rows."""
+        """Update `variable`; sparse gradients are made dense, since the norm is over all rows."""
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
         if len(variable.shape) >= 2 and self._use_weight_decay(variable):
             gradient = self._adapted(gradient, tf.convert_to_tensor(variable))
@@ -80,7 +80,7 @@ class LARS(keras.optimizers.Optimizer):
         return tf.where(usable, ratio, tf.ones_like(ratio)) * (gradient + decay * weights)
 
     def _apply_weight_decay(self, variables: Any) -> None:
-        """Do nothing: the decay is within the ratio."""
+        """Do nothing: the decay is part of the ratio."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

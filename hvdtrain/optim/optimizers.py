@@ -15,12 +15,12 @@ from hvdtrain.optim.schedules import learning_rate
 from hvdtrain.optim.weight_decay import decaying_weights_only
 
 NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
-"""The base class, and those that wrap other optimizers."""
+"""The base class, and wrappers of optimizers."""
 REFUSED = {
     "schedulefreeadamw": "Keras computes it wrongly on TensorFlow: it takes the momentum after a step for the one "
     "before it, and evaluates other weights than the averaged ones. --optimizer adamw with --ema comes near it"
 }
-"""Keras optimizers that are not offered, and why."""
+"""Keras optimizers that are refused, with the reason."""
 OWN_OPTIONS = {
     "learning_rate": "learning_rate",
     "weight_decay": "weight_decay",
@@ -31,11 +31,11 @@ OWN_OPTIONS = {
     "global_clipnorm": "clip_norm",
     "clipvalue": "clip_value",
 }
-"""Arguments of optimizers, and the option that does the same."""
+"""Arguments of optimizers, with the equivalent option."""
 
 
 def known_optimizers() -> dict[str, Any]:
-    """Return every optimizer class that is offered, by its name in lower case."""
+    """Return the available optimizer classes by lower-case name."""
     classes = {
         name.lower(): cls
         for name, cls in vars(keras.optimizers).items()
@@ -47,9 +47,9 @@ def known_optimizers() -> dict[str, Any]:
 def build_optimizer(config: OptimConfig, total_steps: int, batch: int) -> Any:
     """Build the optimizer that `config` names, for `batch` samples per step over all ranks.
 
-    Its schedule spans `total_steps`. Weight decay leaves out biases and normalization parameters. It is Keras'
-    decoupled one (Loshchilov and Hutter 2019, arXiv:1711.05101), w <- w - learning_rate x decay x w, for all but
-    LARS; so also for LAMB, in whose paper (You et al. 2019, arXiv:1904.00962) it is part of the trust ratio.
+    Its schedule spans `total_steps`. Weight decay excludes biases and normalization parameters. It is decoupled, as in
+    Keras (Loshchilov and Hutter 2019, arXiv:1711.05101), w <- w - learning_rate x decay x w, for all but LARS; also for
+    LAMB, whose paper (You et al. 2019, arXiv:1904.00962) has it in the trust ratio.
 
     Raises:
         ConfigError: unknown optimizer or argument, or options that do not fit together.
@@ -75,7 +75,7 @@ def _class(name: str) -> Any:
 
 
 def _refuse_twice(config: OptimConfig) -> None:
-    """Refuse arguments whose option is used as well."""
+    """Refuse arguments whose equivalent option is used as well."""
     if "learning_rate" in config.optimizer_args:
         raise ConfigError("The learning rate is an option of its own: use --learning-rate.")
     for argument in config.optimizer_args:
@@ -99,7 +99,7 @@ def _arguments(config: OptimConfig, cls: type) -> dict[str, Any]:
 
 
 def _muon_arguments(config: OptimConfig) -> dict[str, Any]:
-    """Let one weight decay hold for both kinds of weights, and cut the list of layers, of which Keras wants a list."""
+    """Apply one weight decay to both kinds of weights, and split the comma-separated layer names into a list."""
     arguments: dict[str, Any] = {}
     if config.weight_decay is not None:
         arguments["adam_weight_decay"] = config.weight_decay

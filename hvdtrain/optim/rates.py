@@ -1,4 +1,4 @@
-"""The learning rate of a user's own loop, by the rules of the command line."""
+"""Learning rates for custom loops, with the options of the command line."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -24,24 +24,24 @@ def learning_rate_schedule(
     batch: int | None = None,
     base_batch: int | None = None,
 ) -> Any:
-    """Return what an optimizer takes as its learning rate: a Keras schedule, or a number where nothing moves.
+    """Return the learning rate for an optimizer: a Keras schedule, or a number if it is constant.
 
     Args:
         learning_rate: the peak, before any scaling by the batch.
         total_steps: optimizer steps of the whole run.
         schedule: `constant`, `cosine`, `step` or `polynomial`; see `hvdtrain.optim.schedules.WarmupSchedule`.
         warmup_steps: steps over which the rate rises linearly from zero to its peak.
-        final_rate: where cosine and polynomial end, as a share of the peak.
+        final_rate: final rate of cosine and polynomial, as a fraction of the peak.
         decay_power: exponent of the polynomial schedule.
-        decay_at: where the step schedule lowers the rate, as shares of the run, such as (0.5, 0.75).
-        decay_factor: what it multiplies the rate by, each time.
+        decay_at: where the step schedule lowers the rate, as fractions of the run, such as (0.5, 0.75).
+        decay_factor: factor of each lowering.
         lr_scaling: `linear` multiplies the peak by batch / base_batch, `sqrt` by the root of that; see
             `hvdtrain.optim.scaling.scaled_learning_rate`.
         batch: samples per optimizer step over all ranks and microbatches.
         base_batch: the batch that `learning_rate` was tuned for.
 
     Raises:
-        ConfigError: values that make no schedule, or that have no effect; options are named as on the command line.
+        ConfigError: values that form no schedule, or have no effect; named as on the command line.
     """
     _check_name("schedule", schedule, get_args(ScheduleName))
     _check_name("lr_scaling", lr_scaling, get_args(ScalingName))

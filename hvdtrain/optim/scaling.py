@@ -1,4 +1,4 @@
-"""How the learning rate follows the batch."""
+"""Scaling of the learning rate with the batch."""
 
 import math
 
@@ -9,8 +9,8 @@ from hvdtrain.optim.schedules import decay_steps
 def scaled_learning_rate(config: OptimConfig, batch: int) -> float:
     """Return the peak learning rate for `batch` samples per step over all ranks.
 
-    linear: rate x batch / base_batch, which keeps the movement per sample (Goyal et al. 2017, arXiv:1706.02677).
-    sqrt: rate x sqrt(batch / base_batch), which keeps the variance of the movement (Krizhevsky 2014,
+    linear: rate x batch / base_batch, which keeps the update per sample (Goyal et al. 2017, arXiv:1706.02677).
+    sqrt: rate x sqrt(batch / base_batch), which keeps the variance of the update (Krizhevsky 2014,
     arXiv:1404.5997; used with LAMB by You et al. 2019, arXiv:1904.00962).
     """
     if config.base_batch is None:
@@ -20,7 +20,7 @@ def scaled_learning_rate(config: OptimConfig, batch: int) -> float:
 
 
 def describe_rate(config: OptimConfig, batch: int, total_steps: int) -> str:
-    """Return the learning rate in one phrase: its peak and where that comes from, the warm-up and the schedule."""
+    """Return the learning rate in words: peak, scaling, warm-up, schedule."""
     peak = scaled_learning_rate(config, batch)
     parts = [f"peak {peak:g}" + _origin(config, batch)]
     if config.warmup_steps:

@@ -1,4 +1,4 @@
-"""Learning rates that move with the step."""
+"""Learning-rate schedules."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,14 @@ from hvdtrain.config.optim import OptimConfig
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises linearly from zero to `peak` over `warmup_steps`, then moves as `shape` says until `total_steps`.
+    """A linear warm-up to `peak` over `warmup_steps`, then a decay of the given `shape` until `total_steps`.
 
-    With x = t / n at step t of the n after the warm-up, and f = `final_rate`, the share of the peak is
+    With x = t / n at step t of the n after the warm-up, and f = `final_rate`, the rate as a fraction of the peak is
+
     constant: 1;
     cosine: f + (1 - f) (1 + cos(pi x)) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts);
     polynomial: f + (1 - f) (1 - x)^`decay_power`;
-    step: `decay_factor`^k past k of the shares `decay_at` of the whole run.
+    step: `decay_factor`^k past k of the fractions `decay_at` of the run.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return self.peak * tf.where(step < self.warmup_steps, rising, self._after(step))
 
     def _after(self, step: tf.Tensor) -> tf.Tensor:
-        """Return the share of the peak after the warm-up."""
+        """Return the fraction of the peak after the warm-up."""
         if self.shape == "step":
             passed = [tf.cast(step >= at, tf.float32) for at in decay_steps(self.decay_at, self.total_steps)]
             return tf.pow(self.decay_factor, tf.add_n(passed))
@@ -76,15 +77,15 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def decay_steps(shares: Sequence[float], total_steps: int) -> list[int]:
-    """Return the steps (from 0) at which shares of a run begin."""
+    """Convert fractions of a run to steps (from 0)."""
     return [round(share * total_steps) for share in shares]
 
 
 def learning_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
-    """Return a plain number where nothing moves, else a schedule over `total_steps` optimizer steps.
+    """Return a number if the rate is constant, else a schedule over `total_steps` optimizer steps.
 
     Raises:
-        ConfigError: a warm-up as long as the run, or a rate that is to fall before the warm-up ends.
+        ConfigError: a warm-up as long as the run, or a decay before its end.
     """
     warmup = config.warmup_steps
     if warmup >= total_steps:

@@ -1,4 +1,4 @@
-"""Which variables decay: weights do, biases and the parameters of normalization layers don't."""
+"""Weight decay for weights only, excluding biases and normalization parameters."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ EXEMPT_NAMES = ("bias", "gamma", "beta")
 
 
 def decays(variable: Any) -> bool:
-    """Tell whether `variable` (Keras' or TensorFlow's) is a weight: of two dims or more, and no bias by its name."""
+    """Whether `variable` (Keras' or TensorFlow's) decays: two dims or more, and not exempt by its name."""
     # A slice of a variable, as an update rule may train, decays as the whole does.
     whole = getattr(variable, "whole", variable)
     name = str(whole.name).split(":")[0].split("/")[-1]
@@ -19,18 +19,18 @@ def decays(variable: Any) -> bool:
 
 
 def exclude_from_decay(optimizer: Any, variables: Iterable[Any]) -> None:
-    """Keep `optimizer`, which is not built yet, from decaying those of `variables` that are no weights."""
+    """Exclude those of `variables` that do not decay from the weight decay of `optimizer`, which is not built yet."""
     optimizer.exclude_from_weight_decay(var_list=[variable for variable in variables if not decays(variable)])
 
 
 def decaying_weights_only(optimizer: Any) -> Any:
-    """Return `optimizer` itself, which from now on decays weights, but no biases and normalization parameters.
+    """Make `optimizer` decay weights only, not biases and normalization parameters, and return it.
 
-    Weights are variables of two dims or more that are not named `bias`, `gamma` or `beta`; what is excluded is settled
-    when the optimizer is built, in place of what was excluded before. The command line does it to all optimizers.
+    Weights are variables of two dims or more not named `bias`, `gamma` or `beta`. The exclusion is set when the
+    optimizer is built, replacing any earlier one. The command line does so for all optimizers.
 
     Args:
-        optimizer: a Keras optimizer, possibly within others such as a LossScaleOptimizer.
+        optimizer: a Keras optimizer, possibly wrapped, as in a LossScaleOptimizer.
 
     Raises:
         ConfigError: it is built already.
@@ -40,7 +40,7 @@ def decaying_weights_only(optimizer: Any) -> Any:
         raise ConfigError(f"The optimizer {inner.name!r} is built: say what decays before its first use.")
     build = inner.build
 
-    # Keras asks for the exclusion before `build`, but the variables are first seen there.
+    # Keras wants the exclusion before `build`, but the variables are first known there.
     def build_with_exclusion(variables: Any) -> None:
         if not inner.built:
             exclude_from_decay(inner, variables)

@@ -23,7 +23,7 @@ def recipe(name: str) -> Config:
     """Return the configuration of the recipe `name`.
 
     Raises:
-        ConfigError: there is none, with the nearest one there is.
+        ConfigError: unknown name; suggests the nearest.
     """
     config: Config = resolve("recipe", name, RECIPES)()
     return config

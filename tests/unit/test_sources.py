@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.files.places import DATA_VARIABLE
+from hvdtrain.data.files.locations import DATA_VARIABLE
 from hvdtrain.data.registry import load_splits
 
 

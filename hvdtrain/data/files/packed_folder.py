@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.files.places import is_there
+from hvdtrain.data.files.locations import is_there
 from hvdtrain.data.files.tfrecord_file import Index
 from hvdtrain.data.files.tfrecord_index import Records
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.files.class_folders import is_image
-from hvdtrain.data.files.places import DATA_VARIABLE, cache_folder, cache_key, find_data
+from hvdtrain.data.files.locations import DATA_VARIABLE, cache_folder, cache_key, find_data
 from hvdtrain.data.files.tfrecord_file import OPENERS, Index, compression, masked_checksum, read_index
 from hvdtrain.data.files.unpacked import made_once, seekable, writing_into
 from hvdtrain.data.files.walking import files_below

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.files.places import CACHE_VARIABLE, cache_folder, cache_key
+from hvdtrain.data.files.locations import CACHE_VARIABLE, cache_folder, cache_key
 
 Opener = Callable[[Path], IO[bytes]]
 OPENERS: dict[str, Any] = {

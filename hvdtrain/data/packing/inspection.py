@@ -5,8 +5,8 @@ from pathlib import Path
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.files.class_folders import is_image, is_tar, scan
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.files.packed_folder import is_packed
-from hvdtrain.data.files.places import find_data
 from hvdtrain.data.files.tfrecord_file import begins_with_a_record
 from hvdtrain.data.files.tfrecord_index import is_record_file, record_files
 from hvdtrain.data.files.walking import files_below

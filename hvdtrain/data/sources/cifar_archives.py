@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.files.tar_members import members
 from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.held_out import array_parts, check_range

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.files.walking import files_below
 
 SEPARATOR = b"\n\n"

@@ -1,14 +1,14 @@
-"""Data sets of Hugging Face's `datasets`: a folder that `save_to_disk` wrote, or one of the hub by its name.
+"""Data sets of Hugging Face's `datasets`: a folder written by `save_to_disk`, or a data set of the hub.
 
-Rows are read by their numbers, in any order; images are decoded, and are to be of one size. The training split is
-`train`, that for validation the first there is of `validation` and `test`; without one, training rows are held out.
+Rows are read by number; images are decoded and must share one size. The training split is `train`, the validation split
+`validation` or else `test`; without either, training rows are held out.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.sources.extras import optional_package
 from hvdtrain.data.sources.rows import Row, RowSource, check_columns, row_splits, split_for_validation
 from hvdtrain.data.splits import DataSplits
@@ -26,22 +26,22 @@ def load(
     validation: int = 0,
     classes: int = 0,
 ) -> DataSplits:
-    """Return the rows of a data set.
+    """Load the rows of a data set.
 
     Args:
         path: a folder written by `save_to_disk`; or
-        name: a data set of the hub, `owner/name`; it is fetched into Hugging Face's cache if it is not there.
-        configuration: which configuration of it.
-        inputs: the input column, or several with commas between them, which make a dict.
-        target: the target's column.
+        name: a data set of the hub, `owner/name`, downloaded into Hugging Face's cache if it is not there.
+        configuration: its configuration.
+        inputs: the input column, or several separated by commas, which make a dict.
+        target: the target column.
         train_split: the training split.
-        validation_split: the split for validation; "": see above.
-        validation: rows to hold out where there is no such split; 0: one of ten.
-        classes: number of classes; 0: what the data set says.
+        validation_split: the validation split; "": see above.
+        validation: rows to hold out if there is no such split; 0: one in ten.
+        classes: number of classes; 0: as the data set declares.
 
     Raises:
         ConfigError: arguments that do not fit, or the package `datasets` is missing.
-        DataError: nothing is there, or what is there cannot be used.
+        DataError: the data set does not exist, or cannot be used.
     """
     package = optional_package("datasets", "datasets", "--data hf")
     if bool(path) == bool(name):
@@ -73,16 +73,16 @@ def source_of(
     Args:
         dataset: the data set.
         inputs: names of the input columns; several make a dict.
-        target: name of the target's column.
-        name: what messages call it.
+        target: name of the target column.
+        name: its name in messages.
         classes: number of classes, if the target is a label.
 
     Raises:
         ConfigError: no such column.
-        DataError: no rows, or columns that are no tensors.
+        DataError: no rows, or columns that cannot be tensors.
     """
     check_columns(name, [*inputs, target], dataset.column_names)
-    # Other columns would be read, and images in them decoded, for nothing.
+    # Do not read other columns, nor decode images in them.
     arrays = dataset.select_columns([*inputs, target]).with_format("numpy")
 
     def read(numbers: Sequence[int]) -> list[Row]:
@@ -106,7 +106,7 @@ def _open(package: Any, path: str, name: str, configuration: str) -> Any:
 
 
 def _splits(opened: Any, name: str) -> Mapping[str, Any]:
-    """Return the splits by name; a single one is for training."""
+    """Return the splits by name; a single data set is the training split."""
     splits = opened if isinstance(opened, Mapping) else {"train": opened}
     if not splits:
         raise DataError(f"{name} holds no splits.")

@@ -1,10 +1,10 @@
-"""MNIST's file format, idx: a folder with one file of images and one of labels for each part.
+"""MNIST's file format, idx: a folder with a file of images and a file of labels for each split.
 
     train-images-idx3-ubyte    train-labels-idx1-ubyte
     t10k-images-idx3-ubyte     t10k-labels-idx1-ubyte     also test-…; without them, training samples are held out
 
-Each may be compressed (….gz), and may be written train-images.idx3-ubyte. Fashion-MNIST, KMNIST and EMNIST come
-the same way; EMNIST's names begin with one more word, which the argument `prefix` takes: emnist-letters-.
+Each may be compressed (….gz), and may be spelled train-images.idx3-ubyte. Fashion-MNIST, KMNIST and EMNIST have the
+same format; EMNIST's names have a prefix, such as emnist-letters-.
 """
 
 import gzip
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.source import input_shape
 from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.held_out import array_parts, check_range
@@ -24,20 +24,20 @@ from hvdtrain.data.splits import DataSplits
 TRAINING = ("train",)
 VALIDATION = ("t10k", "test")
 UBYTE = 0x08
-"""The code of unsigned bytes in the third byte of a file."""
+"""Code of unsigned bytes, in the third byte of a file."""
 
 
 def load(*, path: str = "", prefix: str = "", validation: int = 0, classes: int = 0) -> DataSplits:
-    """Return images [height, width, 1] in [0, 1] and their labels from files in the format of MNIST.
+    """Load images [height, width, 1] in [0, 1] and their labels.
 
     Args:
         path: the folder with the files.
-        prefix: what all names begin with.
-        validation: images to hold out for validation where there are no files for it; 0: one of ten.
+        prefix: common prefix of the file names.
+        validation: images to hold out if there are no test files; 0: one in ten.
         classes: number of classes; 0: one more than the highest label.
 
     Raises:
-        DataError: a file is missing or damaged, or images and labels do not fit.
+        DataError: a file is missing or damaged, or images and labels do not match.
     """
     folder = find_data(path)
     if not folder.is_dir():
@@ -53,14 +53,14 @@ def load(*, path: str = "", prefix: str = "", validation: int = 0, classes: int 
 
 
 def read_idx(file: Path, dims: int) -> np.ndarray:
-    """Return the bytes [count, …] of an idx file, which may be compressed.
+    """Read the bytes [count, …] of an idx file, which may be compressed.
 
     Args:
         file: the file.
-        dims: dims that it must have.
+        dims: required number of dims.
 
     Raises:
-        DataError: it cannot be read, is no such file, or its length is not what its header says.
+        DataError: it cannot be read, is not an idx file, or its length does not match its header.
     """
     data = _bytes(file)
     if len(data) < 4 or data[:2] != b"\0\0":
@@ -91,7 +91,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _part(folder: Path, prefix: str, names: tuple[str, ...], classes: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return images [count, height, width, 1] and labels [count] int32; None where there are no images."""
+    """Return images [count, height, width, 1] and labels [count] int32; None if there are no images."""
     for name in names:
         images_file = _find(folder, f"{prefix}{name}-images", "idx3-ubyte")
         if images_file is None:

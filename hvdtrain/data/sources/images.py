@@ -1,4 +1,4 @@
-"""Images that are decoded as they are read: class folders, as a folder or within a tar file."""
+"""Images in class folders, on disk or within a tar file, decoded on reading."""
 
 import hashlib
 from typing import Any
@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.blobs import Blobs
 from hvdtrain.data.files.class_folders import Found, scan
-from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.source import Source
 from hvdtrain.data.sources.decoding import all_decoded, to_unit
 from hvdtrain.data.splits import DataSplits
@@ -17,15 +17,15 @@ from hvdtrain.data.subset import Subset, hold_out
 
 
 class ImageSource:
-    """Encoded images, decoded to bytes of pixels [height, width, channels], and their labels; see `Source`.
+    """A source of encoded images, decoded to uint8 pixels [height, width, channels], and labels; see `Source`.
 
     Args:
         blobs: the encoded images.
         labels: [images] labels.
-        name: what messages call it.
-        size: height and width to bring every image to, cutting out the middle square first; 0 leaves them as they
-            are, and all must be like the first.
-        channels: 1 for grey, 3 for colours.
+        name: its name in messages.
+        size: height and width to resize the centre square of every image to; 0: no resizing, all must have the
+            size of the first.
+        channels: 1 for grey, 3 for colour.
 
     Raises:
         DataError: the first image cannot be decoded.
@@ -56,7 +56,7 @@ class ImageSource:
         return self._blobs.describe(number)
 
     def fingerprint(self) -> bytes:
-        """See `Source`; of the images it is names and sizes."""
+        """See `Source`; a hash of names and sizes, not of pixels."""
         facts = f"{self._resize} {self._channels}".encode()
         return hashlib.sha256(self._blobs.fingerprint() + self._labels.tobytes() + facts).digest()
 
@@ -65,7 +65,7 @@ class ImageSource:
         return self._blobs.listing()
 
     def version(self) -> bytes:
-        """Return what differs when the files have been changed; see `Blobs.version`."""
+        """Return a hash that changes with the files; see `Blobs.version`."""
         return self._blobs.version()
 
     def _first_shape(self) -> Any:
@@ -76,17 +76,17 @@ class ImageSource:
 
 
 def load(*, path: str = "", validation: int = 0, image_size: int = 0, channels: int = 3) -> DataSplits:
-    """Return images [height, width, channels] in [0, 1] and the numbers of their class folders.
+    """Load images [height, width, channels] in [0, 1] and the indices of their class folders.
 
     Args:
         path: a folder of class folders of JPEG or PNG files, or a tar file (also .tar.gz, .bz2, .xz) of one; above
             the class folders there may be train/ and validation/ (or val/, test/).
-        validation: images to hold out for validation where there is no folder for it; 0: one of ten.
-        image_size: height and width to bring all to; 0 for images of one size.
-        channels: 1 for grey, 3 for colours.
+        validation: images to hold out if there is no validation folder; 0: one in ten.
+        image_size: height and width to resize all to; 0 if they have one size.
+        channels: 1 for grey, 3 for colour.
 
     Raises:
-        DataError: nothing is there, or what is there cannot be used.
+        DataError: `path` does not exist, or cannot be used.
     """
     if image_size < 0 or channels not in (1, 3):
         raise ConfigError(
@@ -100,7 +100,7 @@ def load(*, path: str = "", validation: int = 0, image_size: int = 0, channels: 
 
 
 def split(source: Source, found: Found, validation: int) -> tuple[Subset, Subset]:
-    """Return training and validation samples: by their folders, else `validation` of each class's share held out."""
+    """Return training and validation samples: by their folders, or with `validation` held out, stratified by class."""
     for held in ("validation", "test"):
         if (found.splits == held).any():
             if validation:

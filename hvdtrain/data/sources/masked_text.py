@@ -1,11 +1,11 @@
 """Text for masked language models, as BERT was trained on (Devlin et al. 2019, arXiv:1810.04805, section 3.1).
 
-Of every window 15 % of the places are chosen. Of these, 80 % show the mask token in place of their own, 10 % a token
-drawn from the vocabulary, and 10 % their own. The targets are the tokens of the chosen places; all others are IGNORED.
+In every window 15 % of the positions are chosen. Of these, 80 % show the mask token, 10 % a random token, and 10 %
+their own. The targets are the original tokens at the chosen positions, and IGNORED elsewhere.
 
-Which places are chosen is a function of the sample's number alone, so it depends neither on the order nor on the number
-of ranks. To show a text under several masks, an epoch has it `copies` times, each time as a sample of its own: that is
-what BERT's data were, too. In validation every window comes once, always under the same mask.
+The mask is a function of the sample's number alone, so it depends neither on the order nor on the number of ranks. For
+several masks of a text, an epoch has `copies` samples of each window, as BERT's data had. In validation every window
+comes once, always under the same mask.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from hvdtrain.data.sources.text import gather_windows, read_tokens, windows_in
 from hvdtrain.data.splits import DataSplits
 
 IGNORED = -1
-"""The target of a place that was not chosen: the loss leaves it out (`ignore_class`)."""
+"""Target at positions that were not chosen; the loss ignores it (`ignore_class`)."""
 SHOWN_AS_MASK, SHOWN_AS_ANY = 0.8, 0.1
 MASK_SEED = 1810
-"""Masks must not depend on a run's seed: a validation loss is compared between runs."""
+"""Fixed, not the run's seed: validation losses are compared between runs."""
 
 
 def load(
@@ -35,22 +35,22 @@ def load(
     chosen: float = 0.15,
     copies: int = 10,
 ) -> DataSplits:
-    """Return windows of tokens [length] with places masked, and the tokens [length] that were there as targets.
+    """Load masked windows of tokens [length], with the original tokens [length] as targets.
 
-    The number of classes is one more than the tokenizer's: the last one is the mask.
+    There is one class more than the tokenizer has: the mask, which is the last.
 
     Args:
         path: a text file, or a folder of .txt files; "": the documentation that comes with Python.
         tokenizer: `chars`, `bytes` or `sentencepiece`; see `hvdtrain.data.sources.text`.
         length: tokens of a window.
-        validation: share of the text, at its end, that is for validation.
-        vocabulary: tokens of sentencepiece; 0: 2048.
-        chosen: share of the places of each window that are to be predicted; at least one is.
-        copies: how often an epoch shows each window, each time under another mask.
+        validation: fraction of the text, at its end, for validation.
+        vocabulary: size of the sentencepiece vocabulary; 0: 2048.
+        chosen: fraction of the positions of each window to predict, at least one.
+        copies: samples of each window in an epoch, each with its own mask.
 
     Raises:
-        ConfigError: arguments that cannot work, or a missing package.
-        DataError: there is no text, or it is too short.
+        ConfigError: arguments out of range, or a missing package.
+        DataError: no text, or one that is too short.
     """
     if not 0 < chosen <= 1 or copies < 1:
         raise ConfigError(
@@ -58,25 +58,25 @@ def load(
             f"Received: chosen={chosen}, copies={copies}."
         )
     text = read_tokens(path, tokenizer, length, validation, vocabulary)
-    size, places = text.tokenizer.size, max(1, round(chosen * length))
+    size, positions = text.tokenizer.size, max(1, round(chosen * length))
     return DataSplits(
-        train=MaskedSource(text.train, length, size, places, f"{text.name} (training)", copies=copies),
-        validation=MaskedSource(text.validation, length, size, places, f"{text.name} (validation)"),
+        train=MaskedSource(text.train, length, size, positions, f"{text.name} (training)", copies=copies),
+        validation=MaskedSource(text.validation, length, size, positions, f"{text.name} (validation)"),
         sample_shape=(length,),
         classes=size + 1,
     )
 
 
 class MaskedSource:
-    """Windows of one sequence of tokens, some of whose places are masked; see `Source`.
+    """A source of masked windows of one sequence of tokens; see `Source`.
 
     Args:
         tokens: [n] integers below `vocabulary`.
-        length: tokens of a window; those at the end that do not fill one are left out.
-        vocabulary: number of tokens; the mask is the token of that number.
-        places: places of each window that are to be predicted.
-        name: what messages call it.
-        copies: how many samples there are of each window, each under a mask of its own.
+        length: tokens of a window; an incomplete last window is dropped.
+        vocabulary: number of tokens; also the number of the mask token.
+        positions: positions of each window to predict.
+        name: its name in messages.
+        copies: samples of each window, each with its own mask.
 
     Raises:
         DataError: too few tokens for one window.
@@ -86,7 +86,7 @@ class MaskedSource:
     heavy = False
 
     def __init__(
-        self, tokens: np.ndarray, length: int, vocabulary: int, places: int, name: str, *, copies: int = 1
+        self, tokens: np.ndarray, length: int, vocabulary: int, positions: int, name: str, *, copies: int = 1
     ) -> None:
         self.name = name
         self.size = windows_in(tokens, length, length, name) * copies
@@ -95,7 +95,7 @@ class MaskedSource:
         self._windows = self.size // copies
         self._length = length
         self._vocabulary = vocabulary
-        self._places = places
+        self._positions = positions
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         """See `Source`."""
@@ -112,17 +112,17 @@ class MaskedSource:
 
     def fingerprint(self) -> bytes:
         """See `Source`."""
-        facts = f"masked {self._length} {self._vocabulary} {self._places} {self.size}\0".encode()
+        facts = f"masked {self._length} {self._vocabulary} {self._positions} {self.size}\0".encode()
         return hashlib.sha256(facts + self.tokens.numpy().tobytes()).digest()
 
     def _draws(self, number: tf.Tensor) -> tf.Tensor:
-        """Return numbers in [0, 1), [3, length], that are those of one sample."""
+        """Return the random numbers [3, length] in [0, 1) of one sample."""
         return tf.random.stateless_uniform([3, self._length], tf.stack([tf.constant(MASK_SEED, tf.int64), number]))
 
     def _masked(self, tokens: tf.Tensor, place: tf.Tensor, way: tf.Tensor, other: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Return inputs and targets [n, length] of windows of tokens; the draws are [n, length] each."""
+        """Mask windows of tokens [n, length] using random numbers [n, length]; return inputs and targets."""
         ranks = tf.argsort(tf.argsort(place, axis=1), axis=1)
-        picked = ranks < self._places
+        picked = ranks < self._positions
         drawn = tf.cast(other * self._vocabulary, tf.int32)
         unmasked = tf.where(way < SHOWN_AS_MASK + SHOWN_AS_ANY, drawn, tokens)
         shown = tf.where(way < SHOWN_AS_MASK, self._vocabulary, unmasked)

@@ -1,13 +1,12 @@
-"""Arrays in files of NumPy's: one .npz file, or a folder of .npy files.
+"""NumPy arrays: an .npz file, or a folder of .npy files.
 
-They are known by their names, each for all samples or for one part of them:
+Names of arrays, for all samples or for one split:
 
-    inputs, targets, sample_weight      or x, y; sample_weight may be missing
+    inputs, targets, sample_weight      or x, y; sample_weight is optional
     x_train, y_train, x_test, y_test    as in Keras' mnist.npz; also …_validation and …_val
 
-A folder holds x.npy and y.npy, or x_train.npy … likewise. Inputs of type uint8 with three or four dims,
-[samples, height, width] or [samples, height, width, channels], are taken for pixels: they become numbers in [0, 1],
-and the former get a channel.
+A folder holds x.npy and y.npy, or x_train.npy … likewise. uint8 inputs [samples, height, width] or
+[samples, height, width, channels] are pixels, scaled to [0, 1]; the former get a channel dim.
 """
 
 import zipfile
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.source import input_shape
 from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.held_out import array_parts, check_range, is_labels
@@ -26,22 +25,22 @@ from hvdtrain.data.splits import DataSplits
 from hvdtrain.runtime.warning import warn_on_first
 
 NAMES = (("inputs", "x"), ("targets", "y"), ("sample_weight",))
-"""What the parts of a sample may be called."""
+"""Names of inputs, targets and weights."""
 TRAINING = ("", "_train")
 VALIDATION = ("_validation", "_val", "_test")
 Elements = tuple[np.ndarray, ...]
 
 
 def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits:
-    """Return the arrays of a .npz file or of a folder of .npy files; see the top of this module for their names.
+    """Load the arrays of an .npz file or of a folder of .npy files; see the module for their names.
 
     Args:
         path: the file or folder.
-        validation: samples to hold out for validation where there are no arrays for it; 0: one of ten.
+        validation: samples to hold out if there are no validation arrays; 0: one in ten.
         classes: number of classes; 0: one more than the highest label.
 
     Raises:
-        DataError: nothing is there, or what is there cannot be used.
+        DataError: `path` does not exist, or cannot be used.
     """
     place = find_data(path)
     arrays = _read(place)
@@ -87,7 +86,7 @@ def _open_array(file: Path) -> np.ndarray:
 
 def _open(file: Path) -> np.ndarray | np.lib.npyio.NpzFile:
     try:
-        # Objects would have to be unpickled, which can run any code: they are refused.
+        # Object arrays are refused: unpickling can run any code.
         return np.load(file, allow_pickle=False)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{file} is no file of NumPy arrays, or damaged: {error}.") from None
@@ -96,7 +95,7 @@ def _open(file: Path) -> np.ndarray | np.lib.npyio.NpzFile:
 
 
 def _part(place: Path, arrays: dict[str, np.ndarray], suffixes: tuple[str, ...]) -> Elements | None:
-    """Take the arrays of one part out of `arrays`; None where it has neither inputs nor targets."""
+    """Pop the arrays of one split from `arrays`; None if it has neither inputs nor targets."""
     for suffix in suffixes:
         named = [next((name + suffix for name in names if name + suffix in arrays), None) for names in NAMES]
         if named[0] is None and named[1] is None:

@@ -1,7 +1,8 @@
-"""Reading pickled NumPy arrays from a file that nobody vouches for.
+"""A safe reader of pickled NumPy arrays from untrusted files.
 
-Unpickling calls whatever the file names. Here it may name the few things an array is made of, and for each of them
-gets a plain class of this module: nothing of NumPy is called before the result was looked at.
+Unpickling calls whatever the file names. Here it may only name what an array consists of, and gets a plain class of
+this
+module for each: nothing of NumPy is called before the result has been checked.
 """
 
 import io
@@ -14,18 +15,18 @@ import numpy as np
 from hvdtrain.config.errors import DataError
 
 TYPES = {"u1": np.uint8, "i1": np.int8, "i2": np.int16, "i4": np.int32, "i8": np.int64}
-"""Types that an array may have, all in the order of bytes of this machine."""
+"""Permitted dtypes, all in native byte order."""
 
 
 def read_pickle(data: bytes, where: str) -> Any:
-    """Return the pickled dicts, lists, numbers, strings and arrays of whole numbers; a Python 2 `str` becomes bytes.
+    """Unpickle dicts, lists, numbers, strings and integer arrays; a Python 2 `str` becomes bytes.
 
     Args:
         data: the pickle.
-        where: what messages call it.
+        where: its name in messages.
 
     Raises:
-        DataError: it is damaged, or asks for anything else.
+        DataError: it is damaged, or contains anything else.
     """
     try:
         return _finished(_Unpickler(data, where).load())
@@ -36,7 +37,7 @@ def read_pickle(data: bytes, where: str) -> Any:
 
 
 class _DType:
-    """What the pickle of a dtype says."""
+    """The pickled state of a dtype."""
 
     def __init__(self, name: Any, *_: Any) -> None:
         self.name = name if isinstance(name, str) else bytes(name).decode("ascii")
@@ -47,7 +48,7 @@ class _DType:
 
 
 class _Array:
-    """What the pickle of an array says."""
+    """The pickled state of an array."""
 
     def __init__(self, *_: Any) -> None:
         self.state: tuple[Any, ...] = ()
@@ -70,7 +71,7 @@ def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """Do what `codecs.encode` does for bytes that Python 3 pickles in the way of Python 2, and for nothing else."""
+    """Stand in for `codecs.encode`, for bytes that Python 3 pickled with a Python 2 protocol only."""
     if encoding != "latin1":
         raise ValueError(f"text in the encoding {encoding!r}")
     return text.encode("latin1")

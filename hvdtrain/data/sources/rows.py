@@ -1,4 +1,4 @@
-"""Samples that a Python object of another library gives by their numbers."""
+"""Sources of rows that a Python object of another library returns by number."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,22 +19,22 @@ Row = Mapping[str, Any]
 
 
 class RowSource:
-    """Samples made of some columns of rows; see `Source`.
+    """A source whose samples are columns of rows; see `Source`.
 
-    The rows are fetched in Python, one call at a time: `--cache` keeps what was decoded.
+    Rows are fetched in Python, one call at a time; `--cache` keeps decoded ones.
 
     Args:
-        read: returns the rows of given numbers; each a value or array for each column.
+        read: returns the rows of some numbers, each with a value or array per column.
         size: number of rows.
         inputs: names of the input columns; several make a dict.
-        target: name of the target's column.
-        name: what messages call the source.
+        target: name of the target column.
+        name: its name in messages.
         classes: number of classes, if the target is a label.
-        version: what differs where rows do.
+        version: identifies the contents of the rows.
 
     Raises:
         ConfigError: no such column.
-        DataError: no rows, or columns that are no tensors.
+        DataError: no rows, or columns that cannot be tensors.
     """
 
     heavy = True
@@ -76,7 +76,7 @@ class RowSource:
         return f"{self.name}, row {number}"
 
     def fingerprint(self) -> bytes:
-        """Return a hash of name, version, columns, number of samples and their shapes; the rows are not read."""
+        """Return a hash of name, version, columns, number and shapes of samples; rows are not read."""
         facts = (self.name, self._version, self._columns, self._classes, self.size, self.spec)
         return hashlib.sha256(repr(facts).encode()).digest()
 
@@ -87,7 +87,7 @@ class RowSource:
         return tf.TensorSpec(array.shape, tf.string if array.dtype.kind in "SU" else array.dtype)
 
     def _arrays(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Return one array [n, …] for each column, in the order in which tf.nest flattens them."""
+        """Return one array [n, …] per column, in the order of tf.nest.flatten."""
         rows = self._read([int(number) for number in numbers])
         columns = zip(tf.nest.flatten(self._columns), tf.nest.flatten(self.spec), strict=True)
         arrays = [
@@ -107,7 +107,7 @@ class RowSource:
                 f"{self.describe(number)}: the column {column!r} is {list(array.shape)} in size, and "
                 f"{list(spec.shape)} in the first row: all rows must be alike."
             )
-        # Texts of one length each would become an array of that length: as objects they keep their own.
+        # As objects, since an array of str would pad or cut texts to one length.
         return array.astype(object if spec.dtype == tf.string else spec.dtype.as_numpy_dtype)
 
 
@@ -115,7 +115,7 @@ def check_columns(name: str, wanted: Iterable[str], known: Iterable[str]) -> Non
     """Refuse columns that rows do not have.
 
     Raises:
-        ConfigError: naming the first such column.
+        ConfigError: names the first such column.
     """
     there = dict.fromkeys(known, "")
     for column in wanted:
@@ -124,7 +124,7 @@ def check_columns(name: str, wanted: Iterable[str], known: Iterable[str]) -> Non
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Return a value as an array; a grey image of bytes [height, width] gets a channel, lists of texts are texts."""
+    """Convert to an array; a grey uint8 image [height, width] gets a channel dim, a list of str becomes objects."""
     array = np.asarray(value)
     if array.dtype.kind == "O" and all(isinstance(entry, str | bytes) for entry in array.flat):
         array = (
@@ -134,7 +134,7 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def split_for_validation(splits: Collection[str]) -> str:
-    """Return the name of the split that one validates on, of those there are; "" for none."""
+    """Return the name of the validation split among `splits`; "" if there is none."""
     return next((name for name in ("validation", "test") if name in splits), "")
 
 
@@ -143,13 +143,13 @@ def row_splits(train: RowSource, held: RowSource | None, *, validation: int, cla
 
     Args:
         train: the training rows.
-        held: those for validation; None where there are none.
-        validation: rows to hold out where there are none; 0: one of ten.
+        held: the validation rows; None if there are none.
+        validation: rows to hold out if there are none; 0: one in ten.
         classes: number of classes, if the target is a label.
 
     Raises:
-        ConfigError: `validation` where there are rows for it.
-        DataError: rows of both that differ in shape.
+        ConfigError: both `validation` and `held`.
+        DataError: training and validation rows of different shapes.
     """
     if held is not None and validation:
         raise ConfigError(f"{held.name} is there for validation: leave out --data-args validation.")

@@ -13,8 +13,8 @@ def load(*, size: int = 32, channels: int = 3, classes: int = 10, samples: int =
         size: height and width in pixels.
         channels: channels of a pixel.
         classes: number of labels.
-        samples: training samples; an eighth as many are for validation.
-        nan_at: number of a training sample whose first pixel is NaN, to see what a run makes of it; -1 for none.
+        samples: training samples; validation has an eighth as many.
+        nan_at: number of a training sample whose first pixel is NaN, to test how a run reports it; -1: none.
     """
     rng = np.random.default_rng(0)
 

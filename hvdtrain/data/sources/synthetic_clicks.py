@@ -1,8 +1,8 @@
-"""Clicks on advertisements that nobody saw: numbers and categories in the shape of Criteo's, from a hidden model.
+"""Synthetic clicks on advertisements: numeric and categorical features shaped like Criteo's, from a hidden model.
 
-A few categories of each field are frequent and most are rare, as in real logs. Whether a row was clicked is drawn from
-a model with weights for the numbers and a hidden vector for each category; what counts are the vectors themselves and
-the products of every two of them. So there is something to learn, and a bound on how well it can be known.
+A few categories of each field are frequent and most are rare, as in real logs. Clicks are drawn from a model with
+weights for the numbers and a hidden vector for each category, which enter by themselves and as pairwise products. So
+there is something to learn, and a bound on how well it can be learned.
 """
 
 from typing import Any
@@ -18,17 +18,17 @@ HIDDEN = 4
 SPREAD, BASE = 2.0, -1.2
 """Standard deviation and mean of the log odds: three in ten rows are clicked."""
 POWER = 1.1
-"""The category of rank r comes up as often as r to the power of -1.1."""
+"""The r-th most frequent category has a frequency proportional to r^-1.1."""
 
 
 def load(*, samples: int = 131072, rows: int = 1000, numbers: int = 13, fields: int = 26) -> DataSplits:
     """Return rows {"numeric": float32 [numbers], "categorical": int32 [fields]} with the label 1 where clicked.
 
     Args:
-        samples: training rows; an eighth as many are for validation.
-        rows: different categories of each field, numbered from 0.
+        samples: training rows; validation has an eighth as many.
+        rows: number of categories of each field.
         numbers: numeric columns, of normal noise.
-        fields: columns of categories.
+        fields: categorical columns.
 
     Raises:
         ConfigError: sizes that are not positive.
@@ -60,7 +60,7 @@ def drawn_rows(rng: np.random.Generator, count: int, rows: int, numbers: int, fi
     """Return `count` rows {"numeric": [count, numbers], "categorical": [count, fields]}."""
     chances = np.arange(1, rows + 1) ** -POWER
     ranks = rng.choice(rows, (count, fields), p=chances / chances.sum())
-    # Which categories are frequent differs by field, and does not follow from their numbers.
+    # The frequent categories differ by field, and are not the low numbers.
     numbering = np.stack([rng.permutation(rows) for _ in range(fields)])
     return {
         "numeric": rng.standard_normal((count, numbers), dtype=np.float32),

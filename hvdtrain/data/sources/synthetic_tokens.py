@@ -1,4 +1,4 @@
-"""Sequences of a random Markov chain: a language that a model can learn, of any size, on every machine."""
+"""Sequences of a random Markov chain: a language that a model can learn, of any size."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def load(*, length: int = 128, vocabulary: int = 8192, samples: int = 2048) -> D
     Args:
         length: tokens of a sequence.
         vocabulary: number of different tokens.
-        samples: training sequences; an eighth as many, of the same chain, are for validation.
+        samples: training sequences; validation has an eighth as many, of the same chain.
 
     Raises:
         ConfigError: sizes that are too small for a chain.
@@ -27,7 +27,7 @@ def load(*, length: int = 128, vocabulary: int = 8192, samples: int = 2048) -> D
             f"Received: length={length}, vocabulary={vocabulary}, samples={samples}."
         )
     rng = np.random.default_rng(0)
-    # A permutation and its shifts: all tokens are equally frequent, and the successors of a token differ.
+    # A permutation and its shifts, so that tokens are equally frequent and the successors of one are distinct.
     order = rng.permutation(vocabulary).astype(np.int32)
     successors = np.stack([np.roll(order, shift) for shift in range(len(CHANCES))], axis=1)
 

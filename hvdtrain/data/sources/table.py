@@ -1,13 +1,13 @@
-"""Rows of a CSV file: its first line names the columns, one of which is the target, and the others are inputs.
+"""CSV files: the first line names the columns, one of which is the target and the others are inputs.
 
-A column is numeric if its first value is a number, else it is one of categories: its texts get numbers from 1 on
-in the training rows, and 0 stands for a text that those do not have. The columns come in the order of the file.
+A column is numeric if its first value is a number, else categorical: the texts of the training rows are encoded as ids
+from 1 on, and others as 0. Columns keep the order of the file.
 
     only numeric columns        inputs float32 [columns]
-    only columns of categories  inputs int32 [columns]
+    only categorical columns    inputs int32 [columns]
     both                        inputs {"numeric": float32 [n], "categorical": int32 [m]}
 
-A target of texts, or of whole numbers from 0 on, is a label; other numbers are float32 [1].
+A target of texts, or of integers from 0 on, is a label; other numbers are float32 [1].
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.source import input_shape
 from hvdtrain.data.sources.csv_file import Column, Table, header_of, read_table
 from hvdtrain.data.sources.held_out import check_range, held_out_numbers
@@ -45,26 +45,25 @@ def load(
     validation: int = 0,
     validation_path: str = "",
 ) -> DataSplits:
-    """Return the rows of a CSV file; see the top of this module for what becomes of its columns.
+    """Load the rows of a CSV file; see the module for how columns are encoded.
 
     Args:
         path: the file, in UTF-8.
-        target: name of the target's column.
-        columns: names of the input columns, with commas between them; "": all others.
-        categorical: names of columns that are categories although they look like numbers, with commas between them.
-        inputs: `dict` or `array`, whatever the columns are; `auto`: see above.
-        task: `classification` or `regression`, whatever the target looks like; `auto`: see above.
-        missing: what a missing number becomes; a missing category becomes 0. None refuses both.
-        vocabulary: categories of a column are numbered below this, the most frequent ones, and the others are 0;
-            0: all have a number.
-        classes: number of classes; 0: one more than the highest label, or as many as texts.
-        delimiter: what stands between two values; `tab` for a tab.
-        validation: rows to hold out for validation where there is no file for it; 0: one of ten.
-        validation_path: a file with rows for validation.
+        target: name of the target column.
+        columns: names of the input columns, separated by commas; "": all others.
+        categorical: names of numeric columns to treat as categorical, separated by commas.
+        inputs: `dict` or `array`; `auto`: see above.
+        task: `classification` or `regression`; `auto`: by the target, see above.
+        missing: value of a missing number; a missing category becomes 0. None refuses both.
+        vocabulary: number of ids of a categorical column, for the most frequent texts, the rest being 0; 0: no limit.
+        classes: number of classes; 0: one more than the highest label, or the number of texts.
+        delimiter: character between two values; `tab` for a tab.
+        validation: rows to hold out if there is no validation file; 0: one in ten.
+        validation_path: a file of validation rows.
 
     Raises:
-        ConfigError: arguments that do not fit the file, or one another.
-        DataError: nothing is there, or what is there cannot be used.
+        ConfigError: arguments that do not match the file, or one another.
+        DataError: a file does not exist, or cannot be used.
     """
     _check_choice("inputs", inputs, FORMS)
     _check_choice("task", task, TASKS)
@@ -77,7 +76,7 @@ def load(
     )
     own_rows = table.rows
     if validation_path:
-        # Kinds of columns and numbers of texts are those of the training file.
+        # Column kinds and text codes come from the training file.
         table = table.followed_by(read_table(find_data(validation_path), table.columns, between))
     _check_missing(table, target, missing)
     targets, known = _targets(table, target, task, classes)
@@ -96,7 +95,7 @@ def load(
 def _chosen(
     file: Path, header: Sequence[str], target: str, columns: str, categorical: str
 ) -> tuple[list[str], list[str]]:
-    """Return the names of the input columns in the file's order, and of those that are categories in any case."""
+    """Return the names of the input columns in the file's order, and of the columns declared categorical."""
     if not target:
         raise ConfigError(f"csv needs --data-args target COLUMN. {file} has: {', '.join(header)}.")
     inputs, texts = _listed(columns), _listed(categorical)
@@ -144,7 +143,7 @@ def _targets(table: Table, target: str, task: str, classes: int) -> tuple[np.nda
 
 
 def _sorted_labels(table: Table, column: Column) -> tuple[np.ndarray, int]:
-    """Number the texts of the training file by their order; another one in the file for validation is refused."""
+    """Encode label texts in sorted order; refuse a text that only the validation file has."""
     first = column.values[: len(table.lines[0])]
     own = [text for text, number in column.texts.items() if number <= first.max()]
     strange = np.flatnonzero(column.values > first.max())
@@ -156,7 +155,7 @@ def _sorted_labels(table: Table, column: Column) -> tuple[np.ndarray, int]:
 
 
 def _inputs(columns: Sequence[Column], train: np.ndarray, form: str, missing: float | None, vocabulary: int) -> Any:
-    """Return the arrays of the input columns over all rows; vocabularies are of the rows `train`."""
+    """Return the arrays of the input columns over all rows, with vocabularies from the rows `train`."""
     filled = np.nan if missing is None else missing
     numbers = [np.where(np.isnan(c.values), filled, c.values) for c in columns if c.numeric]
     texts = [_categories(c.values, train, vocabulary) for c in columns if not c.numeric]
@@ -171,11 +170,11 @@ def _inputs(columns: Sequence[Column], train: np.ndarray, form: str, missing: fl
 
 
 def _categories(values: np.ndarray, train: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Return int32 ids [rows]: from 1 on for what the rows `train` hold, 0 for the rest."""
+    """Return int32 ids [rows]: from 1 on for values in the rows `train`, 0 for others."""
     found, counts = np.unique(values[train], return_counts=True)
     found, counts = found[found >= 0], counts[found >= 0]
     if vocabulary:
-        # Of equally frequent ones those that were met first are kept: the numbers of texts say which.
+        # Ties are broken by first appearance, which is the order of the codes.
         found = np.sort(found[np.argsort(-counts, kind="stable")][: max(vocabulary - 1, 0)])
     ids = np.zeros(values.max(initial=0) + 2, np.int32)  # the last place is that of a missing text, -1
     ids[found] = np.arange(1, len(found) + 1)

@@ -3,8 +3,7 @@
     a window of length 4     t0 t1 t2 t3        the next one     t4 t5 t6 t7
     its targets              t1 t2 t3 t4                         t5 t6 t7 t8
 
-So every token is predicted once, but for a part's first one and for those at its end that fill no window: these are
-left out.
+So every token is predicted once, except the first of a split and those of an incomplete last window, which is dropped.
 """
 
 import hashlib
@@ -23,19 +22,19 @@ from hvdtrain.data.splits import DataSplits
 def load(
     *, path: str = "", tokenizer: str = "chars", length: int = 128, validation: float = 0.1, vocabulary: int = 0
 ) -> DataSplits:
-    """Return windows of tokens [length], with the tokens that follow as their targets [length].
+    """Load windows of tokens [length], with the next tokens [length] as targets.
 
     Args:
         path: a text file, or a folder of .txt files; "": the documentation that comes with Python.
         tokenizer: `chars`, the Unicode characters that occur in the text; `bytes`, all 256 of them; `sentencepiece`,
-            byte pair encoding learned from the training part, which needs the package sentencepiece.
+            byte pair encoding learned from the training split, which needs the package sentencepiece.
         length: tokens of a window.
-        validation: share of the text, at its end, that is for validation.
-        vocabulary: tokens of sentencepiece; 0: 2048.
+        validation: fraction of the text, at its end, for validation.
+        vocabulary: size of the sentencepiece vocabulary; 0: 2048.
 
     Raises:
-        ConfigError: arguments that cannot work, or a missing package.
-        DataError: there is no text, or it is too short.
+        ConfigError: arguments out of range, or a missing package.
+        DataError: no text, or one that is too short.
     """
     text = read_tokens(path, tokenizer, length, validation, vocabulary)
     return DataSplits(
@@ -47,12 +46,12 @@ def load(
 
 
 class TokenSource:
-    """Windows of one sequence of tokens, which is held once; see `Source`.
+    """A source of windows of one sequence of tokens; see `Source`.
 
     Args:
         tokens: [n] integers.
         length: tokens of a window.
-        name: what messages call it.
+        name: its name in messages.
 
     Raises:
         DataError: too few tokens for one window.
@@ -85,7 +84,7 @@ class TokenSource:
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """The tokens of a text, in two parts that do not overlap."""
+    """The tokens of a text, split into training and validation."""
 
     name: str
     train: np.ndarray
@@ -95,7 +94,7 @@ class TokenizedText:
 
 
 def read_tokens(path: str, tokenizer: str, length: int, validation: float, vocabulary: int) -> TokenizedText:
-    """Read a text and turn it into tokens; the arguments are those of `load`.
+    """Read and tokenize a text; the arguments are those of `load`.
 
     Raises:
         ConfigError: arguments that cannot work, or a missing package.
@@ -110,10 +109,10 @@ def read_tokens(path: str, tokenizer: str, length: int, validation: float, vocab
 
 
 def windows_in(tokens: np.ndarray, stride: int, needed: int, name: str) -> int:
-    """Return how many windows of `needed` tokens, one every `stride`, there are in `tokens` [n].
+    """Return the number of windows of `needed` tokens, one every `stride`, in `tokens` [n].
 
     Raises:
-        DataError: none.
+        DataError: there are none.
     """
     count = (len(tokens) - needed) // stride + 1
     if count < 1:

@@ -1,18 +1,18 @@
-"""Data sets of `tensorflow-datasets` that are prepared for access by number, as its `array_record` files allow.
+"""Data sets of `tensorflow-datasets`, prepared as `array_record` files, which allow random access.
 
-They are prepared once, before training, and never while it starts, when every rank would do so:
+Prepare them once before training; at its start, every rank would do so:
 
     python -c "import tensorflow_datasets as t; t.builder('mnist', file_format='array_record').download_and_prepare()"
 
-The training split is `train`, that for validation the first there is of `validation` and `test`; without one, training
-rows are held out.
+The training split is `train`, the validation split `validation` or else `test`; without either, training rows are held
+out.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.files.places import find_data
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.sources.extras import optional_package
 from hvdtrain.data.sources.rows import Row, RowSource, row_splits, split_for_validation
 from hvdtrain.data.splits import DataSplits
@@ -29,17 +29,17 @@ def load(
     validation: int = 0,
     classes: int = 0,
 ) -> DataSplits:
-    """Return the rows of a data set that is prepared already.
+    """Load the rows of a prepared data set.
 
     Args:
-        name: its name, also with configuration and version: `mnist`, `NAME/CONFIGURATION:1.0.0`.
-        path: the folder it was prepared in (data_dir); "": that of tensorflow-datasets.
-        inputs: the input column, or several with commas between them, which make a dict; "": what the data set says.
-        target: the target's column; "": what the data set says.
-        train_split: the training split, also a part of one: `train[:80%]`.
-        validation_split: the split for validation, likewise; "": see above.
-        validation: rows to hold out where there is no such split; 0: one of ten.
-        classes: number of classes; 0: what the data set says.
+        name: its name, optionally with configuration and version: `mnist`, `NAME/CONFIGURATION:1.0.0`.
+        path: the folder it was prepared in (data_dir); "": the default of tensorflow-datasets.
+        inputs: the input column, or several separated by commas, which make a dict; "": as the data set declares.
+        target: the target column; "": as the data set declares.
+        train_split: the training split, or a slice of one: `train[:80%]`.
+        validation_split: the validation split, likewise; "": see above.
+        validation: rows to hold out if there is no such split; 0: one in ten.
+        classes: number of classes; 0: as the data set declares.
 
     Raises:
         ConfigError: arguments that do not fit, or a package is missing.
@@ -93,7 +93,7 @@ def _classes(features: Any, target: str) -> int | None:
 
 
 def _columns(name: str, info: Any, inputs: str, target: str) -> list[str]:
-    """Return the names of the input columns, and the target's last."""
+    """Return the names of the input columns and, last, of the target."""
     known = list(info.supervised_keys or ())
     if not (inputs and target) and [*map(type, known)] != [str, str]:
         raise ConfigError(

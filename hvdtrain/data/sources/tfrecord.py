@@ -1,4 +1,4 @@
-"""TFRecord files: folders that `data pack` made, and others with a description of their records (see `features`)."""
+"""TFRecord files: folders of `data pack`, and others with a description of their records (see `features`)."""
 
 import re
 from collections.abc import Callable, Collection
@@ -9,8 +9,8 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.class_folders import SPLITS
 from hvdtrain.data.files.features import FILE_NAME, Description, read_description
+from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.files.packed_folder import is_packed, read_packed, refuse_changed
-from hvdtrain.data.files.places import find_data
 from hvdtrain.data.files.tfrecord_index import Records, record_files, records_of
 from hvdtrain.data.source import Source, input_shape
 from hvdtrain.data.sources.decoding import to_unit
@@ -22,19 +22,19 @@ from hvdtrain.data.subset import hold_out
 def load(
     *, path: str = "", features: str = "", validation: int = 0, validation_path: str = "", image_size: int = 0
 ) -> DataSplits:
-    """Return the samples of TFRecord files, which may be compressed (GZIP or ZLIB; they are unpacked into the cache).
+    """Load the samples of TFRecord files; compressed ones (GZIP or ZLIB) are unpacked into the cache.
 
     Args:
         path: a folder that `data pack` made, or a TFRecord file, a folder of them or a pattern such as "data/train-*".
-            Files that have train, and others that have validation (or val, test) in their names are told apart.
-        features: the description of the records (see `features`); features.yaml beside the files if none is given.
-        validation: records to hold out for validation where there are no files for it; 0: one of ten.
-        validation_path: files for validation, like `path`; of a folder with several splits, that for validation.
-        image_size: height and width to bring all images to; 0 for images of one size.
+            Files belong to the split in their names: train, validation (or val), test.
+        features: the description of the records (see `features`); default: features.yaml beside the files.
+        validation: records to hold out if there are no validation files; 0: one in ten.
+        validation_path: validation files, like `path`; of a folder with several splits, the validation split.
+        image_size: height and width to resize all images to; 0 if they have one size.
 
     Raises:
-        ConfigError: options that do not go together.
-        DataError: nothing is there, or what is there cannot be used.
+        ConfigError: options that exclude one another.
+        DataError: `path` does not exist, or cannot be used.
     """
     if image_size < 0 or validation < 0:
         raise ConfigError(
@@ -57,7 +57,7 @@ def load(
 def _split(
     source: Callable[[str, str], TFRecordSource], parts: dict[str, Records], validation: int
 ) -> tuple[Source, Source]:
-    """Return training and validation samples: of their own files, or `validation` of them held out."""
+    """Return training and validation samples: by their files, or with `validation` held out."""
     held = _held(parts)
     if held is None:
         whole = source("train", "")
@@ -68,12 +68,12 @@ def _split(
 
 
 def _held(parts: Collection[str]) -> str | None:
-    """Return the split to validate on; None where there is none."""
+    """Return the validation split; None if there is none."""
     return next((part for part in ("validation", "test") if part in parts), None)
 
 
 def _parts(path: str) -> dict[str, Records]:
-    """Return the records for each split that `path` tells apart; there are some for `train`."""
+    """Return the records by split; `train` is never empty."""
     if not re.search(r"[*?\[]", path) and is_packed(find_data(path)):
         packed = read_packed(find_data(path))
         refuse_changed(packed)
@@ -86,13 +86,13 @@ def _parts(path: str) -> dict[str, Records]:
 
 
 def _split_of(file: Path) -> str:
-    """Return the split that a word of the file's name, or its folder, stands for; `train` where there is none."""
+    """Return the split that a word in the name of a file or its folder stands for; `train` by default."""
     words = [*re.split("[^a-z]+", file.name.lower()), file.parent.name.lower()]
     return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
 def _description(features: str, records: Records) -> Description:
-    """Read the description that is named, or lies beside the records."""
+    """Read the description `features`, or the one beside the records."""
     if features:
         return read_description(find_data(features))
     beside = records.folder / FILE_NAME

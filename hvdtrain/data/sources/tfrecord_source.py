@@ -1,4 +1,4 @@
-"""Records of TFRecord files as samples: read by number, checked, parsed and decoded in batches."""
+"""A source of TFRecord records: random access, checked, parsed and decoded in batches."""
 
 import hashlib
 from typing import Any
@@ -15,20 +15,20 @@ from hvdtrain.data.sources.decoding import all_decoded
 
 
 class TFRecordSource:
-    """Samples that are records of TFRecord files, each a tf.train.Example; see `Source`.
+    """Records of TFRecord files as samples, each a tf.train.Example; see `Source`.
 
-    A record is read by its place, its bytes are checked by their checksum, and images are decoded.
+    Records are read by offset and verified by checksum; images are decoded.
 
     Args:
-        records: where they are.
-        description: what they hold.
-        name: what messages call them.
-        image_size: height and width to bring every image to, cutting out the middle square first; 0 leaves them as
-            they are, and all must be as described, or else like the first.
+        records: the records.
+        description: their features.
+        name: the name of the source in messages.
+        image_size: height and width to resize the centre square of every image to; 0: no resizing, all must have the
+            described size, or else that of the first.
 
     Raises:
-        ConfigError: an image size, and no images.
-        DataError: the first record has not what is described, or its image is needed for its size and is damaged.
+        ConfigError: an image size, but no images.
+        DataError: the first record lacks a described feature, or its image is needed for its size and damaged.
     """
 
     heavy = True
@@ -54,7 +54,7 @@ class TFRecordSource:
         self.finite = not any(spec.dtype.is_floating for spec in tf.nest.flatten(self.spec[:2]))
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        """See `Source`; a damaged record, or a label outside of the classes, is an error that names it."""
+        """See `Source`; a damaged record or a label out of range is an error that names the record."""
         records = self._blobs.tensor(numbers)
         parsed = tf.io.parse_example(records, {key: _parser(feature) for key, feature in self._used.items()})
         elements = self._nest({key: self._decoded(key, parsed[key]) for key in self._used})
@@ -64,35 +64,35 @@ class TFRecordSource:
         return elements[0], targets, *elements[2:]
 
     def describe(self, number: int) -> str:
-        """Return file and record, counted from 0, and what the record calls itself."""
+        """Return file, record (from 0) and the name that the record holds."""
         place, name = self._records.place(int(number)), self._name_of(int(number))
         return f"{place} ({name})" if name else place
 
     def fingerprint(self) -> bytes:
-        """See `Source`; it is made of the records' checksums, and so of all they hold."""
+        """See `Source`; a hash of the records' checksums, and thus of their contents."""
         facts = f"{self._description} {self._resize}".encode()
         return hashlib.sha256(self._records.fingerprint() + facts).digest()
 
     def listing(self) -> list[str]:
-        """Return name, number of records and their checksum of each file."""
+        """Return name, number of records and combined checksum of each file."""
         return self._records.listing()
 
     def _check(self, data: bytes, number: int) -> None:
         if not self._records.is_whole(data, number):
             raise DataError(f"{self.describe(number)}: the record is damaged (its checksum is wrong)")
-        # TensorFlow would put the bytes into its message, which Python then cannot read.
+        # TensorFlow would put the bytes into its message, which Python fails to decode.
         if not is_example(data):
             raise DataError(f"{self.describe(number)}: it is no tf.train.Example")
 
     def _refuse_other_entries(self) -> None:
-        """Refuse a description that is not of these records, as the first one tells; if that is damaged, go on."""
+        """Refuse a description that does not match the first record, unless that is damaged."""
         data = self._records.read(0)
         missing = [key for key in self._used if key not in entries_of(data)]
         if missing and self._records.is_whole(data, 0):
             raise DataError(f"{self.describe(0)} has no {missing[0]!r}, which is to be trained on: it {held(data)}.")
 
     def _name_of(self, number: int) -> str:
-        """Return what a record calls itself; of a damaged one that may be lost."""
+        """Return the name that a record holds; "" if it is lost to damage."""
         key = self._description.name
         if key is None:
             return ""
@@ -103,7 +103,7 @@ class TFRecordSource:
             return ""
 
     def _nest(self, entries: dict[str, Any]) -> tuple[Any, ...]:
-        """Arrange what belongs to each entry as (inputs, targets[, sample_weight])."""
+        """Arrange values by feature as (inputs, targets[, sample_weight])."""
         told = self._description
         parts = [told.inputs, told.targets, *([told.sample_weight] if told.sample_weight else [])]
         return tuple(tf.nest.map_structure(entries.__getitem__, part) for part in parts)
@@ -127,7 +127,7 @@ class TFRecordSource:
             raise DataError(f"{self.describe(0)}: {key!r} cannot be decoded ({error.message.strip()}).") from None
 
     def _decoded(self, key: str, entries: tf.Tensor) -> tf.Tensor:
-        """Turn what the records hold under `key` [n, …] into tensors of its spec."""
+        """Decode the feature `key` of records [n, …] into tensors of its spec."""
         feature, spec = self._used[key], self._specs[key]
         if feature.kind == "image":
             return all_decoded(entries, spec, resize=self._resize, name=f"the image {key!r}")
@@ -136,7 +136,7 @@ class TFRecordSource:
         return tf.cast(entries, spec.dtype)
 
     def _labels(self, labels: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-        """Return the labels [n, …], each of which was seen to be one of the classes."""
+        """Return the labels [n, …] after checking their range."""
         if not labels.dtype.is_integer:
             return labels
         seen = tf.numpy_function(self._refuse_strange, [labels, numbers], labels.dtype)
@@ -154,7 +154,7 @@ class TFRecordSource:
 
 
 def entries_of(data: bytes) -> Any:
-    """Return the entries of a record, by name; none where it is no tf.train.Example."""
+    """Return the features of a record by name; empty if it is not a tf.train.Example."""
     try:
         return tf.train.Example.FromString(data).features.feature
     except DecodeError:
@@ -162,7 +162,7 @@ def entries_of(data: bytes) -> Any:
 
 
 def held(data: bytes) -> str:
-    """Say what entries a record has."""
+    """Describe the features of a record."""
     entries = entries_of(data)
     kinds = {key: entries[key].WhichOneof("kind") or "nothing" for key in sorted(entries)}
     listed = ", ".join(f"{key} ({kind.removesuffix('_list')})" for key, kind in kinds.items())
@@ -170,7 +170,7 @@ def held(data: bytes) -> str:
 
 
 def is_example(data: bytes) -> bool:
-    """Tell whether a record can be parsed as a tf.train.Example."""
+    """Whether a record parses as a tf.train.Example."""
     try:
         tf.train.Example.FromString(data)
     except DecodeError:

@@ -1,4 +1,4 @@
-"""From text to numbers and back."""
+"""Tokenizers: text to integers and back."""
 
 import hashlib
 import io
@@ -10,33 +10,33 @@ import numpy as np
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
-from hvdtrain.data.files.places import cache_folder
+from hvdtrain.data.files.locations import cache_folder
 from hvdtrain.data.files.unpacked import made_once
 from hvdtrain.data.sources.extras import optional_package
 
 NAMES = ("bytes", "chars", "sentencepiece")
 PIECES = 2048
-"""Tokens of a sentencepiece vocabulary where no number is given: about 3 characters each in a megabyte of English."""
+"""Default size of a sentencepiece vocabulary: about 3 characters per token in a megabyte of English."""
 LONGEST_LINE = 2**20
-"""Bytes; sentencepiece leaves longer lines out when it learns its vocabulary."""
+"""Bytes; sentencepiece skips longer lines when it learns its vocabulary."""
 
 
 class Tokenizer(Protocol):
-    """Gives each piece of a text a number."""
+    """Encodes text as integers."""
 
     @property
     def size(self) -> int:
-        """How many different tokens there are."""
+        """Number of distinct tokens."""
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the tokens [n] of `text`, in the smallest type of integers that holds them."""
+        """Return the tokens [n] of `text`, in the smallest integer dtype."""
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of `tokens` [n]."""
 
 
 class ByteTokenizer:
-    """Every byte is the token of its value: any text fits, and nothing has to be learned or kept."""
+    """Every byte is a token: fits any text, with no vocabulary to learn or keep."""
 
     size = 256
 
@@ -45,12 +45,12 @@ class ByteTokenizer:
         return np.frombuffer(text, np.uint8)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """See `Tokenizer`; bytes that are no UTF-8 become replacement characters."""
+        """See `Tokenizer`; invalid UTF-8 becomes replacement characters."""
         return np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "replace")
 
 
 class CharTokenizer:
-    """Every Unicode character of an alphabet is a token, numbered by its code point.
+    """Every Unicode character of an alphabet is a token, in the order of code points.
 
     Args:
         text: the text, in UTF-8, whose characters are the alphabet.
@@ -68,7 +68,7 @@ class CharTokenizer:
         """See `Tokenizer`.
 
         Raises:
-            DataError: a character that is not in the alphabet.
+            DataError: a character outside the alphabet.
         """
         points = _code_points(text)
         tokens = np.minimum(np.searchsorted(self._alphabet, points), max(0, self.size - 1))
@@ -83,10 +83,10 @@ class CharTokenizer:
 
 
 class SentencePieceTokenizer:
-    """Byte pair encoding by the package sentencepiece; a character without a piece of its own falls apart into bytes.
+    """Byte pair encoding by the package sentencepiece, with bytes as a fallback for unknown characters.
 
     Args:
-        model: file of a model with byte fallback and without changes to the text.
+        model: a model file with byte fallback and without normalization.
     """
 
     def __init__(self, model: Path) -> None:
@@ -101,7 +101,7 @@ class SentencePieceTokenizer:
     def encode(self, text: bytes) -> np.ndarray:
         """See `Tokenizer`."""
         tokens: list[int] = []
-        # Line by line: no piece spans a line's end.
+        # Line by line: no piece spans a line break.
         for line in self._processor.encode(text.decode("utf-8").split("\n")):
             tokens += [*line, self._newline]
         return np.array(tokens[:-1], smallest_type(self.size))
@@ -115,14 +115,14 @@ def make_tokenizer(name: str, *, train: bytes, whole: bytes, vocabulary: int = 0
     """Return the tokenizer `name`.
 
     Args:
-        name: of `NAMES`. `chars` has the characters of the whole text, so that no character is unknown in validation;
-            `sentencepiece` learns its pieces from the training part alone.
-        train: the training part of the text.
+        name: one of `NAMES`. `chars` covers the whole text, so that validation has no unknown character;
+            `sentencepiece` learns from the training split alone.
+        train: the training split of the text.
         whole: the whole text.
-        vocabulary: tokens of sentencepiece; 0: 2048.
+        vocabulary: size of the sentencepiece vocabulary; 0: 2048.
 
     Raises:
-        ConfigError: an unknown name, a vocabulary that has no effect or cannot be made, or a missing package.
+        ConfigError: an unknown name, a vocabulary without effect or of an impossible size, or a missing package.
     """
     if name not in NAMES:
         raise ConfigError(f"There is no tokenizer {name!r}.{suggestion(name, dict.fromkeys(NAMES, ''))}")
@@ -137,7 +137,7 @@ def make_tokenizer(name: str, *, train: bytes, whole: bytes, vocabulary: int = 0
 
 
 def smallest_type(size: int) -> type[np.integer[Any]]:
-    """Return the smallest type of integers that holds 0 … size - 1."""
+    """Return the smallest integer dtype that holds 0 … size - 1."""
     return np.uint8 if size <= 2**8 else np.uint16 if size <= 2**16 else np.int32
 
 
@@ -150,7 +150,7 @@ def _package() -> Any:
 
 
 def _learned(text: bytes, vocabulary: int) -> Path:
-    """Return a model that is learned from `text`, once on each host."""
+    """Return the file of a model learned from `text`, once per host."""
     package = _package()
     facts = f"bpe {vocabulary} {package.__version__}\0".encode()
     target = cache_folder() / f"{hashlib.sha256(facts + text).hexdigest()[:24]}-sentencepiece.model"
@@ -169,7 +169,7 @@ def _learn(trainer: Any, text: bytes, vocabulary: int) -> bytes:
             model_type="bpe",
             vocab_size=vocabulary,
             byte_fallback=True,
-            # The text stays as it is: what is decoded is what was encoded.
+            # No normalization, so that decoding inverts encoding.
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,

@@ -1,4 +1,4 @@
-"""A user's own data: a function that returns them, named MODULE:FUNCTION."""
+"""A user's own data, returned by a function named MODULE:FUNCTION."""
 
 from typing import Any
 
@@ -21,13 +21,12 @@ def user_splits(config: DataConfig, seed: int) -> DataSplits:
     """Call the function `config.data` and return its data.
 
     It returns `(train, validation)`, each `(inputs, targets)` or `(inputs, targets, sample_weight)` of arrays or nests
-    of arrays, or what gives such tuples: a tf.data.Dataset, PyDataset or generator, which is read once; or it returns a
-    `DataSplits`. It is called on every rank, with `seed` if that is a name of its parameters and with
-    `config.data_args`. Python's, NumPy's and TensorFlow's generators start from the seed, so that what they draw is
-    the same on all ranks.
+    of arrays, or a tf.data.Dataset, PyDataset or generator of such tuples, which is read once; or it returns a
+    `DataSplits`. It is called on every rank with `config.data_args`, and with `seed` if it has a parameter of that
+    name. Python's, NumPy's and TensorFlow's generators are seeded, so that they draw the same on all ranks.
 
     Raises:
-        ConfigError: no such function, or one that cannot be called so.
+        ConfigError: no such function, or one that does not accept the arguments.
         DataError: it returns something else, or data that cannot be used.
     """
     function = load_function(OPTION, config.data)
@@ -37,7 +36,7 @@ def user_splits(config: DataConfig, seed: int) -> DataSplits:
 
 
 def splits_of(returned: Any, name: str) -> DataSplits:
-    """Make what a user's function returned a `DataSplits`; `name` is the function's.
+    """Convert the return value of a user's function `name` to `DataSplits`.
 
     Raises:
         DataError: it is something else, or training and validation samples differ in shape.
@@ -63,12 +62,12 @@ def splits_of(returned: Any, name: str) -> DataSplits:
 
 
 def sample_shape(source: ArraySource) -> Any:
-    """Return the shape of one input, as a nest like the inputs."""
+    """Return the shape of one input: a tuple, or a nest of them like the inputs."""
     return tf.nest.map_structure(lambda tensor: tuple(tensor.shape[1:]), source.elements[0])
 
 
 def classes_of(sources: list[ArraySource]) -> int | None:
-    """Return the number of classes in the targets: of integer labels or one-hot rows; None if they are neither."""
+    """Return the number of classes of integer or one-hot targets; None for others."""
     targets = [source.elements[1] for source in sources]
     if any(tf.nest.is_nested(target) for target in targets):
         return None
@@ -81,7 +80,7 @@ def classes_of(sources: list[ArraySource]) -> int | None:
 
 
 def is_one_hot(array: np.ndarray) -> bool:
-    """Tell whether `array` [samples, classes] holds a single 1 in each row, and 0 else."""
+    """Whether `array` [samples, classes] is one-hot."""
     if array.ndim != 2 or array.shape[1] < 2 or not np.issubdtype(array.dtype, np.number):
         return False
     return bool(((array == 0) | (array == 1)).all() and (array.sum(axis=1) == 1).all())
@@ -92,7 +91,7 @@ def _is_sequence(thing: Any, *lengths: int) -> bool:
 
 
 def _described(thing: Any, depth: int = 2) -> str:
-    """Say in a few words what `thing` is, and what it holds."""
+    """Describe `thing` and its contents in a few words."""
     if isinstance(thing, tuple | list):
         kind = type(thing).__name__
         inner = ", ".join(_described(part, depth - 1) for part in thing[:4]) if depth else ""

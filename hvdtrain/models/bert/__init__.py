@@ -1,1 +1,1 @@
-"""A transformer that sees tokens on both sides, for masked language modelling."""
+"""A bidirectional transformer for masked language modelling."""

@@ -1,7 +1,7 @@
-"""A masked language model as BERT (Devlin et al. 2019, arXiv:1810.04805), made of the blocks of `transformer`.
+"""BERT (Devlin et al. 2019, arXiv:1810.04805), a masked language model from the blocks of `transformer`.
 
-Unlike BERT's, its blocks normalize before attention and MLP, not after, which trains without a long warm-up; there is
-no second task about pairs of sentences, and the output layer has a matrix of its own.
+Unlike BERT's, its blocks are pre-norm, which trains without a long warm-up; there is no next-sentence task, and the
+output layer does not share the embedding matrix.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from hvdtrain.models.family import ModelFamily
 from hvdtrain.models.transformer import model as transformer
 
 IGNORED = -1
-"""The target of a place that is not to be predicted."""
+"""Target at positions that are not predicted."""
 
 
 def build(
@@ -25,32 +25,32 @@ def build(
     heads: int = 4,
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Return a masked language model: tokens [length] give logits [length, vocabulary] of what is at each place.
+    """Return a masked language model from tokens [length] to logits [length, vocabulary] for each position.
 
     Args:
         shape: (length,) of one sequence of token numbers.
-        classes: number of tokens in the vocabulary, with the mask.
-        seed: initial values are a function of it and of each variable's path.
-        depth: blocks of attention and MLP.
+        classes: size of the vocabulary, mask included.
+        seed: seeds the initial value of each variable, together with its path.
+        depth: number of blocks of attention and MLP.
         width: size of a token's representation.
-        heads: attention heads; they divide the width.
-        dropout: share of the embeddings and of each block's output that is dropped in training.
+        heads: number of attention heads; must divide the width.
+        dropout: dropout rate of the embeddings and of each block's output.
 
     Raises:
-        ConfigError: sizes that are not positive or do not divide, or a dropout outside of [0, 1).
+        ConfigError: sizes that are not positive or do not divide, or a dropout outside [0, 1).
     """
     sizes: dict[str, Any] = {"depth": depth, "width": width, "heads": heads, "dropout": dropout}
     return transformer.build(shape, classes, seed, causal=False, **sizes)
 
 
 class MaskedAccuracy(keras.metrics.SparseCategoricalAccuracy):
-    """The share of right predictions among the places that were to be predicted."""
+    """The accuracy over the positions that are predicted."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Count a batch.
+        """Update the accuracy with a batch.
 
         Args:
-            y_true: tokens [batch, length], IGNORED where nothing was to be predicted.
+            y_true: tokens [batch, length], IGNORED at positions that are not predicted.
             y_pred: logits [batch, length, vocabulary].
             sample_weight: weights [batch] or [batch, length], or None.
         """

@@ -1,1 +1,1 @@
-"""Recommendation from numbers and categories: embedding tables and their dot products."""
+"""DLRM, a recommendation model: embedding tables and pairwise dot products."""

@@ -1,7 +1,7 @@
 """A deep learning recommendation model, DLRM (Naumov et al. 2019, arXiv:1906.00091).
 
-The numbers go through one MLP, each category looks up a vector in its field's table, and the dot products of every two
-of these vectors go, with the first, through a second MLP to the log odds of a click.
+The numbers go through a bottom MLP, each category looks up an embedding in its field's table, and the pairwise dot
+products of these vectors, with the output of the bottom MLP, go through a top MLP to the log odds of a click.
 """
 
 import math
@@ -23,16 +23,16 @@ def build(
     width: int = 128,
     depth: int = 2,
 ) -> keras.Model:
-    """Return a model of rows {"numeric": [numbers], "categorical": [fields]} that gives the log odds [1] of a click.
+    """Return a model from rows {"numeric": [numbers], "categorical": [fields]} to the log odds [1] of a click.
 
     Args:
         shape: shapes of the two inputs.
-        classes: number of labels, which is 2.
-        seed: initial values are a function of it and of each variable's path.
-        rows: rows of each field's embedding table; categories of higher numbers share them, by the remainder.
+        classes: number of labels, must be 2.
+        seed: seeds the initial value of each variable, together with its path.
+        rows: rows of each field's embedding table; higher categories wrap around (modulo).
         dim: size of the embeddings.
-        width: units of the hidden layers.
-        depth: hidden layers of each MLP.
+        width: units of each hidden layer.
+        depth: number of hidden layers of each MLP.
 
     Raises:
         ConfigError: sizes that are not positive, or more than two labels.
@@ -64,7 +64,7 @@ def _dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
 
 
 def _looked_up(categories: Any, field: int, rows: int, dim: int, seed: int) -> Any:
-    """Return the vectors [batch, dim] of one field's categories."""
+    """Return the embeddings [batch, dim] of one field's categories."""
     name = f"table{field}"
     bound = 1 / math.sqrt(rows)
     draw = keras.initializers.RandomUniform(-bound, bound, seed=path_seed(seed, name))
@@ -73,7 +73,7 @@ def _looked_up(categories: Any, field: int, rows: int, dim: int, seed: int) -> A
 
 
 def _products(vectors: list[Any]) -> Any:
-    """Return the dot product of every two of n vectors [batch, dim]: [batch, n (n - 1) / 2]."""
+    """Return the pairwise dot products [batch, n (n - 1) / 2] of n vectors [batch, dim]."""
     count = len(vectors)
     stacked = keras.ops.stack(vectors, axis=1)
     products = keras.ops.matmul(stacked, keras.ops.transpose(stacked, (0, 2, 1)))

@@ -1,1 +1,1 @@
-"""Wide multilayer perceptrons."""
+"""A wide multilayer perceptron."""

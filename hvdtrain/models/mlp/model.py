@@ -1,4 +1,4 @@
-"""A multilayer perceptron: flat samples, equal hidden layers; few large parameters, so that the exchange is seen."""
+"""A multilayer perceptron with hidden layers of one width: few, large parameters, which stress the exchange."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from hvdtrain.models.family import classifier, path_seed
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 3, width: int = 1024) -> keras.Model:
-    """Return a classifier of samples of any `shape`, which it flattens, that gives logits [classes].
+    """Return a classifier from samples of any `shape`, which it flattens, to logits [classes].
 
     Args:
         shape: shape of one sample.
         classes: number of labels.
-        seed: initial values are a function of it and of each variable's path.
-        depth: hidden layers.
+        seed: seeds the initial value of each variable, together with its path.
+        depth: number of hidden layers.
         width: units of each hidden layer.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Residual networks for 32 x 32 images, and for those of ImageNet's size."""
+"""Residual networks, for 32 x 32 images and for ImageNet."""

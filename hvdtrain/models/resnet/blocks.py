@@ -1,4 +1,4 @@
-"""What residual networks are made of."""
+"""Building blocks of residual networks."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from hvdtrain.models.family import path_seed
 
 
 def conv_norm(x: Any, channels: int, kernel: int, stride: int, seed: int, name: str, *, gamma: str = "ones") -> Any:
-    """Convolve images x [batch, height, width, channels] and normalize the result.
+    """Apply a convolution and batch normalization to images x [batch, height, width, channels].
 
     Args:
         x: the images.
-        channels: channels of the result.
+        channels: output channels.
         kernel: height and width of the kernel.
-        stride: step of the kernel; height and width shrink by it, rounded up.
-        seed: the kernel is a function of it and of `name`.
-        name: what the layers' names begin with.
-        gamma: initializer of the normalization's factor.
+        stride: stride; height and width shrink by it, rounded up.
+        seed: seeds the kernel, together with `name`.
+        name: prefix of the layers' names.
+        gamma: initializer of the normalization's scale.
     """
     x = keras.layers.Conv2D(
         channels,
@@ -32,12 +32,12 @@ def conv_norm(x: Any, channels: int, kernel: int, stride: int, seed: int, name: 
 
 
 def added(x: Any, y: Any, name: str) -> Any:
-    """Add a residual branch y to x, both [batch, height, width, channels]."""
+    """Add a residual branch y to x, both [batch, height, width, channels], and apply ReLU."""
     return keras.layers.ReLU(name=f"{name}_relu")(keras.layers.Add(name=f"{name}_add")([x, y]))
 
 
 def pooled_logits(x: Any, classes: int, seed: int) -> Any:
-    """Return logits [batch, classes] of images x, from the mean over their places."""
+    """Return logits [batch, classes] of features x by global average pooling and a dense layer."""
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
     initializer = keras.initializers.HeNormal(seed=path_seed(seed, "logits"))
     return keras.layers.Dense(classes, kernel_initializer=initializer, dtype="float32", name="logits")(x)

@@ -1,6 +1,6 @@
-"""ResNet for images of ImageNet's size (He et al. 2015, table 1): four stages of bottleneck blocks.
+"""ResNet for ImageNet (He et al. 2015, table 1): four stages of bottleneck blocks.
 
-The stride is in a block's 3 x 3 convolution and not in its first one, as most benchmarks have it ("version 1.5").
+The stride is in a block's 3 x 3 convolution, not in its first one, as in most benchmarks ("version 1.5").
 """
 
 from typing import Any
@@ -12,15 +12,15 @@ from hvdtrain.models.family import classifier
 from hvdtrain.models.resnet.blocks import added, conv_norm, pooled_logits
 
 BLOCKS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""Blocks of each stage, by the number of layers."""
+"""Blocks per stage, by depth."""
 EXPANSION = 4
-"""A block ends with so many times the channels of its middle."""
+"""Ratio of a block's output channels to those of its 3 x 3 convolution."""
 
 
 def build(
     shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 50, width: int = 64, zero_gamma: bool = True
 ) -> keras.Model:
-    """Return a classifier of images `shape` [height, width, channels], usually [224, 224, 3], that gives logits.
+    """Return a classifier from images `shape` [height, width, channels], usually [224, 224, 3], to logits [classes].
 
     At width 64 and with 1000 classes it has 15,995,176 trainable parameters (depth 26), 25,557,032 (50), 44,549,160
     (101) or 60,192,808 (152).
@@ -28,14 +28,14 @@ def build(
     Args:
         shape: shape of one image.
         classes: number of labels.
-        seed: initial values are a function of it and of each variable's path.
+        seed: seeds the initial value of each variable, together with its path.
         depth: layers: 26, 50, 101 or 152.
-        width: channels of the stem, and of the middle of the first stage's blocks; each stage doubles them.
-        zero_gamma: let every block begin as the identity, by a factor of zero in its last normalization, which
-            helps with large batches (Goyal et al. 2017, arXiv:1706.02677, section 5.1).
+        width: channels of the stem, and of the 3 x 3 convolutions of the first stage; each stage doubles them.
+        zero_gamma: initialize the scale of each block's last normalization with zero, so that the block begins as the
+            identity; helps with large batches (Goyal et al. 2017, arXiv:1706.02677, section 5.1).
 
     Raises:
-        ConfigError: another depth, or a width that is not positive.
+        ConfigError: an unknown depth, or a width that is not positive.
     """
     if depth not in BLOCKS or width < 1:
         raise ConfigError(

@@ -10,12 +10,12 @@ from hvdtrain.models.resnet.blocks import added, conv_norm, pooled_logits
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 20, width: int = 16) -> keras.Model:
-    """Return a classifier of images `shape` [height, width, channels] that gives logits [classes].
+    """Return a classifier from images `shape` [height, width, channels] to logits [classes].
 
     Args:
         shape: shape of one image.
         classes: number of labels.
-        seed: initial values are a function of it and of each variable's path.
+        seed: seeds the initial value of each variable, together with its path.
         depth: 6n + 2 layers: 20, 32, 44, 56, 110 …
         width: channels of the first stage; each stage doubles them.
 

@@ -1,4 +1,4 @@
-"""Two convolutions, two dense layers; no normalisation and no dropout, so that every world size gives the same run."""
+"""Two convolutions, two dense layers; no normalization or dropout: runs do not depend on the number of ranks."""
 
 import keras
 
@@ -7,12 +7,12 @@ from hvdtrain.models.family import classifier, glorot
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, width: int = 32, hidden: int = 128) -> keras.Model:
-    """Return a classifier of images `shape` [height, width, channels] that gives logits [classes].
+    """Return a classifier from images `shape` [height, width, channels] to logits [classes].
 
     Args:
         shape: shape of one image.
         classes: number of labels.
-        seed: initial values are a function of it and of each variable's path.
+        seed: seeds the initial value of each variable, together with its path.
         width: channels of the first convolution; the second has twice as many.
         hidden: units of the dense layer.
 

@@ -1,1 +1,1 @@
-"""A decoder-only transformer, for causal language modelling."""
+"""A decoder-only transformer for causal language modelling."""

@@ -1,6 +1,6 @@
-"""A transformer with normalization before each block, as in GPT-2 (Radford et al. 2019, section 2.3).
+"""A pre-norm transformer, as GPT-2 (Radford et al. 2019, section 2.3).
 
-It is made of Keras' own layers, so that a saved model loads without this package.
+It uses Keras' own layers only, so that a saved model loads without this package.
 """
 
 import math
@@ -27,23 +27,23 @@ def build(
     dropout: float = 0.0,
     causal: bool = True,
 ) -> keras.Model:
-    """Return a language model: tokens [length] give logits [length, vocabulary], of each next token if it is causal.
+    """Return a language model from tokens [length] to logits [length, vocabulary], of the next tokens if causal.
 
     With vocabulary V and length L it has 2 V width + V + L width + 2 width + depth (12 width^2 + 13 width) parameters:
     12.7 million at the defaults, 8192 tokens and a length of 128.
 
     Args:
         shape: (length,) of one sequence of token numbers.
-        classes: number of tokens in the vocabulary.
-        seed: initial values are a function of it and of each variable's path.
-        depth: blocks of attention and MLP.
+        classes: size of the vocabulary.
+        seed: seeds the initial value of each variable, together with its path.
+        depth: number of blocks of attention and MLP.
         width: size of a token's representation.
-        heads: attention heads; they divide the width.
-        dropout: share of the embeddings and of each block's output that is dropped in training.
-        causal: let a place see only itself and what comes before it; False lets it see all.
+        heads: number of attention heads; must divide the width.
+        dropout: dropout rate of the embeddings and of each block's output.
+        causal: mask attention to later positions; False attends to all.
 
     Raises:
-        ConfigError: sizes that are not positive or do not divide, or a dropout outside of [0, 1).
+        ConfigError: sizes that are not positive or do not divide, or a dropout outside [0, 1).
     """
     _check(depth, width, heads, dropout)
     tokens = keras.Input(shape, dtype="int32", name="tokens")
@@ -69,8 +69,8 @@ def _check(depth: int, width: int, heads: int, dropout: float) -> None:
 
 
 def _embedded(tokens: Any, length: int, vocabulary: int, width: int) -> Any:
-    """Add up the embeddings of tokens [batch, length] and of their positions."""
-    # Numbered over one sequence only: the gradient of the positions is as large as their table, whatever the batch.
+    """Return the sum of token and position embeddings of tokens [batch, length]."""
+    # Positions of one sequence, broadcast: their gradient is as large as the table, whatever the batch.
     one = keras.ops.slice(tokens, (0, 0), (1, length))
     positions = keras.ops.cumsum(keras.ops.ones_like(one), axis=1) - 1
     of_tokens = keras.layers.Embedding(vocabulary, width, name="tokens_embedding")(tokens)
@@ -96,9 +96,9 @@ def _dropped(x: Any, rate: float, seed: int, name: str) -> Any:
 
 
 def _draw(model: keras.Model, seed: int, depth: int) -> None:
-    """Give each matrix values of its own; with a seeded initializer, Keras' attention starts query and key alike.
+    """Initialize each matrix separately: with one seeded initializer, Keras' attention starts query and key alike.
 
-    What ends a residual branch is scaled by 1 / sqrt(2 depth): the sum of all branches keeps its size.
+    The last matrix of a residual branch is scaled by 1 / sqrt(2 depth), which bounds the sum of all branches.
     """
     for variable in model.trainable_variables:
         if variable.path.endswith(("kernel", "embeddings")):

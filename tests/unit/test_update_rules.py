@@ -1,0 +1,183 @@
+"""Update rules in one process: which one is chosen, what it refuses, and how a variable is cut into slices."""
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.run import Config
+from hvdtrain.runtime.session import current
+from hvdtrain.training.options import StepOptions, step_options
+from hvdtrain.training.trainer import Trainer
+from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
+from hvdtrain.training.update_rules.local_sgd import LocalUpdate
+from hvdtrain.training.update_rules.select import RULES, update_rule_for
+from hvdtrain.training.update_rules.zero import ELEMENTWISE, Shard, ZeroUpdate
+
+pytestmark = pytest.mark.usefixtures("session")
+
+WIDTH = 160
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((24, WIDTH)).astype("float32")
+
+
+def model(width=WIDTH):
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((width,)), keras.layers.Dense(width), keras.layers.Dense(1)])
+
+
+def rule_of(optimizer="sgd", **options):
+    return update_rule_for(SingleBackend(current()), model(), keras.optimizers.get(optimizer), step_options(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, AllReduceUpdate),
+        ({"zero": 1}, ZeroUpdate),
+        ({"local_steps": 1}, LocalUpdate),
+        ({"zero": 0}, AllReduceUpdate),
+    ],
+)
+def test_an_option_chooses_the_rule(options, kind):
+    assert type(rule_of(**options)) is kind
+
+
+def test_every_rule_but_the_default_is_an_option_of_the_configuration():
+    assert set(RULES) - {"all_reduce"} <= set(vars(Config("any").update))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_slices_cover_a_variable_once_and_differ_by_one_element(size):
+    class Ranks:
+        def __init__(self, index):
+            self.index, self.size = index, size
+
+    whole = keras.Variable(np.arange(15.0).reshape(3, 5), dtype="float32", name="kernel")
+    shards = [Shard(whole, Ranks(index)) for index in range(size)]
+    np.testing.assert_array_equal(np.concatenate([shard.cut() for shard in shards]), np.arange(15.0))
+    lengths = [shard.end - shard.begin for shard in shards]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)  # as Horovod's reduce-scatter cuts
+    assert [shard.master.shape for shard in shards] == [(length,) for length in lengths]
+
+
+def test_sharded_slots_say_where_in_the_whole_they_are():
+    tensors = rule_of("adam", zero=1).named_tensors()
+    flat = [tensor for tensor in tensors.values() if not tensor[3]]
+    assert len(flat) == 2  # two moments of the one large kernel
+    assert all(tensor[1] == (WIDTH * WIDTH,) and tensor[2] == (slice(0, WIDTH * WIDTH),) for tensor in flat)
+
+
+@pytest.mark.parametrize("kind", [k for k in ELEMENTWISE if k is not keras.optimizers.Ftrl])
+def test_elementwise_optimizers_train_alike_with_and_without_slices(kind):
+    weights = []
+    for zero in (0, 1):
+        trainer = Trainer(model(), kind(0.01), "mse", zero=zero)
+        trainer.fit((X, X[:, :1]), batch=8, epochs=2, shuffle=False, verbose=False)
+        weights.append(trainer.model.get_weights())
+    for plain, sharded in zip(*weights, strict=True):
+        np.testing.assert_allclose(sharded, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (keras.optimizers.Lamb(), "Lamb may look at whole ones: use one of SGD, Adam"),
+        (keras.optimizers.Adafactor(), "Adafactor may look at whole ones"),
+        (keras.optimizers.SGD(clipnorm=1.0), r"SGD\(clipnorm=…\) would see slices under --zero: use --clip-norm"),
+        (keras.optimizers.SGD(global_clipnorm=1.0), r"SGD\(global_clipnorm=…\) would see slices"),
+    ],
+)
+def test_optimizers_that_look_at_whole_variables_are_refused(optimizer, words):
+    with pytest.raises(ConfigError, match=words):
+        rule_of(optimizer, zero=1)
+
+
+def test_an_optimizer_with_slots_is_refused():
+    trained = model()
+    optimizer = keras.optimizers.SGD(momentum=0.9)
+    optimizer.build(trained.trainable_variables)
+    with pytest.raises(ConfigError, match="has slots for whole variables already"):
+        update_rule_for(SingleBackend(current()), trained, optimizer, StepOptions(zero=1))
+
+
+def test_local_steps_take_no_loss_scale():
+    with pytest.raises(ConfigError, match="--local-steps leaves each rank a loss scale of its own"):
+        rule_of(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), local_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"zero": 2}, "zero: Input should be 0 or 1"),
+        ({"local_steps": 0}, "--local-steps must be at least 1. Received: 0."),
+        ({"average_slots": True}, "--average-slots has no effect without --local-steps"),
+        ({"zero": 1, "local_steps": 2}, "leave out --zero or --local-steps"),
+        ({"zero": 1, "reduce_op": "adasum"}, "--reduce-op adasum does not go with --zero"),
+        ({"zero": 1, "compression": "fp16"}, "--compression does not go with --zero"),
+        ({"zero": 1, "gradient_groups": 2}, "--gradient-groups does not go with --zero"),
+        ({"zero": 1, "predivide": 2.0}, "--predivide does not go with --zero"),
+        ({"zero": 1, "sparse_gradients": "gather"}, "--sparse-gradients gather does not go with --zero"),
+        ({"local_steps": 2, "reduce_op": "sum"}, "--reduce-op sum does not go with --local-steps"),
+        ({"local_steps": 2, "sync_batch_norm": True}, "--sync-batch-norm does not go with --local-steps"),
+    ],
+)
+def test_options_that_exclude_one_another_are_refused(options, words):
+    with pytest.raises(ConfigError) as raised:
+        step_options(options)
+    assert words in str(raised.value)
+
+
+def test_a_model_with_a_step_of_its_own_takes_no_rule():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, data):
+            raise AssertionError("not reached")
+
+    for options, name in (({"zero": 1}, "zero"), ({"local_steps": 2}, "local_steps")):
+        with pytest.raises(ConfigError, match=f"has a step of its own, in which {name} can do nothing"):
+            Trainer(Own(), "sgd", "mse", **options)
+
+
+def test_a_callback_that_sets_weights_reaches_the_master_slices():
+    class Reset(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                self.model.set_weights([np.zeros_like(weight) for weight in self.model.get_weights()])
+
+    weights = []
+    for zero in (0, 1):
+        trainer = Trainer(model(), keras.optimizers.SGD(0.01), "mse", zero=zero)
+        data = (X, X[:, :1])
+        trainer.fit(data, batch=8, epochs=2, shuffle=False, verbose=False, callbacks=[Reset()])
+        weights.append(trainer.model.get_weights())
+    for plain, sharded in zip(*weights, strict=True):
+        np.testing.assert_allclose(sharded, plain, rtol=0, atol=1e-6)
+
+
+def test_a_saved_model_holds_no_slices(tmp_path):
+    trainer = Trainer(model(), keras.optimizers.Adam(0.01), "mse", zero=1)
+    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")
+    trainer.fit((X, X[:, :1]), batch=8, epochs=1, verbose=False, callbacks=[checkpoint])
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for saved, weight in zip(loaded.get_weights(), trainer.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(saved, weight)
+    loaded.fit(X, X[:, :1], verbose=0)
+
+
+def test_the_bound_is_on_the_norm_of_the_whole():
+    weights = []
+    for zero in (0, 1):
+        trainer = Trainer(model(), keras.optimizers.SGD(0.01), "mse", zero=zero, clip_norm=0.5)
+        trainer.fit((X, X[:, :1]), batch=24, epochs=1, shuffle=False, verbose=False)
+        weights.append(trainer.model.get_weights())
+    for plain, sharded in zip(*weights, strict=True):
+        np.testing.assert_allclose(sharded, plain, rtol=0, atol=1e-6)
