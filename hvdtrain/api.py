@@ -88,9 +88,11 @@ def local_rank() -> int:
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
     """Give every rank the values that `root_rank` has in `variables` (Keras 3 variables or tf.Variables)."""
     from hvdtrain.backends.select import backend_for
-    from hvdtrain.state.variables import by_path
+    from hvdtrain.state.variables import unique_paths, unwrap
 
-    backend_for(current()).broadcast(by_path(variables), root=root_rank)
+    given = list(variables)
+    tensors = [unwrap(variable) for variable in given]
+    backend_for(current()).broadcast(dict(zip(unique_paths(given), tensors, strict=True)), root=root_rank)
 
 
 def _fail(link: Link | None, error: BaseException) -> None:

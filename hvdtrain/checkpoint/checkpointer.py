@@ -1,169 +1,105 @@
 """Checkpoints in numbered folders that appear whole or not at all."""
 
-import contextlib
-import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.checkpoint.agreement import on_every_rank
+from hvdtrain.checkpoint.commit import commit, remove_old
+from hvdtrain.checkpoint.drafts import Draft
+from hvdtrain.checkpoint.manifest import merged
+from hvdtrain.checkpoint.naming import complete, name_of
+from hvdtrain.checkpoint.snapshot import owned
+from hvdtrain.checkpoint.write import write_tensors
 from hvdtrain.config.errors import CheckpointError
-
-FORMAT = 1
-PREFIX = "step-"
-MANIFEST = "manifest.json"
-TENSORS = "tensors"
+from hvdtrain.state.named_tensors import NamedTensor
 
 
 class Checkpointer:
-    """Writes the training state to `folder/step-N` and keeps the newest ones; used by one rank.
+    """Writes the training state to `folder/step-N` and keeps the newest ones; every rank calls it.
 
-    A checkpoint is written into a hidden folder, synced to disk with a manifest of its files, and renamed:
-    a writer that is killed leaves nothing that could be taken for a checkpoint.
+    Each rank writes the tensors that it owns into a hidden folder. When all have reported theirs to be on disk, the
+    primary adds a manifest and renames the folder: a writer that is killed leaves nothing that could be taken for a
+    checkpoint. Where no tensor is sharded, only the primary needs to see the folder.
 
     Args:
         folder: where the checkpoints are; created when the first is saved.
         keep: how many of the newest stay.
+        backend: the ranks that hold the state; None: this process alone.
     """
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, backend: Backend | None = None) -> None:
         self._folder = folder
         self._keep = keep
+        self._ranks: Any = backend if backend is not None else NoOpCollectives()
 
-    def save(self, step: int, variables: Mapping[str, tf.Variable], scalars: Mapping[str, Any]) -> Path:
+    def save(self, step: int, tensors: Mapping[str, NamedTensor], scalars: Mapping[str, Any]) -> Path:
         """Write the state after `step` steps and return its folder.
 
         Raises:
             CheckpointError: the disk is full or the folder cannot be written.
         """
-        final = self._folder / f"{PREFIX}{step:08d}"
-        draft = self._folder / f".{final.name}.{os.getpid()}"
+        final = self._folder / name_of(step)
+        drafts: list[Draft] = []
         try:
-            shutil.rmtree(draft, ignore_errors=True)  # a killed writer may have had this process's number
-            draft.mkdir(parents=True)
-            tf.train.Checkpoint(variables=dict(variables)).write(str(draft / TENSORS), _by_this_process())
-            _write_manifest(draft, variables, scalars)
-            if final.exists():
-                self._discard(final)
-            os.rename(draft, final)
-            _sync(self._folder)
-        except (OSError, tf.errors.OpError) as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise CheckpointError(f"The checkpoint {final} cannot be written: {error}") from error
-        self._remove_old()
+            path = Path(self._together(final, lambda: self._begin(final, drafts))[0])
+            written = self._together(final, lambda: self._write(path, tensors))
+            self._together(final, lambda: self._commit(path, final, written, scalars) if drafts else None)
+        except BaseException:
+            for draft in drafts:
+                draft.give_up()
+            raise
+        for draft in drafts:
+            draft.close()
+            remove_old(self._folder, final, self._keep)
         return final
 
     def newest(self) -> Path:
-        """Return the newest complete checkpoint.
+        """Return the newest complete checkpoint, as the primary sees it.
 
         Raises:
             CheckpointError: there is none.
         """
-        complete = self._complete()
-        if not complete:
-            raise CheckpointError(f"There is no complete checkpoint in {self._folder}.")
-        return complete[-1]
 
-    def _complete(self) -> list[Path]:
-        numbered = {path.name.removeprefix(PREFIX): path for path in self._folder.glob(f"{PREFIX}*")}
-        steps = sorted((number for number in numbered if number.isdecimal()), key=int)
-        return [numbered[number] for number in steps if (numbered[number] / MANIFEST).is_file()]
+        def look() -> str | None:
+            if self._ranks.process:
+                return None
+            found = complete(self._folder)
+            if not found:
+                raise CheckpointError(f"There is no complete checkpoint in {self._folder}.")
+            return str(found[-1])
 
-    def _discard(self, path: Path) -> None:
-        """Remove a checkpoint; hidden first, so that no part of one is ever taken for the whole."""
-        hidden = self._folder / f".{path.name}.discarded"
-        shutil.rmtree(hidden, ignore_errors=True)
-        os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        return Path(on_every_rank(self._ranks, look)[0])
 
-    def _remove_old(self) -> None:
-        for path in self._complete()[: -self._keep]:
-            with contextlib.suppress(OSError):
-                self._discard(path)
-        for draft in self._folder.glob(f".{PREFIX}*"):
-            shutil.rmtree(draft, ignore_errors=True)
+    def _together(self, final: Path, act: Any) -> list[Any]:
+        """Call `act` on every rank; what fails is told as the checkpoint's failure."""
 
+        def attempt() -> Any:
+            try:
+                return act()
+            except (OSError, CheckpointError, tf.errors.OpError) as error:
+                raise CheckpointError(f"The checkpoint {final} cannot be written: {error}") from error
 
-def scalars_of(path: Path) -> dict[str, Any]:
-    """Return the scalars of the checkpoint at `path`.
+        return on_every_rank(self._ranks, attempt)
 
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    scalars: dict[str, Any] = _read_manifest(path)["scalars"]
-    return scalars
+    def _begin(self, final: Path, drafts: list[Draft]) -> str | None:
+        """Make the folder that all write into, on the primary."""
+        if self._ranks.process:
+            return None
+        drafts.append(Draft(self._folder, final.name))
+        return str(drafts[0].path)
 
+    def _write(self, draft: Path, tensors: Mapping[str, NamedTensor]) -> dict[str, Any]:
+        mine = owned(tensors, index=self._ranks.index, process=self._ranks.process)
+        file = draft / f"tensors-{self._ranks.process:05d}.bin"
+        entries, size = write_tensors(file, mine)
+        return {"entries": entries, "files": {file.name: size} if entries else {}}
 
-def restore(path: Path, variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
-    """Load the checkpoint at `path` into `variables` and return its scalars.
-
-    Raises:
-        CheckpointError: it is damaged, or was written for another model or optimizer; the paths are named.
-    """
-    manifest = _read_manifest(path)
-    _check_shapes(path, manifest["tensors"], variables)
-    try:
-        status = tf.train.Checkpoint(variables=dict(variables)).read(str(path / TENSORS), _by_this_process())
-        status.assert_existing_objects_matched()
-    except (tf.errors.OpError, AssertionError, ValueError) as error:
-        raise CheckpointError(f"The checkpoint {path} is damaged: {error}") from error
-    scalars: dict[str, Any] = manifest["scalars"]
-    return scalars
-
-
-def _by_this_process() -> tf.train.CheckpointOptions:
-    """Let no other process write or read files: variables may lie on servers, whose disks are not this one's."""
-    with tf.device("CPU:0"):
-        here = tf.constant(0).device
-    return tf.train.CheckpointOptions(experimental_io_device=here)
-
-
-def _write_manifest(draft: Path, variables: Mapping[str, tf.Variable], scalars: Mapping[str, Any]) -> None:
-    files = {file.name: file.stat().st_size for file in sorted(draft.iterdir())}
-    tensors = {name: [v.dtype.name, list(v.shape)] for name, v in variables.items()}
-    manifest = {"format": FORMAT, "scalars": dict(scalars), "files": files, "tensors": tensors}
-    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for file in draft.iterdir():
-        _sync(file)
-    _sync(draft)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"The checkpoint {path} has format {manifest['format']}, not {FORMAT}.")
-        sizes = {name: (path / name).stat().st_size for name in manifest["files"]}
-        _ = manifest["tensors"], manifest["scalars"]
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"The checkpoint {path} is damaged: {type(error).__name__} {error}.") from error
-    wrong = [name for name, size in sizes.items() if size != manifest["files"][name]]
-    if wrong:
-        raise CheckpointError(f"The checkpoint {path} is damaged: {wrong[0]} does not have its recorded size.")
-    return manifest
-
-
-def _check_shapes(path: Path, saved: Mapping[str, Any], variables: Mapping[str, tf.Variable]) -> None:
-    current = {name: [v.dtype.name, list(v.shape)] for name, v in variables.items()}
-    wrong = [
-        f"{name}: saved {saved.get(name, 'nothing')}, needed {current.get(name, 'nothing')}"
-        for name in sorted({*saved, *current})
-        if saved.get(name) != current.get(name)
-    ]
-    if wrong:
-        more = f" … and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointError(
-            f"The checkpoint {path} is of another model or optimizer: " + "; ".join(wrong[:3]) + more + "."
-        )
-
-
-def _sync(path: Path) -> None:
-    """Force a file's or a folder's content to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _commit(self, draft: Path, final: Path, written: list[dict[str, Any]], scalars: Mapping[str, Any]) -> None:
+        tensors = merged([rank["entries"] for rank in written])
+        files = {name: size for rank in written for name, size in rank["files"].items()}
+        commit(draft, final, tensors, files, scalars)

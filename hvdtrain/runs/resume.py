@@ -10,7 +10,7 @@ from hvdtrain.data.file_order import FileOrder
 from hvdtrain.data.identity import Identity, check_same_samples
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.observability.wording import plural
-from hvdtrain.state.train_state import Scalars
+from hvdtrain.state.scalars import Scalars
 
 
 def check_samples(before: Mapping[str, Any] | None, now: Identity, config: Config, earlier: Config, run: Path) -> None:
@@ -50,7 +50,7 @@ def settle_processes(scalars: Scalars, data: SourceTraining, processes: int, run
     """
     if not isinstance(data.order, FileOrder):
         return
-    before, within = scalars.processes, scalars.step % data.steps_per_epoch
+    before, within = scalars.processes, scalars.place(data.steps_per_epoch)
     if before not in (None, processes) and within:
         end = scalars.step - within + data.steps_per_epoch
         raise ConfigError(

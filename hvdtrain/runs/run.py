@@ -7,7 +7,8 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Backend, world_size
 from hvdtrain.backends.select import backend_for
-from hvdtrain.checkpoint.checkpointer import Checkpointer, scalars_of
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.checkpoint.manifest import scalars_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
@@ -55,9 +56,9 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
     trainer = run_trainer(config, source, backend)
     trainer.build(data)
     folder, first = RunFolder(path), backend.index == 0
-    checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
+    checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep, backend)
     identity, stretched = identity_of(source.loaded), None
-    if first and resume:
+    if resume:
         stretched = _resume(trainer, checkpoints, identity, config, path)
     elif first:
         create(path)
@@ -101,8 +102,7 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
     source = run_data(config, backend)
     trainer = run_trainer(config, source, backend)
     trainer.build_on(next(iter(source.validation)))
-    if backend.index == 0:
-        trainer.restore(Checkpointer(folder.checkpoints).newest())
+    trainer.restore(Checkpointer(folder.checkpoints, backend=backend).newest())
     trainer.broadcast_state()
     outcome = trainer.evaluate_on(source.validation)
     figures = {
@@ -121,12 +121,15 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
 
 
 def _resume(trainer: Trainer, checkpoints: Checkpointer, identity: Identity, config: Config, path: Path) -> str | None:
-    """Restore the newest checkpoint, if its run had the same samples; return what is to be said of the schedule."""
-    earlier, newest = opened(path, "--resume")[1], checkpoints.newest()
-    # Before the tensors are looked at: other data may make another model.
-    check_samples(scalars_of(newest).get("data"), identity, config, earlier, path)
+    """Restore the newest checkpoint, if its run had the same samples; return, on rank 0, a warning of the schedule."""
+    first = trainer.backend.index == 0
+    earlier = opened(path, "--resume")[1] if first else None
+    newest = checkpoints.newest()
+    if earlier is not None:
+        # Before the tensors are looked at: other data may make another model.
+        check_samples(scalars_of(newest).get("data"), identity, config, earlier, path)
     trainer.restore(newest)
-    return stretched_schedule(config, earlier)
+    return stretched_schedule(config, earlier) if earlier is not None else None
 
 
 def _left_out(source: RunData, observers: Observer, folder: RunFolder) -> dict[str, Any]:
@@ -250,4 +253,4 @@ def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
 
 def _save(checkpoints: Checkpointer, state: Any, data: SourceTraining) -> None:
     state.scalars.left_out = {str(number): text for number, text in data.bad.found.items()}
-    checkpoints.save(state.scalars.step, state.variables(), asdict(state.scalars))
+    checkpoints.save(state.scalars.step, state.named_tensors(), asdict(state.scalars))

@@ -2,9 +2,8 @@
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -12,112 +11,104 @@ import tensorflow as tf
 from hvdtrain.backends.compiled import run_once
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.data.identity import Identity
-from hvdtrain.state.variables import by_path, path_of, unwrap
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.state.named_tensors import NamedTensor, StateSpec, replicated_tensor, spec_of
+from hvdtrain.state.scalars import Scalars, scalars_from
+from hvdtrain.state.slots import replicated_slots
+from hvdtrain.state.structure import seed_states, structure_of
+from hvdtrain.state.variables import by_path, unwrap
 
 CALLS_PER_STEP = 4096
 """Draws that one dropout layer may make in a step before its numbers would meet those of the next."""
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_MASK = 0xFFFFFFFF
+"""The 32 bits of a seed generator's key and counter."""
+_SPREAD = 0x9E3779B1
+"""2^32 over the golden ratio: spreads small numbers over 32 bits."""
 
-
-class NamedTensor(NamedTuple):
-    """A tensor of the state, and which part of the whole it is."""
-
-    value: tf.Variable
-    global_shape: tuple[int, ...]
-    part: tuple[slice, ...]
-    """The slice of the whole that this replica holds."""
-    replicated: bool
-    """Whether every replica along dp holds the same values."""
-
-
-@dataclass
-class Scalars:
-    """The part of the state that lives on the host."""
-
-    step: int = 0
-    """Finished optimizer steps."""
-    epoch: int = 0
-    """Epoch of the next step."""
-    seed: int = 0
-    loss_scale: float = 1.0
-    data: Identity | None = None
-    """What tells the samples from others; None where nobody said, as in checkpoints of earlier versions."""
-    processes: int | None = None
-    """How many of them share the files of an epoch (--shard-by files); None where that does not matter."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """What is wrong with the samples of training that are left out (--on-bad-record), by number."""
-
-
-def replicated(variables: Mapping[str, tf.Variable]) -> dict[str, NamedTensor]:
-    """Return variables that every replica holds whole, by path, with their place in the whole."""
-    return {
-        path: NamedTensor(value, tuple(value.shape), tuple(slice(0, n) for n in value.shape), replicated=True)
-        for path, value in variables.items()
-    }
-
-
-def slot_tensors(
-    optimizer: Any, variables: Sequence[Any], paths: Sequence[str]
-) -> dict[str, tuple[tf.Variable, int | None]]:
-    """Interim."""
-    found: dict[str, tuple[tf.Variable, int | None]] = {}
-    marks = [path.replace("/", "_") for path in paths]
-    for path, slot in by_path(optimizer.variables).items():
-        owners = [i for i, mark in enumerate(marks) if f"/{mark}_" in path and slot.shape == variables[i].shape]
-        found[path] = (slot, max(owners, key=lambda i: len(marks[i])) if owners else None)
-    return found
+Slots = Callable[[], Mapping[str, NamedTensor]]
 
 
 class TrainState:
-    """Model variables, optimizer slots and scalars, by path and never by order of creation."""
+    """Model variables, optimizer slots and scalars, by structural path and never by order of creation.
 
-    def __init__(
-        self, model: Any, optimizer: Any, seed: int, *, slots: Callable[[], Mapping[str, NamedTensor]] | None = None
-    ) -> None:
+    Args:
+        model: a Keras model whose variables exist.
+        optimizer: its optimizer; built here unless `slots` are given.
+        seed: of all draws.
+        slots: returns the optimizer's tensors, and whatever else an update rule owns, by path; by default every replica
+            holds all of `optimizer.variables`.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, seed: int, *, slots: Slots | None = None) -> None:
         # Keras' LossScaleOptimizer would make its scale anew, and a loaded one has its state already.
-        if not optimizer.built:
+        if slots is None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         self.model = model
         self.optimizer = optimizer
         self.scalars = Scalars(seed=seed)
-        self.trainable = by_path(model.trainable_variables)
-        self._weights = by_path(model.weights, "model/")
-        self._slots = slots or (lambda: replicated(by_path(optimizer.variables, "optimizer/")))
-        self._statistics = {
-            path: variable
-            for path, variable in by_path(model.non_trainable_variables, "model/").items()
-            if variable.dtype.is_floating
-        }
-        self.generators = by_path(seed_states(model))
+        self._slots = slots or self._replicated_slots
+        self._structure = structure_of(model)
+        self.generators = self._structure.by_path(seed_states(model))
         self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         """Finished optimizer steps, where a compiled step with random draws can read them."""
 
-    def variables(self) -> dict[str, tf.Variable]:
-        """Return every variable that is saved and broadcast, by path."""
-        return {path: tensor.value for path, tensor in self.named_tensors().items()}
+    @property
+    def trainable(self) -> dict[str, tf.Variable]:
+        """The variables that are trained by now, by path and in the model's order."""
+        return self._structure.by_path(self.model.trainable_variables)
+
+    @property
+    def composition(self) -> Hashable:
+        """Changes with what a compiled step is made for: which layers are trained, and the optimizer's slots."""
+        trained = tuple(bool(layer.trainable) for layer in self.model._flatten_layers())
+        # The optimizer's slots are other variables whenever it knows more of the model's.
+        return len(innermost(self.optimizer)._trainable_variables), trained, tuple(self.trainable)
+
+    def follow_model(self) -> None:
+        """Find the model's variables anew: layers may have been built, or taken out, since."""
+        self._structure = structure_of(self.model)
 
     def named_tensors(self) -> dict[str, NamedTensor]:
-        """Return every tensor of the state with its place in the whole."""
-        return {**replicated(self._weights), **self._slots()}
+        """Return every tensor that is saved and broadcast, by structural path, with its place in the whole."""
+        weights = self._structure.by_path(self.model.weights)
+        return {
+            **{f"{_MODEL}{path}": replicated_tensor(value) for path, value in weights.items()},
+            **self._slots(),
+        }
+
+    def specs(self) -> list[StateSpec]:
+        """Return path, dtype, global shape and slice of every tensor, in the order of `named_tensors`."""
+        return [spec_of(path, tensor) for path, tensor in self.named_tensors().items()]
+
+    def earlier_names(self) -> list[str]:
+        """Return what checkpoints of format 1 call the tensors, in the order of `named_tensors`."""
+        return [*by_path(self.model.weights, _MODEL), *by_path(self.optimizer.variables, _OPTIMIZER)]
 
     def changing(self) -> dict[str, tf.Variable]:
         """Return the variables, by path, that the model changes in its forward pass."""
-        return {**self._statistics, **self.generators}
+        return {**self._statistics(), **self.generators}
 
     def parameters(self) -> int:
         """Number of scalars among the model's weights."""
-        return sum(int(np.prod(value.shape)) for value in self._weights.values())
+        return sum(int(np.prod(weight.shape)) for weight in self.model.weights)
+
+    def broadcast(self, backend: Backend) -> None:
+        """Give every replica the replicated tensors of the first one; slices stay where they are."""
+        tensors = self.named_tensors().items()
+        backend.broadcast({path: tensor.value for path, tensor in tensors if tensor.replicated})
 
     def average_statistics(self, backend: Backend) -> None:
-        """Average the non-trainable floats (BatchNorm's moving statistics) over the replicas.
+        """Average what layers count themselves (BatchNorm's moving statistics) over the replicas.
 
         In float64, so that a value that is the same everywhere comes back unchanged.
         """
-        if backend.size == 1 or not self._statistics:
+        statistics = self._statistics()
+        if backend.size == 1 or not statistics:
             return
 
         def average_all() -> None:
-            for path, variable in self._statistics.items():
+            for path, variable in statistics.items():
                 wide = tf.cast(variable.read_value(), tf.float64)
                 mean = backend.all_reduce(wide, name=f"statistics/{path}", op="average")
                 variable.assign(tf.cast(mean, variable.dtype))
@@ -125,12 +116,13 @@ class TrainState:
         run_once(lambda: backend.run(average_all))
 
     def parameter_hash(self) -> str:
-        """Return the SHA-256 over path, dtype, shape and bytes of `model.weights`, in the order of paths."""
+        """Return the SHA-256 over path, dtype, shape and bytes of the replicated weights, in the order of paths."""
         digest = hashlib.sha256()
-        for path, variable in sorted(self._weights.items()):
-            value = np.ascontiguousarray(variable.numpy())
-            digest.update(f"{path}:{value.dtype}:{value.shape}".encode())
-            digest.update(value.tobytes())
+        for path, tensor in sorted(self.named_tensors().items()):
+            if path.startswith(_MODEL) and tensor.replicated:
+                value = np.ascontiguousarray(tensor.value.numpy())
+                digest.update(f"{path}:{value.dtype}:{value.shape}".encode())
+                digest.update(value.tobytes())
         return digest.hexdigest()
 
     def agreed_hash(self, backend: Backend, *, timeout: float = 600.0) -> str:
@@ -160,22 +152,28 @@ class TrainState:
 
     def generator_states(self, replica: int, step: Any) -> dict[str, tf.Tensor]:
         """Return what each of the model's random generators begins `step` with, by path."""
+        draws = tf.cast(step, tf.int64) * CALLS_PER_STEP
+        counter = tf.bitwise.bitwise_and(draws, tf.constant(_MASK, tf.int64))
+        # The counter has 32 bits, which 2^20 steps use up: what does not fit into it makes another key.
+        overflow = tf.bitwise.right_shift(draws, tf.constant(32, tf.int64)) * _SPREAD
+        overflow = tf.bitwise.bitwise_and(overflow, tf.constant(_MASK, tf.int64))
         states = {}
         # By their place in the model: Keras numbers their names over all models of the process.
         for place, (path, state) in enumerate(self.generators.items()):
             key = zlib.crc32(f"{self.scalars.seed}/{replica}/{place}".encode())
-            counter = tf.cast(step * CALLS_PER_STEP, state.dtype)
-            states[path] = tf.stack([tf.constant(key, state.dtype), counter])
+            key = tf.bitwise.bitwise_xor(tf.constant(key, tf.int64), overflow)
+            states[path] = tf.cast(tf.stack([key, counter]), state.dtype)
         return states
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         """Take over the scalars of a checkpoint."""
-        self.scalars = Scalars(**scalars)
+        self.scalars = scalars_from(scalars)
         self.counter.assign(self.scalars.step)
 
+    def _statistics(self) -> dict[str, tf.Variable]:
+        """Return BatchNorm's moving statistics and the like; a frozen weight is none."""
+        moving = [weight for weight in self.model.weights if id(unwrap(weight)) in self._structure.statistics]
+        return {f"{_MODEL}{path}": variable for path, variable in self._structure.by_path(moving).items()}
 
-def seed_states(model: Any) -> list[Any]:
-    """Return the state variables of the model's seed generators (they are in `variables`, not in `weights`)."""
-    weights = {id(unwrap(weight)) for weight in model.weights}
-    extra = [variable for variable in model.variables if id(unwrap(variable)) not in weights]
-    return [v for v in extra if path_of(v).endswith("seed_generator_state") and tuple(v.shape) == (2,)]
+    def _replicated_slots(self) -> dict[str, NamedTensor]:
+        return replicated_slots(self.optimizer, self._structure)

@@ -1,11 +1,13 @@
 """The door at which Keras variables stop: below it everything is a tf.Variable."""
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
 F = TypeVar("F", bound=Callable[..., Any])
+_NUMBER = re.compile(r"_(\d+)(?=_|$)")
 
 
 def as_written(function: F) -> F:
@@ -45,12 +47,47 @@ def by_path(variables: Iterable[Any], prefix: str = "") -> dict[str, tf.Variable
     return named
 
 
+def own_attributes(thing: Any, bookkeeping: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a Keras object in alphabetical order, as if no name began with underscores.
+
+    Args:
+        thing: a layer or an optimizer.
+        bookkeeping: attributes to leave out.
+    """
+    # TensorFlow's own tracking begins with _self_.
+    known = {name: value for name, value in vars(thing).items() if not name.startswith("_self_")}
+    for name in sorted(known, key=lambda name: (name.lstrip("_"), name)):
+        if name not in bookkeeping:
+            yield name, known[name]
+
+
 def unique_paths(sources: Sequence[Any]) -> list[str]:
-    """Name each variable by its path, or by its place if it has none (a tensor) or shares it with another."""
+    """Name each variable by its path, without what differs between processes; a tensor by its place.
+
+    Keras numbers layers over all models of a process: a rank that has built another model before has `dense_2/kernel`
+    where others have `dense/kernel`. The numbers are replaced by their order among `sources`, so both get one name.
+    """
+    # A Keras variable counts as a tensor.
+    named = [not tf.is_tensor(s) or isinstance(s, tf.Variable) or hasattr(s, "path") for s in sources]
+    originals = [path_of(s) if is_named else "" for s, is_named in zip(sources, named, strict=True)]
+    ranks = _ranks_of_numbers(originals)
     paths: list[str] = []
-    for place, source in enumerate(sources):
-        # A Keras variable counts as a tensor.
-        named = not tf.is_tensor(source) or isinstance(source, tf.Variable) or hasattr(source, "path")
-        path = path_of(source) if named else f"source{place}"
+    for place, original in enumerate(originals):
+        path = "/".join(ranks[part] for part in original.split("/")) if named[place] else f"source{place}"
         paths.append(path if path not in paths else f"{path}#{place}")
     return paths
+
+
+def _ranks_of_numbers(paths: Iterable[str]) -> dict[str, str]:
+    """Return for every part of `paths` its words, and its order among the parts with the same words if not the first.
+
+    `dense_7` and `dense_9` become `dense` and `dense_1`, as do `dense` and `dense_2`.
+    """
+    by_words: dict[str, set[str]] = {}
+    for part in {part for path in paths for part in path.split("/")}:
+        by_words.setdefault(_NUMBER.sub("", part), set()).add(part)
+    ranks = {}
+    for words, parts in by_words.items():
+        for order, part in enumerate(sorted(parts, key=lambda part: [int(n) for n in _NUMBER.findall(part)])):
+            ranks[part] = f"{words}_{order}" if order else words
+    return ranks

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
-from hvdtrain.checkpoint import checkpointer
+from hvdtrain.checkpoint import restore
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
@@ -177,10 +177,9 @@ class Trainer:
         if isinstance(data, SourceTraining):
             self._factory.check(data.source)
         self.build(data)
-        # A fit begins with an epoch; its steps are counted in steps of its own data.
-        scalars = self.state.scalars
-        scalars.step = scalars.epoch * data.steps_per_epoch
-        plan = Plan(scalars.step + epochs * data.steps_per_epoch, log_every)
+        # A fit begins with an epoch of its own data; optimizer steps are counted on.
+        self.state.scalars.begin_epoch()
+        plan = Plan(self.state.scalars.step + epochs * data.steps_per_epoch, log_every)
         observers: Observer = BaseObserver()
         if verbose and self.backend.index == 0:
             observers = make_console(live=on_terminal(current().environment))
@@ -226,20 +225,22 @@ class Trainer:
     def build_on(self, batch: Batch) -> None:
         """Do what `build` does, on a batch that is like those to come."""
         self._factory.build(batch)
-        _ = self.state
+        with self.backend.scope():
+            self.state.follow_model()
+            self.rule.follow_model()
 
     def broadcast_state(self) -> None:
-        """Give every rank the variables and scalars of rank 0."""
-        everything = self.state.named_tensors()
-        self.backend.broadcast({path: tensor.value for path, tensor in everything.items() if tensor.replicated})
+        """Give every rank the tensors and scalars of rank 0; slices stay where they are."""
+        self.state.broadcast(self.backend)
         mine = json.dumps(dataclasses.asdict(self.state.scalars)).encode()
         scalars = self.backend.gather_bytes(mine, timeout=STATE_TIMEOUT_S)
         self.state.restore(json.loads(scalars[0]))
 
     def restore(self, path: Path) -> None:
-        """Load a checkpoint on rank 0; the next `broadcast_state` or `train` gives it to the others."""
-        if self.backend.index == 0:
-            self.state.restore(checkpointer.restore(path, self.state.variables()))
+        """Load the checkpoint at `path`; every rank calls it, and only rank 0 needs to see the folder."""
+        state = self.state
+        scalars = restore.restore(path, state.named_tensors(), self.backend, earlier_names=state.earlier_names())
+        state.restore(scalars)
 
     def train(
         self,
@@ -260,7 +261,7 @@ class Trainer:
             validation: evaluated after every epoch.
             observers: told what happens; rank 0's only.
             info: what the observers are told at the start.
-            save: writes the state; called on rank 0 only, while the others wait.
+            save: writes the state; called on every rank.
             callbacks: see `fit`.
         """
         begin = time.perf_counter()
@@ -277,7 +278,7 @@ class Trainer:
             data,
             observers,
             evaluate=None if validation is None else lambda: self._evaluate(validation, hooks),
-            save=None if save is None else lambda: self._save_on_first(save),
+            save=None if save is None else lambda: save(self.state),
             hooks=hooks,
             consolidate=self.consolidate,
             adopt_weights=self.rule.adopt_weights,
@@ -321,13 +322,14 @@ class Trainer:
         if not needs.anything:
             return None
         self._factory.compile_for_callbacks()
-        epochs = -(-plan.total_steps // data.steps_per_epoch)
+        scalars = self.state.scalars
+        left = plan.total_steps - scalars.step + scalars.place(data.steps_per_epoch)
         return KerasCallbacks(
             callbacks,
             needs,
             self.model,
             self.backend,
-            epochs=epochs,
+            epochs=scalars.epoch + -(-left // data.steps_per_epoch),
             steps=data.steps_per_epoch,
             averaged_weights=self.averaged_weights,
         )
@@ -335,7 +337,3 @@ class Trainer:
     def _evaluate(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
         with self.averaged_weights():
             return self._factory.evaluator()(batches, hooks)
-
-    def _save_on_first(self, save: Callable[[TrainState], None]) -> None:
-        if self.backend.index == 0:
-            save(self.state)

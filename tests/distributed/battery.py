@@ -22,7 +22,7 @@ CHECKS = HERE / "checks"
 # to compile of most. Two ranks under MPI run everything; Horovod's face trains in every world of two ranks and four.
 FACE = {"face_training", "face_traps"}
 LONG_TO_COMPILE = {"callbacks", "combinations", "face_variants", "jit", "keras_models", "precision"}
-ABOVE_THE_EXCHANGE = {"streams", "sync_batch_norm", "training", "update"}
+ABOVE_THE_EXCHANGE = {"state", "streams", "sync_batch_norm", "training", "update"}
 FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
     ("gloo", 1): LONG_TO_COMPILE | FACE | {"update_rules"},
     ("mpirun", 1): LONG_TO_COMPILE | ABOVE_THE_EXCHANGE | FACE | {"face_collectives", "update_rules"},

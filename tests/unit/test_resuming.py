@@ -7,7 +7,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.runs.resume import settle_processes
-from hvdtrain.state.train_state import Scalars
+from hvdtrain.state.scalars import Scalars, scalars_from
 
 
 class InFiles(ArraySource):
@@ -34,7 +34,7 @@ def test_another_number_of_ranks_would_lose_samples_within_an_epoch():
 
 
 def test_within_an_epoch_the_number_of_ranks_stays():
-    scalars = Scalars(step=7, processes=2)
+    scalars = Scalars(step=7, epoch=1, step_in_epoch=2, processes=2)
     settle_processes(scalars, data(), 2, "run")
     with pytest.raises(ConfigError) as raised:
         settle_processes(scalars, data(), 4, "run")
@@ -58,6 +58,9 @@ def test_the_samples_of_batches_are_shared_by_any_number():
 
 
 def test_a_checkpoint_of_an_earlier_version_goes_on():
-    scalars = Scalars(step=7)
+    scalars = scalars_from({"step": 7, "epoch": 1, "processes": 2})
+    with pytest.raises(ConfigError, match="which ends at step 10"):
+        settle_processes(scalars, data(), 4, "run")
+    scalars = Scalars(step=7, epoch=1, step_in_epoch=2)
     settle_processes(scalars, data(), 4, "run")
     assert scalars.processes == 4

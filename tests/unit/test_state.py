@@ -1,4 +1,5 @@
 import hashlib
+import zlib
 
 import keras
 import numpy as np
@@ -64,15 +65,17 @@ def test_what_is_no_variable_is_refused(thing):
 
 def test_the_state_holds_weights_and_slots_once_each():
     state = state_of()
-    saved = state.variables()
+    saved = state.named_tensors()
     assert {path for path in saved if path.startswith("model/")} == {
-        f"model/{path_of(weight)}" for weight in state.model.weights
+        *(f"model/first/{name}" for name in ("kernel", "bias")),
+        *(f"model/norm/{name}" for name in ("gamma", "beta", "moving_mean", "moving_variance")),
+        *(f"model/inner/layers/1/{name}" for name in ("kernel", "bias")),
     }
     slots = [path for path in saved if path.startswith("optimizer/")]
     trainable = len(state.model.trainable_variables)
     assert len(slots) == 2 * trainable + 2  # two moments each, the iteration and the learning rate
     assert len(saved) == len(state.model.weights) + len(slots)
-    assert len({id(variable) for variable in saved.values()}) == len(saved)
+    assert len({id(tensor.value) for tensor in saved.values()}) == len(saved)
 
 
 def test_layers_that_were_named_alike_do_not_hide_one_another():
@@ -85,20 +88,21 @@ def test_layers_that_were_named_alike_do_not_hide_one_another():
             return self.pair[1](self.pair[0](x))
 
     state = state_of(Twins(), "sgd")
-    model = [path for path in state.variables() if path.startswith("model/")]
-    assert len(model) == 4
-    assert len([path for path in model if path.endswith("#2")]) == 2
+    model = [path for path in state.named_tensors() if path.startswith("model/")]
+    assert sorted(model) == [f"model/pair/{place}/{name}" for place in (0, 1) for name in ("bias", "kernel")]
     assert len(state.trainable) == 4
 
 
 def test_every_tensor_is_whole_today():
     state = state_of()
     tensors = state.named_tensors()
-    assert tensors.keys() == state.variables().keys()
     for tensor in tensors.values():
         assert tensor.global_shape == tuple(tensor.value.shape)
         assert tensor.replicated
-        assert tensor.value.numpy()[tensor.part].shape == tensor.global_shape
+        assert tensor.value.numpy()[tensor.slice].shape == tensor.global_shape
+    specs = state.specs()
+    assert [spec.path for spec in specs] == list(tensors)
+    assert all(spec.whole for spec in specs)
 
 
 def test_parameters_are_counted_with_the_statistics():
@@ -133,7 +137,7 @@ def flat(values, dtype="float32"):
 
 def test_the_hash_is_that_of_path_dtype_shape_and_bytes():
     state = flat([1.0, 2.0])
-    expected = hashlib.sha256(b"model/one/w:float32:(2,)" + np.array([1, 2], "float32").tobytes()).hexdigest()
+    expected = hashlib.sha256(b"model/w:float32:(2,)" + np.array([1, 2], "float32").tobytes()).hexdigest()
     assert state.parameter_hash() == expected
 
 
@@ -169,7 +173,8 @@ def test_shape_dtype_sign_and_order_count():
 
 def test_the_path_counts():
     first, second = flat([1.0]), flat([1.0])
-    second.model.w._path = "one/v"
+    second.model.v = second.model.w
+    del second.model.w
     assert TrainState(second.model, keras.optimizers.SGD(), 0).parameter_hash() != first.parameter_hash()
 
 
@@ -178,7 +183,7 @@ def test_the_optimizer_and_the_draws_do_not_count():
     before = state.parameter_hash()
     for variable in (
         *state.generators.values(),
-        *[v for p, v in state.variables().items() if p.startswith("optimizer/")],
+        *[t.value for p, t in state.named_tensors().items() if p.startswith("optimizer/")],
     ):
         variable.assign(variable + tf.cast(1, variable.dtype))
     assert state.parameter_hash() == before
@@ -223,16 +228,26 @@ class OfTwo(SingleBackend):
 def test_moving_statistics_are_averaged_and_nothing_else_is_touched():
     state = state_of()
     state.model.norm.moving_mean.assign([1.0, 2.0, 3.0])
-    before = {path: variable.numpy() for path, variable in state.variables().items()}
+    before = {path: tensor.value.numpy() for path, tensor in state.named_tensors().items()}
     seeds = {path: variable.numpy() for path, variable in state.generators.items()}
     backend = OfTwo()
     state.average_statistics(backend)
-    changed = {path for path, variable in state.variables().items() if (variable.numpy() != before[path]).any()}
+    changed = {p for p, tensor in state.named_tensors().items() if (tensor.value.numpy() != before[p]).any()}
     assert {path.rsplit("/", 1)[1] for path in changed} == {"moving_mean", "moving_variance"}
     np.testing.assert_allclose(state.model.norm.moving_mean, [2, 4, 6])
     assert all((variable.numpy() == seeds[path]).all() for path, variable in state.generators.items())
     assert {dtype for _, dtype in backend.asked} == {tf.float64}
     assert len({name for name, _ in backend.asked}) == 2
+
+
+def test_frozen_weights_are_no_statistics():
+    state = state_of()
+    state.model.first.trainable = False
+    state.model.norm.trainable = False
+    backend = OfTwo()
+    state.average_statistics(backend)
+    assert {name.rsplit("/", 1)[1] for name, _ in backend.asked} == {"moving_mean", "moving_variance"}
+    assert {path.rsplit("/", 1)[1] for path in state.changing()} == {"moving_mean", "moving_variance", "state"}
 
 
 # -- randomness --
@@ -241,7 +256,7 @@ def test_moving_statistics_are_averaged_and_nothing_else_is_touched():
 def test_every_generator_of_the_model_is_found():
     state = state_of()
     assert len(state.generators) == 2
-    assert not state.generators.keys() & state.variables().keys()
+    assert not state.generators.keys() & state.named_tensors().keys()
 
 
 def drawn(state, seed=0, replica=0, step=0):
@@ -269,3 +284,20 @@ def test_the_draws_of_two_steps_do_not_meet():
     (same, second), _ = drawn(state, step=6)
     assert key == same
     assert second - first == CALLS_PER_STEP
+
+
+def test_the_draws_are_those_of_earlier_versions():
+    """So that a run that is resumed goes on with the numbers that it would have had."""
+    state = state_of()
+    assert drawn(state, seed=3, replica=1, step=7) == [(KEYS[0], 7 * 4096), (KEYS[1], 7 * 4096)]
+
+
+KEYS = [zlib.crc32(b"3/1/0"), zlib.crc32(b"3/1/1")]
+
+
+def test_no_draw_comes_again_when_the_counter_is_full():
+    """Its 32 bits are 2^20 steps of 4096 draws."""
+    state = state_of()
+    steps = [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 2**21, 5 * 2**20, 2**40]
+    each = [pair for step in steps for pair in drawn(state, step=step)]
+    assert len(set(each)) == len(each)

@@ -347,7 +347,7 @@ def test_a_train_step_may_be_a_tf_function():
 def test_a_train_steps_loss_scale_is_in_the_state():
     mine = Trainer(OwnStepCompiled(), LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
     mine.fit((X, X), batch=16, verbose=False)
-    assert any(v is mine.optimizer.dynamic_scale.value for v in mine.state.variables().values())
+    assert any(t.value is mine.optimizer.dynamic_scale.value for t in mine.state.named_tensors().values())
 
 
 def test_nothing_to_train_is_said():

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Future, Workers
 from hvdtrain.data.batch import Batch, as_batch
-from hvdtrain.state.train_state import TrainState, seed_states
+from hvdtrain.state.structure import seed_states
+from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.asynchronous.pinned import pinned
 from hvdtrain.training.asynchronous.tally import Tally
 from hvdtrain.training.objective.metrics import MetricSet

@@ -71,7 +71,10 @@ class TrainingLoop:
         self._adopt_weights = adopt_weights
         self.clock = StepClock(data.batch, overlapping=backend.capabilities.asynchronous)
         self.loss_monitor = LossMonitor(
-            data.steps_per_epoch, state.scalars.step, skips=has_dynamic_scale(state.optimizer)
+            data.steps_per_epoch,
+            state.scalars.epoch * data.steps_per_epoch + state.scalars.place(data.steps_per_epoch),
+            skips=has_dynamic_scale(state.optimizer),
+            epoch_sums=(state.scalars.progress.loss_sum, state.scalars.progress.loss_weight),
         )
         self.evaluations: list[EvaluationRecord] = []
         self._waiting = WaitingWatch(backend, self.clock, data.remedy)
@@ -84,12 +87,13 @@ class TrainingLoop:
         """
         scalars = self._state.scalars
         first = scalars.step
-        batches = iter(self._backend.distribute(self._data.batches(first)))
+        place = scalars.epoch * self._data.steps_per_epoch + scalars.place(self._data.steps_per_epoch)
+        batches = iter(self._backend.distribute(self._data.batches(place)))
         self.clock.resume()
         while scalars.step < plan.total_steps:
             done = scalars.step + 1
-            epoch, within = divmod(scalars.step, self._data.steps_per_epoch)
-            epoch_ends = done % self._data.steps_per_epoch == 0 or done == plan.total_steps
+            epoch, within = scalars.epoch, scalars.place(self._data.steps_per_epoch)
+            epoch_ends = within + 1 == self._data.steps_per_epoch or done == plan.total_steps
             saves = self._save_is_due(plan, done, epoch_ends)
             # A logged step is looked at before it is saved: no checkpoint holds what is not finite.
             logged = epoch_ends or saves or done % plan.log_every == 0 or done == first + 1
@@ -100,7 +104,7 @@ class TrainingLoop:
             result = self._step(batch, measure=logged)
             self.loss_monitor.note(result.totals)
             self.clock.tick(waited=logged)
-            scalars.step, scalars.epoch = done, done // self._data.steps_per_epoch
+            scalars.advance(self._data.steps_per_epoch)
             self._observers.on_progress(done)
             if self._hooks.end_step(within, result.totals, self._step.metrics_so_far):
                 self._adopt_weights()
@@ -123,10 +127,10 @@ class TrainingLoop:
             wall_seconds: how long it took, with what came before the first step.
             history: figures of each epoch, where there were Keras callbacks.
         """
-        step = self._state.scalars.step
+        scalars = self._state.scalars
         return FitResult(
-            steps=step,
-            epochs=-(-step // self._data.steps_per_epoch),
+            steps=scalars.step,
+            epochs=scalars.epoch + (scalars.place(self._data.steps_per_epoch) > 0),
             train_loss=self.loss_monitor.epoch_loss,
             evaluations=self.evaluations,
             samples_per_second=self.clock.steady_samples_per_second(),
@@ -152,6 +156,7 @@ class TrainingLoop:
         assert measured is not None, "logged steps are measured"
         scale = None if measured.loss_scale is None else float(measured.loss_scale)
         loss = self.loss_monitor.settle(finite_parameters=bool(measured.finite), loss_scale=scale)
+        self._note_progress()
         throughput = self.clock.samples_per_second()
         step = self._state.scalars.step
         rate, norm = float(measured.learning_rate), float(measured.grad_norm)
@@ -160,6 +165,12 @@ class TrainingLoop:
         warning = self._waiting.look()
         if warning is not None:
             self._observers.on_message(warning)
+
+    def _note_progress(self) -> None:
+        """Let the state hold what an epoch that is not finished has come to so far."""
+        scalars, progress = self._state.scalars, self._state.scalars.progress
+        sums = self.loss_monitor.epoch_sums if scalars.step_in_epoch else (0.0, 0.0)
+        progress.loss_sum, progress.loss_weight = sums
 
     def _end_epoch(self, epoch: int) -> None:
         self.loss_monitor.end_epoch()

@@ -19,15 +19,23 @@ class LossMonitor:
         steps_per_epoch: to name a step's epoch.
         start_step: steps that were finished before the first that is noted.
         skips: whether steps that overflow are skipped, by a dynamic loss scale: their loss counts nothing then.
+        epoch_sums: weighted losses and weights of the epoch under way, counted before.
     """
 
-    def __init__(self, steps_per_epoch: int, start_step: int = 0, *, skips: bool = False) -> None:
+    def __init__(
+        self,
+        steps_per_epoch: int,
+        start_step: int = 0,
+        *,
+        skips: bool = False,
+        epoch_sums: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
         self._steps_per_epoch = steps_per_epoch
         self._settled = start_step
         self._skips = skips
         self._pending: list[Totals] = []
         self._bad_data: int | None = None
-        self._epoch = np.zeros(2)
+        self._epoch = np.array(epoch_sums, np.float64)
         self.epoch_loss = float("nan")
         """Mean loss over the samples of the epoch that ended last."""
 
@@ -58,6 +66,11 @@ class LossMonitor:
         window = rows[np.isfinite(rows[:, 0]), :2].sum(axis=0)
         self._epoch += window
         return _mean(window)
+
+    @property
+    def epoch_sums(self) -> tuple[float, float]:
+        """Weighted losses and weights of the epoch under way, as far as they were read."""
+        return float(self._epoch[0]), float(self._epoch[1])
 
     def end_epoch(self) -> None:
         """Form the epoch's mean loss and start the next."""

@@ -1,6 +1,6 @@
 """The compiled pieces of a model's training: our own step, or that of a model with a `train_step` of its own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 from hvdtrain.backends.protocol import Backend
@@ -81,6 +81,7 @@ class CompiledStepFactory:
         self.narrow_outputs = False
         self._evaluator: Evaluate | None = None
         self._known: dict[tuple[int | None, bool], CompiledStep] = {}
+        self._composition: Hashable = None
 
     def _names(self) -> Any:
         return getattr(self._model, "output_names", None)
@@ -108,6 +109,10 @@ class CompiledStepFactory:
         accumulate = self._options.accumulate
         length = per_microbatch(batch, self._backend.size, accumulate) if accumulate > 1 else None
         key = (length, epoch_metrics)
+        if self._composition != state.composition:
+            # Made for other variables or slots: layers were frozen or unfrozen since.
+            self._known.clear()
+            self._composition = state.composition
         if key not in self._known:
             assert self._metrics is not None, "build comes first"
             self._known[key] = self._new_step(state, self._metrics, rule, length, epoch_metrics)
@@ -193,6 +198,7 @@ class KerasStepFactory:
         )
         compile_for_trainer(model, self._optimizer, objective)
         self._step: KerasTrainStep | None = None
+        self._composition: Hashable = None
         self.narrow_outputs = False
         self._evaluator: KerasEvaluator | None = None
 
@@ -212,8 +218,9 @@ class KerasStepFactory:
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> KerasTrainStep:
         """See `StepFactory`."""
-        if self._step is None:
+        if self._step is None or self._composition != state.composition:
             self._step = KerasTrainStep(self._backend, state, self._optimizer)
+            self._composition = state.composition
         return self._step
 
     def evaluator(self) -> KerasEvaluator:

@@ -10,8 +10,9 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.optim.precision import loss_scale_of
-from hvdtrain.state.train_state import NamedTensor, replicated
-from hvdtrain.state.variables import by_path
+from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.slots import extend_optimizer, replicated_slots
+from hvdtrain.state.structure import structure_of
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.result import Totals
@@ -34,7 +35,7 @@ class UpdateRule:
         self._backend = backend
         self._clipping = options.clipping
         self._variables = list(model.trainable_variables)
-        self._paths = list(by_path(self._variables))
+        self._paths = list(structure_of(model).by_path(self._variables))
         self._build_optimizer()
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
@@ -56,7 +57,13 @@ class UpdateRule:
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Return the optimizer's slots and the rule's own tensors by path, with their place in the whole."""
-        return replicated(by_path(self.optimizer.variables, "optimizer/"))
+        return replicated_slots(self.optimizer, structure_of(self.model))
+
+    def follow_model(self) -> None:
+        """Train what is trainable by now: layers may have been frozen or unfrozen. Slots that exist keep their values."""
+        self._variables = list(self.model.trainable_variables)
+        self._paths = list(structure_of(self.model).by_path(self._variables))
+        self._build_optimizer()
 
     def adopt_weights(self) -> None:
         """Notice that the model's weights were set from outside the step: restored, broadcast, or by a callback."""
@@ -72,6 +79,7 @@ class UpdateRule:
         # Keras' LossScaleOptimizer would make its scale anew, and a loaded one has its state already.
         if not self.optimizer.built:
             self.optimizer.build(self._variables)
+        extend_optimizer(self.optimizer, self._variables, structure_of(self.model))
 
     def _clipped(
         self, gradients: Sequence[Gradient], norm: tf.Tensor | None

@@ -20,8 +20,9 @@ from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.optim.clipping import global_norm
 from hvdtrain.optim.fused import fused_updates
-from hvdtrain.state.train_state import slot_tensors
-from hvdtrain.state.variables import by_path
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.state.slots import slot_tensors
+from hvdtrain.state.structure import structure_of
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.result import Totals
@@ -48,15 +49,27 @@ class LocalUpdate(UpdateRule):
         super().__init__(backend, model, optimizer, options)
         options = options or StepOptions()
         self._period = options.local_steps
-        self._weights = by_path(self._variables)
-        slots = slot_tensors(optimizer, self._variables, self._paths)
-        self._slots = {path: slot for path, (slot, owner) in slots.items() if owner is not None}
-        self._averaged = {**self._weights, **(self._slots if options.average_slots else {})}
+        self._average_slots = options.average_slots
+        self._name_tensors()
         self._consolidated = True
         self._weight = tf.Variable(0.0, trainable=False, name="local_weight")
         """Weight of this replica's samples since the last average."""
         self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="local_steps")
         self._unread = _LocalTotals(backend)
+
+    def follow_model(self) -> None:
+        """See `UpdateRule`."""
+        super().follow_model()
+        self._name_tensors()
+
+    def _name_tensors(self) -> None:
+        """Find what differs between averages: the weights that are trained, and all slots."""
+        structure = structure_of(self.model)
+        self._weights = structure.by_path(self._variables)
+        known = innermost(self.optimizer)._trainable_variables
+        slots = slot_tensors(self.optimizer, known, [structure.path(variable) for variable in known])
+        self._slots = {path: slot.variable for path, slot in slots.items() if slot.owner is not None}
+        self._averaged = {**self._weights, **(self._slots if self._average_slots else {})}
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Apply this replica's own mean gradient; average the weights once every `local_steps` steps."""

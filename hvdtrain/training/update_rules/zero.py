@@ -22,7 +22,8 @@ from hvdtrain.optim.averaging import average_of, has_averages, innermost, replac
 from hvdtrain.optim.clipping import square_sum
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import has_dynamic_scale
-from hvdtrain.state.train_state import NamedTensor, slot_tensors
+from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
+from hvdtrain.state.slots import slot_tensors
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -90,11 +91,24 @@ class ZeroUpdate(UpdateRule):
             shard = None if owner is None else self._shards.get(id(self._variables[owner]))
             place = slice(0, 0) if shard is None else slice(shard.begin, shard.end)
             tensors[f"optimizer/{path}"] = (
-                NamedTensor(slot, tuple(slot.shape), tuple(slice(0, n) for n in slot.shape), replicated=True)
+                replicated_tensor(slot)
                 if shard is None
                 else NamedTensor(slot, (shard.elements,), (place,), replicated=False)
             )
         return tensors
+
+    def follow_model(self) -> None:
+        """Refuse layers that were frozen or unfrozen.
+
+        Raises:
+            ConfigError: others are to be trained than at the beginning.
+        """
+        before, now = {id(v) for v in self._variables}, {id(v) for v in self.model.trainable_variables}
+        if before != now:
+            raise ConfigError(
+                "Layers were frozen or unfrozen since the slots were made, and --zero keeps slices of them: give a new "
+                f"Trainer a new optimizer. Received: {len(now)} trainable variables, {len(before)} before."
+            )
 
     def adopt_weights(self) -> None:
         """Cut the master slices out of the model's variables anew."""

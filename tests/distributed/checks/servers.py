@@ -1,5 +1,6 @@
 """Parameter servers, as the chief sees them, with one worker: its steps are those of one process."""
 
+from dataclasses import asdict
 from typing import Any
 
 import keras
@@ -102,7 +103,7 @@ def check_checkpoints_are_those_of_one_process(world: World) -> None:
     assert relative_error(*(of.model.get_weights() for of in saved)) <= TOLERANCE["float32"]
     for number, (of, to) in enumerate([(saved[0], alone), (saved[1], world.backend)]):
         files = Checkpointer(world.folder / f"checkpoint{number}")
-        files.save(20, of.state.variables(), vars(of.state.scalars))
+        files.save(20, of.state.named_tensors(), asdict(of.state.scalars))
         build, data = MODELS["dense"]
         keras.utils.clear_session()
         model = lambda build=build: build("float32", seed=1)  # noqa: E731

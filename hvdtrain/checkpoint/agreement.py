@@ -1,0 +1,46 @@
+"""What the ranks tell one another while a checkpoint is written or read."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hvdtrain.config.errors import CheckpointError
+
+TIMEOUT_S = 3600.0
+"""A slow disk is no fault; a rank that ends takes the others with it by itself."""
+
+
+class Ranks(Protocol):
+    """What a checkpointer needs of a backend."""
+
+    @property
+    def process(self) -> int:
+        """This process's place among those that hold the state; 0 writes the manifest."""
+
+    def broadcast(self, tensors: dict[str, Any], *, root: int = 0) -> None:
+        """Give every replica the values that replica `root` has, by path."""
+
+    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
+        """Return every process's `payload`, in rank order."""
+
+
+def on_every_rank(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
+    """Call `act`, which returns JSON, and return what it returned on every rank; an error on one is raised on all.
+
+    Raises:
+        CheckpointError: what the first rank on which `act` failed says, naming it where it is another one.
+    """
+    error: CheckpointError | None = None
+    outcome: dict[str, Any] = {}
+    try:
+        outcome["value"] = act()
+    except CheckpointError as raised:
+        error, outcome["error"] = raised, str(raised)
+    gathered = ranks.gather_bytes(json.dumps(outcome).encode(), timeout=TIMEOUT_S)
+    answers = [json.loads(answer) for answer in gathered]
+    failed = next((rank for rank, answer in enumerate(answers) if "error" in answer), None)
+    if error is not None:
+        raise error
+    if failed is not None:
+        raise CheckpointError(f"rank {failed}: {answers[failed]['error']}")
+    return [answer["value"] for answer in answers]

@@ -1,0 +1,72 @@
+"""How a checkpoint appears: whole, under its own name, and before any older one goes."""
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint import manifest
+from hvdtrain.checkpoint.drafts import clear_leavings
+from hvdtrain.checkpoint.manifest import Manifest, StoredTensor
+from hvdtrain.checkpoint.naming import REPLACED, complete
+from hvdtrain.checkpoint.write import sync
+from hvdtrain.config.errors import CheckpointError
+
+
+def commit(
+    draft: Path, final: Path, tensors: Mapping[str, StoredTensor], files: Mapping[str, int], scalars: Mapping[str, Any]
+) -> None:
+    """Write the manifest of `draft`, in which every rank's file is, and give the folder its name.
+
+    Raises:
+        CheckpointError: a file that another rank has written is not here.
+    """
+    for name, size in files.items():
+        if not (draft / name).is_file() or (draft / name).stat().st_size != size:
+            raise CheckpointError(
+                f"{name} was written by another rank and is not in {draft.parent}: with sharded tensors the folder of "
+                "checkpoints must be one that all ranks share."
+            )
+    file = draft / manifest.NAME
+    file.write_text(manifest.encode(Manifest(scalars, files, tensors)), encoding="utf-8")
+    sync(file)
+    sync(draft)
+    _show(draft, final)
+    sync(final.parent)
+
+
+def _show(draft: Path, final: Path) -> None:
+    """Rename `draft`; a checkpoint of the same step stays complete, under another name, until then."""
+    replaced = final.with_name(final.name + REPLACED)
+    if final.exists():
+        if replaced.exists():
+            discard(replaced)
+        os.rename(final, replaced)
+    try:
+        os.rename(draft, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
+    if replaced.exists():
+        with contextlib.suppress(OSError):
+            discard(replaced)
+
+
+def remove_old(folder: Path, newest: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints, and never `newest`, which was just committed."""
+    for path in complete(folder)[:-keep]:
+        if path != newest:
+            with contextlib.suppress(OSError):
+                discard(path)
+    clear_leavings(folder)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint; hidden first, so that no part of one is ever taken for the whole."""
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)

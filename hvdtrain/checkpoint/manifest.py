@@ -1,0 +1,158 @@
+"""The manifest: what a checkpoint holds, in which files, and the checksums of all of it."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config.errors import CheckpointError
+from hvdtrain.state.named_tensors import Box, box_shape, elements
+
+FORMAT = 2
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class StoredSlice:
+    """A slice of a tensor, as it lies in a file in row-major order."""
+
+    bounds: tuple[tuple[int, int], ...]
+    """Start and stop for each dim of the whole tensor."""
+    file: str
+    offset: int
+    sha256: str
+
+    @property
+    def box(self) -> Box:
+        """The slice of the whole tensor."""
+        return tuple(slice(start, stop) for start, stop in self.bounds)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor and the slices that it was stored in."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    slices: tuple[StoredSlice, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    scalars: Mapping[str, Any]
+    files: Mapping[str, int]
+    """Sizes of the files of tensors."""
+    tensors: Mapping[str, StoredTensor]
+    """By structural path."""
+
+
+def merged(entries: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor]:
+    """Return the tensors of which every rank has written some slices; see `write_tensors`.
+
+    Raises:
+        CheckpointError: a slice that no rank has written.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for entry in entries:
+        for path, (dtype, shape, *piece) in entry.items():
+            earlier = tensors.get(path, StoredTensor(dtype, tuple(shape), ()))
+            tensors[path] = StoredTensor(dtype, tuple(shape), (*earlier.slices, _stored_slice(*piece)))
+    for path, tensor in tensors.items():
+        written = sum(elements(box_shape(stored.box)) for stored in tensor.slices)
+        if written != elements(tensor.global_shape):
+            raise CheckpointError(
+                f"Of {path} the ranks hold {written} of {elements(tensor.global_shape)} elements together: its slices "
+                "leave gaps or overlap."
+            )
+    return tensors
+
+
+def _stored_slice(bounds: Any, file: str, offset: int, sha256: str) -> StoredSlice:
+    return StoredSlice(tuple((start, stop) for start, stop in bounds), file, offset, sha256)
+
+
+def encode(manifest: Manifest) -> str:
+    """Return the manifest's text, with its own checksum."""
+    content = {"format": FORMAT, **asdict(manifest)}
+    return json.dumps({**content, "checksum": _checksum(content)}, indent=1)
+
+
+def format_of(path: Path) -> int:
+    """Return the format of the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: its manifest is damaged.
+    """
+    return int(_content(path)["format"])
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint at `path`, once the sizes of its files have been looked at.
+
+    Raises:
+        CheckpointError: it is damaged, or of another format.
+    """
+    content = _content(path)
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"The checkpoint {path} has format {content['format']}, not {FORMAT}.")
+    checksum = content.pop("checksum", None)
+    if checksum != _checksum(content):
+        raise CheckpointError(f"The checkpoint {path} is damaged: {NAME} is not as it was written.")
+    check_sizes(path, content["files"])
+    tensors = {
+        name: StoredTensor(
+            tensor["dtype"],
+            tuple(tensor["global_shape"]),
+            tuple(_stored_slice(**stored) for stored in tensor["slices"]),
+        )
+        for name, tensor in content["tensors"].items()
+    }
+    return Manifest(content["scalars"], content["files"], tensors)
+
+
+def scalars_of(path: Path) -> dict[str, Any]:
+    """Return the scalars of the checkpoint at `path`, of whatever format.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    content = _content(path)
+    scalars: dict[str, Any] = content["scalars"] if content["format"] == 1 else dict(read_manifest(path).scalars)
+    return scalars
+
+
+def check_sizes(path: Path, files: Mapping[str, int]) -> None:
+    """Refuse the checkpoint at `path` if one of its files is missing or has another size.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    for name, size in files.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError as error:
+            raise damaged(path, error) from error
+        if found != size:
+            raise CheckpointError(f"The checkpoint {path} is damaged: {name} does not have its recorded size.")
+
+
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    """Return the error that names the checkpoint at `path` and what went wrong."""
+    return CheckpointError(f"The checkpoint {path} is damaged: {type(error).__name__} {error}.")
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((path / NAME).read_text(encoding="utf-8"))
+        _ = content["format"], content["files"], content["tensors"], content["scalars"]
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise damaged(path, error) from error
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

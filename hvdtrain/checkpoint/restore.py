@@ -1,0 +1,149 @@
+"""How the state comes back, on any number of ranks."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.checkpoint import manifest
+from hvdtrain.checkpoint.agreement import Ranks, on_every_rank
+from hvdtrain.checkpoint.earlier_format import EarlierReader
+from hvdtrain.checkpoint.slices import SliceReader
+from hvdtrain.config.errors import CheckpointError
+from hvdtrain.state.named_tensors import NamedTensor, elements, spec_of, whole_box
+
+Reader = SliceReader | EarlierReader
+
+
+def restore(
+    path: Path, tensors: Mapping[str, NamedTensor], ranks: Ranks, *, earlier_names: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Load the checkpoint at `path` into `tensors`, and return its scalars; called on every rank.
+
+    The primary reads what all hold alike, and the others receive it. A slice is read from the files by the rank that
+    holds it, or sent by the primary where one cannot see them.
+
+    Args:
+        path: the checkpoint's folder, as the primary sees it.
+        tensors: the state, by path.
+        ranks: those that hold it.
+        earlier_names: what a checkpoint of format 1 calls the tensors, in their order.
+
+    Raises:
+        CheckpointError: it is damaged, or was written for another model or optimizer; the paths are named.
+    """
+    readers: list[Reader] = []
+
+    def open_it() -> dict[str, Any]:
+        if ranks.process:
+            return {}
+        readers.append(_reader(path, tensors, earlier_names))
+        check_fit(path, readers[0], tensors)
+        return readers[0].scalars
+
+    scalars: dict[str, Any] = on_every_rank(ranks, open_it)[0]
+    _restore_replicated(tensors, readers, ranks)
+    _restore_slices(path, tensors, readers, ranks)
+    return scalars
+
+
+def _restore_replicated(tensors: Mapping[str, NamedTensor], readers: list[Reader], ranks: Ranks) -> None:
+    replicated = {path: tensor for path, tensor in tensors.items() if tensor.replicated}
+
+    def read_all() -> None:
+        for reader in readers:
+            for path, tensor in replicated.items():
+                _assign(tensor, reader.read(path, tensor.global_shape, tensor.slice))
+
+    on_every_rank(ranks, read_all)
+    ranks.broadcast({path: tensor.value for path, tensor in replicated.items()})
+
+
+def _restore_slices(path: Path, tensors: Mapping[str, NamedTensor], readers: list[Reader], ranks: Ranks) -> None:
+    slices = {name: tensor for name, tensor in tensors.items() if not tensor.replicated}
+    if not slices:
+        return
+    mine = readers or _readers_of_what_is_seen(path)
+    seen = on_every_rank(ranks, lambda: bool(mine))
+    if all(seen):
+        on_every_rank(ranks, lambda: _read_slices(slices, mine[0]))
+        return
+    for name, tensor in slices.items():
+        _send_slices(name, tensor, readers, ranks)
+
+
+def _send_slices(name: str, tensor: NamedTensor, readers: list[Reader], ranks: Ranks) -> None:
+    """Let the primary send all of a tensor, of which every rank takes its slice."""
+    sent = tf.Variable(tf.zeros(tensor.global_shape, tensor.value.dtype), trainable=False)
+
+    def read() -> None:
+        for reader in readers:
+            sent.assign(reader.read(name, tensor.global_shape, whole_box(tensor.global_shape)))
+
+    on_every_rank(ranks, read)
+    ranks.broadcast({f"restore/{name}": sent})
+    _assign(tensor, sent.numpy()[tensor.slice])
+
+
+def _read_slices(slices: Mapping[str, NamedTensor], reader: Reader) -> None:
+    for name, tensor in slices.items():
+        _assign(tensor, reader.read(name, tensor.global_shape, tensor.slice))
+
+
+def _readers_of_what_is_seen(path: Path) -> list[Reader]:
+    """Return a reader of the checkpoint, unless this rank cannot see it."""
+    try:
+        return [SliceReader(path)]
+    except CheckpointError:
+        return []
+
+
+def _assign(tensor: NamedTensor, array: np.ndarray) -> None:
+    """Give `tensor` these values, and zeros where it is longer than its slice."""
+    shape = tuple(tensor.value.shape)
+    if array.shape != shape:
+        array = np.pad(array, [(0, have - need) for have, need in zip(shape, array.shape, strict=True)])
+    tensor.value.assign(array)
+
+
+def _reader(path: Path, tensors: Mapping[str, NamedTensor], earlier_names: Sequence[str]) -> Reader:
+    if manifest.format_of(path) == 1:
+        return EarlierReader(path, dict(zip(tensors, earlier_names, strict=False)))
+    return SliceReader(path)
+
+
+def check_fit(path: Path, reader: Reader, tensors: Mapping[str, NamedTensor]) -> None:
+    """Refuse a checkpoint whose tensors are not those of the state.
+
+    Raises:
+        CheckpointError: naming the first that differ.
+    """
+    saved = {name: (tensor.dtype, tensor.global_shape) for name, tensor in reader.tensors.items()}
+    needed = {name: (spec_of(name, tensor).dtype, tensor.global_shape) for name, tensor in tensors.items()}
+    wrong = [
+        f"{name}: saved {_words(saved.get(name))}, needed {_words(needed.get(name))}"
+        for name in sorted({*saved, *needed})
+        if not _fits(saved.get(name), needed.get(name))
+    ]
+    if wrong:
+        more = f" … and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"The checkpoint {path} is of another model or optimizer: " + "; ".join(wrong[:3]) + more + "."
+        )
+
+
+Kind = tuple[str, tuple[int, ...]]
+
+
+def _fits(saved: Kind | None, needed: Kind | None) -> bool:
+    """Tell whether one can be read as the other: alike, or one of them flat with as many elements."""
+    if saved is None or needed is None or saved == needed:
+        return saved == needed
+    flat = 1 in (len(saved[1]), len(needed[1]))
+    return saved[0] == needed[0] and flat and elements(saved[1]) == elements(needed[1])
+
+
+def _words(kind: Kind | None) -> str:
+    return "nothing" if kind is None else f"{[kind[0], list(kind[1])]}"

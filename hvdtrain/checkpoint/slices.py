@@ -1,0 +1,88 @@
+"""Slices of tensors in the files of a checkpoint, put together as they are asked for."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.checkpoint.manifest import Manifest, StoredSlice, StoredTensor, read_manifest
+from hvdtrain.config.errors import CheckpointError
+from hvdtrain.state.named_tensors import Box, box_shape, elements, whole_box
+
+
+class SliceReader:
+    """Reads the tensors of a checkpoint, whatever number of ranks wrote them.
+
+    Args:
+        path: the checkpoint's folder.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._manifest: Manifest = read_manifest(path)
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """What there is, by path."""
+        return self._manifest.tensors
+
+    @property
+    def scalars(self) -> dict[str, object]:
+        """The scalars that were saved."""
+        return dict(self._manifest.scalars)
+
+    def read(self, path: str, global_shape: tuple[int, ...], box: Box) -> np.ndarray:
+        """Return the slice `box` of a tensor of `global_shape`.
+
+        A tensor that was stored flat, in row-major order, can be read in any shape, and the other way round.
+
+        Raises:
+            CheckpointError: the bytes are not those that were written.
+        """
+        stored = self.tensors[path]
+        if stored.global_shape == global_shape:
+            return self._assembled(path, stored, box)
+        whole = self._assembled(path, stored, whole_box(stored.global_shape))
+        return np.array(whole.reshape(global_shape)[box], order="C")
+
+    def _assembled(self, path: str, stored: StoredTensor, box: Box) -> np.ndarray:
+        """Return `box`, put together from the slices that overlap with it."""
+        for part in stored.slices:
+            if part.box == box:
+                return self._part(path, stored.dtype, part)
+        result = np.empty(box_shape(box), _numpy_dtype(stored.dtype))
+        for part in stored.slices:
+            overlap = tuple(
+                slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(part.box, box, strict=True)
+            )
+            if elements(box_shape(overlap)):
+                result[_within(overlap, box)] = self._part(path, stored.dtype, part)[_within(overlap, part.box)]
+        return result
+
+    def _part(self, path: str, dtype: str, part: StoredSlice) -> np.ndarray:
+        shape, kind = box_shape(part.box), _numpy_dtype(dtype)
+        count = elements(shape) * kind.itemsize
+        try:
+            content = np.fromfile(self._path / part.file, np.uint8, count, offset=part.offset)
+        except OSError as error:
+            raise CheckpointError(f"The checkpoint {self._path} cannot be read: {error}") from error
+        if hashlib.sha256(content.data).hexdigest() != part.sha256:
+            raise CheckpointError(
+                f"The checkpoint {self._path} is damaged: in {part.file} the bytes of {path} are not those that were "
+                "written."
+            )
+        return content.view(kind).reshape(shape)
+
+
+def _within(box: Box, outer: Box) -> Box:
+    """Return the slice of `outer` that `box` is."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    return np.dtype(tf.as_dtype(name).as_numpy_dtype)

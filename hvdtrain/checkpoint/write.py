@@ -1,0 +1,56 @@
+"""A rank's file of tensors: their bytes one after another, with a checksum for each."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.checkpoint.snapshot import Owned
+
+Entries = dict[str, list[Any]]
+"""By path: dtype, global shape, bounds of the slice, file, offset and SHA-256."""
+
+
+def write_tensors(file: Path, tensors: Iterable[Owned]) -> tuple[Entries, int]:
+    """Write `tensors` to a new file, one after another, and force it to disk; return its entries and its size.
+
+    A rank that has nothing to write makes no file.
+    """
+    entries: Entries = {}
+    offset = 0
+    stream = None
+    try:
+        for tensor in tensors:
+            if stream is None:
+                stream = open(file, "xb")  # noqa: SIM115 (opened with the first tensor)
+            content = _bytes(tensor.array())
+            stream.write(content)
+            spec = tensor.spec
+            bounds = [[part.start, part.stop] for part in spec.slice]
+            digest = hashlib.sha256(content).hexdigest()
+            entries[spec.path] = [spec.dtype, list(spec.global_shape), bounds, file.name, offset, digest]
+            offset += len(content)
+        if stream is not None:
+            stream.flush()
+            os.fsync(stream.fileno())
+    finally:
+        if stream is not None:
+            stream.close()
+    return entries, offset
+
+
+def _bytes(array: np.ndarray) -> Any:
+    """Return the array's own memory as bytes, whatever its dtype."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def sync(path: Path) -> None:
+    """Force a file's or a folder's content to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

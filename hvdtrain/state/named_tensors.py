@@ -1,0 +1,68 @@
+"""A tensor of the state and its place in the whole, with or without memory behind it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+Box: TypeAlias = tuple[slice, ...]
+"""One slice with start and stop for each dim of a tensor."""
+
+
+class NamedTensor(NamedTuple):
+    """A tensor of the state and the slice of the whole that this replica holds."""
+
+    value: Any
+    """A tf.Variable, or anything with `dtype` and `shape` where only specs are wanted.
+
+    One dim may be longer than its slice: the elements behind it are padding, which is neither saved nor restored.
+    """
+    global_shape: tuple[int, ...]
+    slice: Box
+    """The slice of the whole that this replica holds."""
+    replicated: bool
+    """Whether every replica along dp holds the same values."""
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What there is to know of a tensor of the state without its values."""
+
+    path: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    slice: Box
+    replicated: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether this replica holds all of the tensor."""
+        return self.slice == whole_box(self.global_shape)
+
+
+def replicated_tensor(value: Any) -> NamedTensor:
+    """Return `value` as a tensor of which every replica holds all."""
+    shape = tuple(int(n) for n in value.shape)
+    return NamedTensor(value, shape, whole_box(shape), replicated=True)
+
+
+def spec_of(path: str, tensor: NamedTensor) -> StateSpec:
+    """Return the spec of `tensor`, which needs no values for it."""
+    dtype = getattr(tensor.value.dtype, "name", tensor.value.dtype)
+    return StateSpec(path, str(dtype), tensor.global_shape, tensor.slice, tensor.replicated)
+
+
+def whole_box(shape: Iterable[int]) -> Box:
+    """Return the slice that is all of a tensor of `shape`."""
+    return tuple(slice(0, int(n)) for n in shape)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Return the shape of what `box` cuts out."""
+    return tuple(max(0, part.stop - part.start) for part in box)
+
+
+def elements(shape: Iterable[int]) -> int:
+    """Return the number of elements of a tensor of `shape`."""
+    return int(np.prod(list(shape), dtype=np.int64))

@@ -1,0 +1,65 @@
+"""The part of the state that lives on the host: counts, the position in the data, and the epoch's figures so far."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.data.identity import Identity
+
+
+@dataclass
+class Progress:
+    """What the epoch under way has come to so far: with it, an epoch that is resumed reports the whole epoch."""
+
+    loss_sum: float = 0.0
+    """Sum of the weighted losses over all replicas."""
+    loss_weight: float = 0.0
+    """Sum of their weights."""
+    metrics: list[list[Any]] = field(default_factory=list)
+    """Variables of each epoch metric, summed over all replicas."""
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    """What each callback remembers; see `state.callbacks`."""
+
+
+@dataclass
+class Scalars:
+    """The part of the state that lives on the host."""
+
+    step: int = 0
+    """Finished optimizer steps, on whatever data."""
+    epoch: int = 0
+    """Finished passes over the data."""
+    step_in_epoch: int | None = 0
+    """Finished steps of the epoch under way; None in checkpoints of earlier versions, whose steps tell."""
+    seed: int = 0
+    loss_scale: float = 1.0
+    data: Identity | None = None
+    """Fingerprint of the samples; None where it is unknown, as in checkpoints of earlier versions."""
+    processes: int | None = None
+    """How many of them share the files of an epoch (--shard-by files); None where that does not matter."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """What is wrong with the samples of training that are left out (--on-bad-record), by number."""
+    progress: Progress = field(default_factory=Progress)
+
+    def place(self, steps_per_epoch: int) -> int:
+        """Return the finished steps of the epoch under way, in data of `steps_per_epoch`."""
+        if self.step_in_epoch is None:
+            self.step_in_epoch = self.step - self.epoch * steps_per_epoch
+        return self.step_in_epoch
+
+    def advance(self, steps_per_epoch: int) -> None:
+        """Count one step."""
+        place = self.place(steps_per_epoch) + 1
+        self.step += 1
+        self.epoch, self.step_in_epoch = self.epoch + place // steps_per_epoch, place % steps_per_epoch
+
+    def begin_epoch(self) -> None:
+        """Go to the beginning of the epoch under way, forgetting what was counted in it; the step count stays."""
+        self.step_in_epoch = 0
+        self.progress = Progress(callbacks=self.progress.callbacks)
+
+
+def scalars_from(saved: Mapping[str, Any]) -> Scalars:
+    """Return the scalars of a checkpoint; one of an earlier version says nothing of the place in the epoch."""
+    values = {"step_in_epoch": None if saved.get("step") else 0, **saved}
+    return Scalars(**{**values, "progress": Progress(**values.get("progress", {}))})

@@ -1,0 +1,135 @@
+"""An optimizer's variables by role and by the structural path of the variable that they belong to."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
+from hvdtrain.state.structure import Structure
+from hvdtrain.state.variables import own_attributes, unwrap
+
+_BOOKKEEPING = {"_variables", "_trainable_variables", "_trainable_variables_indices", "_tracker"}
+
+
+class Slot(NamedTuple):
+    """A variable of an optimizer."""
+
+    variable: tf.Variable
+    owner: int | None
+    """Place of the variable that it belongs to among those that the optimizer was built for; None: to all of them."""
+
+
+def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str]) -> dict[str, Slot]:
+    """Return the variables of a built `optimizer` by role and path, such as `velocities/layers/0/kernel`.
+
+    Those that belong to no variable of the model are named by their role alone: `iterations`, `learning_rate`. Within a
+    LossScaleOptimizer the paths begin with `inner_optimizer/`. The order is that of `optimizer.variables`.
+
+    Args:
+        optimizer: a Keras optimizer, possibly around another one.
+        variables: the variables that it was built for, in their order: the model's, or substitutes such as slices.
+        paths: the structural paths of the model's variables that they stand for.
+    """
+    places = {variable.path: place for place, variable in enumerate(variables) if hasattr(variable, "path")}
+    found: dict[int, tuple[str, int | None]] = {}
+    for role, owner, variable in _attributes(optimizer, len(paths), places):
+        found.setdefault(id(unwrap(variable)), (role, owner))
+    named: dict[str, Slot] = {}
+    for place, variable in enumerate(optimizer.variables):
+        tensor = unwrap(variable)
+        role, owner = found.get(id(tensor), (f"variables/{place}", None))
+        named[role if owner is None else f"{role}/{paths[owner]}"] = Slot(tensor, owner)
+    return named
+
+
+def replicated_slots(optimizer: Any, structure: Structure) -> dict[str, NamedTensor]:
+    """Return the variables of a built `optimizer` of the model's own variables, of which every replica holds all."""
+    variables = innermost(optimizer)._trainable_variables
+    slots = slot_tensors(optimizer, variables, [structure.path(variable) for variable in variables])
+    return {f"optimizer/{path}": replicated_tensor(slot.variable) for path, slot in slots.items()}
+
+
+def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Structure) -> None:
+    """Build a built `optimizer` again, for `variables` and then those that it knows besides, whose slots keep values.
+
+    Nothing changes where it knows all of them.
+
+    The new slots begin as at the first step, and averages of weights as the weights are. The order is that of an
+    optimizer that was built for the same variables at first: Keras' own files depend on it.
+
+    Args:
+        optimizer: possibly around another one.
+        variables: those that are trained by now.
+        structure: of the model that they are in.
+    """
+    known = list(innermost(optimizer)._trainable_variables)
+    new = unknown_to(optimizer, variables)
+    if not new:
+        return
+    before = replicated_slots(optimizer, structure)
+    trained = {id(variable) for variable in variables}
+    everything = [*variables, *(variable for variable in known if id(variable) not in trained)]
+    for each in _chain(optimizer):
+        _forget_slots(each)
+    optimizer.build(everything)
+    for path, tensor in replicated_slots(optimizer, structure).items():
+        if path in before:
+            tensor.value.assign(before[path].value)
+    inner = innermost(optimizer)
+    for variable in new if inner.use_ema else []:
+        average = inner._model_variables_moving_average[inner._get_variable_index(variable)]
+        if average is not None:
+            average.assign(variable)
+
+
+def _chain(optimizer: Any) -> Iterator[Any]:
+    """Yield `optimizer` and those that it wraps."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def _forget_slots(optimizer: Any) -> None:
+    """Let `optimizer` be as before it was built: with a count of steps and a learning rate, and nothing else."""
+    first = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    kept = [variable for variable in optimizer._variables if id(variable) in first]
+    # As in its constructor, where nothing is tracked yet: a list that loses elements could not be saved any more.
+    tracker = vars(optimizer).pop("_tracker")
+    optimizer._variables = kept
+    optimizer._trainable_variables_indices = {}
+    optimizer.built = False
+    vars(optimizer)["_tracker"] = tracker
+    is_variable, _ = tracker.config["variables"]
+    tracker.config["variables"] = (is_variable, optimizer._variables)
+    tracker.stored_ids["variables"] = {id(variable) for variable in kept}
+
+
+def unknown_to(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Return those of `variables` that a built `optimizer` has no slots for."""
+    known = {id(variable) for variable in innermost(optimizer)._trainable_variables}
+    return [variable for variable in variables if id(variable) not in known]
+
+
+def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterator[tuple[str, int | None, Any]]:
+    """Yield every variable that an attribute of `optimizer` holds, with its role and the place of its owner.
+
+    Args:
+        optimizer: see `slot_tensors`.
+        count: of the variables that it was built for.
+        places: those variables' places by their path.
+    """
+    for name, value in own_attributes(optimizer, _BOOKKEEPING):
+        role = name.lstrip("_")
+        if isinstance(value, keras.Variable):
+            yield role, None, value
+        elif isinstance(value, keras.optimizers.Optimizer):
+            for inner, owner, slot in _attributes(value, count, places):
+                yield f"{role}/{inner}", owner, slot
+        elif isinstance(value, list | tuple | dict):
+            for key, slot in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(slot, keras.Variable):
+                    owner = places.get(key) if isinstance(value, dict) else key if len(value) == count else None
+                    yield role if owner is not None else f"{role}/{key}", owner, slot

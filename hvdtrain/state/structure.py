@@ -1,0 +1,129 @@
+"""Where each variable sits in a Keras model: paths that are the same for every instance, in every process.
+
+Keras' own paths hold the names of layers, which it numbers over all models of a process: the second instance of a model
+has other ones. Here a variable is named by the attributes, and by the places in lists, that lead to it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.state.variables import own_attributes, unwrap
+
+_BOOKKEEPING = {
+    "_layers",
+    "_trainable_variables",
+    "_non_trainable_variables",
+    "_seed_generators",
+    "_metrics",
+    "_tracker",
+}
+"""Lists in which Keras keeps, in the order of creation, what a layer's attributes hold already."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The structural path of every variable of a model."""
+
+    paths: Mapping[int, str]
+    """Paths by the id of the tf.Variable."""
+    statistics: frozenset[int]
+    """Ids of the floating-point variables that layers change themselves, such as BatchNorm's moving averages.
+
+    A frozen weight is none: it was made to be trained.
+    """
+
+    def path(self, variable: Any) -> str:
+        """Return the structural path of a variable of the model."""
+        return self.paths[id(unwrap(variable))]
+
+    def by_path(self, variables: list[Any]) -> dict[str, tf.Variable]:
+        """Return the tf.Variables under `variables` by structural path, in their order."""
+        return {self.path(variable): unwrap(variable) for variable in variables}
+
+
+def structure_of(model: Any) -> Structure:
+    """Return the structural paths of all variables of `model`.
+
+    A variable that no attribute leads to is named by its place among those that its layer has created; one that
+    several lead to by the first of them, in alphabetical order.
+    """
+    walk = _Walk()
+    walk.visit(model, "")
+    for place, variable in enumerate(model.variables):
+        walk.name(variable, f"variables/{place}")
+    return Structure(walk.paths, frozenset(walk.statistics))
+
+
+class _Walk:
+    """Goes through a model, naming each variable when it is first met."""
+
+    def __init__(self) -> None:
+        self.paths: dict[int, str] = {}
+        self.statistics: set[int] = set()
+        self._seen: set[int] = set()
+        self._taken: set[str] = set()
+
+    def visit(self, thing: Any, path: str) -> None:
+        if isinstance(thing, keras.Variable):
+            self.name(thing, path)
+        elif isinstance(thing, keras.random.SeedGenerator):
+            self.name(thing.state, _join(path, "state"))
+        elif isinstance(thing, keras.Layer | list | tuple | dict) and id(thing) not in self._seen:
+            self._seen.add(id(thing))
+            for name, child in _children(thing):
+                self.visit(child, _join(path, name))
+            if isinstance(thing, keras.Layer):
+                self._visit_bookkeeping(thing, path)
+
+    def _visit_bookkeeping(self, layer: Any, path: str) -> None:
+        """Name what no attribute leads to, and note which variables the layer changes itself."""
+        for place, variable in enumerate(layer._trainable_variables):
+            self.name(variable, _join(path, f"variables/{place}"))
+        for place, variable in enumerate(layer._non_trainable_variables):
+            self.name(variable, _join(path, f"non_trainable_variables/{place}"))
+            if tf.as_dtype(variable.dtype).is_floating:
+                self.statistics.add(id(unwrap(variable)))
+        for place, generator in enumerate(layer._seed_generators):
+            self.visit(generator, _join(path, f"seed_generators/{place}"))
+        for place, child in enumerate(layer._layers):
+            self.visit(child, _join(path, f"layers/{place}"))
+
+    def name(self, variable: Any, path: str) -> None:
+        """Give `variable` this path unless it has one; `kernel` and `_kernel` of one layer are kept apart."""
+        tensor = unwrap(variable)
+        if id(tensor) in self.paths:
+            return
+        count, unique = 1, path
+        while unique in self._taken:
+            count += 1
+            unique = f"{path}#{count}"
+        self.paths[id(tensor)] = unique
+        self._taken.add(unique)
+
+
+def _children(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a layer or a container holds, by name, in an order that does not depend on the process."""
+    if isinstance(thing, dict):
+        yield from ((str(key), value) for key, value in thing.items())
+    elif isinstance(thing, list | tuple):
+        yield from ((str(place), value) for place, value in enumerate(thing))
+    else:
+        # Functional and Sequential models are lists of layers first of all, as in Keras' own files.
+        if isinstance(thing, keras.Sequential) or hasattr(thing, "_operations"):
+            yield "layers", list(thing.layers)
+        yield from ((name.lstrip("_"), value) for name, value in own_attributes(thing, _BOOKKEEPING))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
+
+
+def seed_states(model: Any) -> list[Any]:
+    """Return the state variables of the model's seed generators (they are in `variables`, not in `weights`)."""
+    weights = {id(unwrap(weight)) for weight in model.weights}
+    extra = [variable for variable in model.variables if id(unwrap(variable)) not in weights]
+    return [v for v in extra if v.path.endswith("seed_generator_state") and tuple(v.shape) == (2,)]
