@@ -129,7 +129,15 @@ def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterat
             for inner, owner, slot in _attributes(value, count, places):
                 yield f"{role}/{inner}", owner, slot
         elif isinstance(value, list | tuple | dict):
-            for key, slot in value.items() if isinstance(value, dict) else enumerate(value):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, slot in pairs:
                 if isinstance(slot, keras.Variable):
-                    owner = places.get(key) if isinstance(value, dict) else key if len(value) == count else None
+                    owner = _owner(key, value, count, places)
                     yield role if owner is not None else f"{role}/{key}", owner, slot
+
+
+def _owner(key: Any, slots: Any, count: int, places: Mapping[str, int]) -> int | None:
+    """Return whose slot is at `key`: a dict has paths for keys, and a list one slot for each variable."""
+    if isinstance(slots, dict):
+        return places.get(key)
+    return int(key) if len(slots) == count else None

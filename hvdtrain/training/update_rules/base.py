@@ -60,7 +60,7 @@ class UpdateRule:
         return replicated_slots(self.optimizer, structure_of(self.model))
 
     def follow_model(self) -> None:
-        """Train what is trainable by now, after layers were frozen or unfrozen; slots that exist keep their values."""
+        """Train what is trainable by now, after layers were frozen or unfrozen; known slots keep their values."""
         self._variables = list(self.model.trainable_variables)
         self._paths = list(structure_of(self.model).by_path(self._variables))
         self._build_optimizer()
