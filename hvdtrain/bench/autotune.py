@@ -1,4 +1,4 @@
-"""Find the settings of the exchange that are fastest on this machine, one setting after the other; no TensorFlow."""
+"""Autotuning of the exchange: coordinate search for the fastest settings on this machine. No TensorFlow."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,41 +17,41 @@ CANDIDATES = {
     "HOROVOD_CYCLE_TIME": ("0.1", "2"),
     "HOROVOD_FUSION_THRESHOLD": (str(4 * 2**20), str(64 * 2**20)),
 }
-"""What is tried in place of each default, in this order."""
+"""Alternatives to each default, in the order in which they are tried."""
 OF_MPI = ("OMPI_MCA_mpi_yield_when_idle",)
-"""Settings that mean nothing to Gloo."""
+"""Settings without effect on Gloo."""
 WORTH = 0.03
-"""The share of a step's time that another value must save: launches of the same settings differ by less."""
+"""Fraction of the step time that a setting must save; launches with equal settings differ by less."""
 
 Ask = Callable[[Sequence[str], Mapping[str, str]], Answer]
 
 
 @dataclass
 class Tuning:
-    """What was found."""
+    """The result of autotuning."""
 
     settings: dict[str, str] = field(default_factory=dict)
-    """Those that should not be the defaults."""
+    """Settings to change from their defaults."""
     saved: float = 0.0
-    """The share of a step's time that they save, against the defaults in turn."""
+    """Fraction of the step time that they save, measured in turn with the defaults."""
     foreign: list[float] = field(default_factory=list)
-    """Cores' worth of time that other programs took during each launch."""
+    """Cores that other programs kept busy during each launch."""
 
     @property
     def noise(self) -> float | None:
-        """What other programs took, where that was too much to believe what was found."""
+        """A description of the load by other programs, if it was too high for a reliable result."""
         taken = float(np.median(self.foreign))
         return taken if taken > MOST_FOREIGN else None
 
 
 def autotune(point: Point, how: Launching, ask: Ask, tell: Callable[[str], None]) -> Tuning:
-    """Try every candidate, keep what saves at least `WORTH`, and compare the whole with the defaults once more.
+    """Try every candidate, keep those that save at least `WORTH`, and compare the result with the defaults again.
 
     Args:
-        point: what is timed: a model on a backend of Horovod.
-        how: how it is launched each time.
-        ask: runs a command in an environment that has these variables set.
-        tell: is given a line on each launch.
+        point: what to time: a model on a backend of Horovod.
+        how: how to launch it.
+        ask: runs a command with additional environment variables.
+        tell: receives a line of progress per launch.
 
     Raises:
         LaunchFailed: a launch did not answer.
@@ -76,7 +76,7 @@ def autotune(point: Point, how: Launching, ask: Ask, tell: Callable[[str], None]
                 best, least = tried, milliseconds
     if best == defaults:
         return found
-    # Anew, and next to each other: the best of many is fast by chance, too, and the machine may have changed.
+    # Measured again, in turn: the best of many is partly lucky, and the load of the machine may have changed.
     again = time_of(defaults)
     saved = 1.0 - time_of(best) / again
     if saved >= WORTH:
@@ -85,10 +85,10 @@ def autotune(point: Point, how: Launching, ask: Ask, tell: Callable[[str], None]
 
 
 def difference(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """Return those of `settings` that are not the default."""
+    """Return the settings that differ from the defaults."""
     return {name: value for name, value in settings.items() if value != defaults.get(name)}
 
 
 def shown(settings: Mapping[str, str]) -> str:
-    """Return settings as a shell takes them."""
+    """Format settings for a shell."""
     return " ".join(f"{name}={value}" for name, value in settings.items())

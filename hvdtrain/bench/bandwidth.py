@@ -3,8 +3,8 @@
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: with the size S in bytes and the time t, the
 algorithm bandwidth is S / t. The bus bandwidth is that times a factor of the number of ranks n, which makes it the
 traffic over the slowest link, whatever n is: 2 (n - 1) / n for all-reduce, (n - 1) / n for all-gather, reduce-scatter
-and all-to-all, 1 for broadcast. S is the larger of what a rank gives and what it gets: of all-gather the result, of
-the others what a rank gives.
+and all-to-all, 1 for broadcast. S is the larger of a rank's input and output: the output of all-gather, the input of
+the others.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ FACTORS: dict[str, Callable[[int], float]] = {
 }
 COLLECTIVES = tuple(FACTORS)
 ADD = "add"
-"""Not a collective: every rank adds an array of S bytes to another. It is the least that reducing takes."""
+"""Not a collective: every rank adds an array of S bytes to another, the lower bound of a reduction."""
 
 
 def algorithm_bandwidth(size: int, milliseconds: float) -> float:
@@ -27,22 +27,22 @@ def algorithm_bandwidth(size: int, milliseconds: float) -> float:
 
 
 def bus_bandwidth(collective: str, size: int, milliseconds: float, ranks: int) -> float | None:
-    """Return the bus bandwidth in GB/s; None for what is no collective."""
+    """Return the bus bandwidth in GB/s; None if `collective` is not one."""
     if collective not in FACTORS:
         return None
     return algorithm_bandwidth(size, milliseconds) * FACTORS[collective](ranks)
 
 
 def calls(size: int) -> int:
-    """Return how many calls one time is the median of: 256 MB together, but 5 at least and 100 at most."""
+    """Return the number of calls per measurement: 256 MB together, between 5 and 100 calls."""
     return max(5, min(100, 256_000_000 // size))
 
 
 def parsed_size(text: str) -> int:
-    """Return the bytes of `4KB`, `16MB`, `1000`: powers of 1000.
+    """Parse a size such as `4KB`, `16MB` or `1000` to bytes; units are powers of 1000.
 
     Raises:
-        ValueError: it is no size, or less than 1 KB.
+        ValueError: not a size, or less than 1 KB.
     """
     units = {"KB": 1000, "MB": 1000**2, "GB": 1000**3}
     number, factor = next(((text[:-2], f) for unit, f in units.items() if text.upper().endswith(unit)), (text, 1))
@@ -53,7 +53,7 @@ def parsed_size(text: str) -> int:
 
 
 def shown_size(size: int) -> str:
-    """Return a size as one types it."""
+    """Format a size as `parsed_size` reads it."""
     for unit, factor in (("GB", 1000**3), ("MB", 1000**2), ("KB", 1000)):
         if size >= factor:
             return f"{size / factor:g} {unit}"

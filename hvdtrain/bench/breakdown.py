@@ -1,13 +1,13 @@
-"""Where the time of a step goes: variants of the step, each without one more part, take turns in the same processes.
+"""Breakdown of the step time: variants of the step, each with one part less, take turns in the same processes.
 
     whole    a batch from the pipeline, forward and backward pass, exchange, update
-    batch    the same on one batch again and again: without the pipeline
-    alone    the same without the exchange, on all ranks at once
+    batch    the same on one fixed batch: without the pipeline
+    alone    the same without the exchange, on all ranks at the same time
     passes   the same without the update: forward and backward pass
 
-The parts are the differences: input = whole - batch, exchange = batch - alone, update = alone - passes. What overlaps
-with something else counts only as far as it makes the step longer. Differences of times that are noisy can be
-negative; they are told as they are.
+The parts are the differences: input = whole - batch, exchange = batch - alone, update = alone - passes. A part that
+overlaps with another counts only as far as it prolongs the step. Differences of noisy times can be negative, and are
+reported as they are.
 """
 
 import time
@@ -34,8 +34,8 @@ from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
 from hvdtrain.training.update_rules.base import UpdateRule
 
-CAN_TELL = ("horovod", "single")
-"""Backends whose exchange can be left out without changing the rest: each process holds plain variables."""
+WITH_BREAKDOWN = ("horovod", "single")
+"""Backends whose exchange can be left out: each process holds plain variables."""
 ROUNDS = 3
 PARTS = {
     "forward and backward": ("passes", None),
@@ -43,7 +43,7 @@ PARTS = {
     "input": ("whole", "batch"),
     "update": ("alone", "passes"),
 }
-"""Each part's time is that of the first variant less that of the second."""
+"""Each part's time: that of the first variant minus that of the second."""
 
 
 class NoUpdate(UpdateRule):
@@ -61,7 +61,7 @@ class NoUpdate(UpdateRule):
 
 
 class Variants:
-    """The steps that take turns, by name, and their times in milliseconds in each round."""
+    """The variants by name, and their times in milliseconds per round."""
 
     def __init__(self, backend: Backend, steps: dict[str, Callable[[], Any]]) -> None:
         self._backend = backend
@@ -69,7 +69,7 @@ class Variants:
         self.times_ms: dict[str, list[float]] = {name: [] for name in steps}
 
     def run(self, count: int) -> None:
-        """Let each take `count` steps in each round."""
+        """Run `count` steps of each variant in each round."""
         for step in self._steps.values():
             step().numpy()  # traces
         for _ in range(ROUNDS):
@@ -79,7 +79,7 @@ class Variants:
 
     @staticmethod
     def parts(by_rank: Sequence[dict[str, list[float]]]) -> dict[str, float]:
-        """Return milliseconds of each part: medians over the rounds, on the slowest rank."""
+        """Return the milliseconds of each part: medians over the rounds, on the slowest rank."""
         names = by_rank[0]
         medians = {name: float(np.median(np.max([times[name] for times in by_rank], axis=0))) for name in names}
         return {
@@ -96,7 +96,7 @@ def _milliseconds(step: Callable[[], Any], count: int) -> float:
 
 
 def breakdown(session: Session, config: Config, trainer: Trainer, data: TrainingData, timing: Timing) -> Variants:
-    """Let the variants of `trainer`'s step take turns; every rank calls it, after what else is measured."""
+    """Measure the variants of `trainer`'s step in turn; collective, after all other measurements."""
     backend = trainer.backend
     stream = data.batches(0)
     one = next(stream)
@@ -115,7 +115,7 @@ def breakdown(session: Session, config: Config, trainer: Trainer, data: Training
 
 
 def _alone(config: Config, trainer: Trainer, here: Backend, mine: Batch, rule: UpdateRule) -> Callable[[], Any]:
-    """Return a step on this rank's part of a batch that exchanges nothing."""
+    """Return a step on this rank's slice of a batch, without any exchange."""
     model, training = trainer.model, config.training
     outputs = model(mine.inputs, training=False)
     names = lambda: getattr(model, "output_names", None)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Time the collectives of one engine, on every rank of a launch; no TensorFlow."""
+"""Timing of one engine's collectives, on every rank of a launch. No TensorFlow."""
 
 import json
 import statistics
@@ -17,40 +17,40 @@ Floats = npt.NDArray[np.float32]
 
 
 class Unavailable(RuntimeError):
-    """An engine has no such collective; the message says why."""
+    """The engine lacks a collective; the message says why."""
 
 
 class Caller(Protocol):
     """An engine in one process."""
 
     settings: dict[str, str]
-    """What it runs with."""
+    """Settings in effect, for the report."""
 
     def prepared(self, collective: str, values: Floats) -> Callable[[], Any]:
-        """Return a call of `collective` that gives it `values`; what it returns can be read as an array.
+        """Return a function that calls `collective` on `values`; its result converts to an array.
 
         Raises:
-            Unavailable: the engine has no such collective.
+            Unavailable: the engine lacks the collective.
         """
 
     def meet(self) -> None:
-        """Wait until all ranks are here, within microseconds of one another."""
+        """Barrier: return on all ranks within microseconds of one another."""
 
     def close(self) -> None:
-        """Leave together with the others."""
+        """Shut down, together with the other ranks."""
 
 
-def given(collective: str, size: int, rank: int, ranks: int) -> Floats:
-    """Return what `rank` gives to a collective of `size` bytes: all elements rank + 1.
+def input_of(collective: str, size: int, rank: int, ranks: int) -> Floats:
+    """Return the input of `rank` for a collective of `size` bytes: all elements are rank + 1.
 
-    Sizes are rounded down so that they divide among the ranks.
+    Sizes are rounded down to divide among the ranks.
     """
     elements = size // 4 // ranks
     return np.full(elements if collective == "allgather" else elements * ranks, rank + 1, np.float32)
 
 
 def expected(collective: str, size: int, ranks: int) -> Floats:
-    """Return what comes out of `given` on every rank."""
+    """Return the expected result on every rank."""
     elements, total = size // 4 // ranks, ranks * (ranks + 1) / 2
     if collective in ("allgather", "alltoall"):
         return np.repeat(np.arange(1, ranks + 1, dtype=np.float32), elements)
@@ -60,13 +60,13 @@ def expected(collective: str, size: int, ranks: int) -> Floats:
 
 
 def measure(caller: Caller, link: Link, collectives: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
-    """Time each collective at each size; every rank calls it. Times are milliseconds a call, on the slowest rank."""
+    """Time each collective at each size, in milliseconds per call on the slowest rank; every rank calls it."""
     rank, ranks = link.environment.rank, link.environment.size
     series, skipped = [], {}
     for collective in collectives:
         for size in sizes:
             try:
-                call = caller.prepared(collective, given(collective, size, rank, ranks))
+                call = caller.prepared(collective, input_of(collective, size, rank, ranks))
             except Unavailable as error:
                 skipped[collective] = str(error)
                 break
@@ -87,7 +87,7 @@ def _timed(caller: Caller, call: Callable[[], Any], count: int) -> float:
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
-    # Not the mean: a call for which memory is taken from the system for the first time costs many of the others.
+    # Not the mean: a call that first allocates memory from the system costs as much as many others.
     return 1000.0 * statistics.median(times)
 
 

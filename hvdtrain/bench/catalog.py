@@ -1,4 +1,4 @@
-"""The models that are measured, on random data; no TensorFlow."""
+"""Benchmark models, on random data. No TensorFlow."""
 
 from dataclasses import dataclass, replace
 
@@ -18,13 +18,13 @@ ADAM = OptimConfig("adam", learning_rate=1e-4)
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model as it is measured."""
+    """A benchmark model."""
 
     about: str
     config: Config
-    """Model, data, optimizer; its batch is that of one step over all ranks."""
+    """Model, data and optimizer; its batch is the global batch."""
     steps: int
-    """Steps of a window: as many as hvdtrain logs after by default, and of short steps more."""
+    """Steps of a window: the default logging interval, or more if steps are short."""
 
 
 def _model(
@@ -101,7 +101,7 @@ MODELS = dict(
         ),
     )
 )
-"""By name; those after `dlrm` must be asked for."""
+"""Models by name; those after `dlrm` run only on request."""
 USUAL = ("resnet20", "lm", "mlp", "dlrm")
 
 
@@ -109,7 +109,7 @@ def bench_model(name: str) -> BenchModel:
     """Return the model `name`.
 
     Raises:
-        ConfigError: there is none, with the nearest one there is.
+        ConfigError: unknown name; suggests the nearest.
     """
     if name not in MODELS:
         raise ConfigError(f"bench has no model {name!r}.{suggestion(name, dict.fromkeys(MODELS, ''))}")
@@ -120,7 +120,7 @@ def bench_config(name: str, *, batch: int, precision: PrecisionName = "float32",
     """Return the configuration of `name` with `batch` samples per step over all ranks.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: unknown model.
     """
     config = bench_model(name).config
     return replace(

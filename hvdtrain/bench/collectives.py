@@ -1,4 +1,4 @@
-"""Run the comparison of collectives: every engine in turn, each launch in fresh processes; no TensorFlow."""
+"""The comparison of collectives: engines take turns, each launch in fresh processes. No TensorFlow."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from hvdtrain.bench.timing import WORD
 
 
 def command_of(name: str, collectives: Sequence[str], sizes: Sequence[int], ranks: int) -> list[str]:
-    """Return the words that launch the engine `name` once."""
+    """Return the command that launches the engine `name` once."""
     this = engine(name)
     chosen = [one for one in this.collectives if one in collectives or one == ADD]
     words = [*launcher(this.launcher, ranks), sys.executable, "-m", "hvdtrain", "bench", "engine", name]
@@ -31,7 +31,7 @@ def run_collectives(
     tell: Callable[[str], None],
     ask_for: Ask | None = None,
 ) -> tuple[list[EngineRun], list[Series]]:
-    """Measure every engine in every round, A B C and then C B A; one that fails is not started again."""
+    """Measure every engine in every round, A B C then C B A; an engine that fails is not started again."""
     answered = ask_for or (lambda words: ask(words, WORD, limit_s=limit_s))
     commands = {name: command_of(name, collectives, sizes, ranks) for name in names}
     runs = {name: EngineRun(name, shown(command)) for name, command in commands.items()}

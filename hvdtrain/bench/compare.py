@@ -1,4 +1,4 @@
-"""What changed between two results; no TensorFlow."""
+"""Comparison of two results. No TensorFlow."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from hvdtrain.bench.results import Cell, Results, Series
 from hvdtrain.bench.statistics import setting, step_times
 
 RULE = (
-    "The two were not measured in turn, so that a machine that was slower on one day looks like a change. Told is a "
-    f"change where the quartiles of the two do not overlap and both have at least {LEAST_ROUNDS} rounds."
+    "The two were not measured in turn, so that a machine that was slower on one day looks like a change. Reported "
+    f"is a change where the quartiles of the two do not overlap and both have at least {LEAST_ROUNDS} rounds."
 )
 
 
 def verdict(before: Sequence[float], after: Sequence[float]) -> str:
-    """Say whether times changed: `slower`, `faster`, `within the spread` or why that cannot be told."""
+    """Return whether times changed: `slower`, `faster`, `within the spread`, or why that is unknown."""
     if min(len(before), len(after)) < LEAST_ROUNDS:
         return "too few rounds"
     a, b = spread(before), spread(after)
@@ -27,7 +27,7 @@ def verdict(before: Sequence[float], after: Sequence[float]) -> str:
 
 
 def compared(before: Results, after: Results) -> Iterator[Block]:
-    """Yield what changed, as blocks of a report."""
+    """Yield the changes as blocks of a report."""
     yield Heading(f"From {before.date}, {before.host_class} to {after.date}, {after.host_class}", 1)
     changed = [[name, a, b] for name, a, b in differences(before.environment, after.environment)]
     yield Table(["machine, versions and variables that differ", "before", "after"], changed or [["none", "", ""]], 3)
@@ -52,7 +52,7 @@ def _series(results: Results) -> list[Series]:
 
 
 def _pairs(before: Sequence[Any], after: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    """Return what there is of each key before and after; None where it is missing."""
+    """Pair items of both sides by key; None if one is missing."""
     old, new = ({key(one): one for one in some} for some in (before, after))
     return [(old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new])]
 
@@ -79,7 +79,7 @@ def _times(
 
 
 def differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield (name, before, after) of what differs in two nests of dictionaries."""
+    """Yield (name, before, after) of the differences of two nested dicts."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*before, *after]):
             if key != "available_memory_gib":

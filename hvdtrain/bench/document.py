@@ -1,4 +1,4 @@
-"""A report as blocks, which become Markdown or a page of HTML that needs no other file; no TensorFlow."""
+"""Reports as blocks, rendered to Markdown or to a self-contained HTML page. No TensorFlow."""
 
 import base64
 import html
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Heading:
-    """A title; level 1 is that of the report."""
+    """A heading; level 1 is the title of the report."""
 
     text: str
     level: int = 2
@@ -16,14 +16,14 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Running text."""
+    """A paragraph of text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under their columns; all but the first `texts` columns hold numbers."""
+    """A table; all but the first `texts` columns hold numbers."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -32,14 +32,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """Commands, as one types them."""
+    """Commands to type."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture; Markdown shows its caption alone, as the page holds it."""
+    """A PNG figure; Markdown shows only its caption."""
 
     png: bytes
     caption: str
@@ -60,7 +60,7 @@ figure { margin: 1.5em 0; } img { max-width: 100%; } figcaption { color: #666; f
 
 
 def to_markdown(blocks: Iterable[Block]) -> str:
-    """Return the blocks as Markdown."""
+    """Render the blocks as Markdown."""
     return "\n\n".join(_markdown(block) for block in blocks) + "\n"
 
 
@@ -81,7 +81,7 @@ def _markdown(block: Block) -> str:
 
 
 def to_html(blocks: Sequence[Block], title: str) -> str:
-    """Return the blocks as one page, pictures included."""
+    """Render the blocks as one HTML page, figures included."""
     body = "\n".join(_html(block) for block in blocks)
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return f"<!doctype html>\n<html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n"

@@ -1,4 +1,4 @@
-"""Whose collectives are compared: by name, and how each is started; no TensorFlow."""
+"""Engines whose collectives are compared, by name. No TensorFlow."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from hvdtrain.config.registry import suggestion
 
 @dataclass(frozen=True)
 class Engine:
-    """Whose collectives are measured."""
+    """An implementation of collectives."""
 
     about: str
     launcher: Launcher
     code: str
-    """module:attribute of what runs it in each process."""
+    """module:attribute of the function that opens it in each process."""
     collectives: tuple[str, ...] = COLLECTIVES
 
 
@@ -26,7 +26,7 @@ ENGINES = {
         "TensorFlow's own collectives, gRPC ring, in compiled functions",
         "mpirun",
         "hvdtrain.bench.tensorflow_calls:open_engine",
-        # One that fails aborts all after it; on CPUs that is the last one (TensorFlow 2.21).
+        # A failing collective aborts all later ones: the one missing on CPUs comes last (TensorFlow 2.21).
         ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"),
     ),
     "mpi4py": Engine("MPI, called by mpi4py on NumPy arrays", "mpirun", "hvdtrain.bench.mpi_calls:open_engine"),
@@ -43,7 +43,7 @@ def engine(name: str) -> Engine:
     """Return the engine `name`.
 
     Raises:
-        ConfigError: there is none, with the nearest one there is.
+        ConfigError: unknown name; suggests the nearest.
     """
     if name not in ENGINES:
         raise ConfigError(f"bench has no engine {name!r}.{suggestion(name, dict.fromkeys(ENGINES, ''))}")

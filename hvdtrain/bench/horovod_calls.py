@@ -1,4 +1,4 @@
-"""Horovod's collectives as its own functions give them, called eagerly."""
+"""Horovod's collectives, by its own functions, called eagerly."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from hvdtrain.runtime.session import Link, open_session
 
 
 def open_engine(link: Link) -> "HorovodCalls":
-    """Start Horovod with hvdtrain's settings of the exchange."""
+    """Initialize Horovod with hvdtrain's settings of the exchange."""
     return HorovodCalls(link)
 
 

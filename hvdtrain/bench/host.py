@@ -1,4 +1,4 @@
-"""The machine that results are of; no TensorFlow."""
+"""The machine that was measured. No TensorFlow."""
 
 import os
 import re
@@ -15,13 +15,13 @@ def environment() -> dict[str, Any]:
     mpirun = shutil.which("mpirun")
     facts = {"gpus": nvidia_gpus(), "mpi": {"mpirun": first_line([mpirun, "--version"]) if mpirun else None}}
     found = collect_environment() | facts
-    # A report may be published, and whose folder Python lies in decides nothing.
+    # Reports may be published: leave out personal paths.
     del found["python"]["executable"]
     return found
 
 
 def host_class(facts: Mapping[str, Any]) -> str:
-    """Return what kind of machine it is, in a word that a folder may be named: 2-cores, 16-cores-1-nvidia-h200."""
+    """Return the class of the machine, as part of a folder name: 2-cores, 16-cores-1-nvidia-h200."""
     name = f"{facts['machine']['usable_cores']}-cores"
     gpus = facts["gpus"]
     if gpus:
@@ -31,6 +31,6 @@ def host_class(facts: Mapping[str, Any]) -> str:
 
 
 def default_ranks(cores_per_rank: int) -> list[int]:
-    """Return 2, 4, 8 … ranks as far as each has its cores; 2 on the smallest machine."""
+    """Return 2, 4, 8 … ranks, as many as have cores of their own; at least 2."""
     room = len(os.sched_getaffinity(0)) // cores_per_rank
     return [2**power for power in range(1, 12) if 2**power <= max(2, room)]

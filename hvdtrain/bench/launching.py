@@ -1,4 +1,4 @@
-"""Start ranks on this machine and read what rank 0 prints; no TensorFlow."""
+"""Launching ranks on this machine, and reading what rank 0 prints. No TensorFlow."""
 
 import json
 import os
@@ -22,20 +22,20 @@ BUSY = ("user", "nice", "system", "irq", "softirq")
 
 
 class LaunchFailed(RuntimeError):
-    """A command did not answer; the message says in a line why."""
+    """A command gave no answer; the message is the reason, in a line."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command printed."""
+    """The answer of a command."""
 
     value: Any
     foreign_cores: float
-    """Cores' worth of time that other programs took meanwhile."""
+    """Cores that other programs kept busy meanwhile."""
 
 
 def launcher(controller: str, size: int) -> list[str]:
-    """Return the words before `python` that start `size` ranks; none for the controller `none`."""
+    """Return the command prefix that starts `size` ranks; empty for the controller `none`."""
     if controller == "none":
         return []
     if controller == "mpirun":
@@ -44,18 +44,18 @@ def launcher(controller: str, size: int) -> list[str]:
 
 
 def shown(command: Sequence[str]) -> str:
-    """Return a command as one types it."""
+    """Format a command for a shell."""
     return shlex.join("python" if word == sys.executable else word for word in command)
 
 
 def ask(command: Sequence[str], word: str, *, limit_s: float, settings: Mapping[str, str] | None = None) -> Answer:
-    """Run a command and return the JSON that it prints in a line behind `word`; None for the empty word.
+    """Run a command and return the JSON on its output line that begins with `word`; None if `word` is empty.
 
     Args:
         command: program and arguments.
         word: see above.
-        limit_s: seconds it may take.
-        settings: environment variables that it is given besides those of this process.
+        limit_s: time limit in seconds.
+        settings: additional environment variables.
 
     Raises:
         LaunchFailed: it cannot be started, fails, takes more than `limit_s` seconds, or prints no such line.
@@ -97,7 +97,7 @@ def _run(command: Sequence[str], environ: dict[str, str], limit_s: float) -> tup
 
 
 def reason_of(code: int, out: str, err: str) -> str:
-    """Return why a command failed: our own error where there is one, else its last words."""
+    """Return why a command failed: our own error message if there is one, else its last output."""
     ours = re.search(r"hvdtrain: error: (.*(?:\n  .*)*)", err)
     if ours:
         return " ".join(ours[1].split())
@@ -108,12 +108,12 @@ def reason_of(code: int, out: str, err: str) -> str:
 
 
 def _busy_seconds() -> float:
-    """Return the seconds of processor time that all programs of the machine have taken."""
+    """Return the CPU seconds of all processes of the machine so far."""
     times = psutil.cpu_times()
     return sum(getattr(times, name, 0.0) for name in BUSY)
 
 
 def _own_seconds() -> float:
-    """Return the seconds that this process and those that it started and that have ended have taken."""
+    """Return the CPU seconds of this process and its finished children so far."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)

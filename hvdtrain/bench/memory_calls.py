@@ -1,4 +1,4 @@
-"""What the host's memory allows: every rank adds an array to another, all at once."""
+"""Memory bandwidth as a reference: all ranks add one array to another at the same time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from hvdtrain.runtime.session import Link
 
 
 def open_engine(link: Link) -> "MemoryCalls":
-    """Take this rank's cores; MPI serves to begin together."""
+    """Pin this rank to its cores; MPI provides the barrier."""
     return MemoryCalls(link)
 
 

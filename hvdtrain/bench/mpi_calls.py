@@ -1,4 +1,4 @@
-"""MPI's collectives, called by mpi4py on NumPy arrays, without Horovod and TensorFlow."""
+"""MPI's collectives by mpi4py on NumPy arrays, without Horovod and TensorFlow."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from hvdtrain.runtime.session import Link
 
 
 def open_engine(link: Link) -> "MpiCalls":
-    """Take this rank's cores; the control channel has started MPI already."""
+    """Pin this rank to its cores; the control channel has initialized MPI already."""
     return MpiCalls(link)
 
 

@@ -1,4 +1,4 @@
-"""Medians, their spread, and when a machine was too noisy for a ratio; pure functions."""
+"""Medians and spread, and when noise forbids a ratio; pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ import numpy as np
 
 LEAST_ROUNDS = 3
 WIDEST = 0.10
-"""Distance between the quartiles of a ratio, as a share of its median, from which on the ratio is not printed."""
+"""Interquartile range of a ratio, relative to its median, beyond which it is not reported."""
 MOST_FOREIGN = 0.25
-"""Cores' worth of time that other programs may take meanwhile, in the median over the rounds."""
+"""Cores that other programs may keep busy meanwhile, in the median over the rounds."""
 
 
 @dataclass(frozen=True)
@@ -22,30 +22,30 @@ class Spread:
 
     @property
     def width(self) -> float:
-        """The distance between the quartiles as a share of the median."""
+        """Interquartile range relative to the median."""
         return (self.high - self.low) / self.median if self.median else float("inf")
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A ratio that is not told."""
+    """A ratio that is not reported, with the reason."""
 
     reason: str
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return median and quartiles of at least one value."""
+    """Return the median and quartiles of at least one value."""
     low, median, high = np.percentile(values, [25, 50, 75])
     return Spread(float(low), float(median), float(high))
 
 
 def ratio(over: Sequence[float], under: Sequence[float], foreign: Sequence[float] = ()) -> Spread | Refused:
-    """Return the ratio of two sides that took turns, round by round, or why it cannot be told.
+    """Return the ratio of two sides that took turns, formed per round, or the reason to refuse it.
 
     Args:
-        over: one figure of one side for each round.
-        under: the other side's, of the same rounds.
-        foreign: cores' worth of time that other programs took, for each launch of either side.
+        over: numerators, one per round.
+        under: denominators, of the same rounds.
+        foreign: cores that other programs kept busy, for each launch of either side.
     """
     rounds = min(len(over), len(under))
     if rounds < LEAST_ROUNDS:

@@ -1,7 +1,7 @@
-"""A hand-written training loop as Horovod's documentation has it, and the same without Horovod.
+"""The baseline: a hand-written training loop after Horovod's documentation, and the same without Horovod.
 
-Nothing of hvdtrain's training is in it: it is what hvdtrain is compared with. With one process it does not load
-Horovod. Model, data and optimizer are those of the other sides.
+It uses nothing of hvdtrain's training. With one process it does not load Horovod. Model, data and optimizer are those
+of the other sides.
 """
 
 import os
@@ -23,11 +23,11 @@ from hvdtrain.runtime.environment import Environment
 Tape = Callable[[tf.GradientTape], Any]
 
 BUFFER = 10_000
-"""Samples that are shuffled, as in Horovod's examples."""
+"""Size of the shuffle buffer, as in Horovod's examples."""
 
 
 def pin_and_start(environment: Environment) -> int:
-    """Do for the plain loop what `hvdtrain.init` does for the others; return the number of threads."""
+    """Pin the process and initialize Horovod, as `hvdtrain.init` does for other sides; return the number of threads."""
     threads = pin(environment)
     if environment.size > 1:
         import horovod.tensorflow as hvd
@@ -37,7 +37,7 @@ def pin_and_start(environment: Environment) -> int:
 
 
 def pin(environment: Environment) -> int:
-    """Give this rank its cores, threads and GPU, and return the number of threads; before TensorFlow has started."""
+    """Set the cores, threads and GPU of this rank, before TensorFlow starts; return the number of threads."""
     threads = _pinned(environment.local_rank, environment.local_size)
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
@@ -50,7 +50,7 @@ def pin(environment: Environment) -> int:
 
 
 def _pinned(rank: int, size: int) -> int:
-    """Give this rank its block of cores, as hvdtrain does, and return their number."""
+    """Pin this rank to its block of cores, as hvdtrain does, and return their number."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // size
     if share == 0:
@@ -64,7 +64,7 @@ class PlainLoop:
 
     Args:
         config: model, data, optimizer and batch over all ranks.
-        environment: this rank's place.
+        environment: rank and size.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
@@ -80,13 +80,13 @@ class PlainLoop:
         self._loss = model_family(config.model).loss()
 
     def batches(self) -> Any:
-        """Return an endless stream of this rank's batches."""
+        """Yield this rank's batches, endlessly."""
         count = tf.nest.flatten(_elements(self._splits))[0].shape[0]
         data = tf.data.Dataset.from_tensor_slices(_elements(self._splits))
         return data.repeat().shuffle(min(BUFFER, count)).batch(self._batch).prefetch(4)
 
     def steps(self, window: int) -> Iterator[None]:
-        """Train step by step; the loss is read once in every window of so many steps."""
+        """Train, yielding after each step; the loss is read once per `window` steps."""
         self.optimizer.build(self.model.trainable_variables)
         tape: Tape = lambda tape: tape  # noqa: E731
         if self._size > 1:
@@ -102,7 +102,7 @@ class PlainLoop:
             yield
 
     def gradient_sizes(self) -> list[dict[str, Any]]:
-        """Return the fields of `GradientSize` for each gradient; the step is traced for it and not run."""
+        """Return the fields of `GradientSize` for each gradient, by tracing the step without running it."""
         found: list[dict[str, Any]] = []
 
         def look(inputs: Any, targets: Any) -> None:
@@ -124,7 +124,7 @@ class PlainLoop:
 
 
 def plain_step(model: Any, optimizer: Any, loss: Any, tape_of: Tape) -> Callable[[Any, Any], tf.Tensor]:
-    """Return the compiled step; `tape_of` makes a tape give the gradients of all ranks."""
+    """Return the compiled step; `tape_of` wraps a tape so that it reduces gradients."""
     variables = [variable.value for variable in model.trainable_variables]
 
     @tf.function
@@ -143,7 +143,7 @@ def _elements(splits: DataSplits) -> Any:
 
 
 def window_of(steps: Iterator[None], count: int) -> float:
-    """Take `count` steps and return the milliseconds that one took."""
+    """Take `count` steps and return the milliseconds per step."""
     begin = time.perf_counter()
     for _ in range(count):
         next(steps)
@@ -151,7 +151,7 @@ def window_of(steps: Iterator[None], count: int) -> float:
 
 
 def measure(config: Config, timing: Timing, environment: Environment) -> dict[str, Any]:
-    """Measure the loop; every rank calls it and the answer counts on rank 0."""
+    """Measure the loop; every rank calls it, and the answer is valid on rank 0."""
     threads = pin_and_start(environment)
     loop = PlainLoop(config, environment)
     steps = loop.steps(timing.steps)
@@ -172,7 +172,7 @@ def measure(config: Config, timing: Timing, environment: Environment) -> dict[st
 
 
 def _from_all_ranks(facts: list[float], size: int) -> Any:
-    """Return everybody's facts [rank, fact]."""
+    """Return the facts of all ranks [rank, fact]."""
     if size == 1:
         return np.array([facts])
     import horovod.tensorflow as hvd

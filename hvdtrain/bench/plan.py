@@ -1,4 +1,4 @@
-"""What is run, and in which order; pure functions."""
+"""The plan of a comparison: what runs, in which order; pure functions."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ Scaling = Literal["strong", "weak"]
 
 @dataclass(frozen=True)
 class Point:
-    """One thing that is measured: a side at one size."""
+    """One point of the comparison: a side with one setting."""
 
     side: str
     model: str
@@ -26,18 +26,18 @@ class Point:
 
     @property
     def microbatch(self) -> int:
-        """Samples that go through a rank's model at once."""
+        """Samples in one forward pass of a rank."""
         return self.batch // self.ranks // self.accumulate
 
     @property
     def setting(self) -> "Point":
-        """The same without the side: what is compared with one another."""
+        """The point without its side: points with equal settings are compared."""
         return replace(self, side="")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """What to combine."""
+    """The combinations to measure."""
 
     sides: Sequence[str]
     models: Sequence[str]
@@ -46,18 +46,18 @@ class Matrix:
     accumulations: Sequence[int] = (1,)
     scalings: Sequence[Scaling] = ("strong", "weak")
     batch: int | None = None
-    """Samples per step in place of the models' own."""
+    """Global batch in place of the models' own."""
 
 
 def points(matrix: Matrix) -> tuple[list[Point], dict[Point, str]]:
-    """Return what is to be run, each once, and what cannot be run, with the reason.
+    """Return the points to run, without duplicates, and the impossible ones with the reason.
 
     Let B be a model's batch, n a number of ranks, N the largest one, K the accumulation. A step takes K B samples in
     strong scaling, and K n B / N in weak scaling: at n = N the two are one run. The ideal, one process on one rank's
     cores, takes what a step takes, for strong scaling, and what a rank takes, for weak scaling, at K = 1.
 
     Raises:
-        ConfigError: a name that is not known, or a batch that does not divide among the ranks.
+        ConfigError: an unknown name, or a batch that does not divide among the ranks.
     """
     run: dict[Point, None] = {}
     refused: dict[Point, str] = {}
@@ -98,7 +98,7 @@ def _settings(matrix: Matrix) -> Iterator[Point]:
 
 
 def _ideals(setting: Point, scalings: Sequence[Scaling]) -> Iterator[Point]:
-    """Return what one process must be given for the efficiencies of `setting`."""
+    """Return the single-process points that the efficiencies of `setting` need."""
     whole = setting.batch // setting.accumulate
     for scaling in scalings:
         batch = whole if scaling == "strong" else whole // setting.ranks
@@ -116,8 +116,8 @@ def _group_number(point: Point, everything: list[Point]) -> int:
 def turns(todo: Sequence[Point], rounds: int) -> Iterator[tuple[int, Point]]:
     """Return (round, point) in the order of measuring.
 
-    All sides of a model and precision take turns, A B C and then C B A, so that those that are compared run close to
-    one another, and a machine that grows slower favours none.
+    All sides of a model and precision take turns, A B C then C B A, so that compared sides run close together, and a
+    machine that slows down favours none.
     """
     groups = list(dict.fromkeys(map(_group, todo)))
     for group in groups:

@@ -1,4 +1,4 @@
-"""The pictures of a report, as PNG; no TensorFlow."""
+"""The figures of a report, as PNG. No TensorFlow."""
 
 import io
 from collections.abc import Sequence
@@ -50,16 +50,16 @@ def _groups(rows: Sequence[Row]) -> dict[Any, list[Row]]:
 
 
 def titled(cell: Cell) -> str:
-    """Return in a phrase what a cell has in common with those it is compared with."""
+    """Return the title of the cells that are compared with one another."""
     words = [cell.model, f"{cell.ranks} rank" + "s" * (cell.ranks > 1), f"batch {cell.batch}"]
     words += [cell.precision] if cell.precision != "float32" else []
     return ", ".join(words + ([f"accumulate {cell.accumulate}"] if cell.accumulate > 1 else []))
 
 
 def throughput(rows: Sequence[Row]) -> bytes | None:
-    """Draw samples a second of each side, one panel for each setting, with the quartiles over the rounds.
+    """Plot samples per second of each side, one panel per setting, with quartiles over the rounds.
 
-    A line marks the ideal. None where nothing but that was measured.
+    A line marks the ideal. None if only the ideal was measured.
     """
     groups = list(_groups([row for row in rows if row[0].side != IDEAL]).values())
     if not groups:
@@ -89,17 +89,17 @@ def _draw_rates(axes: Any, group: Sequence[Row]) -> None:
 
 
 def efficiency(rows: Sequence[Row]) -> bytes | None:
-    """Draw strong and weak efficiency over the number of ranks, one panel for each model; None if none is known."""
+    """Plot strong and weak efficiency over the number of ranks, one panel per model; None if none is known."""
     models = list(dict.fromkeys(cell.model for cell, _ in rows))
-    if not any(_told(rows, model, kind) for model in models for kind in ("strong", "weak")):
+    if not any(_known_points(rows, model, kind) for model in models for kind in ("strong", "weak")):
         return None
-    # One colour for a side in all panels, and a place of its own beside the others'.
+    # Each side has one colour and one position in all panels.
     labels = list(dict.fromkeys(_label(cell) for cell, _ in rows if cell.ranks > 1))
     figure = _figure(8.5, 2.6 * len(models))
     panels = figure.subplots(len(models), 2, squeeze=False)
     for line, model in zip(panels, models, strict=True):
         for axes, kind in zip(line, ("strong", "weak"), strict=True):
-            for label, points in _told(rows, model, kind).items():
+            for label, points in _known_points(rows, model, kind).items():
                 number = labels.index(label)
                 aside = 0.06 * (number - (len(labels) - 1) / 2)
                 sizes, shares = [p[0] + aside for p in points], [p[1].median for p in points]
@@ -117,7 +117,7 @@ def efficiency(rows: Sequence[Row]) -> bytes | None:
     return _png(figure)
 
 
-def _told(rows: Sequence[Row], model: str, kind: str) -> dict[str, list[tuple[int, Spread]]]:
+def _known_points(rows: Sequence[Row], model: str, kind: str) -> dict[str, list[tuple[int, Spread]]]:
     found: dict[str, list[tuple[int, Spread]]] = {}
     for cell, known in rows:
         share = getattr(known, kind)
@@ -132,7 +132,7 @@ def _label(cell: Cell) -> str:
 
 
 def breakdown(rows: Sequence[Row]) -> bytes | None:
-    """Draw where a step's time goes, for the sides that can tell; parts below zero are drawn as nothing."""
+    """Plot the breakdown of the step time, for the sides that have one; negative parts are not drawn."""
     known = [(cell, figures.breakdown_ms) for cell, figures in rows if figures.breakdown_ms is not None]
     if not known:
         return None
@@ -154,7 +154,7 @@ def breakdown(rows: Sequence[Row]) -> bytes | None:
 
 
 def bandwidths(results: CollectivesResults) -> bytes | None:
-    """Draw time and bus bandwidth over the size, one line of panels for each collective; None if none was measured."""
+    """Plot time and bus bandwidth over the size, one row of panels per collective; None if none was measured."""
     measured = [name for name in COLLECTIVES if any(one.collective == name for one in results.series)]
     if not measured:
         return None

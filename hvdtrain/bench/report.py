@@ -1,4 +1,4 @@
-"""report.md and report.html of a folder of results; no TensorFlow."""
+"""Writes report.md and report.html of a folder of results. No TensorFlow."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from hvdtrain.bench.engines import ENGINES
 from hvdtrain.bench.noise import LEAST_ROUNDS, MOST_FOREIGN, WIDEST, Refused, Spread, spread
 from hvdtrain.bench.results import CollectivesResults, Results, SuiteResults
 from hvdtrain.bench.sides import IDEAL, SIDES
-from hvdtrain.bench.statistics import EFFICIENCY, Figures, Told, figures, measured, setting
+from hvdtrain.bench.statistics import EFFICIENCY, Figures, Ratio, figures, measured, setting
 from hvdtrain.bench.wire import FORMULA
 from hvdtrain.observability.summary import replace_file
 
@@ -20,12 +20,12 @@ HOW = (
     "All sides of a model and precision took turns, A B C and then C B A, each launch in fresh processes. A rank has "
     "{cores} of the machine's cores to itself and as many threads (with more ranks than cores: one thread, unpinned). "
     "A launch takes windows of steps, {warm_up} to warm up and then {windows} that count; its figure is their median, "
-    "on rank 0. Told are the median over the launches (the rounds: {rounds}) and its quartiles."
+    "on rank 0. Reported are the median over the launches (the rounds: {rounds}) and its quartiles."
 )
 NOISE = (
-    f"A ratio is formed round by round. It is not told with fewer than {LEAST_ROUNDS} rounds, where its quartiles lie "
-    f"more than {WIDEST:.0%} of its median apart, or where other programs took more than {MOST_FOREIGN} cores' worth "
-    "of time meanwhile (the processor time of the whole machine less that of the launch)."
+    f"A ratio is formed round by round. It is not reported with fewer than {LEAST_ROUNDS} rounds, where its quartiles "
+    f"lie more than {WIDEST:.0%} of its median apart, or where other programs took more than {MOST_FOREIGN} cores' "
+    "worth of time meanwhile (the processor time of the whole machine less that of the launch)."
 )
 BREAKDOWN = (
     "Variants of hvdtrain's step take turns in the same processes: the whole step; the same on one batch again and "
@@ -38,7 +38,7 @@ BANDWIDTH = (
     "Bandwidths as nccl-tests defines them (doc/PERFORMANCE.md there): with size S and time t the algorithm bandwidth "
     "is S / t, in GB/s of 1e9 bytes; the bus bandwidth is that times 2 (n - 1) / n for allreduce, (n - 1) / n for "
     "allgather, reducescatter and alltoall, 1 for broadcast, n ranks. S is what a rank gives; of allgather, what it "
-    "gets. A time is the median of several calls back to back, on the slowest rank; told is the median over the "
+    "gets. A time is the median of several calls back to back, on the slowest rank; reported is the median over the "
     "rounds, with quartiles. `memory` adds an array of S bytes to another on every rank at once: the least that "
     "reducing takes."
 )
@@ -116,7 +116,7 @@ def _pictures(rows: Sequence[plots.Row]) -> Iterator[Block]:
 
 
 def _ideals(rows: Sequence[plots.Row]) -> Iterator[Block]:
-    """Yield what one process reaches."""
+    """Yield the results of one process."""
     if not rows:
         return
     yield Heading("One process: the ideal", 3)
@@ -142,19 +142,20 @@ def _group(members: Sequence[plots.Row], baseline: str) -> Table:
         rows.append(
             [
                 *(cell.side, f"{times.median:.2f}", f"{times.low:.2f} .. {times.high:.2f}"),
-                *(f"{known.samples_per_second:.1f}", _told(known.ratio), _told(known.strong), _told(known.weak)),
+                f"{known.samples_per_second:.1f}",
+                *(_formatted(share) for share in (known.ratio, known.strong, known.weak)),
                 *(f"{known.cpu_s:.3f}", f"{known.peak_rss_mib:.0f}", sent, str(len(cell.rounds))),
             ]
         )
     return Table(columns, rows)
 
 
-def _told(share: Told) -> str:
+def _formatted(share: Ratio) -> str:
     return f"{share.median:.3f} ({share.low:.3f} .. {share.high:.3f})" if isinstance(share, Spread) else NOTHING
 
 
 def _refusals(members: Sequence[plots.Row]) -> Iterator[Block]:
-    """Say why figures are missing, each reason once."""
+    """Yield the reasons for missing figures, each once."""
     reasons: dict[str, list[str]] = {}
     for cell, known in members:
         for name in ("ratio", "strong", "weak"):
@@ -163,7 +164,7 @@ def _refusals(members: Sequence[plots.Row]) -> Iterator[Block]:
                 reasons.setdefault(share.reason, []).append(f"{cell.side} {name}")
     if reasons:
         yield Paragraph(
-            "Not told: " + "; ".join(f"{', '.join(what)} ({reason})" for reason, what in reasons.items()) + "."
+            "Not reported: " + "; ".join(f"{', '.join(what)} ({reason})" for reason, what in reasons.items()) + "."
         )
 
 
@@ -232,9 +233,9 @@ def _bandwidths(results: CollectivesResults, name: str) -> Table:
 
 
 def free_folder(parent: Path, date: str, host_class: str, part: str) -> tuple[Path, bool]:
-    """Return the folder to write `part` (suite or collectives) of a day's results into, and whether others are in it.
+    """Return the folder for the `part` (suite or collectives) of a day's results, and whether it has others.
 
-    What was measured before is never written over: a second comparison of a day gets a folder of its own.
+    Earlier results are never overwritten: a second comparison on a day gets a new folder.
     """
     from hvdtrain.bench.results import FILE, read_results
 

@@ -1,4 +1,4 @@
-"""What a measurement leaves: results.json and its schema; no TensorFlow."""
+"""results.json and its schema. No TensorFlow."""
 
 import json
 from dataclasses import asdict, field
@@ -16,11 +16,11 @@ class GradientSize:
     """One gradient of a model."""
 
     bytes: int
-    """Of the whole variable."""
+    """Size of the variable."""
     rows_per_sample: float | None = None
-    """Rows of an embedding table that a sample touches, duplicates counted; None for a dense gradient."""
+    """Rows of an embedding table that a sample touches, with duplicates; None for a dense gradient."""
     row_bytes: int = 0
-    """Of a row with its index."""
+    """Bytes of a row with its index."""
 
 
 @section
@@ -28,20 +28,20 @@ class Round:
     """One launch of one side."""
 
     windows_ms: list[float]
-    """Milliseconds a step, of each window of steps after the warm-up, on rank 0."""
+    """Milliseconds per step, for each window after the warm-up, on rank 0."""
     cpu_s: float
-    """Seconds of processor time a step, of all processes and threads of the side."""
+    """CPU seconds per step, over all processes and threads of the side."""
     peak_rss_mib: list[float]
-    """Of each process, up to the end of the windows."""
+    """Peak memory of each process, up to the last window."""
     foreign_cores: float
-    """Cores' worth of time that other programs took during the launch."""
+    """Cores that other programs kept busy during the launch."""
     breakdown_ms: dict[str, float] | None = None
-    """Parts of a step; None where they cannot be told apart."""
+    """Breakdown of the step; None if unavailable."""
 
 
 @section
 class Cell:
-    """One side at one size: every round of it."""
+    """All rounds of a side with one setting."""
 
     side: str
     model: str
@@ -50,12 +50,12 @@ class Cell:
     precision: str
     accumulate: int
     command: str
-    """What a reader types to repeat one launch."""
+    """Command that repeats one launch."""
     rounds: list[Round] = field(default_factory=list)
     skipped: str | None = None
-    """Why it was not measured, or not to the end."""
+    """Why it was not measured, or not completely."""
     settings: dict[str, str] = field(default_factory=dict)
-    """What the processes say of themselves: threads, cores, environment variables that they set."""
+    """Settings that the processes report: threads, cores, environment variables."""
     parameters: int | None = None
     gradients: list[GradientSize] | None = None
 
@@ -76,20 +76,20 @@ class Series:
     engine: str
     collective: str
     bytes: int
-    """Size as nccl-tests counts it: see `bandwidth`."""
+    """Size as defined by nccl-tests, see `bandwidth`."""
     times_ms: list[float]
-    """Of one call, on the slowest rank, in each round."""
+    """Milliseconds per call on the slowest rank, for each round."""
 
 
 @section
 class EngineRun:
-    """How an engine was started, and what it could not do."""
+    """The launch of an engine, and the collectives it lacks."""
 
     engine: str
     command: str
     settings: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Reasons by collective; `all` where nothing was measured."""
+    """Reasons by collective; `all` if nothing was measured."""
     foreign_cores: list[float] = field(default_factory=list)
 
 
@@ -106,19 +106,19 @@ class CollectivesResults:
 
 @section
 class Results:
-    """Everything in results.json."""
+    """The contents of results.json."""
 
     date: str
     host_class: str
     environment: dict[str, Any]
-    """Versions, machine, environment variables, as `python -m hvdtrain env` tells them."""
+    """Versions, machine, environment variables, as in `python -m hvdtrain env`."""
     format: Literal[1] = 1
     suite: SuiteResults | None = None
     collectives: CollectivesResults | None = None
 
 
 def write_results(results: Results, folder: Path) -> None:
-    """Check `results` and write them to the folder's results.json, whole or not at all."""
+    """Validate `results` and write them to the folder's results.json atomically."""
     from hvdtrain.observability.summary import json_safe, write_json
 
     values = json_safe(asdict(results))
@@ -127,10 +127,10 @@ def write_results(results: Results, folder: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Return what `path`, a folder of results or its results.json, holds.
+    """Read results from `path`, a folder or its results.json.
 
     Raises:
-        ConfigError: it is not there, or does not fit the schema.
+        ConfigError: it does not exist, or does not match the schema.
     """
     file = path / FILE if path.is_dir() else path
     try:
@@ -143,10 +143,10 @@ def read_results(path: Path) -> Results:
 
 
 def parsed(values: Any, origin: str) -> Results:
-    """Return `values` as results.
+    """Validate `values` as results.
 
     Raises:
-        ConfigError: naming each place that does not fit the schema.
+        ConfigError: names each path that does not match the schema.
     """
     import pydantic
 

@@ -1,4 +1,4 @@
-"""What ranks that serve another one use, seen from that one: they take no part in its measuring."""
+"""Resource use of worker and server ranks, measured by the chief of a parameter-server job."""
 
 import json
 import os
@@ -11,13 +11,13 @@ from hvdtrain.runtime.session import Session
 
 TIMEOUT_S = 600.0
 PEAK = "VmHWM:"
-"""The most memory that a process has held, in KiB, in its /proc/PID/status."""
+"""Key of the peak memory (KiB) in /proc/PID/status."""
 
 
 class ServedProcesses:
-    """The other ranks of a job in which one leads; none where every rank measures itself.
+    """The other ranks of a parameter-server job; empty if every rank measures itself.
 
-    All ranks of such a job make one of these, each once its session is open: they tell who they are.
+    Collective: every rank of such a job creates one after opening its session, to exchange process ids.
 
     Raises:
         LaunchError: a rank is on another machine, or is missing.
@@ -38,12 +38,12 @@ class ServedProcesses:
             self._others = [psutil.Process(pid) for _, pid in known if pid != os.getpid()]
 
     def processor_seconds(self) -> float:
-        """Return the time that all threads of all of them have computed."""
+        """Return the CPU seconds of all their threads."""
         times = [process.cpu_times() for process in self._others]
         return sum(time.user + time.system for time in times)
 
     def peak_rss_mib(self) -> list[float]:
-        """Return the most memory that each of them has held."""
+        """Return the peak memory of each."""
         return [_peak_mib(process.pid) for process in self._others]
 
 

@@ -1,4 +1,4 @@
-"""Who is compared: by name, how it is started and what it cannot do; no TensorFlow."""
+"""The sides of a comparison, by name: how each is launched, and its limits. No TensorFlow."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,31 +14,31 @@ IDEAL = "one-core"
 
 @dataclass(frozen=True)
 class Side:
-    """One of those that take turns."""
+    """One side of a comparison."""
 
     about: str
     launcher: Launcher
-    """Who starts its processes; none: it is one process."""
+    """Launcher of its processes; none: a single process."""
     backend: str | None = None
-    """What `--backend` is given; None for a hand-written loop."""
+    """Value of `--backend`; None for a hand-written loop."""
     several: bool = False
-    """Whether its one process holds several replicas (`--replicas`)."""
+    """Whether a single process holds several replicas (`--replicas`)."""
     traffic: Traffic = "none"
     """How gradients travel between processes: see `wire`."""
 
     @property
     def by_hand(self) -> bool:
-        """Whether it is a hand-written loop, which has nothing of hvdtrain's."""
+        """Whether it is a hand-written loop, without hvdtrain."""
         return self.backend is None
 
     def processes(self, ranks: int) -> int:
-        """Return how many processes hold `ranks` replicas; workers have a chief and a parameter server beside them."""
+        """Return the number of processes for `ranks` replicas, including a chief and a parameter server."""
         if self.traffic == "server":
             return ranks + 2
         return 1 if self.launcher == "none" else ranks
 
     def share(self, batch: int, ranks: int) -> int:
-        """Return the samples that one replica takes in a step; of an asynchronous side one worker takes them all."""
+        """Return the samples per replica and step; with asynchronous sides, one worker takes the whole batch."""
         return batch if self.traffic == "server" else batch // ranks
 
 
@@ -71,7 +71,7 @@ def side(name: str) -> Side:
     """Return the side `name`.
 
     Raises:
-        ConfigError: there is none, with the nearest one there is.
+        ConfigError: unknown name; suggests the nearest.
     """
     if name not in SIDES:
         raise ConfigError(f"bench has no backend {name!r}.{suggestion(name, dict.fromkeys(SIDES, ''))}")
@@ -79,7 +79,7 @@ def side(name: str) -> Side:
 
 
 def refusal(name: str, *, ranks: int, precision: str, accumulate: int) -> str | None:
-    """Say why this side cannot run at all as it is asked to; None where it can be tried."""
+    """Return why this side cannot run with these settings; None if it can be tried."""
     this = side(name)
     if this.launcher == "none" and not this.several and ranks > 1:
         return "it is one replica"

@@ -1,4 +1,4 @@
-"""What the rounds of a comparison come to: throughput, ratios, efficiencies; pure functions."""
+"""Statistics over the rounds: throughput, ratios, efficiencies; pure functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from hvdtrain.bench.results import Cell, SuiteResults
 from hvdtrain.bench.sides import IDEAL, side
 from hvdtrain.bench.wire import sent_bytes
 
-Told = Spread | Refused
+Ratio = Spread | Refused
 
 EFFICIENCY = (
     "Efficiency: samples a second over n times those of one process on one rank's cores that does the arithmetic alone "
@@ -21,30 +21,29 @@ EFFICIENCY = (
 
 @dataclass(frozen=True)
 class Figures:
-    """What is told of one cell."""
+    """The reported figures of one cell."""
 
     step_ms: Spread
-    """Medians of the launches' windows, over the rounds."""
+    """Spread over the rounds of each launch's median window."""
     samples_per_second: float
-    """Samples of a step over its median time, over all ranks."""
+    """Samples per second over all ranks, from the median step time."""
     ideal_per_second: float | None
-    """The same of as many processes as there are ranks, each with the whole batch, that exchange nothing: n times the
-    ideal's; None where that was not measured."""
-    ratio: Told
-    """Time of a step over that of the baseline, which took turns with it."""
-    strong: Told
-    weak: Told
+    """Ideal samples per second: n times the throughput of one process without exchange; None if not measured."""
+    ratio: Ratio
+    """Step time relative to the baseline, which took turns with it."""
+    strong: Ratio
+    weak: Ratio
     cpu_s: float
-    """Seconds of processor time a step, of all ranks: the median."""
+    """Median CPU seconds per step, over all ranks."""
     peak_rss_mib: float
-    """Of the largest process, in any round."""
+    """Peak memory of the largest process in any round."""
     sent_bytes: float | None
-    """By one process in a step, by formula; None where replicas share a process or nothing is known."""
+    """Bytes sent by a process per step, by formula; None if replicas share a process, or unknown."""
     breakdown_ms: dict[str, float] | None
 
 
 def step_times(cell: Cell) -> list[float]:
-    """Return the median window of each round, in milliseconds a step."""
+    """Return the median window of each round, in milliseconds per step."""
     return [float(np.median(one.windows_ms)) for one in cell.rounds]
 
 
@@ -54,7 +53,7 @@ def measured(results: SuiteResults) -> list[Cell]:
 
 
 def figures(cell: Cell, cells: Sequence[Cell], baseline: str) -> Figures:
-    """Return what the rounds of `cell` come to, beside those of the others."""
+    """Compute the figures of `cell`, relative to the other cells."""
     times, whole = spread(step_times(cell)), cell.batch // cell.accumulate
     ideal = _ideal(cell, cells, whole)
     return Figures(
@@ -72,7 +71,7 @@ def figures(cell: Cell, cells: Sequence[Cell], baseline: str) -> Figures:
 
 
 def setting(cell: Cell) -> tuple[str, int, int, str, int]:
-    """Return what two cells must have in common to be compared."""
+    """Return the setting that two cells must share to be compared."""
     return cell.model, cell.ranks, cell.batch, cell.precision, cell.accumulate
 
 
@@ -85,7 +84,7 @@ def _foreign(*cells: Cell) -> list[float]:
     return [one.foreign_cores for cell in cells for one in cell.rounds]
 
 
-def _against(cell: Cell, other: Cell | None, baseline: str) -> Told:
+def _against(cell: Cell, other: Cell | None, baseline: str) -> Ratio:
     if other is None:
         return Refused(f"{baseline} was not measured")
     if other is cell:
@@ -99,8 +98,8 @@ def _ideal(cell: Cell, cells: Sequence[Cell], batch: int) -> Cell | None:
     return next((other for other in same if other.rounds), None)
 
 
-def _efficiency(cell: Cell, cells: Sequence[Cell], batch: int) -> Told:
-    """Compare the throughput with that of the ideal on `batch` samples, round by round."""
+def _efficiency(cell: Cell, cells: Sequence[Cell], batch: int) -> Ratio:
+    """Return the throughput relative to the ideal on `batch` samples, formed per round."""
     ideal = _ideal(cell, cells, batch)
     if ideal is None:
         return Refused(f"{IDEAL} was not measured on {batch} samples")

@@ -1,4 +1,4 @@
-"""Run the comparison of training steps: every side in turn, each launch in fresh processes; no TensorFlow."""
+"""The comparison of training steps: sides take turns, each launch in fresh processes. No TensorFlow."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ Ask = Callable[[Sequence[str]], Answer]
 
 @dataclass(frozen=True)
 class Launching:
-    """How every point is launched."""
+    """Launch options of all points."""
 
     rounds: int = 5
     windows: int = 5
@@ -30,7 +30,7 @@ class Launching:
 
 
 def command_of(point: Point, how: Launching) -> list[str]:
-    """Return the words that launch `point` once."""
+    """Return the command that launches `point` once."""
     this = side(point.side)
     words = [*launcher(this.launcher, this.processes(point.ranks)), sys.executable, "-m", "hvdtrain", "bench", "side"]
     words += [point.side, point.model, "--batch", str(point.batch), "--ranks", str(point.ranks)]
@@ -41,7 +41,7 @@ def command_of(point: Point, how: Launching) -> list[str]:
 
 
 def empty_cell(point: Point, how: Launching, skipped: str | None = None) -> Cell:
-    """Return the cell of a point that nothing is known of yet, or that is not run, for a reason."""
+    """Return the empty cell of a point, with the reason if it is skipped."""
     return Cell(**vars(point), command=shown(command_of(point, how)), skipped=skipped)
 
 
@@ -54,17 +54,17 @@ def run_suite(
     keep: Callable[[list[Cell]], None],
     ask_for: Ask | None = None,
 ) -> list[Cell]:
-    """Measure every point in every round and return what was found.
+    """Measure every point in every round and return the results.
 
-    A side that fails is not started again; its reason stays with what was measured of it before.
+    A side that fails is not started again; its earlier rounds and the reason are kept.
 
     Args:
-        todo: what to run.
-        refused: what cannot be run, with the reasons.
-        how: see `Launching`.
-        tell: is given a line on each launch.
-        keep: is given everything so far, after each round of a model.
-        ask_for: runs a command; by default in processes of this machine.
+        todo: points to run.
+        refused: points that cannot run, with reasons.
+        how: launch options.
+        tell: receives a line of progress per launch.
+        keep: receives all cells so far, after each round of a model.
+        ask_for: runs a command; by default on this machine.
     """
     answered = ask_for or (lambda words: ask(words, WORD, limit_s=how.limit_s))
     cells = {point: empty_cell(point, how) for point in todo}

@@ -1,4 +1,4 @@
-"""TensorFlow's own collectives over gRPC in a ring, as its MultiWorkerMirroredStrategy calls them."""
+"""TensorFlow's ring collectives over gRPC, as MultiWorkerMirroredStrategy calls them."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from hvdtrain.runtime.quiet import import_tensorflow_quietly
 from hvdtrain.runtime.session import Link
 
 GROUP = 1001
-"""Key of the group of all ranks; the strategy's own begin at 1."""
+"""Group key of all ranks; the strategy's own keys begin at 1."""
 FIRST_INSTANCE = 100_001
 
 
@@ -85,7 +85,7 @@ class TensorFlowCalls:
         return ops.CollectiveBcastRecvV2(shape=self._tf.shape(tensor), T=tensor.dtype, **common)
 
     def _to_all(self, tensor: Any, ordered: dict[str, Any]) -> Any:
-        """Send row i to rank i: there must be one for each."""
+        """Send row i to rank i; there must be one row per rank."""
         rows = self._tf.reshape(tensor, [self._size, -1])
         return self._tf.reshape(self._tf.raw_ops.CollectiveAllToAllV2(input=rows, **ordered), [-1])
 
@@ -98,7 +98,7 @@ class TensorFlowCalls:
 
 
 def _cluster(link: Link) -> str:
-    """Agree on a port for each rank, and return what TF_CONFIG is to hold."""
+    """Agree on a port per rank, and return the value of TF_CONFIG."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         mine = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""A side that hvdtrain trains, on whichever backend: the loop that users run, with a stopwatch."""
+"""A side that hvdtrain trains, on any backend: the loop that users run, with a stopwatch."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
-from hvdtrain.bench.breakdown import CAN_TELL, breakdown
+from hvdtrain.bench.breakdown import WITH_BREAKDOWN, breakdown
 from hvdtrain.bench.served import ServedProcesses
 from hvdtrain.bench.timing import Timing, merged, peak_rss_mib, process_settings, processor_seconds
 from hvdtrain.config.run import Config
@@ -28,7 +28,7 @@ class Stopwatch(BaseObserver):
 
     Args:
         steps: steps of a window.
-        beside: called between two windows, and not timed.
+        beside: called between windows, untimed.
     """
 
     def __init__(self, steps: int, beside: Callable[[], None] | None = None) -> None:
@@ -48,7 +48,7 @@ class Stopwatch(BaseObserver):
 
 
 class Metered:
-    """Training data that note the processor time of this rank, and of those that serve it, around the counted steps."""
+    """Training data that record the CPU time of this rank and its servers around the counted steps."""
 
     def __init__(self, data: TrainingData, timing: Timing, served: ServedProcesses) -> None:
         self.steps_per_epoch = data.steps_per_epoch
@@ -67,20 +67,20 @@ class Metered:
             yield batch
 
     def per_step(self) -> float:
-        """Return the processor time of one counted step."""
+        """Return the CPU seconds per counted step."""
         first, last = self._timing.first, self._timing.last
         return (self.seconds[last] - self.seconds[first]) / (last - first)
 
 
 def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
-    """Measure training as users run it; every rank calls it and the answer counts on rank 0."""
+    """Measure training as users run it; every rank calls it, and the answer is valid on rank 0."""
     served = ServedProcesses(session)
     backend = backend_for(session)
     source = run_data(config, backend)
     trainer = run_trainer(config, source, backend)
     trainer.build(source.training)
     data, watch = Metered(source.training, timing, served), Stopwatch(timing.steps)
-    # One step more than is counted: with it the processor time after the last one is noted.
+    # One extra step, at which the CPU time after the last counted one is recorded.
     trainer.train(data, Plan(timing.last + 1, timing.steps), observers=watch)
     facts = from_all_ranks(backend, {"cpu": data.per_step(), "rss": [peak_rss_mib(), *served.peak_rss_mib()]})
     own: dict[str, Any] = {
@@ -88,13 +88,13 @@ def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
         "settings": process_settings(session.plan.threads),
         "parameters": trainer.state.parameters(),
     }
-    if timing.breakdown and backend.name in CAN_TELL:
+    if timing.breakdown and backend.name in WITH_BREAKDOWN:
         own["breakdown_ms"] = _breakdown(session, config, trainer, source.training, timing)
     return merged(own, [fact["cpu"] for fact in facts], [rss for fact in facts for rss in fact["rss"]])
 
 
 def from_all_ranks(backend: Backend, fact: Any) -> list[Any]:
-    """Return everybody's `fact`, of JSON types."""
+    """Return the `fact` of all ranks, of JSON types."""
     return [json.loads(text) for text in backend.gather_bytes(json.dumps(fact).encode(), timeout=GATHER_TIMEOUT_S)]
 
 

@@ -1,4 +1,4 @@
-"""Bytes that gradients take between processes, by formula; pure functions."""
+"""Bytes of gradients on the wire, by formula; pure functions."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from hvdtrain.bench.results import GradientSize
 from hvdtrain.bench.sides import Traffic
 
 SMALL_TABLE_BYTES = 64 * 1024
-"""Tables up to here hvdtrain sends dense (hvdtrain/gradients/sparse.py)."""
+"""Tables up to this size are sent dense (hvdtrain/gradients/sparse.py)."""
 
 FORMULA = (
     "Bytes that a process sends for the gradients of one step, by formula and not measured; n processes. Ring "
@@ -24,13 +24,13 @@ def sent_bytes(
     """Return the bytes that one process sends in a step; see `FORMULA`.
 
     Args:
-        gradients: what there is to send.
-        traffic: how it travels.
-        processes: their number, n.
-        samples: samples a process takes in a step, which decide how many rows of embeddings are touched.
-        gathers: whether rows are gathered always, as in a plain loop.
+        gradients: sizes of the gradients.
+        traffic: how they travel.
+        processes: number of processes, n.
+        samples: samples of a process per step, which determine the rows of embeddings touched.
+        gathers: whether rows are always gathered, as in a plain loop.
 
-    Returns None for replicas that share a process.
+    Returns None if replicas share a process.
     """
     if traffic == "none":
         return None

@@ -16,7 +16,7 @@ COMMANDS = {
 
 
 def main(argv: list[str]) -> int:
-    """Run the command that `argv` names, the comparison of training steps if none, and return the exit code."""
+    """Run the subcommand in `argv`, by default the comparison of training steps, and return the exit code."""
     if "--autotune" in argv and argv[0].startswith("-"):
         from hvdtrain.cli.bench_autotune import main as autotune
 

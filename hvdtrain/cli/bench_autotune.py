@@ -1,4 +1,4 @@
-"""`bench --autotune`: the settings of the exchange that are fastest on this machine."""
+"""`bench --autotune`: find the fastest settings of the exchange on this machine."""
 
 import argparse
 import functools
@@ -20,7 +20,7 @@ Writes them into OUT/exchange.env, to source before training. Nothing else may r
 
 
 def main(argv: list[str]) -> int:
-    """Tune what `argv` names and return the exit code: 1 if other programs disturbed it."""
+    """Run the autotuning and return the exit code: 1 if other programs disturbed it."""
     return run_here(lambda: _parser().parse_args(argv), _tune)
 
 

@@ -1,4 +1,4 @@
-"""`bench collectives`: the comparison of collectives over sizes."""
+"""`bench collectives`: compare collectives over message sizes."""
 
 import argparse
 import functools
@@ -19,7 +19,7 @@ SIZES = ("1KB", "64KB", "1MB", "16MB", "100MB", "400MB")
 
 
 def main(argv: list[str]) -> int:
-    """Measure what `argv` names, write the report and return the exit code: 1 if nothing could be measured."""
+    """Run the comparison, write the report and return the exit code: 1 if nothing could be measured."""
     return run_here(lambda: _parser().parse_args(argv), lambda words: _bench(words, argv))
 
 

@@ -1,4 +1,4 @@
-"""`bench compare`: what changed between two results."""
+"""`bench compare`: show the changes between two results."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from hvdtrain.cli.local import run_here
 
 
 def main(argv: list[str]) -> int:
-    """Print what changed between the two results that `argv` names."""
+    """Print the changes between two results."""
     return run_here(lambda: _parser().parse_args(argv), _compare)
 
 

@@ -1,4 +1,4 @@
-"""`bench engine`: one launch of one engine's collectives, which `bench collectives` starts and a reader may repeat."""
+"""`bench engine`: one launch of one engine's collectives, as `bench collectives` starts it."""
 
 import argparse
 
@@ -17,7 +17,7 @@ bench collectives starts it; its reports show the whole command.
 
 
 def main(argv: list[str]) -> int:
-    """Measure the engine that `argv` names and return the exit code."""
+    """Measure one engine and return the exit code."""
     if shows_help(_parser(), argv):
         return 0
     return run_linked(lambda: _parse(argv), _measure)

@@ -1,4 +1,4 @@
-"""`bench report`: the report of results that are there, as after a comparison that was interrupted."""
+"""`bench report`: write the report of existing results, such as those of an interrupted comparison."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from hvdtrain.cli.local import run_here
 
 
 def main(argv: list[str]) -> int:
-    """Write the report of the results that `argv` names."""
+    """Write the report of existing results."""
     return run_here(lambda: _parser().parse_args(argv), _report)
 
 

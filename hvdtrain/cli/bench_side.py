@@ -1,4 +1,4 @@
-"""`bench side`: one launch of one side, which the suite starts and a reader may repeat."""
+"""`bench side`: one launch of one side, as the suite starts it."""
 
 import argparse
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Request:
 
 
 def main(argv: list[str]) -> int:
-    """Measure the side that `argv` names and return the exit code."""
+    """Measure one side and return the exit code."""
     if shows_help(_parser(), argv):
         return 0
     if argv and argv[0] in SIDES and SIDES[argv[0]].by_hand:
@@ -44,10 +44,10 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> Request:
-    """Read the command line and keep this process to its cores, which the ranks are about to divide.
+    """Parse the command line, and limit this process to its cores before the ranks divide them.
 
     Raises:
-        UserError: a mistake in it, or a backend that this hvdtrain does not have.
+        UserError: a mistake in it, or a backend that this hvdtrain lacks.
     """
     with parse_errors_as_user_errors():
         words = _parser().parse_args(argv)
@@ -92,7 +92,7 @@ def _trained(session: Session, request: Request) -> None:
 
 
 def _by_hand(argv: list[str]) -> int:
-    """Measure a hand-written loop: none of hvdtrain's connections and settings may be there."""
+    """Measure a hand-written loop, without hvdtrain's session and settings."""
     environment = detect_environment()
     try:
         request = parse(argv)

@@ -1,4 +1,4 @@
-"""`bench`: the comparison of training steps."""
+"""`bench`: compare training steps."""
 
 import argparse
 import functools
@@ -36,11 +36,11 @@ commands:
   bench side, engine    one launch, as the reports print them
 
 "python -m hvdtrain bench COMMAND --help" shows the options of a command. Nothing else may run on the machine
-meanwhile: where it was too noisy, no ratio is told."""
+meanwhile: where it was too noisy, no ratio is reported."""
 
 
 def main(argv: list[str]) -> int:
-    """Compare what `argv` names, write the report and return the exit code: 1 if nothing could be measured."""
+    """Run the comparison, write the report and return the exit code: 1 if nothing could be measured."""
     return run_here(lambda: parser().parse_args(argv), lambda words: _bench(words, argv))
 
 
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """Read a number of at least 1."""
+    """Parse a positive integer."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1. Received: {value}.")
@@ -131,18 +131,18 @@ def _bench(words: argparse.Namespace, argv: list[str]) -> int:
 
 
 def refuse_launchers() -> None:
-    """Refuse to run under a launcher: bench starts ranks itself."""
+    """Refuse to run under a launcher, since bench starts ranks itself."""
     environment = detect_environment()
     if environment.launcher != "none":
         raise LaunchError(f"bench starts its ranks itself: start it without {environment.launcher}.")
 
 
 class Folder:
-    """The folder that a measurement writes into, beside what another of the same day has written there.
+    """The results folder of a day, shared by the suite and the collectives.
 
     Args:
-        parent: where the folder is made.
-        part: what is measured: suite or collectives.
+        parent: the folder to create it in.
+        part: the measurement: suite or collectives.
     """
 
     def __init__(self, parent: Path, part: str) -> None:
@@ -156,7 +156,7 @@ class Folder:
         self._results = read_results(self.path) if shared else Results(date, kind, facts)
 
     def keep(self, *, suite: "SuiteResults | None" = None, collectives: "CollectivesResults | None" = None) -> None:
-        """Write down what was measured so far."""
+        """Write the results so far."""
         import dataclasses
 
         from hvdtrain.bench.results import write_results
@@ -168,7 +168,7 @@ class Folder:
         write_results(self._results, self.path)
 
     def report(self) -> str:
-        """Write the report and say where it is."""
+        """Write the report and print its path."""
         from hvdtrain.bench.report import write_report
 
         write_report(self._results, self.path)

@@ -1,4 +1,4 @@
-"""`data`: work on data before training."""
+"""`data`: prepare and inspect data before training."""
 
 import sys
 
@@ -24,7 +24,7 @@ Commands:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command that `argv` names and return the exit code: 1 for damaged data, 2 for a mistake."""
+    """Run the subcommand in `argv` and return the exit code: 1 for damaged data, 2 for a mistake."""
     if argv and argv[0] in COMMANDS:
         code: int = resolve("command of data", argv[0], COMMANDS)(argv[1:])
         return code

@@ -1,4 +1,4 @@
-"""`data bench`: how fast the data come, against how fast the step takes them."""
+"""`data bench`: compare the speed of the data pipeline with that of the training step."""
 
 import sys
 
@@ -20,7 +20,7 @@ nothing."""
 
 
 def main(argv: list[str]) -> int:
-    """Measure what `argv` asks for and return the exit code."""
+    """Run the measurement and return the exit code."""
     if {"-h", "--help"} & set(argv):
         if detect_environment().rank == 0:
             print(USAGE)

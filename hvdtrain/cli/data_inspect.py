@@ -1,4 +1,4 @@
-"""`data inspect`: what data hold, and what of it is damaged."""
+"""`data inspect`: show the contents of data, and damage."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_DAMAGED = 20
 MOST_CLASSES = 20
-"""Of more classes only the largest and the smallest ones are shown."""
+"""With more classes, only the largest and smallest are shown."""
 
 _DESCRIPTION = """\
 Reads everything, decodes images, and shows counts, types, shapes and classes. PATH is a folder that data pack made,
@@ -27,7 +27,7 @@ exit code is 1 if something is damaged; what it is, is named.
 
 
 def main(argv: list[str]) -> int:
-    """Print what the data hold that `argv` names, and return 1 if something is damaged, 2 for a mistake, else 0."""
+    """Print the contents of data; return 1 if something is damaged, 2 for a mistake, else 0."""
     return run_here(lambda: _parser().parse_args(argv), _inspect)
 
 
@@ -58,7 +58,7 @@ def _display() -> "Iterator[Tick | None]":
 
 
 def lines(report: "Report") -> list[str]:
-    """Return a report as lines of text."""
+    """Format a report as lines of text."""
     facts = {"kind": report.kind, **report.facts}
     width = max(map(len, [*facts, "damaged"]))
     said = [report.path, *(f"  {name:<{width}}  {value}" for name, value in facts.items())]
@@ -70,7 +70,7 @@ def lines(report: "Report") -> list[str]:
 
 
 def _balance(report: "Report") -> list[str]:
-    """Return the table of classes, with a column for each split."""
+    """Return the table of classes, with a column per split."""
     if not report.balance:
         return []
     splits = list(dict.fromkeys(split for counts in report.balance.values() for split in counts))
@@ -94,5 +94,5 @@ def _row(cells: list[str], widths: list[int]) -> str:
 
 
 def _place(label: str) -> tuple[bool, int, str]:
-    """Order labels by number, or else by name."""
+    """Sort key of a label: its number, else its name."""
     return not label.isdigit(), int(label) if label.isdigit() else 0, label

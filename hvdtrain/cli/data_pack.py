@@ -1,4 +1,4 @@
-"""`data pack`: images in class folders become TFRecord shards."""
+"""`data pack`: convert class folders of images to TFRecord shards."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ the result with --data tfrecord --data-args path DEST.
 
 
 def main(argv: list[str]) -> int:
-    """Pack what `argv` names, show how far it is, and return the exit code."""
+    """Pack images with a progress display, and return the exit code."""
     return run_here(lambda: _parser().parse_args(argv), _pack)
 
 
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _display(dest: Path) -> Iterator[Show]:
-    """Give what shows progress: a bar on a terminal, else a line now and then."""
+    """Yield the progress callback: a bar on a terminal, else occasional lines."""
     if not on_terminal(detect_environment()):
         yield _Lines().show
         return
@@ -70,7 +70,7 @@ def _display(dest: Path) -> Iterator[Show]:
 
 
 class _Lines:
-    """Says how far packing is at each tenth, and every ten seconds."""
+    """Prints the progress at each tenth, and every ten seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -78,7 +78,7 @@ class _Lines:
         self._tenths = 0
 
     def show(self, progress: "PackProgress") -> None:
-        """Print a line if it is time to."""
+        """Print a line if one is due."""
         now, share = self._clock(), progress.share
         if int(share * 10) == self._tenths and now - self._said < SECONDS_BETWEEN_LINES:
             return

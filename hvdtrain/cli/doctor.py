@@ -1,4 +1,4 @@
-"""``python -m hvdtrain doctor``: is everything here that training on many processes needs? Does a script run?"""
+"""`doctor`: check the installation for distributed training, and a script for Horovod compatibility."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.diagnose import diagnose
 
 WIDTH = 80
-"""Columns of the plain text."""
+"""Width of plain text."""
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
@@ -34,7 +34,7 @@ import changed to hvdtrain.horovod, or needs a change that is named. The exit co
 
 
 def main(argv: list[str]) -> int:
-    """Run all checks, show them, and return 1 if one failed, else 0."""
+    """Run and show all checks; return 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m hvdtrain doctor", description=_DESCRIPTION)
     parser.add_argument("--script", type=Path, metavar="FILE", help="say what a Horovod script calls, and what changes")
     parser.add_argument("--write", action="store_true", help="show and make the changes of the script's imports")
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read_script(path: Path, *, write: bool) -> int:
-    """Report on a Horovod script, rewrite its imports if asked to, and return 1 if more is left to do."""
+    """Report on a Horovod script, and rewrite its imports if `write`; return 1 if manual changes remain."""
     try:
         script = read_script(path)
         print("\n".join(lines_of(script)))
@@ -63,7 +63,7 @@ def _read_script(path: Path, *, write: bool) -> int:
 
 
 def _in_plain_text() -> list[Check]:
-    """Print each check as soon as it is known."""
+    """Print each check as soon as it finishes."""
     checks = []
     for check in diagnose():
         checks.append(check)
@@ -73,7 +73,7 @@ def _in_plain_text() -> list[Check]:
 
 
 def plain_lines(check: Check) -> list[str]:
-    """Return `check` as lines of at most 80 columns; only a word that is longer by itself sticks out."""
+    """Format `check` as lines of at most 80 columns; only a longer word exceeds them."""
     lead = f"{check.status:<8} {check.name:<14} "
     fix = _wrapped(check.fix, indent="fix: ") if check.fix else []
     first, *more = [*_wrapped(check.detail), *fix]
@@ -91,7 +91,7 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def _on_terminal() -> list[Check]:
-    """Show what is being tried, then the table."""
+    """Show the running check, then the table."""
     console = Console(highlight=False)
     with console.status("checking") as status:
         checks = list(diagnose(lambda what: status.update(f"{what} ...")))
@@ -101,7 +101,7 @@ def _on_terminal() -> list[Check]:
 
 
 def table(checks: Iterable[Check]) -> Table:
-    """Return all checks as a table, fixes under what they mend."""
+    """Format all checks as a table, each with its fix below."""
     grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
@@ -115,7 +115,7 @@ def table(checks: Iterable[Check]) -> Table:
 
 
 def verdict(checks: Iterable[Check]) -> str:
-    """Return the outcome in a line."""
+    """Summarize the outcome in a line."""
     counts = Counter(check.status for check in checks)
     words = [f"{counts['failed']} failed", f"{counts['warning']} to look at", f"{counts['ok']} ok"]
     return ", ".join(word for word in words if not word.startswith("0 "))

@@ -1,4 +1,4 @@
-"""``python -m hvdtrain env``: the block to paste into a bug report."""
+"""`env`: the block to paste into a bug report."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ Horovod.
 
 
 def main(argv: list[str]) -> int:
-    """Print what training may depend on here."""
+    """Print versions, machine and settings."""
     parser = argparse.ArgumentParser(prog="python -m hvdtrain env", description=_DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print JSON")
     as_json = parser.parse_args(argv).json

@@ -1,4 +1,4 @@
-"""`evaluate`: the newest checkpoint of a run, on its recipe's validation data."""
+"""`evaluate`: evaluate the newest checkpoint of a run on its validation data."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Request:
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate the run that `argv` names and return the exit code."""
+    """Evaluate a run and return the exit code."""
     if {"-h", "--help"} & set(argv):
         if detect_environment().rank == 0:
             _parser().print_help()
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> Request:
-    """Read `RUN_DIR [--backend NAME] [--replicas N]`.
+    """Parse `RUN_DIR [--backend NAME] [--replicas N]`.
 
     Raises:
         UserError: a wrong option, or no run in that folder.
@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> Request:
     with parse_errors_as_user_errors():
         arguments = _parser().parse_args(argv)
     _, config = opened(arguments.run_dir, "evaluate")
-    # Where the run was trained says nothing about where it is evaluated.
+    # The runtime options of the training do not apply to this machine.
     return Request(replace(config, runtime=RuntimeConfig(arguments.backend, arguments.replicas)), arguments.run_dir)
 
 

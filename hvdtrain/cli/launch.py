@@ -1,4 +1,4 @@
-"""What the verbs that run on several ranks share: one connection, one set of options, one way to fail."""
+"""Shared by verbs on several ranks: connecting, agreeing on options, and failing."""
 
 import argparse
 import contextlib
@@ -31,10 +31,10 @@ def run_on_all_ranks(
     """Run a verb on every rank and return the exit code.
 
     Args:
-        parse: reads the command line; a mistake in it, on any rank, is shown once and ends the job.
-        describe: gives the options of the runtime, and what must be equal on all ranks.
-        action: what the verb does.
-        serve: what ranks that serve another one do besides.
+        parse: parses the command line; a mistake on any rank is shown once and ends the job.
+        describe: returns the runtime options, and the values that must agree on all ranks.
+        action: the verb itself.
+        serve: additional work of ranks that serve another rank.
     """
 
     def run(link: Link, request: T) -> None:
@@ -52,11 +52,11 @@ def run_on_all_ranks(
 
 
 def run_linked(parse: Callable[[], T], action: Callable[[Link, T], None]) -> int:
-    """Do what `run_on_all_ranks` does without a session: neither TensorFlow nor Horovod is started.
+    """Run a verb like `run_on_all_ranks`, without a session: neither TensorFlow nor Horovod is started.
 
     Args:
         parse: as above.
-        action: what the verb does; it closes the link.
+        action: the verb itself; closes the link.
     """
     environment: Environment | None = None
     link: Link | None = None
@@ -75,7 +75,7 @@ def run_linked(parse: Callable[[], T], action: Callable[[Link, T], None]) -> int
 
 
 def shows_help(parser: argparse.ArgumentParser, argv: list[str]) -> bool:
-    """Tell whether `argv` asks for the options, and if so show them, on rank 0 alone."""
+    """Whether `argv` asks for help; if so, print it on rank 0."""
     asked = bool({"-h", "--help"} & set(argv))
     if asked and detect_environment().rank == 0:
         parser.print_help()
@@ -84,7 +84,7 @@ def shows_help(parser: argparse.ArgumentParser, argv: list[str]) -> bool:
 
 @contextlib.contextmanager
 def parse_errors_as_user_errors() -> Iterator[None]:
-    """Turn what a command-line parser prints before it exits into a UserError."""
+    """Convert the error that a command-line parser prints on exit to a UserError."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -96,7 +96,7 @@ def parse_errors_as_user_errors() -> Iterator[None]:
 
 
 def without_frame(text: str) -> str:
-    """Return what a parser said without its colours and its box, which launchers' tags before each line tear apart."""
+    """Strip the colours and box from a parser's message, which launchers' line prefixes tear apart."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [line.strip("│").rstrip() for line in plain.splitlines() if not line.startswith("╭")]
     kept = [line for line in lines if line.strip(" ─╰╯")]

@@ -1,4 +1,4 @@
-"""What the commands share that run in one process, whoever started it."""
+"""Shared by verbs that run in one process."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def import_tensorflow_for_cpu() -> None:
-    """Import TensorFlow without its chatter, and leave the GPUs to others."""
+    """Import TensorFlow quietly, with GPUs hidden."""
     with left_out(*NOT_FOR_RUNS):
         import_tensorflow_quietly()
     import tensorflow as tf
@@ -24,11 +24,11 @@ def import_tensorflow_for_cpu() -> None:
 
 
 def run_here(parse: Callable[[], T], action: Callable[[T], int]) -> int:
-    """Run a command and return its exit code; under a launcher rank 0 alone runs it.
+    """Run a verb and return its exit code; under a launcher, on rank 0 only.
 
     Args:
-        parse: reads the command line.
-        action: what the command does; it gives the exit code.
+        parse: parses the command line.
+        action: the verb itself; returns the exit code.
     """
     environment = detect_environment()
     if environment.rank > 0:

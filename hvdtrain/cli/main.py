@@ -40,10 +40,10 @@ Several processes:
 
 
 def main(argv: list[str]) -> int:
-    """Run the verb that `argv` names (train if none) and return the exit code."""
+    """Run the verb in `argv` (default: train) and return the exit code."""
     verb, rest = _split(argv)
     if verb is None:
-        # What every rank would say alike is said once.
+        # Every rank would print the same.
         if detect_environment().rank == 0:
             print(USAGE)
         return 0
@@ -55,14 +55,14 @@ def main(argv: list[str]) -> int:
         code: int = resolve("verb", verb, VERBS)(rest)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output has seen enough; Python must not complain about it at exit either.
+        # The reader of the pipe has gone; keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
 
 
 def _split(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Return the verb and its arguments; None stands for a call for help."""
+    """Return the verb and its arguments; None if help is requested."""
     if argv and argv[0] in ("-h", "--help", "help"):
         return None, []
     if argv and argv[0] in VERBS:

@@ -1,4 +1,4 @@
-"""`recipes`: what there is to train, one line each."""
+"""`recipes`: list the recipes, one line each."""
 
 import argparse
 

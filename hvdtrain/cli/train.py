@@ -1,4 +1,4 @@
-"""`train`: from the command line to a run."""
+"""`train`: train a recipe, or resume a run."""
 
 import difflib
 import io
@@ -22,16 +22,16 @@ from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.session import Session
 
 FREE_ON_RESUME = ("checkpoint", "observability", "runtime")
-"""Sections that may change when a run goes on; of the others only what follows, and how long it lasts."""
+"""Sections that may change on resume; of others only the options below and the length of the run."""
 FREE_OF_DATA = ("on_bad_record", "cache", "data_threads", "data_memory_mb")
-"""Options of the data that say how samples are read, and not which of them form a batch."""
+"""Options of how samples are read, not of which ones form a batch."""
 PLACES = ("path", "validation_path")
-"""Arguments of data sources that say where samples are: what is there is compared with what the run began with."""
+"""Arguments for the location of samples, which are compared with those that the run began with."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """Folders and files that a run starts from; they are no part of its configuration."""
+    """Paths of a run, which are not part of its configuration."""
 
     config_file: Annotated[Path | None, tyro.conf.arg(name="config")] = None
     """YAML file with options; those on the command line override it."""
@@ -50,17 +50,17 @@ class Request:
 
 
 def main(argv: list[str]) -> int:
-    """Train what `argv` asks for and return the exit code."""
+    """Train or resume a run and return the exit code."""
     if {"-h", "--help"} & set(argv):
         return _help(argv)
     return run_on_all_ranks(lambda: parse(argv), _describe, _train)
 
 
 def parse(argv: list[str]) -> Request:
-    """Read `[RECIPE] [--option value …]`: the recipe's options, over them the file's, over those the flags.
+    """Parse `[RECIPE] [--option value …]`: flags override the file, which overrides the recipe.
 
     Raises:
-        UserError: an unknown recipe or option, a wrong type, a file that does not fit.
+        UserError: an unknown recipe or option, a wrong type, or an invalid file.
     """
     name, flags = _recipe_name(argv)
     with parse_errors_as_user_errors():
@@ -69,7 +69,7 @@ def parse(argv: list[str]) -> Request:
     with parse_errors_as_user_errors():
         config = _parse_config(base, rest)
     if files.resume is not None:
-        # Where the data are is told without their other arguments, which stay as they were.
+        # Only the location is given on resume; the other arguments stay.
         merged = {**base.data.data_args, **config.data.data_args}
         config = replace(config, data=replace(config.data, data_args=merged))
         _check_resume(base, config, files)
@@ -83,7 +83,7 @@ def _recipe_name(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _base(name: str | None, files: Files) -> Config:
-    """Return what the flags are laid over."""
+    """Return the configuration that flags override."""
     if files.resume is not None:
         if name is not None or files.config_file is not None or files.run_dir is not None:
             raise ConfigError("--resume goes on with a run as it was: it takes no recipe, --config or --run-dir.")
@@ -103,7 +103,7 @@ def _base(name: str | None, files: Files) -> Config:
 def _parse_config(base: Config, flags: list[str], program: str = "python -m hvdtrain train") -> Config:
     marks = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
     kind = Annotated[Config, tyro.conf.arg(name="")]
-    # Pairs that are there already would become flags of their own: --model-args.depth 8.
+    # Existing pairs would become flags of their own: --model-args.depth 8.
     blank = {part: replace(getattr(base, part), **{args: {}}) for part, _, args in NAMED_WITH_ARGUMENTS}
     config = tyro.cli(kind, args=with_values(flags), default=replace(base, **blank), prog=program, config=marks)
     config = with_arguments_of(config, without_foreign_arguments(base, config))
@@ -113,7 +113,7 @@ def _parse_config(base: Config, flags: list[str], program: str = "python -m hvdt
 
 
 def with_values(flags: list[str]) -> list[str]:
-    """Give switches that stand alone (--jit) the value that they mean, and lower-case ones the case that is read."""
+    """Add the value True to bare switches (--jit), and normalize the case of true and false."""
     switches = {
         f"--{option.name.replace('_', '-')}"
         for section in vars(Config("")).values()
@@ -145,7 +145,7 @@ def _check_resume(base: Config, config: Config, files: Files) -> None:
 
 
 def _read_otherwise(data: DataConfig, chosen: DataConfig) -> DataConfig:
-    """Return `data`, from the place and read in the way that `chosen` says."""
+    """Return `data` with the location and reading options of `chosen`."""
     places = {name: value for name, value in chosen.data_args.items() if name in PLACES}
     options = {name: getattr(chosen, name) for name in FREE_OF_DATA}
     return replace(data, data_args={**data.data_args, **places}, **options)
@@ -175,7 +175,7 @@ def _train(session: Session, request: Request) -> None:
 
 
 def _help(argv: list[str]) -> int:
-    """Show the options with the recipe's own values; no rank but the first says anything."""
+    """Print the options with the recipe's values, on rank 0 only."""
     name, _ = _recipe_name(argv)
     if name is not None and name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
@@ -203,7 +203,7 @@ def _help(argv: list[str]) -> int:
 
 
 def _arguments(config: Config) -> str:
-    """Return a configuration's arguments as one would type them."""
+    """Format the arguments of a configuration as flags."""
     words = []
     for part, _, name in NAMED_WITH_ARGUMENTS:
         pairs = getattr(getattr(config, part), name).items()

@@ -1,8 +1,8 @@
 """Horovod's own Python API on today's Keras: `import hvdtrain.horovod as hvd` for `import horovod.tensorflow as hvd`.
 
-The public names, signatures and meanings are those of `horovod.tensorflow` 0.28.1, on Keras 3 and, where
-TF_USE_LEGACY_KERAS=1 is set, on tf_keras. Underneath are this project's pieces, and Horovod's own functions where they
-are sound.
+Names, signatures and semantics are those of `horovod.tensorflow` 0.28.1, on Keras 3 and, with TF_USE_LEGACY_KERAS=1, on
+tf_keras. It is a thin layer over `gradients`, `layers` and `runtime`, and over Horovod's own functions where they work.
+Start with `optimizer.py`. The top room: nothing imports it, and it may import all rooms below `cli`.
 """
 
 from hvdtrain.horovod import elastic

@@ -1,4 +1,4 @@
-"""Horovod's helper for adding up gradients in graphs of TensorFlow 1."""
+"""Horovod's helper for local gradient aggregation in TensorFlow 1 graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from hvdtrain.horovod.basics import global_process_set
 
 
 class LocalGradientAggregationHelper:
-    """Stands for a helper that works in TensorFlow 1's graphs only, and raises at once."""
+    """Placeholder for a helper that only works in TensorFlow 1 graphs; raises on construction."""
 
     def __init__(
         self,

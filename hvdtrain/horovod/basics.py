@@ -1,4 +1,4 @@
-"""Joining the job, process sets, and what Horovod says of itself: Horovod's own functions where they are sound."""
+"""Initialization, process sets and build queries: Horovod's own functions where they work."""
 
 import os
 from collections.abc import Sequence
@@ -108,16 +108,16 @@ __all__ = [
 
 
 def is_elastic() -> bool:
-    """Tell whether ranks may come and go: then nothing that is compiled may hold their number."""
+    """Whether the job is elastic: compiled functions must then not bake in the number of ranks."""
     return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
 
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialize Horovod; the arguments are `comm` and `process_sets`, as Horovod's own.
 
-    A process set of all ranks, which Horovod's own `init` fails on, becomes the global one. Settings of the exchange
-    that the environment leaves open are those that `hvdtrain` measured (`hvdtrain/runtime/tuning.py`), but in elastic
-    jobs Horovod's own.
+    A process set of all ranks, on which Horovod's own `init` fails, is aliased to the global one. Settings of the
+    exchange that the environment leaves unset take the values measured for hvdtrain (`hvdtrain/runtime/tuning.py`),
+    except in elastic jobs.
     """
     _init(*args, **kwargs)
 
@@ -126,7 +126,7 @@ def _init(comm: Any = None, process_sets: Any = None) -> None:
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     whole: list[ProcessSet] = []
     if not is_elastic():
-        # Once they are set, Horovod cannot be initialized a second time.
+        # With these set, Horovod cannot be initialized a second time.
         set_exchange_defaults(os.environ)
         environment = detect_environment(os.environ)
         if environment.launcher == "none":

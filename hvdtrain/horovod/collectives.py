@@ -1,13 +1,13 @@
-"""Horovod's collectives by its own names and arguments.
+"""Horovod's collectives, with its names and arguments.
 
-What they do beyond Horovod's own:
+Improvements over Horovod's own:
 
-- within a compiled function they are neither merged, nor folded to a constant (`primitives.py`);
-- Keras variables, and whatever else becomes a tensor, may be passed;
-- bfloat16 travels as float32: what is only moved stays exact, a reduction is rounded once, at its end;
-- unsigned integers of 32 and 64 bits are moved as signed ones, bit by bit; Horovod does not add them;
-- a group may hold several dtypes, and dense and sparse tensors in any order;
-- of sparse tensors each row comes back once, the sum of what several ranks have.
+- within a compiled function they are neither merged nor constant-folded (`primitives.py`);
+- they accept Keras variables, and anything else that converts to a tensor;
+- bfloat16 travels as float32: moves are exact, reductions are rounded once, at the end;
+- uint32 and uint64 are moved as signed integers, bit by bit; they cannot be reduced;
+- a group may mix dtypes, and dense and sparse tensors;
+- each row of a sparse result occurs once, summed over the ranks.
 
 Their gradients are those that Horovod registers.
 """
@@ -56,7 +56,7 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor, or tf.IndexedSlices, elementwise over the ranks of `process_set`; the average by default.
 
-    Shape and dtype must agree on all ranks. `average` is Horovod's older way to say `op`.
+    Shape and dtype must agree on all ranks. `average` is the deprecated form of `op`.
     """
     op = handle_average_backwards_compatibility(op, average)
     _check_op(op, process_set)
@@ -84,7 +84,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> Any:
-    """Reduce tensors and tf.IndexedSlices, in any order; the dense ones of a dtype leave together."""
+    """Reduce tensors and tf.IndexedSlices; dense ones of a dtype are sent together."""
     if not tensors:
         return tensors
     op = handle_average_backwards_compatibility(op, average)
@@ -122,7 +122,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: Any = global_process_set,
 ) -> list[Any]:
-    """Gather several tensors; those of a dtype leave together."""
+    """Gather several tensors; those of a dtype are sent together."""
     call = Call(name, ignore_name_scope, process_set)
     return _each_dtype([tf.convert_to_tensor(tensor) for tensor in tensors], all_gather, call, moves=True)
 
@@ -135,7 +135,7 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: Any = global_process_set,
 ) -> Any:
-    """Return the tensor of `root_rank` (counted among all ranks, in a process set too) on every rank."""
+    """Return the tensor of `root_rank` (a global rank, even in a process set) on every rank."""
     whole = tf.convert_to_tensor(tensor)
     there, back = _stand_in(whole.dtype, moves=True)
     return back(primitives.broadcast(there(whole), root_rank, Call(name, ignore_name_scope, process_set)))
@@ -147,7 +147,7 @@ def broadcast_(
 ) -> Any:
     """Overwrite `variables`, all on one device, with the values of `root_rank`, and return their new values.
 
-    They are matched by their places in the list, as two of them may share a name.
+    Variables are matched by position in the list, as names may repeat.
     """
     tensors = [unwrap(variable) for variable in variables]
     sent = mpi_ops.MPI_LIB.horovod_broadcast_inplace_resource(
@@ -169,13 +169,13 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: Any = global_process_set,
 ) -> Any:
-    """Send `splits[i]` rows (equal parts if None) to rank i and line up what came, by rank.
+    """Send `splits[i]` rows (equal numbers if None) to rank i, and concatenate the rows received, by rank.
 
-    With `splits` the rows that came from each rank are returned as well.
+    With `splits`, also return the number of rows received from each rank.
     """
     whole = tf.convert_to_tensor(tensor)
     there, back = _stand_in(whole.dtype, moves=True)
-    # No splits stand for equal parts.
+    # Empty splits mean equal numbers of rows.
     parts = tf.cast(tf.convert_to_tensor([] if splits is None else splits), tf.int32)
     output, received = primitives.all_to_all(there(whole), parts, Call(name, ignore_name_scope, process_set))
     return back(output) if splits is None else (back(output), received)
@@ -193,7 +193,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce a tensor over the ranks and give each its part of dim 0; the first ranks get what is left over."""
+    """Reduce a tensor over the ranks and scatter it along dim 0; the first ranks get the remainder."""
     how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
     with tf.device(device_dense):
         return _compressed([tensor], compression, lambda packed: _each_dtype(packed, reduce_scatter, how, call))[0]
@@ -209,7 +209,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce and scatter several tensors; those of a dtype leave together."""
+    """Reduce and scatter several tensors; those of a dtype are sent together."""
     if not tensors:
         return tensors
     how, call = Reduce(op, prescale_factor, postscale_factor), Call(process_set=process_set)
@@ -218,7 +218,7 @@ def grouped_reducescatter(
 
 
 def _check_op(op: int, process_set: Any) -> None:
-    """Refuse an Adasum that would hang or fail within Horovod."""
+    """Refuse an Adasum that would hang or fail inside Horovod."""
     if op != Adasum:
         return
     if process_set.process_set_id != global_process_set.process_set_id:
@@ -249,7 +249,7 @@ def _rows(slices: tf.IndexedSlices, op: int, name: str | None, process_set: Any,
 
 
 def _compressed(tensors: Sequence[Any], compression: Any, reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    """Reduce what `compression` makes of `tensors`, and undo it."""
+    """Compress `tensors`, reduce them, and decompress the result."""
     pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
     reduced = reduce([packed for packed, _ in pairs])
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
@@ -258,7 +258,7 @@ def _compressed(tensors: Sequence[Any], compression: Any, reduce: Callable[[list
 def _stand_in(
     dtype: tf.DType, moves: bool
 ) -> tuple[Callable[[tf.Tensor], tf.Tensor], Callable[[tf.Tensor], tf.Tensor]]:
-    """Return what takes tensors of `dtype` to one that Horovod knows, and back; it adds fewer than it `moves`."""
+    """Return functions from `dtype` to a dtype that Horovod supports and back, for moves or else for reductions."""
     if dtype == tf.bfloat16:
         return lambda tensor: tf.cast(tensor, tf.float32), lambda tensor: tf.cast(tensor, tf.bfloat16)
     if moves and dtype in _AS_SIGNED:
@@ -269,14 +269,14 @@ def _stand_in(
 def _each_dtype(
     tensors: Sequence[tf.Tensor], function: Callable[..., list[tf.Tensor]], *options: Any, moves: bool = False
 ) -> list[Any]:
-    """Call `function` once for each dtype among `tensors`, and keep their order; `options` end with the call."""
+    """Call `function` once per dtype among `tensors`, preserving order; the last of `options` is the `Call`."""
     *how, call = options
     results: list[Any] = list(tensors)
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
     for dtype in dtypes:
         there, back = _stand_in(dtype, moves)
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        own = call if len(dtypes) == 1 else call.part(dtype.name)
+        own = call if len(dtypes) == 1 else call.child(dtype.name)
         outputs = function([there(tensors[i]) for i in places], *how, own)
         for i, output in zip(places, outputs, strict=True):
             results[i] = back(output)

@@ -1,4 +1,4 @@
-"""What a wrapped optimizer does with gradients before they are applied, whichever Keras it is of."""
+"""Reduction and local aggregation of gradients in a wrapped optimizer, for either Keras."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ Apply = Callable[[list[Gradient]], Any]
 
 
 class CallableList(list[Any]):
-    """A list that may be called, as in `optimizer.variables()` of scripts that were written before Keras 3."""
+    """A callable list, for `optimizer.variables()` in scripts from before Keras 3."""
 
     def __call__(self) -> "CallableList":
         """Return the list itself."""
@@ -24,16 +24,16 @@ class CallableList(list[Any]):
 
 
 class Reduced(list[tuple[Any, Any]]):
-    """Pairs of gradients and variables whose gradients are those of all ranks."""
+    """(gradient, variable) pairs with gradients already reduced."""
 
 
 class Distribution:
-    """What a wrapped optimizer does before it applies gradients.
+    """Reduces gradients for a wrapped optimizer, every `passes` calls.
 
     Args:
         reduction: how gradients are reduced.
-        passes: calls whose gradients are added up, on their rank, before one exchange.
-        average: divide the sum over the passes by their number.
+        passes: calls whose gradients are summed locally before one exchange.
+        average: divide that sum by the number of passes.
     """
 
     def __init__(self, reduction: Reduction, passes: int = 1, average: bool = False) -> None:
@@ -51,7 +51,7 @@ class Distribution:
 
     @contextmanager
     def done(self) -> Iterator[None]:
-        """Take the gradients that come meanwhile for reduced ones."""
+        """Treat gradients as already reduced inside this context."""
         before, self.is_done = self.is_done, True
         try:
             yield
@@ -59,9 +59,9 @@ class Distribution:
             self.is_done = before
 
     def step(self, gradients: Sequence[Gradient], variables: Sequence[Any], iterations: Any, apply: Apply) -> None:
-        """Reduce `gradients` and `apply` them, or keep them until there are enough.
+        """Reduce `gradients` and `apply` them, or accumulate them until the last pass.
 
-        `iterations` counts every call, as with Horovod: schedules of learning rates go on while gradients are kept.
+        `iterations` counts every call, as with Horovod: learning-rate schedules advance while gradients accumulate.
         """
         if self.passes == 1:
             apply(self.reduction.reduce(gradients, variables))
@@ -83,7 +83,7 @@ class Distribution:
         tf.cond(tf.greater_equal(count.assign_add(1), self.passes), whole, part)
 
     def forget(self) -> None:
-        """Begin anew with the passes of a step, as all ranks must after one of them has left or come."""
+        """Discard accumulated gradients, as all ranks must when the set of ranks has changed."""
         if self._count is not None:
             self._count.assign(0)
 
@@ -96,7 +96,7 @@ class Distribution:
 
 
 def distribution_of(optimizer: Any) -> Distribution | None:
-    """Return what `optimizer`, or one that it holds, does before it applies gradients; None if it does not reduce."""
+    """Return the `Distribution` of `optimizer`, or of one it wraps; None if it does not reduce."""
     while optimizer is not None:
         if isinstance(found := getattr(optimizer, "distribution", None), Distribution):
             return found
@@ -105,7 +105,7 @@ def distribution_of(optimizer: Any) -> Distribution | None:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer that updates the weights, within whatever wraps it."""
+    """Return the optimizer inside any wrappers."""
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return optimizer

@@ -1,4 +1,4 @@
-"""Python objects among the ranks."""
+"""Collectives of Python objects."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = global_process_set
 ) -> Callable[[Any], Any]:
-    """Return a function that broadcasts the object that it is given."""
+    """Return a function that broadcasts its argument."""
     _check_eager("broadcast_object_fn", session)
     return lambda obj: broadcast_object(obj, root_rank, None, name or "broadcast_object_fn", process_set)
 
@@ -35,10 +35,10 @@ def allgather_object(
 
 
 def _check_eager(function: str, session: Any) -> None:
-    """Refuse what belonged to TensorFlow 1.
+    """Refuse usage from TensorFlow 1.
 
     Raises:
-        ConfigError: a session was passed, or a function is being compiled.
+        ConfigError: a session was passed, or it is called inside tf.function.
     """
     if session is not None:
         raise ConfigError(f"{function}: TensorFlow 2 has no sessions. Leave session out.")

@@ -1,4 +1,4 @@
-"""Horovod's optimizers, by the arguments of `horovod.tensorflow`, `horovod.tensorflow.keras` and `horovod.keras`."""
+"""DistributedOptimizer with the arguments of `horovod.tensorflow`, `horovod.tensorflow.keras` and `horovod.keras`."""
 
 from typing import Any
 
@@ -71,29 +71,29 @@ def keras_optimizer(
 ) -> Any:
     """Return an optimizer of the same class, configuration and state that reduces gradients before it applies them.
 
-    In `model.fit`, and in loops of one's own through `apply` and `apply_gradients`, compiled or not. A
-    LossScaleOptimizer may be inside or around it. It is called with local gradients: those of a
-    `DistributedGradientTape` would be reduced twice.
+    Works in `model.fit` and in custom loops through `apply` and `apply_gradients`, compiled or not. A
+    LossScaleOptimizer may be inside or around it. Pass it local gradients: those of a `DistributedGradientTape` would
+    be reduced twice.
 
     Args:
         optimizer: a Keras optimizer.
         name: prefix of the exchange's names; "Distributed" and the optimizer's class if None.
         device_dense: the device on which gradients are reduced.
-        device_sparse: the same for rows, where `device_dense` names none.
-        compression: `Compression.none`, `Compression.fp16` (16 bits on the wire, added up in 32), or a class of one's
-            own with `compress` and `decompress`.
-        sparse_as_dense: make sparse gradients dense; otherwise their rows are gathered and those of one index added.
+        device_sparse: the same for sparse gradients, if `device_dense` is empty.
+        compression: `Compression.none`, `Compression.fp16` (16 bits on the wire, summed in 32), or a custom class with
+            `compress` and `decompress`.
+        sparse_as_dense: make sparse gradients dense; otherwise rows are gathered, and rows of one index summed.
         gradient_predivide_factor: divide by it before the sum, and by size / factor after.
         op: Average or Sum.
-        backward_passes_per_step: calls whose gradients are added up before one exchange and one update.
+        backward_passes_per_step: calls whose gradients are summed before one exchange and update.
         average_aggregated_gradients: divide by that number.
-        num_groups: older name of `groups`.
-        groups: number of groups of gradients that leave together, or lists of variables.
-        process_set: the ranks that reduce; others apply their own gradients.
-        scale_local_gradients: divide gradients of variables that were registered as local by the number of ranks.
+        num_groups: deprecated form of `groups`.
+        groups: number of groups of gradients that are sent together, or lists of variables.
+        process_set: the ranks that reduce; others apply local gradients.
+        scale_local_gradients: divide gradients of local variables by the number of ranks.
 
     Raises:
-        ConfigError: options that Horovod refuses, no optimizer of this process's Keras, or one that is wrapped already.
+        ConfigError: options that Horovod refuses, not an optimizer of this process's Keras, or one wrapped already.
     """
     reduction = Reduction(
         name or f"Distributed{type(optimizer).__name__}",

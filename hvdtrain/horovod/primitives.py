@@ -1,16 +1,16 @@
-"""Horovod's operations, kept what they are within compiled functions, with the gradients that Horovod registers.
+"""Horovod's ops, made safe inside compiled functions, with the gradients that Horovod registers.
 
-Its registered gradients name an op after its input, which may be a tensor that a function has captured: its name is a
-number that differs from rank to rank, and the ranks wait for one another for ever. Here the input of every op, in the
-backward pass too, is one of the function's own.
+Horovod's registered gradients name an op after its input. If that is a captured tensor, its name is a number that
+differs by rank, and the ranks deadlock. Here the input of every op, also in the backward pass, is created in the
+function.
 
-Gradients, of the upstream gradients g that the ranks have:
+Gradients, for the upstream gradients g of the ranks:
 
     allreduce        the same allreduce of g
-    allgather        this rank's part of the average of g
+    allgather        this rank's slice of the average of g
     broadcast        at the root the average of g, elsewhere zero
-    alltoall         the parts of g sent back
-    reducescatter    all parts of g, times the ranks for Sum
+    alltoall         the slices of g sent back
+    reducescatter    all shards of g, times the number of ranks for Sum
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from hvdtrain.runtime.guarded import guarded, kept
 
 @dataclass(frozen=True)
 class Call:
-    """What all operations are told: their name, whether name scopes are part of it, and who takes part."""
+    """Common arguments of all ops: name, whether name scopes are part of it, and process set."""
 
     name: str | None = None
     ignore_name_scope: bool = False
@@ -41,14 +41,14 @@ class Call:
             "process_set": self.process_set,
         }
 
-    def part(self, what: str) -> "Call":
-        """Return the call of an operation that belongs to this one."""
+    def child(self, what: str) -> "Call":
+        """Return the call of a helper op, under a derived name."""
         return Call(self.name and f"{self.name}_{what}", self.ignore_name_scope, self.process_set)
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """How elements are reduced, and what multiplies them before and after."""
+    """The reduction op, with its prescale and postscale factors."""
 
     op: int
     prescale: float = 1.0
@@ -61,7 +61,7 @@ class Reduce:
 
 
 def all_reduce(tensors: Sequence[tf.Tensor], how: Reduce, call: Call) -> list[tf.Tensor]:
-    """Reduce tensors of one dtype, several of them together."""
+    """Reduce tensors of one dtype as a group."""
 
     @tf.custom_gradient
     def reduced(*inputs: tf.Tensor) -> Any:
@@ -70,7 +70,7 @@ def all_reduce(tensors: Sequence[tf.Tensor], how: Reduce, call: Call) -> list[tf
             outputs = [mpi_ops._allreduce(safe[0], **how.options, **call.options)]
         else:
             outputs = mpi_ops._grouped_allreduce(safe, **how.options, **call.options)
-        return list(kept(outputs)), lambda *upstream: all_reduce(upstream, how, call.part("gradient"))
+        return list(kept(outputs)), lambda *upstream: all_reduce(upstream, how, call.child("gradient"))
 
     return list(reduced(*tensors))
 
@@ -87,16 +87,18 @@ def all_gather(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
             outputs = mpi_ops.grouped_allgather(safe, **call.options)
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            averages = all_reduce(upstream, Reduce(Average), call.part("gradient"))
-            return [_own_part(g, x, call.part(f"rows{i}")) for i, (g, x) in enumerate(zip(averages, safe, strict=True))]
+            averages = all_reduce(upstream, Reduce(Average), call.child("gradient"))
+            return [
+                _own_rows(g, x, call.child(f"rows{i}")) for i, (g, x) in enumerate(zip(averages, safe, strict=True))
+            ]
 
         return list(kept(outputs)), backward
 
     return list(gathered(*tensors))
 
 
-def _own_part(whole: tf.Tensor, mine: tf.Tensor, call: Call) -> tf.Tensor:
-    """Cut this rank's rows, as many as `mine` has, from what all ranks have."""
+def _own_rows(whole: tf.Tensor, mine: tf.Tensor, call: Call) -> tf.Tensor:
+    """Slice this rank's rows, as many as `mine` has, from the rows of all ranks."""
     with tf.device("/cpu:0"):
         rows = kept(mpi_ops.allgather(guarded(tf.shape(mine)[:1]), **call.options))
     me = rank() if call.process_set is global_process_set else call.process_set.rank()
@@ -110,7 +112,7 @@ def broadcast(tensor: tf.Tensor, root_rank: int, call: Call) -> tf.Tensor:
     @tf.custom_gradient
     def sent(value: tf.Tensor) -> Any:
         def backward(upstream: tf.Tensor) -> tf.Tensor:
-            average = all_reduce([upstream], Reduce(Average), call.part("gradient"))[0]
+            average = all_reduce([upstream], Reduce(Average), call.child("gradient"))[0]
             return average if rank() == root_rank else average * 0
 
         return kept(mpi_ops.broadcast(guarded(value), root_rank, **call.options)), backward
@@ -119,14 +121,14 @@ def broadcast(tensor: tf.Tensor, root_rank: int, call: Call) -> tf.Tensor:
 
 
 def all_to_all(tensor: tf.Tensor, splits: Any, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
-    """Send `splits[i]` rows to rank i; return what came, and how many rows from each rank."""
+    """Send `splits[i]` rows to rank i; return the received rows, and their number from each rank."""
 
     @tf.custom_gradient
     def exchanged(value: tf.Tensor) -> Any:
         output, received = mpi_ops.alltoall(guarded(value), splits=splits, **call.options)
 
         def backward(upstream: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            return all_to_all(upstream, received, call.part("gradient"))[0]
+            return all_to_all(upstream, received, call.child("gradient"))[0]
 
         return (kept(output), received), backward
 
@@ -135,7 +137,7 @@ def all_to_all(tensor: tf.Tensor, splits: Any, call: Call) -> tuple[tf.Tensor, t
 
 
 def reduce_scatter(tensors: Sequence[tf.Tensor], how: Reduce, call: Call) -> list[tf.Tensor]:
-    """Reduce tensors of one dtype and return this rank's parts of dim 0."""
+    """Reduce tensors of one dtype and return this rank's shards along dim 0."""
 
     @tf.custom_gradient
     def reduced(*inputs: tf.Tensor) -> Any:
@@ -147,7 +149,7 @@ def reduce_scatter(tensors: Sequence[tf.Tensor], how: Reduce, call: Call) -> lis
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             times = how.prescale * how.postscale * (call.process_set.size() if how.op == Sum else 1)
-            return all_gather([g * tf.cast(times, g.dtype) for g in upstream], call.part("gradient"))
+            return all_gather([g * tf.cast(times, g.dtype) for g in upstream], call.child("gradient"))
 
         return list(kept(outputs)), backward
 

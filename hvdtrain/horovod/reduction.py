@@ -1,4 +1,4 @@
-"""What Horovod's optimizer and tape do with gradients, said in the words of this project's reducer."""
+"""Reduction of gradients with the options of Horovod's optimizer and tape, by `GradientReducer`."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -22,10 +22,10 @@ _OPS: dict[int, ReduceOp] = {Average: "average", Sum: "sum", Adasum: "adasum"}
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients are reduced, in Horovod's words; the fields are the arguments of its optimizer and tape.
+    """How gradients are reduced; the fields are the arguments of Horovod's optimizer and tape.
 
     Raises:
-        ConfigError: options that Horovod refuses too.
+        ConfigError: options that Horovod refuses, too.
     """
 
     role: str
@@ -38,7 +38,7 @@ class Reduction:
     scale_local: bool = True
     device_dense: str = ""
     local: dict[int, tf.Variable] = field(default_factory=dict)
-    """Variables whose gradients stay on their rank, by identity."""
+    """Variables whose gradients stay local, by identity."""
 
     def __post_init__(self) -> None:
         if self.predivide != 1.0 and rocm_built():
@@ -49,19 +49,19 @@ class Reduction:
             raise ConfigError("groups should be a non-negative integer or a list of list of tf.Variable.")
 
     def keep_local(self, variables: Iterable[Any]) -> None:
-        """Leave the gradients of `variables` on their rank."""
+        """Keep the gradients of `variables` local."""
         for variable in variables:
             tensor = unwrap(variable)
             self.local[id(tensor)] = tensor
 
     def is_local(self, source: Any) -> bool:
-        """Tell whether the gradient of `source` stays on its rank."""
+        """Whether the gradient of `source` stays local."""
         return _is_variable(source) and id(unwrap(source)) in self.local
 
     def reduce(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
-        """Return the reduced gradients, in the order given; those of local variables divided by the ranks.
+        """Return the reduced gradients in order; local ones are divided by the number of ranks.
 
-        As with Horovod the ranks' gradients match by their places in the list: names of layers may differ.
+        As in Horovod, gradients are matched by position in the list: layer names may differ by rank.
         """
         _refuse_xla()
         results = list(gradients)
@@ -112,7 +112,7 @@ class Reduction:
     def _through_compressor(
         self, reducer: GradientReducer, gradients: list[Gradient], places: list[str], role: str
     ) -> list[Gradient]:
-        """Reduce what `compression`, Horovod's or a user's own, makes of the dense gradients."""
+        """Reduce the dense gradients through `compression`, Horovod's or a custom one."""
         whole = [self._dense(gradient) for gradient in gradients]
         pairs = [(g, None) if _is_apart(g) else self.compression.compress(tf.convert_to_tensor(g)) for g in whole]
         reduced = reducer.reduce([packed for packed, _ in pairs], places, role=role)
@@ -129,7 +129,7 @@ class Reduction:
         return gradient
 
     def _by_itself(self, gradient: Gradient, name: str) -> Gradient:
-        """Reduce a gradient by one of the operations that only a tape may ask for: min, max, product."""
+        """Reduce a gradient by an op that only tapes support: min, max, product."""
         if gradient is None:
             return None
         return allreduce(
@@ -143,7 +143,7 @@ class Reduction:
 
 
 def groups_of(num_groups: int, groups: Any) -> Any:
-    """Return `groups`, or what its older name says."""
+    """Return `groups`, or its deprecated form `num_groups`."""
     if num_groups != 0:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=3)
         return num_groups if groups is None else groups
@@ -159,7 +159,7 @@ def _is_apart(gradient: Gradient) -> bool:
 
 
 def _refuse_xla() -> None:
-    """Refuse to be compiled by XLA, for which Horovod has no operations; its own error names none of the options.
+    """Refuse compilation by XLA, for which Horovod has no ops; XLA's own error names no option.
 
     Raises:
         ConfigError: within a function with `jit_compile=True`.

@@ -1,4 +1,4 @@
-"""Horovod's synchronized batch normalization, by its own arguments."""
+"""Horovod's synchronized batch normalization, with its arguments."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from hvdtrain.horovod.flavour import keras, layers
 
 @keras.saving.register_keras_serializable(package="horovod")
 class SyncBatchNormalization(layers.SyncBatchNormalization):
-    """Batch normalization with the statistics of all ranks' samples.
+    """Batch normalization with statistics over all ranks.
 
-    Besides `fused`, which must be False, the arguments are those of `tf.keras.layers.BatchNormalization`. Other than
-    Horovod's it weighs the ranks by their samples, and it may be used with a mask.
+    Arguments are those of `tf.keras.layers.BatchNormalization`, and `fused`, which must be False. Unlike Horovod's, it
+    weights ranks by their number of samples, and supports masks.
     """
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
@@ -23,7 +23,7 @@ class SyncBatchNormalization(layers.SyncBatchNormalization):
         super().__init__(**kwargs)
 
     def replicas(self) -> Collectives | None:
-        """Return the exchange among all ranks, None where there is one; ranks that may come need it in any case."""
+        """Return the collectives among all ranks; None if there is one rank and the job is not elastic."""
         if self.exchange is not None:
             return super().replicas()
         return exchange_among(global_process_set) if is_elastic() or size() > 1 else None

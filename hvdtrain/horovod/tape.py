@@ -1,4 +1,4 @@
-"""Gradient tapes whose gradients are those of all ranks."""
+"""Gradient tapes that reduce gradients over the ranks."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,10 +26,9 @@ def DistributedGradientTape(
     process_set: Any = global_process_set,
     scale_local_gradients: bool = True,
 ) -> "ReducingTape":
-    """Wrap a tape, recorded already or to be used as `with`: `gradient` returns reduced gradients.
+    """Wrap a tape, already recorded or for a `with` block, so that `gradient` returns reduced gradients.
 
-    Sources may be Keras or TensorFlow variables. `device_sparse` has no effect of its own: rows go where dense
-    gradients do.
+    Sources may be Keras or TensorFlow variables. `device_sparse` is ignored: sparse gradients use `device_dense`.
     """
     reduction = Reduction(
         "DistributedGradientTape",
@@ -60,7 +59,7 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> "ReducingTape":
-    """Wrap a tape as `DistributedGradientTape` does; the gradients of `local_layers` stay on their rank."""
+    """Wrap a tape as `DistributedGradientTape` does; the gradients of `local_layers` stay local."""
     tape = DistributedGradientTape(
         gradtape,
         device_dense,
@@ -80,7 +79,7 @@ def PartialDistributedGradientTape(
 
 
 class ReducingTape(tf.GradientTape):
-    """A tape that reduces what it computes."""
+    """A tape that reduces the gradients it computes."""
 
     def __init__(self, tape: tf.GradientTape, reduction: Reduction) -> None:
         super().__init__(tape._persistent, tape._watch_accessed_variables)
@@ -89,7 +88,7 @@ class ReducingTape(tf.GradientTape):
 
     @as_written
     def register_local_source(self, source: Any) -> None:
-        """Leave the gradient of `source`, a variable, on its rank."""
+        """Keep the gradient of `source`, a variable, local."""
         self._reduction.keep_local([source])
 
     @as_written
@@ -98,8 +97,8 @@ class ReducingTape(tf.GradientTape):
     ) -> Any:
         """Return d target / d sources, reduced, in the structure of `sources`.
 
-        The ranks' gradients match by their places in any case, so `use_generic_names` changes nothing. What else
-        tf.GradientTape.gradient takes is passed on.
+        Gradients are always matched by position, so `use_generic_names` is ignored. Other arguments are passed to
+        tf.GradientTape.gradient.
         """
         flat = tf.nest.flatten(sources)
         local = super().gradient(target, [_watched(source) for source in flat], output_gradients, **kwargs)
@@ -110,7 +109,7 @@ class ReducingTape(tf.GradientTape):
     def get_local_and_global_gradients(
         self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return (source, gradient) of the local sources, and of the others."""
+        """Return (source, gradient) pairs of the local sources, and of the others."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients, strict=True))
         local = [pair for pair in pairs if self._reduction.is_local(pair[0])]

@@ -1,4 +1,4 @@
-"""Starting alike: variables that every rank takes over from one."""
+"""Broadcasting of variables."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -15,9 +15,9 @@ from hvdtrain.state.variables import as_written, unwrap
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: Any = global_process_set, inplace: bool = False
 ) -> None:
-    """Give every rank of `process_set` the values that `root_rank` has in `variables`.
+    """Broadcast `variables` from `root_rank` to every rank of `process_set`.
 
-    Keras and TensorFlow variables are matched by their place in the list. `inplace` needs no second copy of them.
+    Keras and TensorFlow variables are matched by position in the list. `inplace` needs no second copy.
     """
     tensors = [unwrap(variable) for variable in variables]
     if not is_included(process_set):
@@ -32,10 +32,10 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:
-    """Raise at once: TensorFlow 2 keeps no list of all variables.
+    """Raise: TensorFlow 2 keeps no list of all variables.
 
     Raises:
-        ConfigError: always; it says what to call.
+        ConfigError: always; names the function to call instead.
     """
     raise ConfigError(
         "broadcast_global_variables needs TensorFlow 1's list of all variables. Call "
@@ -44,7 +44,7 @@ def broadcast_global_variables(root_rank: int) -> NoReturn:
 
 
 class BroadcastGlobalVariablesHook:
-    """Stands for Horovod's hook of TensorFlow 1 sessions, and raises at once."""
+    """Placeholder for Horovod's hook of TensorFlow 1 sessions; raises on construction."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         raise ConfigError(

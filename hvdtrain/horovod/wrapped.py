@@ -1,7 +1,7 @@
-"""Keras optimizers that are given local gradients and apply those of all ranks, as classes of their own kind.
+"""Wrapping of Keras optimizers: local gradients in, reduced gradients applied.
 
-A wrapped optimizer is an instance of the class that was wrapped, with its attributes, slots and configuration, as
-Horovod's is: a model that is saved with it loads without Horovod.
+As in Horovod, a wrapped optimizer is an instance of a subclass of the original class, with its attributes, slots and
+configuration: a model saved with it loads without Horovod.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def distributed(optimizer: Any, distribution: Distribution) -> Any:
     """Return an optimizer of the class, configuration and state of `optimizer` that reduces gradients first.
 
     Raises:
-        ConfigError: what was passed is no optimizer of this process's Keras, or reduces already.
+        ConfigError: not an optimizer of this process's Keras, or one that reduces already.
     """
     _check_optimizer(optimizer)
     kind = optimizer.__class__
@@ -31,7 +31,7 @@ def distributed(optimizer: Any, distribution: Distribution) -> Any:
 
 
 def _register_alike(wrapped: Any, kind: Any) -> None:
-    """Let Keras save `wrapped` under the name that `kind` is registered under, and load `kind` by it."""
+    """Register `wrapped` so that Keras saves it under the name of `kind`, and loads `kind` by it."""
     package, registered, name = keras.saving.get_registered_name(kind).rpartition(">")
     if registered:
         for each in (wrapped, kind):  # the last one is what is loaded

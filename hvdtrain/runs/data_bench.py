@@ -1,4 +1,4 @@
-"""How fast the data come, against how fast the step takes them."""
+"""Measures the data pipeline against the training step."""
 
 import itertools
 import time
@@ -18,38 +18,38 @@ from hvdtrain.runs.run_data import run_data, input_advice
 
 WARM_UP = 5
 READ_AHEAD = 32
-"""Batches that may have been read while the step ran alone: they are taken before the pipeline is measured."""
+"""Batches that may have been prefetched while the step ran alone; drained before the pipeline is measured."""
 ROUNDS = 3
 NEARLY = 0.9
-"""Share of the step's own speed at which training does not wait: rounds differ by up to a tenth."""
+"""Fraction of the step's own speed from which training does not wait for data: rounds differ by up to a tenth."""
 
 
 @dataclass(frozen=True)
 class DataBench:
-    """Samples per second over all ranks, medians of rounds that took turns."""
+    """Samples per second over all ranks: medians of rounds that took turns."""
 
     pipeline: float
-    """What the pipeline gives when nothing else runs."""
+    """Rate of the pipeline alone."""
     step: float
-    """What the step takes when it is given one batch again and again."""
+    """Rate of the step alone, on one fixed batch."""
     together: float
-    """What training reaches."""
+    """Rate of training."""
     cure: str = ""
-    """What would make the samples come faster, in a sentence; "" where nothing is left to be done."""
+    """Advice for a faster pipeline: a sentence, or ""."""
 
     @property
     def headroom(self) -> float:
-        """How many times as fast as the step the pipeline is."""
+        """Rate of the pipeline relative to the step."""
         return self.pipeline / self.step
 
     @property
     def reached(self) -> float:
-        """Share of the step's own speed that training reaches."""
+        """Rate of training relative to the step."""
         return self.together / self.step
 
 
 def bench_data(session: Session, config: Config, *, steps: int) -> DataBench:
-    """Measure the pipeline alone, the step alone, and both together, `steps` steps at a time; every rank calls it."""
+    """Measure the pipeline, the step, and training, in turns of `steps` steps; every rank calls it."""
     backend = backend_for(session)
     source = run_data(config, backend)
     trainer = run_trainer(config, source, backend)
@@ -87,7 +87,7 @@ def _drain(items: Iterable[Any]) -> None:
 
 
 def verdict(result: DataBench) -> str:
-    """Say in a few words whether training waits for its data, which is what it reaches against the step alone."""
+    """Return in words whether training waits for data, by its rate relative to the step alone."""
     share = f"{result.reached:.0%} of the step's speed"
     facts = f"The pipeline is {result.headroom:.1f} times as fast as the step, and training reaches {share}:"
     if result.reached >= NEARLY:

@@ -1,4 +1,4 @@
-"""The folder of a run: what is where in it, and who may write into it."""
+"""The folder of a run: its files, creation and reopening."""
 
 import time
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """The run's outcome."""
+        """The results of the run."""
         return self.path / "summary.json"
 
     @property
     def evaluation(self) -> Path:
-        """The outcome of the last `evaluate`."""
+        """The results of the last `evaluate`."""
         return self.path / "evaluation.json"
 
     @property
@@ -64,17 +64,17 @@ class RunFolder:
 
 
 def default_path(recipe: str) -> Path:
-    """Return a name for a new run of `recipe` that no run has yet."""
+    """Return an unused path for a new run of `recipe`."""
     stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = [RUNS / stem, *(RUNS / f"{stem}-{number}" for number in range(2, 100))]
     return next(path for path in candidates if not path.exists())
 
 
 def create(path: Path) -> RunFolder:
-    """Make the folder of a new run.
+    """Create the folder of a new run.
 
     Raises:
-        ConfigError: something is there already, or the folder cannot be made.
+        ConfigError: it exists and is not empty, or cannot be created.
     """
     refuse_occupied(path)
     try:
@@ -85,10 +85,10 @@ def create(path: Path) -> RunFolder:
 
 
 def refuse_occupied(path: Path) -> None:
-    """Refuse a folder that holds something already, before any work is done for it.
+    """Refuse a folder that is not empty, before any work is done.
 
     Raises:
-        ConfigError: something is there.
+        ConfigError: it is not empty.
     """
     if path.is_dir() and any(path.iterdir()):
         raise ConfigError(

@@ -55,7 +55,7 @@ def test_savings_that_are_too_small_to_be_told_from_noise_are_left():
 
 
 def test_a_machine_that_grows_faster_meanwhile_does_not_change_the_settings():
-    """What is told is the last comparison, of launches next to each other."""
+    """The result is that of the last comparison, whose launches took turns."""
     found, machine, _ = tuned(costs={}, drift=2.0)
     assert len(machine.asked) > 6, "something looked faster"
     assert found.settings == {}

@@ -5,7 +5,7 @@ import platform
 import pytest
 
 from hvdtrain.bench.bandwidth import algorithm_bandwidth, bus_bandwidth, calls, parsed_size, shown_size
-from hvdtrain.bench.calls import expected, given
+from hvdtrain.bench.calls import expected, input_of
 from hvdtrain.bench.catalog import MODELS, bench_config
 from hvdtrain.bench.host import environment
 from hvdtrain.bench.noise import Refused
@@ -105,11 +105,11 @@ def test_sizes():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_is_given_comes_out_as_the_collective_says(ranks):
-    parts = {name: [given(name, 1000, rank, ranks) for rank in range(ranks)] for name in ("allreduce", "allgather")}
+    parts = {name: [input_of(name, 1000, rank, ranks) for rank in range(ranks)] for name in ("allreduce", "allgather")}
     assert (sum(parts["allreduce"]) == expected("allreduce", 1000, ranks)).all()
     assert [v for part in parts["allgather"] for v in part] == expected("allgather", 1000, ranks).tolist()
-    assert len(expected("reducescatter", 1000, ranks)) * ranks == len(given("reducescatter", 1000, 0, ranks))
-    assert (given("broadcast", 1000, 0, ranks) == expected("broadcast", 1000, ranks)).all()
+    assert len(expected("reducescatter", 1000, ranks)) * ranks == len(input_of("reducescatter", 1000, 0, ranks))
+    assert (input_of("broadcast", 1000, 0, ranks) == expected("broadcast", 1000, ranks)).all()
 
 
 @pytest.mark.parametrize("name", MODELS)

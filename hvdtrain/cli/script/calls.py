@@ -1,4 +1,4 @@
-"""The calls of a script that go to Horovod, and the few of Keras 2 that scripts of its time make beside them."""
+"""Calls of Horovod in a script, and calls of Keras 2 that are common in such scripts."""
 
 import ast
 from collections.abc import Iterator, Mapping, Set
@@ -19,16 +19,16 @@ _OF_KERAS_2 = {
     "evaluate_generator": "Keras 3 has model.evaluate only, which takes generators too.",
 }
 _POSITIONS_THAT_MOVED = {"DistributedOptimizer": 8, "PartialDistributedOptimizer": 99, "BestModelCheckpoint": 2}
-"""How many arguments without a name `horovod.keras` takes in the order of `horovod.tensorflow.keras`."""
+"""Number of positional arguments that `horovod.keras` and `horovod.tensorflow.keras` share."""
 
 
 def calls_of(tree: ast.AST, bound: Mapping[str, str], is_legacy: bool) -> Iterator[Finding]:
-    """Yield what becomes of each call and each decorator.
+    """Yield a finding for each call and decorator.
 
     Args:
         tree: the script.
-        bound: what imported names stand for.
-        is_legacy: whether it trains with tf_keras.
+        bound: dotted name behind each imported name.
+        is_legacy: whether the script uses tf_keras.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -41,7 +41,7 @@ def calls_of(tree: ast.AST, bound: Mapping[str, str], is_legacy: bool) -> Iterat
 
 
 def _dotted(node: ast.expr, bound: Mapping[str, str]) -> str | None:
-    """Return the full name of what is called, where it is Horovod's."""
+    """Return the dotted name of a call's target if it is Horovod's."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -59,7 +59,7 @@ def _found(line: int, said: str, name: str, call: ast.Call | None = None, is_leg
     module, _, symbol = name.rpartition(".")
     names = FACE.get(STANDS_FOR.get(module, module))
     if names is None:
-        # A method of something imported, or a part of Horovod that stays as it is.
+        # A method of an imported object, or a part of Horovod that needs no change.
         return
     works: Verdict = "works as is" if module in FACE else "works with the import changed"
     if symbol not in names:
@@ -70,7 +70,7 @@ def _found(line: int, said: str, name: str, call: ast.Call | None = None, is_leg
 
 
 def _arguments(call: ast.Call, module: str, symbol: str, is_legacy: bool) -> str:
-    """Return what must change in the arguments of a call."""
+    """Return the changes that the arguments of a call need."""
     named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
     if named.get("session", "None") != "None":
         return "TensorFlow 2 has no sessions: leave session out."
@@ -88,7 +88,7 @@ def _arguments(call: ast.Call, module: str, symbol: str, is_legacy: bool) -> str
 
 
 def _of_keras(call: ast.Call, is_legacy: bool) -> Iterator[Finding]:
-    """Find what the script's Keras does not have, in the calls that stand in Horovod's examples."""
+    """Find calls, common in Horovod's examples, that the script's Keras lacks."""
     said = ast.unparse(call.func)
     named = {keyword.arg for keyword in call.keywords}
     advice = (_not_in_tf_keras if is_legacy else _not_in_keras_3)(said, named, call)

@@ -1,4 +1,4 @@
-"""One line of what a script does with Horovod."""
+"""A finding about one line of a script."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,11 +8,11 @@ Verdict = Literal["works as is", "works with the import changed", "needs this ch
 
 @dataclass(frozen=True)
 class Finding:
-    """What stands in a line, and what becomes of it."""
+    """A use of Horovod in a script, with its verdict."""
 
     line: int
     what: str
     """The call or the import."""
     verdict: Verdict
     advice: str = ""
-    """What to write instead; empty where nothing is to be done by hand."""
+    """The manual change; empty if none is needed."""

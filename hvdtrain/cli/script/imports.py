@@ -1,4 +1,4 @@
-"""The imports of a script that name Horovod: what they bind, and what they become."""
+"""Imports of Horovod in a script: the names they bind, and their replacements."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _UNTOUCHED = ("horovod.torch", "horovod.mxnet", "horovod.spark", "horovod.ray", 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Text between two places of a script, as lines from 1 and bytes from 0, that becomes another."""
+    """A replacement of the text between two positions of a script (lines from 1, bytes from 0)."""
 
     line: int
     begin: int
@@ -23,17 +23,17 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: what it binds, what is said of it, and how it is rewritten."""
+    """One imported name: its binding, finding and replacement."""
 
     bound: str
     module: str
-    """The dotted name that `bound` stands for."""
+    """The dotted name behind `bound`."""
     finding: Finding | None
     replacement: Replacement | None = None
 
 
 def imports_of(tree: ast.AST) -> Iterator[Import]:
-    """Yield what the imports of a script bind, as far as they name Horovod or its face."""
+    """Yield the imports of Horovod or of its face in a script."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (_plain(alias) for alias in node.names if _is_horovods(alias.name))
@@ -87,7 +87,7 @@ def _of_name(module: str, alias: ast.alias, line: int) -> Finding | None:
 
 
 def _rewritten(node: ast.ImportFrom, module: str) -> Replacement | None:
-    """Return how the whole statement is rewritten; `from horovod import …` only with a single name."""
+    """Return the replacement of the whole statement; `from horovod import …` only with a single name."""
     if module in STANDS_FOR:
         begin = node.col_offset + len("from ")
         end = begin + len(module.encode())
@@ -100,7 +100,7 @@ def _rewritten(node: ast.ImportFrom, module: str) -> Replacement | None:
 
 
 def _other(line: int, said: str, name: str) -> Finding:
-    """Say something of what the face has no counterpart of."""
+    """Return the finding for a name without a counterpart in the face."""
     if name == "horovod" or name.startswith(_UNTOUCHED):
         return Finding(line, said, "works as is")
     inner = next((module for module in sorted(STANDS_FOR, reverse=True) if name.startswith(f"{module}.")), None)

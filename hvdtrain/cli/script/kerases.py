@@ -1,4 +1,4 @@
-"""Which Keras a script trains with: Keras 3, or tf_keras where TF_USE_LEGACY_KERAS is set."""
+"""Detection of the Keras that a script uses: Keras 3, or tf_keras if TF_USE_LEGACY_KERAS is set."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -7,22 +7,22 @@ from hvdtrain.cli.script.finding import Finding
 
 VARIABLE = "TF_USE_LEGACY_KERAS"
 _YES = ("1", "true", "True")
-"""What TensorFlow takes for a yes."""
+"""Values that TensorFlow accepts as true."""
 
 
 def uses_legacy_keras(tree: ast.AST, environ: Mapping[str, str]) -> bool:
-    """Tell whether `tf.keras` is tf_keras, by what the script sets or else by the environment."""
+    """Whether `tf.keras` is tf_keras, by the settings of the script, else by the environment."""
     said = [value for _, value in _settings(tree)]
     return (said[-1] if said else environ.get(VARIABLE)) in _YES
 
 
 def keras_findings(tree: ast.AST, is_legacy: bool, first_use: int) -> Iterator[Finding]:
-    """Yield what becomes of a script's choice of Keras.
+    """Yield findings about a script's choice of Keras.
 
     Args:
         tree: the script.
         is_legacy: see `uses_legacy_keras`.
-        first_use: the line of the first import of Horovod, by which the choice is made.
+        first_use: line of the first import of Horovod, before which the choice must be made.
     """
     for setting, value in _settings(tree):
         late = setting.lineno > first_use
@@ -52,7 +52,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def _settings(tree: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
-    """Yield what sets the variable: `os.environ[…] = "1"`, and `os.environ.setdefault(…, "1")`."""
+    """Yield settings of the variable: `os.environ[…] = "1"`, and `os.environ.setdefault(…, "1")`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             owner, name, value = node.targets[0].value, node.targets[0].slice, node.value

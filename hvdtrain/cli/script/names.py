@@ -15,11 +15,11 @@ STANDS_FOR = {
     "horovod.keras.callbacks": "hvdtrain.horovod.keras.callbacks",
     "horovod.keras.elastic": "hvdtrain.horovod.keras.elastic",
 }
-"""Horovod's modules that the face stands for."""
+"""Module of the face for each of Horovod's."""
 
 
 def _names_of(module: str) -> list[str]:
-    """Return `__all__` as a module of the face spells it out: importing the module would import TensorFlow."""
+    """Return `__all__` from the source of a module of the face; importing it would import TensorFlow."""
     path = PACKAGE.joinpath(*module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -29,4 +29,4 @@ def _names_of(module: str) -> list[str]:
 
 
 FACE = {module: _names_of(module) for module in sorted(set(STANDS_FOR.values()))}
-"""The names of each module of the face."""
+"""Public names by module of the face."""

@@ -1,4 +1,4 @@
-"""What is said of a user's Horovod script."""
+"""The report on a user's Horovod script."""
 
 import ast
 import os
@@ -16,7 +16,7 @@ from hvdtrain.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class Script:
-    """A script, what it does with Horovod, and how its imports are rewritten."""
+    """A script, with its findings and the replacements of its imports."""
 
     path: Path
     source: bytes
@@ -25,10 +25,10 @@ class Script:
 
 
 def read_script(path: Path, environ: Mapping[str, str] = os.environ) -> Script:
-    """Read a script, which would be started in `environ`, without running it.
+    """Analyse a script, as it would run in the environment `environ`, without running it.
 
     Raises:
-        ConfigError: there is no such file, or it is not Python.
+        ConfigError: the file does not exist, or is not Python.
     """
     try:
         source = path.read_bytes()
@@ -50,7 +50,7 @@ def read_script(path: Path, environ: Mapping[str, str] = os.environ) -> Script:
 
 
 def lines_of(script: Script) -> list[str]:
-    """Return the report: a line for each import and call, advice under it, and the counts."""
+    """Return the report: a line per import and call, with advice below, and the counts."""
     if not script.findings:
         return [f"{script.path}: no use of Horovod was found."]
     width = max(len(finding.what) for finding in script.findings)
@@ -64,5 +64,5 @@ def lines_of(script: Script) -> list[str]:
 
 
 def needs_hand(script: Script) -> bool:
-    """Tell whether something must be changed by hand."""
+    """Whether manual changes are needed."""
     return any(finding.verdict == "needs this change" for finding in script.findings)

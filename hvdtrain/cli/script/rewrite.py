@@ -8,7 +8,7 @@ from hvdtrain.cli.script.imports import Replacement
 
 
 def rewritten(source: bytes, replacements: Iterable[Replacement]) -> bytes:
-    """Return `source` with the replacements made; they do not overlap."""
+    """Apply replacements, which must not overlap, to `source`."""
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -20,6 +20,6 @@ def rewritten(source: bytes, replacements: Iterable[Replacement]) -> bytes:
 
 
 def difference(path: Path, before: bytes, after: bytes) -> str:
-    """Return what changes, as a unified diff."""
+    """Return the changes as a unified diff."""
     old, new = (text.decode().splitlines(keepends=True) for text in (before, after))
     return "".join(difflib.unified_diff(old, new, str(path), str(path)))

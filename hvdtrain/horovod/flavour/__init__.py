@@ -1,7 +1,7 @@
-"""The Keras of this process, which is what `tf.keras` is: Keras 3, or tf_keras where TF_USE_LEGACY_KERAS=1 is set.
+"""The Keras of this process, i.e. `tf.keras`: Keras 3, or tf_keras with TF_USE_LEGACY_KERAS=1.
 
-`keras` is its module, `optimizers` and `layers` are what the face must know of it: a file for each Keras. Nothing of
-the other one is imported.
+`keras` is its module; `optimizers` and `layers` hold what differs between the two, in a file for each. The other Keras
+is never imported.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def refuse_other_keras(thing: Any) -> None:
     """Refuse an optimizer, a layer or a model of the other Keras.
 
     Raises:
-        ConfigError: it is of the Keras that is not this process's.
+        ConfigError: it belongs to the other Keras.
     """
     kinds = type(thing).__mro__
     if any(kind.__module__.split(".")[0] == ("keras" if IS_LEGACY else "tf_keras") for kind in kinds):

@@ -1,4 +1,4 @@
-"""The layer of Keras 3 that the face's synchronized batch normalization is made of."""
+"""The Keras 3 base class of the face's synchronized batch normalization."""
 
 from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
 

@@ -1,4 +1,4 @@
-"""Optimizers of Keras 3: how they are given gradients, what state they have, how a wrapped one is made."""
+"""Optimizers of Keras 3: applying gradients, their state, and wrapping."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from hvdtrain.optim.fused import fused_updates
 from hvdtrain.state.variables import as_written
 
 KINDS = (keras.optimizers.Optimizer,)
-"""What is an optimizer."""
+"""Base classes of optimizers."""
 
 
 class Distributed:
-    """What is put before a Keras optimizer's class: `apply` reduces first."""
+    """Mixin before a Keras optimizer's class: `apply` reduces first."""
 
     distribution: Distribution
 
@@ -48,7 +48,7 @@ class Distributed:
 
     @as_written
     def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: Any = None) -> list[tuple[Any, Any]]:
-        """Return pairs of reduced gradients and variables; `loss` is a function, or a value that `tape` recorded.
+        """Return (reduced gradient, variable) pairs; `loss` is a function, or a value that `tape` recorded.
 
         For `apply_gradients`, which does not reduce them again.
         """
@@ -83,7 +83,7 @@ def twin_of(optimizer: Any, kind: type) -> Any:
 
 
 def built(optimizer: Any, variables: Sequence[Any] | None) -> list[Any]:
-    """Create the slots of `optimizer`, which within a branch of a graph cannot be, and return its variables."""
+    """Create the slots of `optimizer`, which is impossible inside a branch of a graph, and return its variables."""
     if variables is None:
         return list(optimizer._trainable_variables)
     if not optimizer.built:
@@ -98,22 +98,22 @@ def state_of(optimizer: Any) -> list[Any]:
 
 
 def velocities_of(optimizer: Any) -> list[Any] | None:
-    """Return the velocities of an optimizer with momentum, as far as it has made them; None if they are not known."""
+    """Return the velocities of an optimizer with momentum, as far as they exist; None if it has no known ones."""
     if not optimizer.built:
         return []
     return getattr(optimizer, "momentums", getattr(optimizer, "_momentums", None))
 
 
 def names_of(kind: type) -> dict[str, Any]:
-    """Return what a class made from `kind` must say to be saved as `kind` is."""
+    """Return the attributes with which a subclass of `kind` is saved as `kind`."""
     return {}
 
 
 def reduce_before_loss_scaling() -> None:
     """Let a LossScaleOptimizer around a wrapped optimizer look at reduced gradients.
 
-    Keras puts one around the optimizer in `model.compile` with `mixed_float16`. By itself it would decide rank by rank
-    whether gradients are finite, and the ranks that skip a step would leave the others waiting in the exchange.
+    Keras puts one around the optimizer in `model.compile` with `mixed_float16`. It would decide per rank whether
+    gradients are finite, and ranks that skip a step would leave the others waiting in the exchange.
     """
     kind = keras.optimizers.LossScaleOptimizer
     plain = kind.apply

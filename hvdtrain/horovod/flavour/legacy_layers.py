@@ -1,4 +1,4 @@
-"""The layer of tf_keras that the face's synchronized batch normalization is made of."""
+"""The tf_keras base class of the face's synchronized batch normalization."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,19 +13,18 @@ from hvdtrain.layers.moments import moments_of_all
 from hvdtrain.state.variables import as_written
 
 _OTHER_BATCHES = ("renorm", "virtual_batch_size", "synchronized")
-"""Arguments that say otherwise over which samples to normalize."""
+"""Arguments that choose other samples to normalize over."""
 
 
 class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
-    """Batch normalization over the samples that all replicas have in a step; see the layer of the same name in
-    `hvdtrain.layers`, with which it shares the exchange.
+    """Batch normalization over all replicas' samples; see the layer of the same name in `hvdtrain.layers`.
 
     Raises:
-        ConfigError: an argument that says otherwise over which samples to normalize.
+        ConfigError: an argument that chooses other samples to normalize over.
     """
 
     exchange: Collectives | None = None
-    """The replicas; None if there are no others."""
+    """Collectives among the replicas; None if there is one replica."""
 
     def __init__(self, **kwargs: Any) -> None:
         for name in _OTHER_BATCHES:
@@ -52,5 +51,5 @@ class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
         return mean, variance
 
     def replicas(self) -> Collectives | None:
-        """Return the exchange with the other replicas, None where there are none."""
+        """Return the collectives among the replicas; None if there is one replica."""
         return self.exchange

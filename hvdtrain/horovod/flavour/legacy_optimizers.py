@@ -1,4 +1,4 @@
-"""Optimizers of tf_keras, of `optimizers` and of `optimizers.legacy`: the same as `keras3_optimizers` of Keras 3."""
+"""Optimizers of tf_keras (`optimizers` and `optimizers.legacy`); the counterpart of `keras3_optimizers`."""
 
 import copy
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ _optimizers = tf_keras.optimizers
 _LossScaleOptimizer = tf_keras.mixed_precision.LossScaleOptimizer
 
 KINDS = (_optimizers.Optimizer, _optimizers.legacy.Optimizer)
-"""What is an optimizer."""
+"""Base classes of optimizers."""
 
 
 class Distributed:
-    """What is put before an optimizer's class: `apply_gradients` reduces first."""
+    """Mixin before an optimizer's class: `apply_gradients` reduces first."""
 
     distribution: Distribution
 
@@ -35,7 +35,7 @@ class Distributed:
 
     @as_written
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
-        """Return pairs of reduced gradients and variables; `loss` is a function, or a value that `tape` recorded.
+        """Return (reduced gradient, variable) pairs; `loss` is a function, or a value that `tape` recorded.
 
         For `apply_gradients`, which does not reduce them again. With backward_passes_per_step, and within a
         LossScaleOptimizer, they are this rank's still, and reduced when they are applied.
@@ -78,9 +78,9 @@ def _reduced_first(
 def twin_of(optimizer: Any, kind: type) -> Any:
     """Return an optimizer of the class `kind` with the configuration and the state of `optimizer`.
 
-    The variables that slots belong to are not known here, so slots are copied, not built.
+    The variables of the slots are unknown here, so slots are copied, not built.
     """
-    # TensorFlow's strategy, of which there is one, cannot be copied.
+    # The strategy is a singleton, and cannot be copied.
     strategy = innermost(optimizer)._distribution_strategy
     twin: Any = object.__new__(kind)
     vars(twin).update(copy.deepcopy(vars(optimizer), {id(strategy): strategy}))
@@ -88,7 +88,7 @@ def twin_of(optimizer: Any, kind: type) -> Any:
 
 
 def built(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Create the slots of `optimizer`, which within a branch of a graph cannot be, and return `variables`."""
+    """Create the slots of `optimizer`, which is impossible inside a branch of a graph, and return `variables`."""
     build = getattr(optimizer, "build", None) or optimizer._create_all_weights
     with tf.init_scope():
         build(list(variables))
@@ -96,12 +96,12 @@ def built(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """Return the variables of a built optimizer, and of the LossScaleOptimizer that it may be."""
+    """Return the variables of a built optimizer, including those of a LossScaleOptimizer."""
     return [*optimizer.variables(), *_scale_of(optimizer)]
 
 
 def velocities_of(optimizer: Any) -> list[Any] | None:
-    """Return the velocities of an optimizer with momentum, as far as it has made them; None if they are not known."""
+    """Return the velocities of an optimizer with momentum, as far as they exist; None if it has no known ones."""
     if isinstance(optimizer, _optimizers.legacy.Optimizer):
         return [slots["momentum"] for slots in optimizer._slots.values() if "momentum" in slots]
     if not getattr(optimizer, "_built", False):
@@ -110,15 +110,15 @@ def velocities_of(optimizer: Any) -> list[Any] | None:
 
 
 def names_of(kind: type) -> dict[str, Any]:
-    """Return what a class made from `kind` must say to be saved as `kind` is: the names that it is exported by."""
+    """Return the attributes (export names) with which a subclass of `kind` is saved as `kind`."""
     return {name: value for name, value in vars(kind).items() if name.startswith("_keras_api_names")}
 
 
 def reduce_before_loss_scaling() -> None:
     """Let a LossScaleOptimizer around a wrapped optimizer look at reduced gradients.
 
-    Keras puts one around the optimizer in `model.compile` with `mixed_float16`. By itself it would decide rank by rank
-    whether gradients are finite, and the ranks that skip a step would leave the others waiting in the exchange.
+    Keras puts one around the optimizer in `model.compile` with `mixed_float16`. It would decide per rank whether
+    gradients are finite, and ranks that skip a step would leave the others waiting in the exchange.
     """
     for kind in _LossScaleOptimizer.__subclasses__():
         plain = kind.apply_gradients
@@ -141,7 +141,7 @@ def _reducing_first(plain: Any) -> Any:
 
 
 def _scale_of(optimizer: Any) -> list[Any]:
-    """Return the variables of a LossScaleOptimizer's own."""
+    """Return a LossScaleOptimizer's own variables."""
     if not isinstance(optimizer, _LossScaleOptimizer) or not optimizer.dynamic:
         return []
     return [optimizer._loss_scale.current_loss_scale, optimizer.dynamic_counter]

@@ -96,7 +96,7 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Reduce a value that becomes a tensor over all ranks; the average by default."""
+    """Reduce a value over all ranks; the average by default."""
     return collectives.allreduce(
         value,
         average,
@@ -119,5 +119,5 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """Reduce a value over all ranks and return this rank's part of dim 0."""
+    """Reduce a value over all ranks and return this rank's shard along dim 0."""
     return collectives.reducescatter(value, op=op, name=name)

@@ -24,25 +24,25 @@ __all__ = [
 
 
 class _OfThisKeras:
-    """Refuses to be a callback of the other Keras, whose callbacks have other methods."""
+    """Rejects models of the other Keras, whose callbacks have other methods."""
 
     def set_model(self, model: Any) -> None:
-        """Take the model that is trained."""
+        """Set the model, after checking its Keras."""
         refuse_other_keras(model)
         super().set_model(model)  # type: ignore[misc]
 
 
 class Callback(_OfThisKeras, keras.callbacks.Callback):
-    """What the face's callbacks are."""
+    """Base class of the face's callbacks."""
 
 
 class BroadcastGlobalVariablesCallback(Callback):
-    """Gives every rank the weights and the optimizer's state of `root_rank`, before the first step of training.
+    """Broadcasts weights and optimizer state from `root_rank` before the first step of training.
 
     Args:
-        root_rank: the rank whose values are taken over.
-        device: the device on which they travel.
-        local_variables: a variable, or several, that each rank keeps to itself.
+        root_rank: the rank to broadcast from.
+        device: the device of the broadcast.
+        local_variables: a variable, or several, to leave local.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -58,7 +58,7 @@ class BroadcastGlobalVariablesCallback(Callback):
                 self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Leave `var` as each rank has it."""
+        """Do not broadcast `var`."""
         if not hasattr(var, "assign"):
             raise ConfigError("All local variables must be of tf.Variable type.")
         self._local[id(unwrap(var))] = unwrap(var)
@@ -80,9 +80,9 @@ class BroadcastGlobalVariablesCallback(Callback):
 
 
 class MetricAverageCallback(Callback):
-    """Averages an epoch's figures over the ranks, for the callbacks that come after it.
+    """Averages an epoch's logs over the ranks, for the callbacks after it.
 
-    Every rank must have the same ones.
+    The keys must be the same on every rank.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -90,7 +90,7 @@ class MetricAverageCallback(Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the figures by their averages."""
+        """Replace the logs by their averages."""
         if not logs:
             return
         names = sorted(logs)
@@ -100,7 +100,7 @@ class MetricAverageCallback(Callback):
 
 
 class _LearningRate(horovod_callbacks.LearningRateScheduleCallbackImpl):
-    """What Keras has changed under Horovod's schedules: how a rate is read and set, and where momentum is."""
+    """Adapts Horovod's schedules to today's Keras: reading and setting the rate, and momentum correction."""
 
     model: Any
 
@@ -113,28 +113,28 @@ class _LearningRate(horovod_callbacks.LearningRateScheduleCallbackImpl):
             _scale_velocities(innermost(optimizer), new / old)
 
     def _restore_momentum_if_needed(self) -> None:
-        """Do nothing: momentum itself was not changed."""
+        """Do nothing: the momentum itself was not changed."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Show the learning rate among the epoch's figures."""
+        """Add the learning rate to the logs."""
         if logs is not None:
             logs["lr"] = _rate_of(self.model.optimizer)
 
 
 class LearningRateScheduleCallback(_LearningRate, Callback):
-    """Sets the learning rate to `initial_lr * multiplier` between two epochs.
+    """Sets the learning rate to `initial_lr * multiplier` from `start_epoch` to `end_epoch`.
 
-    Momentum is corrected by scaling the velocities with the rate, which is what scaling momentum for the length of a
-    step comes to (Nesterov's own step keeps the plain momentum): Keras compiles momentum into the step as a constant.
+    Momentum correction scales the velocities with the rate, which equals scaling the momentum for one step (except for
+    Nesterov's look-ahead): Keras compiles the momentum into the step as a constant.
 
     Args:
         initial_lr: the learning rate at the start of training.
-        multiplier: a function of the epoch, or a constant c that stands for c ** (epoch - start_epoch).
+        multiplier: a function of the epoch, or a constant c for c ** (epoch - start_epoch).
         start_epoch: the first epoch.
-        end_epoch: the first epoch that is left alone again.
-        staircase: set the rate at the beginning of epochs; otherwise of every batch, for fractions of an epoch.
-        momentum_correction: scale the velocities of optimizers that have momentum.
-        steps_per_epoch: found by itself where Keras knows the number of steps.
+        end_epoch: the epoch to stop before.
+        staircase: set the rate at the start of each epoch; otherwise at every batch, for a fractional epoch.
+        momentum_correction: scale the velocities of optimizers with momentum.
+        steps_per_epoch: inferred if Keras knows the number of steps.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class LearningRateWarmupCallback(_LearningRate, Callback):
     `LearningRateScheduleCallback`.
 
     Args:
-        initial_lr: the learning rate that is reached.
-        warmup_epochs: how many epochs it takes.
+        initial_lr: the final learning rate.
+        warmup_epochs: epochs of the warm-up.
         momentum_correction: see there.
         steps_per_epoch: see there.
-        verbose: 1 tells on rank 0 when it is reached.
+        verbose: 1 prints a line on rank 0 when the warm-up ends.
     """
 
     def __init__(
@@ -178,12 +178,12 @@ class LearningRateWarmupCallback(_LearningRate, Callback):
         self.verbose = verbose
 
     def _share(self, epoch: float) -> float:
-        # The fraction of an epoch is rounded up by a batch, so that an epoch ends at a round number.
+        # The fractional epoch is one batch ahead, so that an epoch ends at an integer.
         after = epoch + 1.0 / self.steps_per_epoch
         return (after * (size() - 1) / self.end_epoch + 1) / size()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Show the learning rate, and tell when it is reached."""
+        """Add the learning rate to the logs, and report the end of the warm-up."""
         super().on_epoch_end(epoch, logs)
         if epoch == self.end_epoch - 1 and self.verbose > 0 and rank() == 0:
             rate = _rate_of(self.model.optimizer)
@@ -213,7 +213,7 @@ class BestModelCheckpoint(_OfThisKeras, keras.callbacks.ModelCheckpoint):
         self.filepath: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuse to train without a place for the model."""
+        """Refuse to train without a `filepath`."""
         if not self.filepath:
             raise ConfigError("BestModelCheckpoint: set callback.filepath = 'model.keras' before training.")
         super().on_train_begin(logs)
@@ -223,7 +223,8 @@ def _rate_of(optimizer: Any) -> float:
     """Return the learning rate.
 
     Raises:
-        ConfigError: it is a schedule of an optimizer of tf.keras.optimizers.legacy; the others refuse to have it set.
+        ConfigError: it is a schedule, in an optimizer of tf.keras.optimizers.legacy; others refuse the assignment
+            themselves.
     """
     rate = optimizer.learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
@@ -232,10 +233,10 @@ def _rate_of(optimizer: Any) -> float:
 
 
 def _scale_velocities(optimizer: Any, factor: float) -> None:
-    """Multiply the velocities of an optimizer with momentum, as far as it has made them.
+    """Multiply the velocities of an optimizer with momentum, as far as they exist.
 
     Raises:
-        ConfigError: it has momentum, and where it keeps velocities is not known.
+        ConfigError: it has momentum, but its velocities are unknown.
     """
     if not getattr(optimizer, "momentum", 0.0) or factor == 1.0:
         return

@@ -32,9 +32,9 @@ class CommitStateCallback(horovod_callbacks.CommitStateCallbackImpl, Callback):
 
 
 class UpdateBatchStateCallback(horovod_callbacks.UpdateBatchStateCallbackImpl, Callback):
-    """Keeps `state.batch` at the number of the last batch, and at 0 after an epoch.
+    """Sets `state.batch` to the number of the last batch, and to 0 after an epoch.
 
-    Keras takes the number of steps from the data, so the first epoch after a reset is as long as the others.
+    Keras takes the number of steps from the data, so the first epoch after a reset is a full one.
     """
 
     def __init__(self, state: Any) -> None:
@@ -42,7 +42,7 @@ class UpdateBatchStateCallback(horovod_callbacks.UpdateBatchStateCallbackImpl, C
 
 
 class UpdateEpochStateCallback(horovod_callbacks.UpdateEpochStateCallbackImpl, Callback):
-    """Keeps `state.epoch` at the number of epochs that are done, over all resets."""
+    """Sets `state.epoch` to the number of finished epochs, over all resets."""
 
     def __init__(self, state: Any) -> None:
         super().__init__(None, state)

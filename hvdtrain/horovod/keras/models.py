@@ -21,12 +21,12 @@ def load_model(
     """Load a model whose optimizer, with its state, is wrapped in DistributedOptimizer.
 
     Args:
-        filepath: what Keras saved (`.keras`, `.h5`, with tf_keras a SavedModel too), or an open h5py.File.
-        custom_optimizers: classes of optimizers that are not Keras' own.
-        custom_objects: further classes and functions, by name.
+        filepath: a saved Keras model (`.keras`, `.h5`, with tf_keras also a SavedModel), or an open h5py.File.
+        custom_optimizers: custom optimizer classes.
+        custom_objects: further custom classes and functions, by name.
         compression: see `DistributedOptimizer`.
         legacy_opts: whether the optimizer is one of `tf.keras.optimizers.legacy`, which Keras 3 does not have. With
-            tf_keras the file says it by itself.
+            tf_keras the file records it.
 
     Raises:
         ConfigError: `legacy_opts=True` with Keras 3.
