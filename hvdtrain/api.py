@@ -8,8 +8,8 @@ from typing import Any
 
 from hvdtrain.config.runtime import BackendName, CommunicationName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
-from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Link, Session, current, has_session, open_link, open_session, set_current
 
 

@@ -13,8 +13,8 @@ from hvdtrain.config.errors import UserError
 from hvdtrain.config.files import apply_values, digest
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.environment import detect_environment
 from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.quiet import import_tensorflow_quietly
 from hvdtrain.runtime.session import Session
 

@@ -7,7 +7,7 @@ from hvdtrain.cli.train import Request, parse
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import digest
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
 
 STEPS = 50

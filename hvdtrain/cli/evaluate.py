@@ -9,7 +9,7 @@ from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
 from hvdtrain.config.files import digest
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import BackendName, RuntimeConfig
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
 
 

@@ -53,7 +53,7 @@ from horovod.tensorflow import (
     vars_to_refs,
 )
 
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from hvdtrain.config.errors import UserError
 from hvdtrain.runtime.control.channel import ControlChannel, flush_output
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2

@@ -13,7 +13,7 @@ from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLI
 from hvdtrain.runtime.control.agreement import agree, installed_versions
 from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel, open_control
 from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_process
-from hvdtrain.runtime.environment import Environment, detect_environment
+from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
 from hvdtrain.runtime.roles import roles_of

@@ -8,8 +8,8 @@ import pytest
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.agreement import agree, installed_versions, on_first, together
 from hvdtrain.runtime.control.channel import ControlChannel, end_process, open_control
-from hvdtrain.runtime.environment import Environment, detect_environment
 from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.watchdog import Watchdog
 
 

@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import LocalChannel, name_ranks, open_control
 from hvdtrain.runtime.control.store import Store, StoreTransport
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from tests.unit.threaded_ranks import as_ranks, on_threads, rendezvous, start_server, variables
 
 

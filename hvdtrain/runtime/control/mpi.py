@@ -16,7 +16,7 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, draw_secret, secret_from_environment
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 
 _TAGS = 16_384  # MPI guarantees tags up to 32,767; the exchanges' own wrap around at half of that
 _LOBBY_TAG = _TAGS

@@ -17,7 +17,7 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, secret_from_environment, secret_from_key_file
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 
 _FAILURES_A_CALL = 64
 """Ranks asked for a failure report in one look, so that a look stays short in a large job."""
