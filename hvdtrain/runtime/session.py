@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.control.agreement import agree, installed_versions
-from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel, open_control
+from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_process
 from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.mesh import Mesh

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.local import LocalChannel
 from hvdtrain.runtime.failures import Grace, handle_failure, is_consequence
 from hvdtrain.runtime.watchdog import Watchdog
 from tests.unit.threaded_ranks import as_ranks, place
