@@ -87,7 +87,7 @@ def _trained(session: Session, request: Request) -> None:
     from hvdtrain.bench.trained import measure
 
     answer = measure(session, request.config, request.timing)
-    if session.environment.rank == 0:
+    if session.world.primary:
         say(answer)
 
 

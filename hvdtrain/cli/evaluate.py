@@ -63,7 +63,7 @@ def _evaluate(session: Session, request: Request) -> None:
 
     folder = RunFolder(request.run_dir)
     figures = evaluate(session, request.config, folder)
-    if session.environment.rank == 0:
+    if session.world.primary:
         told = left_out_line(figures.get("left_out", []), folder.evaluation.name)
         print(f"{told}\n{_line(figures)}" if told else _line(figures), flush=True)
 

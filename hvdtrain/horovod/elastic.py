@@ -1,7 +1,6 @@
 """Elastic training: state that outlives the loss and the arrival of ranks."""
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from hvdtrain.horovod.distribution import distribution_of
 from hvdtrain.horovod.flavour import optimizers, refuse_other_keras
 from hvdtrain.horovod.objects import broadcast_object, broadcast_object_fn
 from hvdtrain.horovod.variables import broadcast_variables
+from hvdtrain.runtime.reset import restart_horovod
 from hvdtrain.state.variables import unwrap
 
 __all__ = [
@@ -32,9 +32,6 @@ __all__ = [
     "run_fn",
     "shutdown",
 ]
-
-_READ_ONCE = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
-"""Horovod crashes where it reads these a second time (a null pointer in `ParameterManager::BayesianParameter`)."""
 
 _TRANSPORTS = ("Horovod", "gloo", "MPI_", "NCCL", "nccl")
 """One of these is in the message of an exchange that was cut off; the op's own name may be anything."""
@@ -59,10 +56,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    shutdown()
-    for name in _READ_ONCE:
-        os.environ.pop(name, None)
-    init()
+    restart_horovod(init)
 
 
 class _VariablesState(ObjectState):

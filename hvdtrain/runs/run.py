@@ -55,7 +55,7 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
     plan = _plan(config, data.steps_per_epoch)
     trainer = run_trainer(config, source, backend)
     trainer.build(data)
-    folder, first = RunFolder(path), backend.index == 0
+    folder, first = RunFolder(path), backend.primary
     checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep, backend)
     identity, stretched = identity_of(source.loaded), None
     if resume:
@@ -115,7 +115,7 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
     }
     if config.data.tolerated:
         figures |= _bad_records(source)
-    if backend.index == 0:
+    if backend.primary:
         write_json(folder.evaluation, figures)
     return figures
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.compiled import run_once
+from hvdtrain.runtime.compiled import run_once
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient, scaled
