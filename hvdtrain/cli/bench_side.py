@@ -13,7 +13,7 @@ from hvdtrain.config.errors import UserError
 from hvdtrain.config.files import apply_values, digest
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.failures import show_failure
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.quiet import import_tensorflow_quietly
 from hvdtrain.runtime.session import Session
@@ -101,7 +101,7 @@ def _by_hand(argv: list[str]) -> int:
 
         answer = measure(request.config, request.timing, environment)
     except (UserError, KeyboardInterrupt) as error:
-        return handle_failure(None, environment, error)
+        return show_failure(environment, error)
     if environment.rank == 0:
         say(answer)
     return 0

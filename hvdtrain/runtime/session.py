@@ -5,7 +5,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
@@ -14,15 +14,15 @@ from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.control.local import LocalChannel
 from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_process
+from hvdtrain.runtime.failures import FailFast, FailurePolicy
 from hvdtrain.runtime.launchers import Environment, detect_environment
+from hvdtrain.runtime.leaving import leave_together
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
 from hvdtrain.runtime.roles import roles_of
 from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices
 from hvdtrain.runtime.tuning import set_exchange_defaults
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.runtime.world import World, open_world
-
-EXIT_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -32,8 +32,13 @@ class Link:
     environment: Environment
     control: ControlChannel
     watchdog: Watchdog
+    policy: FailurePolicy = field(default_factory=FailFast)
     generation: int = 0
     """How many times the job has formed anew."""
+
+    def fail(self, error: BaseException) -> int:
+        """Act on `error`, with which this rank fails, and return the exit code to leave with, if it returns."""
+        return self.policy.fail(self.control, self.environment, error)
 
     def close(self) -> None:
         """Stop watching and release the channel."""
@@ -41,13 +46,16 @@ class Link:
         self.control.close()
 
 
-def open_link(*, timeout: float, generation: int = 0, restartable: bool = False) -> Link:
+def open_link(
+    *, timeout: float, generation: int = 0, restartable: bool = False, policy: FailurePolicy | None = None
+) -> Link:
     """Find out who started this process and reach the other ranks.
 
     Args:
         timeout: seconds to wait for them.
         generation: how many times the job has formed anew.
         restartable: whether another generation may follow in this process.
+        policy: what follows from the failure of a rank; by default the end of the job.
 
     Raises:
         LaunchError: ranks are missing, or cannot be reached.
@@ -55,9 +63,10 @@ def open_link(*, timeout: float, generation: int = 0, restartable: bool = False)
     set_exchange_defaults(os.environ, restartable=restartable)
     environment = detect_environment(os.environ)
     control = open_control(environment, timeout=timeout, generation=generation)
-    watchdog = Watchdog(control)
+    policy = policy or FailFast()
+    watchdog = Watchdog(control, policy)
     watchdog.start()
-    return Link(environment, control, watchdog, generation)
+    return Link(environment, control, watchdog, policy, generation)
 
 
 @dataclass
@@ -116,11 +125,11 @@ class Session:
         A rank that serves waits, for as long as it may take, until the one that leads is done.
         """
         if self.world.collectives:
-            self.link.control.barrier(EXIT_TIMEOUT_S)
+            leave_together(self.link.control)
             self.world.close()
         elif self.strategy is not None:
             # The server that each worker of a strategy runs ends with its process.
-            self.link.control.barrier(math.inf if self.serves else EXIT_TIMEOUT_S)
+            leave_together(self.link.control, **({"patience": math.inf, "notice": math.inf} if self.serves else {}))
         self.link.close()
 
 

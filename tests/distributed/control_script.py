@@ -9,7 +9,7 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.agreement import agree, installed_versions, on_first, together
 from hvdtrain.runtime.control.channel import ControlChannel, end_process
 from hvdtrain.runtime.control.open import open_control
-from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.failures import FailFast, Grace, show_failure
 from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.watchdog import Watchdog
 
@@ -91,12 +91,12 @@ def work(channel: ControlChannel) -> None:
 
 def fail() -> None:
     environment, channel = open_here()
-    watchdog = Watchdog(channel)
+    watchdog = Watchdog(channel, FailFast())
     watchdog.start()
     try:
         work(channel)
     except RuntimeError as error:
-        handle_failure(channel, environment, error)
+        FailFast().fail(channel, environment, error)
 
 
 def alike() -> None:
@@ -104,21 +104,21 @@ def alike() -> None:
     try:
         agree(channel, {"tensorflow": f"2.{channel.rank}"}, timeout=20)
     except LaunchError as error:
-        handle_failure(channel, environment, error)
+        FailFast().fail(channel, environment, error)
 
 
 def early() -> None:
     """Rank 1 fails before it opens the channel, while the others wait for it."""
     environment = detect_environment()
     if environment.rank == 1:
-        end_process(handle_failure(None, environment, LaunchError("too early")))
+        end_process(show_failure(environment, LaunchError("too early")))
     open_control(environment, timeout=60)
 
 
 def stuck() -> None:
     """Rank 1 reports a failure but does not end the job: the watchdogs of the others do."""
     _, channel = open_here()
-    Watchdog(channel, interval=0.2, grace=1.0).start()
+    Watchdog(channel, FailFast(Grace(hanging=1.0)), interval=0.2).start()
     if channel.rank == 1:
         channel.report_failure("text")
     time.sleep(60)
