@@ -122,7 +122,7 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
 
 def _resume(trainer: Trainer, checkpoints: Checkpointer, identity: Identity, config: Config, path: Path) -> str | None:
     """Restore the newest checkpoint, if its run had the same samples; return, on rank 0, a warning of the schedule."""
-    first = trainer.backend.index == 0
+    first = trainer.backend.primary
     earlier = opened(path, "--resume")[1] if first else None
     newest = checkpoints.newest()
     if earlier is not None:

@@ -98,15 +98,6 @@ class AxisCollectives:
         """Do `all_gather` for each of `tensors`, of one dtype, in one message."""
         return self._move(mpi_ops.grouped_allgather, tensors, name)
 
-    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Sum `tensor` over the axis and return this rank's slice along dim 0; of n rows over r ranks the first n mod r
-        get one more.
-        """
-        output = mpi_ops._reducescatter(
-            guarded(tensor), name=name, op=hvd.Sum, ignore_name_scope=True, process_set=self._process_set
-        )
-        return kept(output, name)
-
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Cut `tensor` into equal parts along dim 0, send part i to rank i, and line up what came, by rank.
 
