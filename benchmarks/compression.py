@@ -64,7 +64,7 @@ def measure(rounds: int) -> None:
         by_rank = [json.loads(text) for text in backend.gather_bytes(json.dumps(taken).encode(), timeout=LIMIT_S)]
         slowest = np.max(by_rank, axis=0)
         times[name] = {kind: slowest[:, column].tolist() for column, kind in enumerate(KINDS)}
-    if backend.index == 0:
+    if backend.primary:
         print("TIMES " + json.dumps(times), flush=True)
 
 

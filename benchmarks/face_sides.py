@@ -18,7 +18,7 @@ from hvdtrain.bench.catalog import bench_config
 from hvdtrain.bench.plain import PlainLoop, pin, window_of
 from hvdtrain.config.run import Config
 from hvdtrain.models.registry import model_family
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 
 
 class TakingTurns(keras.callbacks.Callback):

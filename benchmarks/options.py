@@ -156,7 +156,7 @@ def measure(name: str, variants: list[str], steps: int, rounds: int) -> None:
             if number:
                 taken[variant].append(milliseconds)
     by_rank = [json.loads(text) for text in backend.gather_bytes(json.dumps(taken).encode(), timeout=LIMIT_S)]
-    if backend.index == 0:
+    if backend.primary:
         slowest = {variant: np.max([times[variant] for times in by_rank], axis=0).tolist() for variant in taken}
         print("TIMES " + json.dumps(slowest), flush=True)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from hvdtrain.bench.catalog import MODELS, bench_config
 from hvdtrain.config.run import Config
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 
 WINDOW = 10
 WARM_UP = 4

@@ -66,7 +66,7 @@ def measure(name: str, optimizer: str, steps: int, rounds: int) -> None:
             if number:
                 taken[rule].append(milliseconds)
     by_rank = [json.loads(text) for text in backend.gather_bytes(json.dumps(taken).encode(), timeout=LIMIT_S)]
-    if backend.index == 0:
+    if backend.primary:
         times = {rule: np.max([mine[rule] for mine in by_rank], axis=0).tolist() for rule in taken}
         sizes = {rule: slot_bytes(step.rule) for rule, step in runs.items()}
         print("RULES " + json.dumps({"times": times, "bytes": sizes}), flush=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 from hvdtrain.config.runtime import BackendName, CommunicationName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
-from hvdtrain.runtime.environment import detect_environment
-from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.exits import ExitWatch
+from hvdtrain.runtime.failures import show_failure
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Link, Session, current, has_session, open_link, open_session, set_current
 
 
@@ -27,7 +28,8 @@ def init(
 ) -> None:
     """Join the job: call it once, before TensorFlow does any work and before datasets and models are made.
 
-    From here on an exception on one rank ends the job, and the ranks leave together at the end of the script. With
+    From here on an exception on one rank, or `sys.exit` with a code other than 0, ends the job, and the ranks leave
+    together at the end of the script, where the first to come wait for those that are still at work. With
     `backend="parameter_server"` it returns on rank 0 only: the others serve it until its script ends, and end with it.
 
     Args:
@@ -99,7 +101,7 @@ def _fail(link: Link | None, error: BaseException) -> None:
     """End the job if it has other ranks; return where this process is alone."""
     environment = link.environment if link else detect_environment()
     if environment.size > 1:
-        end_process(handle_failure(link.control if link else None, environment, error))
+        end_process(link.fail(error) if link else show_failure(environment, error))
 
 
 def _end_with_the_job(session: Session) -> None:
@@ -112,3 +114,14 @@ def _end_with_the_job(session: Session) -> None:
 
     sys.excepthook = on_exception
     atexit.register(session.close)
+    if session.environment.size > 1:
+        exits = ExitWatch()
+        exits.start()
+        atexit.register(_end_if_left, session.link, exits)  # runs first, as the last one registered
+
+
+def _end_if_left(link: Link, exits: ExitWatch) -> None:
+    """End the job where this rank's script left it by an exit code; the others may wait for it in an exchange."""
+    left = exits.found()
+    if left is not None:
+        _fail(link, left)

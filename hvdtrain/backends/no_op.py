@@ -16,6 +16,7 @@ class NoOpCollectives:
     index = 0
     local_index = 0
     local_size = 1
+    primary = True
 
     @property
     def process(self) -> int:
@@ -47,21 +48,33 @@ class NoOpCollectives:
         """Return `tensors`, times the two factors."""
         return [self.all_reduce(t, name=name, prescale=prescale, postscale=postscale) for t in tensors]
 
+    def reduce_scatter(
+        self, tensor: tf.Tensor, *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> tf.Tensor:
+        """Return `tensor`, times the two factors: its slice is the whole."""
+        return self.all_reduce(tensor, name=name, prescale=prescale, postscale=postscale)
+
+    def grouped_reduce_scatter(
+        self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> list[tf.Tensor]:
+        """Return `tensors`, times the two factors."""
+        return self.grouped_all_reduce(tensors, name=name, prescale=prescale, postscale=postscale)
+
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Return `tensor`."""
         return tensor
 
-    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Return `tensor`: the whole is this replica's slice."""
-        return tensor
+    def grouped_all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        """Return `tensors`."""
+        return list(tensors)
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Return `tensor`."""
         return tensor
 
-    def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
+    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, axis: str = "dp") -> None:
         """Leave everything as it is."""
 
-    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, timeout: float | None, axis: str = "dp") -> list[bytes]:
         """Return this process's payload alone."""
         return [payload]

@@ -47,14 +47,24 @@ class Collectives(Protocol):
     ) -> list[tf.Tensor]:
         """Sum several tensors in messages that leave together."""
 
+    def reduce_scatter(
+        self, tensor: tf.Tensor, *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> tf.Tensor:
+        """Sum over the replicas, of which each keeps its slice of dim 0.
+
+        Slices are consecutive; where they cannot be equal, the first replicas keep one row more than the last.
+        """
+
+    def grouped_reduce_scatter(
+        self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> list[tf.Tensor]:
+        """Do so for several tensors of one dtype, in messages that leave together."""
+
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate along dim 0."""
 
-    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Sum over the replicas and return this replica's slice of dim 0.
-
-        Slices differ by at most one row: of n rows the first n mod size replicas have one more.
-        """
+    def grouped_all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        """Do so for several tensors of one dtype, in messages that leave together."""
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Send the i-th of equal parts along dim 0 to replica i, and concatenate what came."""
@@ -85,7 +95,14 @@ class Workers(Protocol):
 
 
 class Backend(Collectives, Protocol):
-    """The seam between the loop and its distribution engine."""
+    """The seam between the loop and its distribution engine.
+
+    `size` and `index`, and all collectives, are those of the data parallel axis.
+    """
+
+    @property
+    def primary(self) -> bool:
+        """Whether this process writes the run's files and speaks to the user."""
 
     @property
     def name(self) -> str:
@@ -137,13 +154,14 @@ class Backend(Collectives, Protocol):
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
         """Refuse variables, by path, that the model changes in its forward pass, where that cannot be done."""
 
-    def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
-        """Give every replica the values that replica `root` has, by path."""
+    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, axis: str = "dp") -> None:
+        """Assign the values that member `root` along `axis` has, by path."""
 
-    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
-        """Return every process's `payload`, in rank order, outside of TensorFlow.
+    def gather_bytes(self, payload: bytes, *, timeout: float | None, axis: str = "dp") -> list[bytes]:
+        """Return the `payload` of every process along `axis`, in its order, outside of TensorFlow.
 
-        Waits for `timeout` seconds; None: for as long as the others may take to load their data.
+        Every process of the job must call it. Waits for `timeout` seconds; None: for as long as the others may take to
+        load their data.
         """
 
     def close(self) -> None:

@@ -15,13 +15,13 @@ def backend_for(session: Session) -> Backend:
         from hvdtrain.backends.tf_distribute import StrategyBackend
 
         return StrategyBackend(session, session.strategy)
-    if session.collectives is None:
+    if not session.world.collectives:
         from hvdtrain.backends.single import SingleBackend
 
         return SingleBackend(session)
     from hvdtrain.backends.horovod import HorovodBackend
 
-    return HorovodBackend(session, session.collectives)
+    return HorovodBackend(session)
 
 
 def current_exchange() -> Backend:

@@ -39,6 +39,7 @@ class StrategyBackend:
         self.size = int(opened.strategy.num_replicas_in_sync)
         self.process = session.environment.rank
         self.processes = session.environment.size
+        self.primary = session.world.primary
         self.local_size = self.size // self.processes
 
     @property
@@ -113,18 +114,30 @@ class StrategyBackend:
         totals = self._context(name).all_reduce(tf.distribute.ReduceOp.SUM, scaled)
         return [_times(total, postscale) for total in totals]
 
-    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Concatenate the replicas' tensors along dim 0."""
-        # What comes from outside of the replica has no device yet.
-        return self._context(name).all_gather(tf.identity(tensor), axis=0)
-
-    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+    def reduce_scatter(
+        self, tensor: tf.Tensor, *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> tf.Tensor:
         """Refuse: tf.distribute has none on every device.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(f"tf.distribute has no reduce-scatter: --backend {self.name} cannot exchange {name!r}.")
+
+    def grouped_reduce_scatter(
+        self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
+    ) -> list[tf.Tensor]:
+        """Refuse, as `reduce_scatter` does."""
+        return [self.reduce_scatter(each, name=name) for each in tensors]
+
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Concatenate the replicas' tensors along dim 0."""
+        # What comes from outside of the replica has no device yet.
+        return self._context(name).all_gather(tf.identity(tensor), axis=0)
+
+    def grouped_all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        """Concatenate each of `tensors`."""
+        return [self.all_gather(each, name=name) for each in tensors]
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Refuse: tf.distribute has no such exchange.
@@ -134,7 +147,7 @@ class StrategyBackend:
         """
         raise ConfigError(f"tf.distribute has no all-to-all: --backend {self.name} cannot exchange {name!r}.")
 
-    def broadcast(self, tensors: dict[str, tf.Variable], *, root: int = 0) -> None:
+    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, axis: str = "dp") -> None:
         """Give every worker the values of `root`; the replicas of one process are always given the same."""
         if self.processes == 1:
             return
@@ -153,9 +166,9 @@ class StrategyBackend:
         total = self.all_reduce(mine if self.index == root else tf.zeros_like(mine), name=f"broadcast/{path}")
         return total if known else tf.cast(total, value.dtype)
 
-    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, timeout: float | None, axis: str = "dp") -> list[bytes]:
         """Exchange `payload` over the control channel."""
-        return self._session.gather(payload, timeout)
+        return self._session.gather(payload, timeout, axis)
 
     def close(self) -> None:
         """Wait for the other workers and end the session."""

@@ -18,7 +18,7 @@ from hvdtrain.data.registry import load_splits
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.optim.optimizers import build_optimizer
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 
 Tape = Callable[[tf.GradientTape], Any]
 

@@ -13,8 +13,8 @@ from hvdtrain.config.errors import UserError
 from hvdtrain.config.files import apply_values, digest
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.environment import detect_environment
-from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.failures import show_failure
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.quiet import import_tensorflow_quietly
 from hvdtrain.runtime.session import Session
 
@@ -87,7 +87,7 @@ def _trained(session: Session, request: Request) -> None:
     from hvdtrain.bench.trained import measure
 
     answer = measure(session, request.config, request.timing)
-    if session.environment.rank == 0:
+    if session.world.primary:
         say(answer)
 
 
@@ -101,7 +101,7 @@ def _by_hand(argv: list[str]) -> int:
 
         answer = measure(request.config, request.timing, environment)
     except (UserError, KeyboardInterrupt) as error:
-        return handle_failure(None, environment, error)
+        return show_failure(environment, error)
     if environment.rank == 0:
         say(answer)
     return 0

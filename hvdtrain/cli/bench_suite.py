@@ -14,7 +14,7 @@ from hvdtrain.bench.sides import USUAL as USUAL_SIDES
 from hvdtrain.cli.local import run_here
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.precision import PrecisionName
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 
 if TYPE_CHECKING:
     from hvdtrain.bench.results import CollectivesResults, SuiteResults

@@ -4,7 +4,7 @@ import sys
 
 from hvdtrain.config.errors import UserError
 from hvdtrain.config.registry import resolve, suggestion
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 
 COMMANDS = {
     "bench": "hvdtrain.cli.data_bench:main",

@@ -7,7 +7,7 @@ from hvdtrain.cli.train import Request, parse
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import digest
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
 
 STEPS = 50
@@ -56,7 +56,7 @@ def _bench(session: Session, request: Request, steps: int) -> None:
     from hvdtrain.runs.data_bench import bench_data, verdict
 
     result = bench_data(session, request.config, steps=steps)
-    if session.environment.rank == 0:
+    if session.world.primary:
         for name, rate in (("pipeline", result.pipeline), ("step", result.step), ("together", result.together)):
             print(f"{name:10} {rate:12,.0f} samples/s")
         print(verdict(result))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from hvdtrain.cli.local import import_tensorflow_for_cpu, run_here
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.terminal import on_terminal
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
 from hvdtrain.config.files import digest
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import BackendName, RuntimeConfig
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
 
 
@@ -63,7 +63,7 @@ def _evaluate(session: Session, request: Request) -> None:
 
     folder = RunFolder(request.run_dir)
     figures = evaluate(session, request.config, folder)
-    if session.environment.rank == 0:
+    if session.world.primary:
         told = left_out_line(figures.get("left_out", []), folder.evaluation.name)
         print(f"{told}\n{_line(figures)}" if told else _line(figures), flush=True)
 

@@ -12,8 +12,8 @@ from hvdtrain.config.errors import UserError
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.agreement import together
 from hvdtrain.runtime.control.channel import end_process
-from hvdtrain.runtime.environment import Environment, detect_environment
-from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.failures import show_failure
+from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
 from hvdtrain.runtime.session import Link, Session, open_link, open_session, set_current
 
@@ -67,7 +67,7 @@ def run_linked(parse: Callable[[], T], action: Callable[[Link, T], None]) -> int
     except BaseException as error:
         if environment is None:
             raise
-        code = handle_failure(link.control if link else None, environment, error)
+        code = link.fail(error) if link else show_failure(environment, error)
         if link is None and environment.size > 1:
             end_process(code)
         return code

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from hvdtrain.cli.launch import parse_errors_as_user_errors
 from hvdtrain.config.errors import UserError
-from hvdtrain.runtime.environment import detect_environment
-from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.failures import show_failure
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
 
@@ -38,4 +38,4 @@ def run_here(parse: Callable[[], T], action: Callable[[T], int]) -> int:
             request = parse()
         return action(request)
     except (UserError, KeyboardInterrupt) as error:
-        return handle_failure(None, environment, error)
+        return show_failure(environment, error)

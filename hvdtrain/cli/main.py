@@ -6,7 +6,7 @@ import sys
 from hvdtrain.config.errors import UserError
 from hvdtrain.config.registry import resolve, suggestion
 from hvdtrain.recipes.registry import RECIPES
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 
 VERBS = {
     "train": "hvdtrain.cli.train:main",

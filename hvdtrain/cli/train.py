@@ -18,7 +18,7 @@ from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, with_arguments_of,
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes.registry import DEFAULT, RECIPES, recipe
 from hvdtrain.runtime.control.agreement import on_first
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
 
 FREE_ON_RESUME = ("checkpoint", "observability", "runtime")

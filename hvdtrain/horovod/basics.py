@@ -53,7 +53,8 @@ from horovod.tensorflow import (
     vars_to_refs,
 )
 
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.reset import keep_restartable
 from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
 
 __all__ = [
@@ -125,8 +126,9 @@ def init(*args: Any, **kwargs: Any) -> None:
 def _init(comm: Any = None, process_sets: Any = None) -> None:
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     whole: list[ProcessSet] = []
-    if not is_elastic():
-        # With these set, Horovod cannot be initialized a second time.
+    if is_elastic():
+        keep_restartable(os.environ)
+    else:
         set_exchange_defaults(os.environ)
         environment = detect_environment(os.environ)
         if environment.launcher == "none":

@@ -1,7 +1,6 @@
 """Elastic training: state that outlives the loss and the arrival of ranks."""
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,8 @@ from hvdtrain.horovod.distribution import distribution_of
 from hvdtrain.horovod.flavour import optimizers, refuse_other_keras
 from hvdtrain.horovod.objects import broadcast_object, broadcast_object_fn
 from hvdtrain.horovod.variables import broadcast_variables
+from hvdtrain.runtime.consequences import is_cut_off
+from hvdtrain.runtime.reset import restart_horovod
 from hvdtrain.state.variables import unwrap
 
 __all__ = [
@@ -33,12 +34,6 @@ __all__ = [
     "shutdown",
 ]
 
-_READ_ONCE = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
-"""Horovod crashes where it reads these a second time (a null pointer in `ParameterManager::BayesianParameter`)."""
-
-_TRANSPORTS = ("Horovod", "gloo", "MPI_", "NCCL", "nccl")
-"""One of these is in the message of an exchange that was cut off; the op's own name may be anything."""
-
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return `func(state, …)` so that it begins again, from the last commit, when ranks leave or come.
@@ -51,7 +46,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return func(state, *args, **kwargs)
         except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
-            if not any(word in error.message for word in _TRANSPORTS):
+            if not is_cut_off(error):
                 raise
             raise HorovodInternalError(error) from error
 
@@ -59,10 +54,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    shutdown()
-    for name in _READ_ONCE:
-        os.environ.pop(name, None)
-    init()
+    restart_horovod(init)
 
 
 class _VariablesState(ObjectState):

@@ -4,17 +4,31 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.horovod import HorovodExchange
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import global_process_set, is_elastic, rank, size, size_op
-from hvdtrain.runtime.collectives import AxisCollectives
+from hvdtrain.runtime.collectives import AxisCollectives, AxisGroup
 
 
-def exchange_among(process_set: Any) -> HorovodExchange:
-    """Return the exchange among the ranks of `process_set`, of which this one must be part."""
+def exchange_among(process_set: Any) -> AxisCollectives:
+    """Return the collectives among the ranks of `process_set`, of which this one must be part."""
     if process_set.process_set_id == global_process_set.process_set_id:
-        return HorovodExchange(AxisCollectives("world", rank(), size()))
+        return AxisCollectives(AxisGroup("world", tuple(range(size())), rank(), global_process_set))
     axis = f"set{process_set.process_set_id}"
-    return HorovodExchange(AxisCollectives(axis, process_set.rank(), process_set.size(), process_set))
+    return AxisCollectives(AxisGroup(axis, tuple(process_set.ranks), process_set.rank(), process_set))
+
+
+def place_among(root_rank: int, exchange: AxisCollectives) -> int:
+    """Return the place of `root_rank`, which Horovod counts in the world, among the ranks that exchange.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if root_rank not in exchange.group.ranks:
+        raise ConfigError(
+            f"root_rank must be one of the ranks that take part: {', '.join(map(str, exchange.group.ranks))}. "
+            f"Received: {root_rank}."
+        )
+    return exchange.group.ranks.index(root_rank)
 
 
 def is_included(process_set: Any) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from hvdtrain.backends.compiled import numbered
 from hvdtrain.backends.protocol import ReduceOp
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, scaled
 from hvdtrain.horovod.basics import Adasum, Average, Compression, Sum, global_process_set, is_elastic, rocm_built
 from hvdtrain.horovod.collectives import allreduce
 from hvdtrain.horovod.exchange import exchange_among, is_included, one_over_size
+from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.variables import unwrap
 
 _OPS: dict[int, ReduceOp] = {Average: "average", Sum: "sum", Adasum: "adasum"}

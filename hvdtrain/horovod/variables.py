@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from hvdtrain.backends.compiled import numbered
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import global_process_set
 from hvdtrain.horovod.collectives import broadcast_
-from hvdtrain.horovod.exchange import exchange_among, is_included
+from hvdtrain.horovod.exchange import exchange_among, is_included, place_among
+from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.variables import as_written, unwrap
 
 
@@ -25,7 +25,8 @@ def broadcast_variables(
     if not inplace:
         call = numbered("variables")
         by_place = {f"{call}/{place}": tensor for place, tensor in enumerate(tensors)}
-        exchange_among(process_set).broadcast(by_place, root=root_rank)
+        exchange = exchange_among(process_set)
+        exchange.broadcast(by_place, root=place_among(root_rank, exchange))
         return
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         broadcast_([tensor for tensor in tensors if tensor.device == device], root_rank, None, process_set)

@@ -7,11 +7,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.compiled import numbered
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.moments import moments_of_all
+from hvdtrain.runtime.compiled import numbered
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")

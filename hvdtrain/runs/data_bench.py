@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from hvdtrain.backends.select import backend_for
 from hvdtrain.config.run import Config
-from hvdtrain.runtime.session import Session
 from hvdtrain.runs.run import run_trainer
-from hvdtrain.runs.run_data import run_data, input_advice
+from hvdtrain.runs.run_data import input_advice, run_data
+from hvdtrain.runtime.session import Session
 
 WARM_UP = 5
 READ_AHEAD = 32

@@ -24,15 +24,15 @@ from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.optim.scaling import describe_rate
-from hvdtrain.runtime.session import Session
-from hvdtrain.runtime.terminal import on_terminal
-from hvdtrain.training.objective.soft_labels import soft_label_loss, soft_label_metrics
 from hvdtrain.runs.folder import RunFolder, create, opened
-from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.options import StepOptions
 from hvdtrain.runs.resume import check_samples, settle_processes, stretched_schedule
 from hvdtrain.runs.run_data import RunData, run_data
 from hvdtrain.runs.run_files import summary_of_run, write_end, write_start
+from hvdtrain.runtime.session import Session
+from hvdtrain.runtime.terminal import on_terminal
+from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.objective.soft_labels import soft_label_loss, soft_label_metrics
+from hvdtrain.training.options import StepOptions
 from hvdtrain.training.run_info import who_trains
 from hvdtrain.training.trainer import Trainer
 
@@ -55,7 +55,7 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
     plan = _plan(config, data.steps_per_epoch)
     trainer = run_trainer(config, source, backend)
     trainer.build(data)
-    folder, first = RunFolder(path), backend.index == 0
+    folder, first = RunFolder(path), backend.primary
     checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep, backend)
     identity, stretched = identity_of(source.loaded), None
     if resume:
@@ -115,14 +115,14 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
     }
     if config.data.tolerated:
         figures |= _bad_records(source)
-    if backend.index == 0:
+    if backend.primary:
         write_json(folder.evaluation, figures)
     return figures
 
 
 def _resume(trainer: Trainer, checkpoints: Checkpointer, identity: Identity, config: Config, path: Path) -> str | None:
     """Restore the newest checkpoint, if its run had the same samples; return, on rank 0, a warning of the schedule."""
-    first = trainer.backend.index == 0
+    first = trainer.backend.primary
     earlier = opened(path, "--resume")[1] if first else None
     newest = checkpoints.newest()
     if earlier is not None:

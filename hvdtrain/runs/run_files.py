@@ -11,9 +11,9 @@ from hvdtrain.observability.plots import draw_curves
 from hvdtrain.observability.summary import write_json
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.scaling import scaled_learning_rate
+from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
-from hvdtrain.runs.folder import RunFolder
 from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.trainer import Trainer
 

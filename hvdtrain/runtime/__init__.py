@@ -1,5 +1,6 @@
 """Everything that touches Horovod, MPI, processes and devices; start with `session.py`.
 
-Who launched this process and with how many others, the control channel between them (`control/`), the mesh, the
-collectives, failures, and the checks of `doctor` (`diagnosis/`). May import `config` only.
+Who started this process and with how many others (`launchers/`), the control channel between them (`control/`), the
+ranks of one generation with their mesh and collectives (`world.py`), what follows from a failure (`failures.py`), and
+the checks of `doctor` (`diagnosis/`). May import `config` only.
 """

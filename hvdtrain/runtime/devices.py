@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,21 @@
-"""How a failure ends the job: within seconds, and with the traceback of the rank that failed, shown once."""
+"""How a failure ends the job: within seconds, and with the traceback of the rank that failed, shown once.
+
+What follows from a failure is a `FailurePolicy`, which the link between the ranks holds. `FailFast` ends the job.
+"""
 
 import contextlib
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Protocol, TextIO
 
-from hvdtrain.config.errors import UserError
-from hvdtrain.runtime.control.channel import ControlChannel, flush_output
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.config.errors import LaunchError, UserError
+from hvdtrain.runtime.consequences import is_consequence
+from hvdtrain.runtime.control.channel import ControlChannel, end_process, flush_output, name_ranks
+from hvdtrain.runtime.launchers import Environment
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -19,118 +24,186 @@ EXIT_INTERRUPTED = 130
 _REPORTED_CHARACTERS = 2000
 """The end of a traceback tells failures apart, and MPI sends a message of this size without a handshake."""
 
+_CUT_OFF = "cut-off"
+"""Key on the status board of ranks whose error is only a consequence."""
+
+_REQUESTS_A_SECOND = 2000
+"""Of all ranks together to the store of horovodrun, which answered 2,900 on 2 cores."""
+
+
+class FailurePolicy(Protocol):
+    """What a rank does when it fails, and when others do."""
+
+    def fail(self, control: ControlChannel, environment: Environment, error: BaseException) -> int:
+        """Act on this rank's own ``error``; where it returns, the process is to leave with the exit code returned."""
+
+    def others_failed(self, control: ControlChannel, failed: Collection[int], stopped: threading.Event) -> None:
+        """Act on the failure of other ranks, on the watchdog's thread; ``stopped`` is set when the link is closed."""
+
 
 @dataclass(frozen=True)
 class Grace:
-    """How long, in seconds, a failing rank waits for the others before it ends the job."""
+    """How long, in seconds, a rank waits for others before it ends the job or itself."""
 
-    consequence: float = 3.0
-    """A rank whose error is only a consequence waits for the report of the cause."""
+    cause: float = 10.0
+    """A rank that was cut off waits for the report of the cause: the rank that fails may have things to clean up."""
     same: float = 1.0
     """A rank above 0 waits for a lower rank to report the same error."""
     silent: float = 3.0
     """A rank that shows nothing lets the one that does end the job, which may first wait for ``same``."""
     output: float = 0.2
     """The launcher passes the last lines on before the end of the job cuts them off."""
+    hanging: float = 5.0
+    """A rank that has not failed is ended by the launcher, or else by itself: it may hang in a collective for ever."""
 
 
-def handle_failure(
-    control: ControlChannel | None,
-    environment: Environment | None,
-    error: BaseException,
-    *,
-    stream: TextIO | None = None,
-    grace: Grace | None = None,
+class ScriptExit(Exception):
+    """The user's script left by `sys.exit` with a code other than 0."""
+
+    def __init__(self, code: int, where: str) -> None:
+        super().__init__(f"The script called sys.exit({code}) at {where}.")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class FailFast:
+    """One rank's failure ends the whole job at once; the rank with the cause shows it."""
+
+    grace: Grace = Grace()
+    stream: TextIO | None = None
+    """Where errors are shown; standard error by default."""
+    end: Callable[[int], object] = end_process
+    """Ends this process, with an exit code, where it hangs after another rank's failure."""
+
+    def fail(self, control: ControlChannel, environment: Environment, error: BaseException) -> int:
+        """Show ``error`` if this rank is the one to show it, and end the job.
+
+        In a job of several ranks it does not return: `ControlChannel.abort` ends it.
+        """
+        if control.size == 1:
+            return show_failure(environment, error, stream=self.stream)
+        remark = ""
+        if is_consequence(error):
+            shows, remark = self._without_cause(control)
+        else:
+            shows = self._shows(control, describe(error)[-_REPORTED_CHARACTERS:])
+        if shows:
+            show_failure(environment, error, stream=self.stream, remark=remark)
+        time.sleep(self.grace.output if shows else self.grace.silent)
+        control.abort(exit_code(error))
+
+    def others_failed(self, control: ControlChannel, failed: Collection[int], stopped: threading.Event) -> None:
+        """End this process unless it ends by itself within the time of grace."""
+        if stopped.wait(self.grace.hanging):
+            return
+        print(
+            f"hvdtrain: rank {control.rank} still ran {self.grace.hanging:g} s after {name_ranks(failed)} failed, and "
+            "is ended.",
+            file=sys.stderr,
+        )
+        self.end(EXIT_FAILURE)
+
+    def _shows(self, control: ControlChannel, report: str) -> bool:
+        """Report this rank's error, and tell whether no lower rank shows the same one."""
+        control.report_failure(report)
+
+        def said_by_lower() -> bool:
+            return any(rank < control.rank and text == report for rank, text in control.failures().items())
+
+        return control.rank == 0 or not _wait(said_by_lower, self.grace.same)
+
+    def _without_cause(self, control: ControlChannel) -> tuple[bool, str]:
+        """Wait for the report of the cause; return whether this rank is to show its error for want of one, and why.
+
+        Not until then is a consequence reported as a failure, so that it ends no rank that is yet to tell the cause.
+        """
+        with contextlib.suppress(LaunchError):
+            control.post(_CUT_OFF, b"yes")
+        pause = max(0.05, control.size**2 / _REQUESTS_A_SECOND)
+        _wait(lambda: bool(control.failures()) or not _unheard(control), self.grace.cause, pause)
+        if control.failures():
+            return False, ""
+        unheard = _unheard(control)
+        if unheard:
+            remark = f"cut off from {name_ranks(unheard)}, of which nothing was heard: killed, or its machine is gone"
+        else:
+            remark = "cut off, as all other ranks were"
+        lower = set(range(control.rank)) - unheard
+        if lower:
+            return False, ""
+        control.report_failure(remark)
+        return True, remark
+
+
+def _unheard(control: ControlChannel) -> set[int]:
+    """Return the ranks that have not said that they were cut off."""
+    try:
+        return set(range(control.size)) - control.read(_CUT_OFF).keys() - {control.rank}
+    except LaunchError:
+        return set(range(control.size)) - {control.rank}
+
+
+def show_failure(
+    environment: Environment | None, error: BaseException, *, stream: TextIO | None = None, remark: str = ""
 ) -> int:
-    """Show ``error`` if this rank is the one to show it, and end the job.
+    """Show what ended the run, in one piece, so that the launcher does not mix it with other ranks' lines.
 
-    In a job of several ranks it does not return: `ControlChannel.abort` ends it. Alone, or before the channel
-    is open (``control`` is None), it shows the error and returns the exit code; in the latter case leave by
-    `control.end_process`, as a plain exit would wait for the other ranks in MPI_Finalize.
+    Before the control channel is open, leave a job of several ranks by `end_process` with the code returned: a plain
+    exit would wait for the other ranks in MPI_Finalize.
 
     Args:
-        control: the channel to the other ranks, or None if it could not be opened.
         environment: this process's place, or None if it is not known.
         error: what ended the run.
-        stream: where the error is shown; standard error by default.
-        grace: how long to wait for the other ranks.
+        stream: where it is shown; standard error by default.
+        remark: what is to be said instead of "failed".
 
     Returns:
-        The exit code: 2 for a UserError, 130 for KeyboardInterrupt, else 1.
+        The exit code.
     """
-    text, code = _describe(error), exit_code(error)
-    if control is None or control.size == 1:
-        _show(text, error, environment, stream)
-        return code
-    grace = grace or Grace()
-    if _shown_elsewhere(control, error, text[-_REPORTED_CHARACTERS:], grace):
-        time.sleep(grace.silent)
-    else:
-        _show(text, error, environment, stream)
-        time.sleep(grace.output)
-    control.abort(code)
-
-
-def exit_code(error: BaseException) -> int:
-    """Return the exit code for a run that ended with ``error``."""
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
-    return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILURE
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Tell whether ``error`` is probably what another rank's failure looks like from here.
-
-    Horovod raises HorovodInternalError, or TensorFlow an OpError with Horovod's message. Decided by name:
-    neither may be installed.
-    """
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "HorovodInternalError" in names or ("OpError" in names and "horovod" in str(error).lower()):
-        return True
-    return error.__cause__ is not None and is_consequence(error.__cause__)
-
-
-def _shown_elsewhere(control: ControlChannel, error: BaseException, report: str, grace: Grace) -> bool:
-    """Report this rank's error, and tell whether another rank shows it or its cause."""
-    if is_consequence(error) and _wait(lambda: bool(control.failures()), grace.consequence):
-        return True
-    control.report_failure(report)
-
-    def said_by_lower() -> bool:
-        return any(rank < control.rank and text == report for rank, text in control.failures().items())
-
-    return control.rank > 0 and _wait(said_by_lower, grace.same)
-
-
-def _wait(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return whether ``condition`` came true within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def _describe(error: BaseException) -> str:
-    """Return what is shown of ``error``, the same on every rank that makes it."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    if isinstance(error, UserError):
-        return str(error)
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _show(text: str, error: BaseException, environment: Environment | None, stream: TextIO | None) -> None:
-    """Write it in one piece, so that the launcher does not mix it with other ranks' lines."""
     rank, size = (environment.rank, environment.size) if environment else (0, 1)
-    here = f"rank {rank} ({environment.hostname})" if environment else ""
+    here, text = f"rank {rank} ({environment.hostname})" if environment else "", describe(error)
     if isinstance(error, KeyboardInterrupt):
         line = f"hvdtrain: {text}"
-    elif isinstance(error, UserError):
-        line = f"hvdtrain: error: {text}" + (f" [{here}]" if rank > 0 else "")
+    elif isinstance(error, UserError | ScriptExit):
+        line = f"hvdtrain: error: {text}" + (f" [{here}]" if rank > 0 or isinstance(error, ScriptExit) else "")
+    elif remark:
+        line = f"{here} was {remark}:\n{text}"
     else:
         line = (f"{here} failed:\n" if size > 1 else "") + text
     with contextlib.suppress(OSError, ValueError):  # nobody reads any more
         (stream or sys.stderr).write(line + "\n")
     flush_output()
+    return exit_code(error)
+
+
+def describe(error: BaseException) -> str:
+    """Return what is shown of ``error``, the same on every rank that makes it."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, UserError | ScriptExit):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code for a run that ended with ``error``: 2 for a UserError, 130 for KeyboardInterrupt, else 1.
+
+    Who leaves by ``sys.exit`` chooses it; 0 is none for a run that did not end.
+    """
+    if isinstance(error, ScriptExit):
+        return error.code
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code or EXIT_FAILURE
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILURE
+
+
+def _wait(condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:
+    """Return whether ``condition`` came true within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+    return True

@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.roles import CHIEF, Roles
 from hvdtrain.runtime.tf_config import VARIABLE, agreed_tf_config
 

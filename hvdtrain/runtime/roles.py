@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.tf_config import Task
 
 CHIEF, WORKER, SERVER = "chief", "worker", "ps"

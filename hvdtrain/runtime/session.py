@@ -6,25 +6,23 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.control.agreement import agree, installed_versions
-from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel, open_control
+from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_process
-from hvdtrain.runtime.environment import Environment, detect_environment
-from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.failures import FailFast, FailurePolicy
+from hvdtrain.runtime.launchers import Environment, detect_environment
+from hvdtrain.runtime.leaving import leave_together
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
 from hvdtrain.runtime.roles import roles_of
 from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices
-from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
+from hvdtrain.runtime.tuning import set_exchange_defaults
 from hvdtrain.runtime.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from hvdtrain.runtime.collectives import AxisCollectives
-
-EXIT_TIMEOUT_S = 60.0
+from hvdtrain.runtime.world import World, open_world
 
 
 @dataclass
@@ -34,6 +32,13 @@ class Link:
     environment: Environment
     control: ControlChannel
     watchdog: Watchdog
+    policy: FailurePolicy = field(default_factory=FailFast)
+    generation: int = 0
+    """How many times the job has formed anew."""
+
+    def fail(self, error: BaseException) -> int:
+        """Act on `error`, with which this rank fails, and return the exit code to leave with, if it returns."""
+        return self.policy.fail(self.control, self.environment, error)
 
     def close(self) -> None:
         """Stop watching and release the channel."""
@@ -41,14 +46,27 @@ class Link:
         self.control.close()
 
 
-def open_link(*, timeout: float) -> Link:
-    """Find out who started this process and reach the other ranks, within `timeout` seconds."""
-    set_exchange_defaults(os.environ)
+def open_link(
+    *, timeout: float, generation: int = 0, restartable: bool = False, policy: FailurePolicy | None = None
+) -> Link:
+    """Find out who started this process and reach the other ranks.
+
+    Args:
+        timeout: seconds to wait for them.
+        generation: how many times the job has formed anew.
+        restartable: whether another generation may follow in this process.
+        policy: what follows from the failure of a rank; by default the end of the job.
+
+    Raises:
+        LaunchError: ranks are missing, or cannot be reached.
+    """
+    set_exchange_defaults(os.environ, restartable=restartable)
     environment = detect_environment(os.environ)
-    control = open_control(environment, timeout=timeout)
-    watchdog = Watchdog(control)
+    control = open_control(environment, timeout=timeout, generation=generation)
+    policy = policy or FailFast()
+    watchdog = Watchdog(control, policy)
     watchdog.start()
-    return Link(environment, control, watchdog)
+    return Link(environment, control, watchdog, policy, generation)
 
 
 @dataclass
@@ -56,10 +74,8 @@ class Session:
     """The running job as one rank sees it."""
 
     link: Link
-    mesh: Mesh
+    world: World
     plan: DevicePlan
-    collectives: "AxisCollectives | None" = field(default=None)
-    """None where Horovod does not run."""
     strategy: OpenStrategy | None = None
     """None where tf.distribute does not take part."""
     load_timeout: float = RuntimeConfig.load_timeout
@@ -81,36 +97,39 @@ class Session:
         """Whether this rank does what another asks for: there is nothing left for it but to close."""
         return self.strategy is not None and self.strategy.server is not None
 
-    def gather(self, payload: bytes, timeout: float | None) -> list[bytes]:
-        """Return every rank's `payload`, in rank order.
+    def gather(self, payload: bytes, timeout: float | None, axis: str = "dp") -> list[bytes]:
+        """Return the `payload` of each rank along `axis`, in its order; every rank of the job must call it.
 
         Args:
             payload: this rank's.
             timeout: seconds to wait for the other ranks; None: as long as they may take to load their data.
+            axis: an axis of the mesh.
 
         Raises:
             LaunchError: a rank did not come in time; it is named.
         """
-        if timeout is not None:
-            return self.control.exchange(payload, timeout=timeout)
+        members = self.world.mesh.ranks_along(axis)
+        if self.control.size == 1:
+            return [payload]
         try:
-            return self.control.exchange(payload, timeout=self.load_timeout)
+            everyone = self.control.exchange(payload, timeout=self.load_timeout if timeout is None else timeout)
         except LaunchError as error:
+            if timeout is not None:
+                raise
             raise LaunchError(f"{error} Ranks that load their data for longer need more --load-timeout.") from error
+        return [everyone[rank] for rank in members]
 
     def close(self) -> None:
         """Wait for all ranks, then shut Horovod down: the first to leave would end it for everybody.
 
         A rank that serves waits, for as long as it may take, until the one that leads is done.
         """
-        if self.collectives is not None:
-            self.link.control.barrier(EXIT_TIMEOUT_S)
-            import horovod.tensorflow as hvd
-
-            hvd.shutdown()
+        if self.world.collectives:
+            leave_together(self.link.control)
+            self.world.close()
         elif self.strategy is not None:
             # The server that each worker of a strategy runs ends with its process.
-            self.link.control.barrier(math.inf if self.serves else EXIT_TIMEOUT_S)
+            leave_together(self.link.control, **({"patience": math.inf, "notice": math.inf} if self.serves else {}))
         self.link.close()
 
 
@@ -132,38 +151,19 @@ def wants_horovod(config: RuntimeConfig, environment: Environment) -> bool:
     return wanted
 
 
-def _start_horovod(environment: Environment) -> "AxisCollectives":
-    try:
-        import horovod.tensorflow as hvd
-    except ImportError as error:
-        raise LaunchError(
-            f"Horovod does not load with the installed TensorFlow ({error}). launch/setup.sh builds it anew; "
-            "python -m hvdtrain doctor shows what does not fit."
-        ) from error
-    if environment.launcher == "none":
-        os.environ.update(ALONE)
-    hvd.init()
-    if (hvd.rank(), hvd.size()) != (environment.rank, environment.size):
-        raise LaunchError(
-            f"{environment.launcher} says rank {environment.rank} of {environment.size}, Horovod says rank "
-            f"{hvd.rank()} of {hvd.size()}. Horovod was probably built without the controller of this launcher; "
-            "python -m hvdtrain doctor shows which it has."
-        )
-    from hvdtrain.runtime.collectives import AxisCollectives
-
-    return AxisCollectives("dp", hvd.rank(), hvd.size())
-
-
-def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | None = None) -> Session:
+def open_session(
+    link: Link, config: RuntimeConfig, facts: Mapping[str, str] | None = None, *, axes: Mapping[str, int] | None = None
+) -> Session:
     """Agree with the other ranks, take this rank's cores, start TensorFlow and Horovod.
 
     Args:
         link: the open connection between the ranks.
         config: options of processes and threads.
         facts: what must be the same on all ranks besides the installed versions, by name.
+        axes: sizes of the mesh's axes besides `dp`, by name.
 
     Raises:
-        LaunchError: the ranks differ, one is missing, or Horovod is not usable.
+        LaunchError: the ranks differ, one is missing, the axes do not fit them, or Horovod is not usable.
     """
     environment, timeout = link.environment, config.start_timeout
     agree(link.control, {**installed_versions(), **(facts or {})}, timeout=timeout)
@@ -173,9 +173,9 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     plan = place_process(link.control, environment, config, timeout=timeout)
     import_tensorflow_quietly()
     strategy = _start_tensorflow(link, config, plan)
-    collectives = _start_horovod(environment) if with_horovod else None
-    mesh = Mesh.data_parallel(environment.rank, environment.size)
-    return Session(link, mesh, plan, collectives, strategy, config.load_timeout)
+    hosts = [host.decode() for host in link.control.exchange(environment.hostname.encode(), timeout=timeout)]
+    world = open_world(environment, hosts, axes=axes, generation=link.generation, horovod=with_horovod)
+    return Session(link, world, plan, strategy, config.load_timeout)
 
 
 def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan) -> OpenStrategy | None:

@@ -7,7 +7,7 @@ from typing import Any
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.parameter_server import join_cluster
 from hvdtrain.runtime.roles import Roles, roles_of
 from hvdtrain.runtime.tf_config import VARIABLE, agreed_tf_config, workers_only

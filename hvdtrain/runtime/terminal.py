@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 
 TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 

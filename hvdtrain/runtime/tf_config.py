@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 
 VARIABLE = "TF_CONFIG"
 Task = tuple[str, int]

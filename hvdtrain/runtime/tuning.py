@@ -3,6 +3,8 @@
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from hvdtrain.runtime.reset import NOT_TOGETHER, keep_restartable
+
 EXCHANGE_DEFAULTS = {
     # MPI's waiting thread spins on the core that computes. Yielding made a step of ResNet-20 1.7x, of a
     # 12.7 M transformer 1.6x and of a 58.6 M MLP 1.2x faster (2 ranks, 2 cores).
@@ -30,10 +32,18 @@ LARGE_MESSAGES = {
 """How Open MPI adds up large messages; the file has the measurements. A step of the MLP took 0.79 of the time."""
 
 
-def set_exchange_defaults(environ: MutableMapping[str, str]) -> None:
-    """Put the defaults into `environ` wherever the user has not decided otherwise."""
+def set_exchange_defaults(environ: MutableMapping[str, str], *, restartable: bool = False) -> None:
+    """Put the defaults into `environ` wherever the user has not decided otherwise.
+
+    Args:
+        environ: the environment.
+        restartable: leave out what would keep Horovod from being started again in this process.
+    """
+    if restartable:
+        keep_restartable(environ)
     for name, value in {**EXCHANGE_DEFAULTS, **PATIENCE}.items():
-        environ.setdefault(name, value)
+        if not (restartable and name in NOT_TOGETHER):
+            environ.setdefault(name, value)
     if not any(name.startswith(TUNED) for name in environ):
         environ.update(LARGE_MESSAGES)
     environ[TRANSPORTS] = _without_ofi(environ.get(TRANSPORTS, "^"))

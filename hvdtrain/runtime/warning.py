@@ -2,7 +2,7 @@
 
 import warnings
 
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 
 
 def warn_on_first(text: str, *, stacklevel: int = 1) -> None:

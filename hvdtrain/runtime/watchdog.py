@@ -1,10 +1,9 @@
-"""Ends a process that hangs although another rank of its job has failed."""
+"""Looks for the failure of other ranks, also while this one hangs."""
 
-import sys
 import threading
-from collections.abc import Callable
 
-from hvdtrain.runtime.control.channel import ControlChannel, end_process, name_ranks
+from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.failures import FailurePolicy
 
 _LOOKS_A_SECOND = 500
 """Looks of all ranks together. On 2 cores the store of horovodrun answered 2,900 requests a second."""
@@ -14,29 +13,20 @@ class Watchdog:
     """A thread that looks for failure reports of other ranks, about once a second.
 
     A rank that failed ends the job through the launcher. Where that does not reach this process, which may
-    hang in a collective for ever, the watchdog ends it after a time of grace. It does nothing in a job of one.
+    hang in a collective for ever, the policy decides what becomes of it. It does nothing in a job of one.
     """
 
-    def __init__(
-        self,
-        control: ControlChannel,
-        *,
-        interval: float = 1.0,
-        grace: float = 5.0,
-        end: Callable[[int], object] = end_process,
-    ) -> None:
+    def __init__(self, control: ControlChannel, policy: FailurePolicy, *, interval: float = 1.0) -> None:
         """Watch over ``control``.
 
         Args:
             control: the channel over which the other ranks report.
+            policy: what follows from their failure.
             interval: seconds between two looks; more in a job of many ranks.
-            grace: seconds from the first report that this process has to end by itself.
-            end: called with the exit code 1 to end this process.
         """
         self._control = control
+        self._policy = policy
         self._interval = max(interval, control.size / _LOOKS_A_SECOND)
-        self._grace = grace
-        self._end = end
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdtrain-watchdog", daemon=True)
 
@@ -55,15 +45,5 @@ class Watchdog:
         while not self._stopped.wait(self._interval):
             failed = self._control.failures()
             if failed:
-                self._wait_and_end(sorted(failed))
+                self._policy.others_failed(self._control, sorted(failed), self._stopped)
                 return
-
-    def _wait_and_end(self, failed: list[int]) -> None:
-        if self._stopped.wait(self._grace):
-            return
-        rank, seconds = self._control.rank, self._grace
-        print(
-            f"hvdtrain: rank {rank} still ran {seconds:g} s after {name_ranks(failed)} failed, and is ended.",
-            file=sys.stderr,
-        )
-        self._end(1)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.compiled import run_once
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.optim.averaging import innermost
+from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import NamedTensor, StateSpec, replicated_tensor, spec_of
 from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.slots import replicated_slots

@@ -66,7 +66,7 @@ def _given_arrays(source: ArraySource, batch: int) -> Given:
 def _dataset(
     data: tf.data.Dataset, backend: Backend, batch: int | None, steps_per_epoch: int | None
 ) -> DatasetTraining:
-    if backend.index == 0:
+    if backend.primary:
         warn_of_python(data)
     dataset = data if batch is None else data.batch(batch)
     first = _first(dataset)

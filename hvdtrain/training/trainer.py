@@ -181,7 +181,7 @@ class Trainer:
         self.state.scalars.begin_epoch()
         plan = Plan(self.state.scalars.step + epochs * data.steps_per_epoch, log_every)
         observers: Observer = BaseObserver()
-        if verbose and self.backend.index == 0:
+        if verbose and self.backend.primary:
             observers = make_console(live=on_terminal(current().environment))
         try:
             result = self.train(data, plan, validation=validation, observers=observers, callbacks=callbacks)

@@ -7,9 +7,10 @@ import pytest
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.agreement import agree, installed_versions, on_first, together
-from hvdtrain.runtime.control.channel import ControlChannel, end_process, open_control
-from hvdtrain.runtime.environment import Environment, detect_environment
-from hvdtrain.runtime.failures import handle_failure
+from hvdtrain.runtime.control.channel import ControlChannel, end_process
+from hvdtrain.runtime.control.open import open_control
+from hvdtrain.runtime.failures import FailFast, Grace, show_failure
+from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.watchdog import Watchdog
 
 
@@ -51,6 +52,20 @@ def check_failures(channel: ControlChannel) -> None:
     assert channel.failures() == expected
 
 
+def check_board(channel: ControlChannel) -> None:
+    """Posts pass by an exchange that is under way, and a thousand of them leave the last one."""
+    if channel.rank == 1:
+        for number in range(1000):
+            channel.post("number", b"%d" % number)
+        channel.post("long", b"x" * 200_000)
+    deadline = time.monotonic() + 20
+    while channel.read("number") != {1: b"999"} or channel.read("long") != {1: b"x" * 200_000}:
+        assert time.monotonic() < deadline, channel.read("number")
+        channel.failures()
+        time.sleep(0.01)
+    channel.barrier(20)
+
+
 def check_timeout(channel: ControlChannel) -> None:
     if channel.rank == 2:
         return time.sleep(1.5)
@@ -59,7 +74,7 @@ def check_timeout(channel: ControlChannel) -> None:
 
 
 def checks() -> None:
-    for part in (check_exchange, check_agreement, check_idle_wait, check_failures, check_timeout):
+    for part in (check_exchange, check_agreement, check_idle_wait, check_failures, check_board, check_timeout):
         environment, channel = open_here()
         part(channel)
         channel.close()
@@ -76,12 +91,12 @@ def work(channel: ControlChannel) -> None:
 
 def fail() -> None:
     environment, channel = open_here()
-    watchdog = Watchdog(channel)
+    watchdog = Watchdog(channel, FailFast())
     watchdog.start()
     try:
         work(channel)
     except RuntimeError as error:
-        handle_failure(channel, environment, error)
+        FailFast().fail(channel, environment, error)
 
 
 def alike() -> None:
@@ -89,21 +104,21 @@ def alike() -> None:
     try:
         agree(channel, {"tensorflow": f"2.{channel.rank}"}, timeout=20)
     except LaunchError as error:
-        handle_failure(channel, environment, error)
+        FailFast().fail(channel, environment, error)
 
 
 def early() -> None:
     """Rank 1 fails before it opens the channel, while the others wait for it."""
     environment = detect_environment()
     if environment.rank == 1:
-        end_process(handle_failure(None, environment, LaunchError("too early")))
+        end_process(show_failure(environment, LaunchError("too early")))
     open_control(environment, timeout=60)
 
 
 def stuck() -> None:
     """Rank 1 reports a failure but does not end the job: the watchdogs of the others do."""
     _, channel = open_here()
-    Watchdog(channel, interval=0.2, grace=1.0).start()
+    Watchdog(channel, FailFast(Grace(hanging=1.0)), interval=0.2).start()
     if channel.rank == 1:
         channel.report_failure("text")
     time.sleep(60)

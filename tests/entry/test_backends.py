@@ -89,7 +89,7 @@ def test_a_worker_that_is_killed_ends_the_job(tmp_path):
 
 KILLED = """\
 import os, signal, threading
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 if detect_environment().rank == 1:
     import pathlib, time
     def end():

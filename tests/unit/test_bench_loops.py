@@ -16,7 +16,7 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.runs.run import run_trainer
 from hvdtrain.runs.run_data import run_data
-from hvdtrain.runtime.environment import Nobody
+from hvdtrain.runtime.launchers.nobody import Nobody
 from hvdtrain.training.step.forward_backward import LocalGradients
 
 pytestmark = pytest.mark.usefixtures("session")

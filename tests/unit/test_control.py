@@ -5,9 +5,12 @@ import time
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control.channel import LocalChannel, name_ranks, open_control
+from hvdtrain.runtime.control.channel import name_ranks
+from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import open_control
+from hvdtrain.runtime.control.signing import Signer
 from hvdtrain.runtime.control.store import Store, StoreTransport
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from tests.unit.threaded_ranks import as_ranks, on_threads, rendezvous, start_server, variables
 
 
@@ -29,6 +32,8 @@ def test_a_process_alone_needs_nobody():
     channel.barrier(1)
     channel.report_failure("text")
     assert channel.failures() == {}
+    channel.post("key", b"value")
+    assert channel.read("key") == {0: b"value"}
     channel.close()
 
 
@@ -225,6 +230,114 @@ def test_the_store_does_not_fill_up():
 
     as_ranks(2, body)
     assert held == [[None] * 49, [None] * 48]
+
+
+def test_the_board_shows_each_ranks_latest_value_while_others_are_in_an_exchange():
+    def body(channel):
+        if channel.rank == 2:
+            time.sleep(0.3)
+            channel.post("step", b"1")
+            channel.post("step", b"2\0\n")
+            channel.post("other", b"x")
+            return channel.barrier(10)
+        waiting = threading.Thread(target=channel.barrier, args=(10,))
+        waiting.start()
+        channel.post("step", b"of %d" % channel.rank)
+        deadline = time.monotonic() + 5
+        while (found := channel.read("step")).keys() != {0, 1, 2} or found[2] == b"1":
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
+        waiting.join()
+        return found
+
+    expected = {0: b"of 0", 1: b"of 1", 2: b"2\0\n"}
+    assert as_ranks(3, body) == [expected, expected, None]
+
+
+def test_a_key_of_the_board_holds_what_was_posted_last_below_it():
+    def body(channel):
+        if channel.rank == 0:
+            channel.post("commit/2", b"two")
+            channel.post("commit/1", b"one")
+            channel.post("commits", b"not below")
+        channel.barrier(10)
+        before = channel.read("commit"), channel.read("commit/2"), channel.read("never posted")
+        channel.barrier(10)
+        if channel.rank == 0:
+            channel.post("commit/1", b"")
+        channel.barrier(10)
+        return before, channel.read("commit")
+
+    assert as_ranks(2, body) == [(({0: b"one"}, {0: b"two"}, {}), {0: b"two"})] * 2
+
+
+@pytest.mark.parametrize("forgery", ["tampered", "older", "of another rank", "of another generation"])
+def test_a_forged_post_is_passed_over(forgery):
+    def body(rank):
+        channel = open_rank(rank, 2, port)
+        where = f"/{channel._transport._scope}/board-1"
+        if rank == 1:
+            channel.post("step", b"1")
+            older = channel._transport._store.get(*where.split("/")[1:])
+            channel.post("step", b"2")
+            newer = channel._transport._store.get(*where.split("/")[1:])
+            channel.barrier(10)  # rank 0 has read the newer one
+            channel.barrier(10)
+            signer = channel._signer
+            later = (3).to_bytes(8, "big")
+            text = newer[8 + 32 :]
+            other = later + signer.sign(text, purpose="board", sequence=3, sender=0)
+            another = Signer(signer._secret, signer._job_id.replace(" 0 ", " 1 "))
+            assert another._job_id != signer._job_id
+            forged = {"tampered": later + newer[8:-1] + b"9", "older": older, "of another rank": other}
+            aged = later + another.sign(text, purpose="board", sequence=3, sender=1)
+            put(port, where, forged.get(forgery, aged))
+            return channel.barrier(10)
+        channel.barrier(10)
+        seen = [channel.read("step")]
+        channel.barrier(10)
+        channel.barrier(10)
+        return [*seen, channel.read("step")]
+
+    port = rendezvous()
+    assert on_threads(2, body) == [[{1: b"2"}] * 2, None]
+
+
+def test_a_board_that_is_forged_from_the_start_is_empty():
+    def body(channel):
+        if channel.rank == 1:
+            put(channel._transport._store._port, f"/{channel._transport._scope}/board-1", b"x" * 100)
+        channel.barrier(10)
+        return channel.read("step")
+
+    assert as_ranks(2, body) == [{}, {}]
+
+
+def test_generations_of_a_job_do_not_hear_one_another():
+    def body(rank):
+        generation = rank // 2
+        place = variables(rank % 2, 2, port)
+        channel = open_control(detect_environment(place), timeout=10, environ=place, generation=generation)
+        channel.post("generation", b"%d" % generation)
+        channel.barrier(10)
+        return channel.read("generation")
+
+    port = rendezvous()
+    assert on_threads(4, body) == [dict.fromkeys(range(2), b"%d" % generation) for generation in (0, 0, 1, 1)]
+
+
+def test_who_waits_at_a_barrier_hears_of_whom():
+    heard = {0: [], 1: []}
+
+    def body(channel):
+        if channel.rank == 2:
+            return (time.sleep(2.5), channel.barrier(10))[1]
+        channel.barrier(10, on_wait=heard[channel.rank].append)
+
+    assert as_ranks(3, body) == [None] * 3
+    assert [2] in heard[0]
+    assert [2] in heard[1]
+    assert len(heard[0] + heard[1]) < 8
 
 
 def test_a_store_that_is_gone_stops_nobody_from_failing():

@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.devices import DevicePlan, gather_masks, place_process, plan_devices
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 
 
 def plans(masks, **options):

@@ -1,7 +1,7 @@
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.environment import UNKNOWN, Environment, detect_environment
+from hvdtrain.runtime.launchers import UNKNOWN, Environment, detect_environment
 
 GLOO = {
     "HOROVOD_RANK": "5",

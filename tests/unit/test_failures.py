@@ -1,3 +1,4 @@
+import functools
 import io
 import time
 from dataclasses import dataclass, field
@@ -5,12 +6,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel
-from hvdtrain.runtime.failures import Grace, handle_failure, is_consequence
+from hvdtrain.runtime.consequences import is_consequence
+from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.failures import FailFast, Grace, ScriptExit, show_failure
 from hvdtrain.runtime.watchdog import Watchdog
 from tests.unit.threaded_ranks import as_ranks, place
 
-QUICK = Grace(consequence=1.0, same=0.5, silent=0.0, output=0.0)
+QUICK = Grace(cause=1.0, same=0.5, silent=0.0, output=0.0)
 
 
 class HorovodInternalError(RuntimeError):
@@ -43,17 +46,20 @@ class Ending:
         raise Ended(code)
 
 
-def fail(errors):
-    """Let each rank fail with its error; return what each showed and its exit code."""
+def fail(errors, delays=None, grace=QUICK):
+    """Let each rank fail with its error, if it has one, after its delay; return what each showed, and its code."""
 
     def body(channel):
         shown = io.StringIO()
         channel.barrier(10)
+        if errors[channel.rank] is None:
+            return "", None
+        time.sleep((delays or {}).get(channel.rank, 0.0))
         try:
             raise errors[channel.rank]
         except BaseException as error:
             with pytest.raises(Ended) as ended:
-                handle_failure(Ending(channel), place(channel.rank, channel.size), error, stream=shown, grace=QUICK)
+                FailFast(grace, shown).fail(Ending(channel), place(channel.rank, channel.size), error)
         return shown.getvalue(), ended.value.args[0]
 
     outcomes = as_ranks(len(errors), body)
@@ -70,6 +76,31 @@ def test_the_cause_is_shown_and_its_consequences_are_not():
     assert shown[1].startswith("rank 1 (host1) failed:\nTraceback")
     assert shown[1].endswith("ValueError: the cause\n")
     assert codes == [1, 1, 1]
+
+
+def test_the_cause_is_shown_although_its_consequences_came_long_before():
+    """The rank that fails shuts Horovod down, and then has files to write before its own error is out."""
+    errors = [UnknownError("Horovod has been shut down"), ValueError("the cause"), HorovodInternalError("shut down")]
+    began = time.monotonic()
+    shown, codes = fail(errors, {1: 1.5}, Grace(cause=8.0, same=0.5, silent=0.0, output=0.0))
+    assert shown[0] == shown[2] == ""
+    assert shown[1].endswith("ValueError: the cause\n")
+    assert codes == [1, 1, 1]
+    assert time.monotonic() - began < 6.0
+
+
+def test_a_rank_of_which_nothing_is_heard_is_named_and_not_the_one_that_lost_it():
+    shown, codes = fail([HorovodInternalError("reset by peer"), None, UnknownError("gloo: reset by another peer")])
+    assert shown[0].startswith("rank 0 (host0) was cut off from rank 1, of which nothing was heard: killed, or")
+    assert shown[0].endswith("reset by peer\n")
+    assert shown[1:] == ["", ""]
+    assert codes == [1, None, 1]
+
+
+def test_the_code_of_a_script_that_left_is_the_jobs():
+    shown, codes = fail([UnknownError("Horovod has been shut down"), ScriptExit(3, "train.py:12")])
+    expected = "hvdtrain: error: The script called sys.exit(3) at train.py:12. [rank 1 (host1)]\n"
+    assert (shown, codes) == (["", expected], [1, 3])
 
 
 def test_the_same_mistake_of_all_ranks_is_shown_by_rank_0_alone():
@@ -90,9 +121,12 @@ def test_different_errors_are_all_shown():
     assert "two" in shown[1]
 
 
-def test_consequences_without_a_cause_are_shown_once():
-    shown, _ = fail([HorovodInternalError("lost")] + [HorovodInternalError("lost") for _ in range(2)])
-    assert sum("lost" in text for text in shown) == 1
+def test_consequences_without_a_cause_are_shown_once_and_soon():
+    began = time.monotonic()
+    shown, _ = fail([HorovodInternalError(f"lost by {rank}") for rank in range(3)], grace=Grace(cause=20.0, silent=0.0))
+    assert ["lost" in text for text in shown] == [True, False, False]
+    assert "rank 0 (host0) was cut off, as all other ranks were:" in shown[0]
+    assert time.monotonic() - began < 10.0
 
 
 def test_an_interrupt_has_no_traceback():
@@ -111,19 +145,24 @@ def test_an_interrupt_has_no_traceback():
     ],
 )
 def test_alone_it_shows_the_error_and_returns_the_code(control, error, code, text, capsys):
-    assert handle_failure(control, place(0, 1), error) == code
+    fail_here = show_failure if control is None else functools.partial(FailFast().fail, control)
+    assert fail_here(place(0, 1), error) == code
     assert capsys.readouterr().err == text
 
 
 def test_a_place_that_is_not_known_is_not_named(capsys):
-    assert handle_failure(None, None, ConfigError("bad")) == 2
+    assert show_failure(None, ConfigError("bad")) == 2
     assert capsys.readouterr().err == "hvdtrain: error: bad\n"
 
 
 def test_a_closed_stream_does_not_hide_the_exit_code():
     stream = io.StringIO()
     stream.close()
-    assert handle_failure(None, place(0, 1), ValueError("x"), stream=stream) == 1
+    assert show_failure(place(0, 1), ValueError("x"), stream=stream) == 1
+
+
+def mpi_error(text):
+    return type("Exception", (RuntimeError,), {"__module__": "mpi4py.MPI"})(text)
 
 
 def test_consequences_are_told_by_name_and_message():
@@ -132,8 +171,37 @@ def test_consequences_are_told_by_name_and_message():
     assert is_consequence(HorovodInternalError("x"))
     assert is_consequence(UnknownError("Horovod has been shut down"))
     assert is_consequence(wrapped)
+    assert is_consequence(UnknownError("[gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer"))
+    assert is_consequence(mpi_error("MPI_ERR_PROC_FAILED"))
+    assert not is_consequence(OpError("{{node HorovodAllreduce_3}} Incompatible shapes"))
     assert not is_consequence(UnknownError("matrix size-incompatible"))
     assert not is_consequence(ValueError("horovod is misspelt"))
+
+
+def test_what_is_raised_while_a_consequence_is_handled_is_one_too():
+    def cleaned_up(**how):
+        try:
+            try:
+                raise UnknownError("Horovod has been shut down")
+            except UnknownError:
+                raise OSError("file is closed") from how.get("cause")
+        except OSError as error:
+            return error
+
+    assert not is_consequence(cleaned_up(cause=None))  # `from None` says that it has nothing to do with it
+    assert is_consequence(cleaned_up(cause=HorovodInternalError("x")))
+
+
+def test_an_error_of_the_cleaning_up_after_a_consequence_is_one_too():
+    def cleaned_up():
+        try:
+            raise UnknownError("Horovod has been shut down")
+        finally:
+            raise OSError("file is closed")
+
+    with pytest.raises(OSError, match="file is closed") as raised:
+        cleaned_up()
+    assert is_consequence(raised.value)
 
 
 def test_the_watchdog_ends_a_process_that_hangs_after_a_failure(capsys):
@@ -142,7 +210,8 @@ def test_the_watchdog_ends_a_process_that_hangs_after_a_failure(capsys):
     def body(channel):
         if channel.rank == 1:
             return channel.report_failure("text")
-        watchdog = Watchdog(channel, interval=0.05, grace=0.5, end=lambda code: ended.append((code, time.monotonic())))
+        policy = FailFast(Grace(hanging=0.5), end=lambda code: ended.append((code, time.monotonic())))
+        watchdog = Watchdog(channel, policy, interval=0.05)
         started = time.monotonic()
         watchdog.start()
         while not ended and time.monotonic() < started + 10:
@@ -158,7 +227,7 @@ def test_a_stopped_watchdog_ends_nothing():
     ended = []
 
     def body(channel):
-        watchdog = Watchdog(channel, interval=0.02, grace=0.2, end=ended.append)
+        watchdog = Watchdog(channel, FailFast(Grace(hanging=0.2), end=ended.append), interval=0.02)
         watchdog.start()
         channel.barrier(10)
         if channel.rank == 0:
@@ -173,6 +242,30 @@ def test_a_stopped_watchdog_ends_nothing():
 
 
 def test_a_watchdog_over_one_process_does_nothing():
-    watchdog = Watchdog(LocalChannel())
+    watchdog = Watchdog(LocalChannel(), FailFast())
     watchdog.start()
     watchdog.stop()
+
+
+def test_another_policy_may_let_the_job_go_on():
+    seen = []
+
+    class GoOn:
+        def fail(self, control, environment, error):
+            return 0
+
+        def others_failed(self, control, failed, stopped):
+            seen.append((control.rank, list(failed)))
+
+    def body(channel):
+        watchdog = Watchdog(channel, GoOn(), interval=0.02)
+        watchdog.start()
+        if channel.rank == 1:
+            channel.report_failure("text")
+        channel.barrier(10)
+        time.sleep(0.3)
+        channel.barrier(10)
+        watchdog.stop()
+
+    assert as_ranks(3, body) == [None] * 3
+    assert sorted(seen) == [(0, [1]), (2, [1])]

@@ -1,6 +1,7 @@
 """`elastic.run` begins again after a lost exchange, and hides nothing else."""
 
-import os
+import subprocess
+import sys
 
 import horovod.tensorflow.elastic as plain
 import pytest
@@ -9,9 +10,10 @@ import tensorflow as tf
 import hvdtrain.horovod as hvd
 import hvdtrain.horovod.elastic as face
 from hvdtrain.horovod.flavour import keras
+from hvdtrain.runtime.tuning import ALONE
+from tests.launching import job_environment
 
 CUT_OFF = "{{node my_own_name}} [gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer"
-RESET = face._reset
 
 
 class State:
@@ -72,11 +74,23 @@ def test_gradients_that_wait_for_further_passes_are_forgotten():
     assert int(optimizer.iterations) == 0
 
 
-def test_a_reset_leaves_out_what_horovod_cannot_read_twice(monkeypatch):
-    seen = []
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "0.5")
-    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1024")
-    monkeypatch.setattr(face, "shutdown", lambda: seen.append("shutdown"))
-    monkeypatch.setattr(face, "init", lambda: seen.append(sorted({*face._READ_ONCE} & os.environ.keys())))
-    RESET()
-    assert seen == ["shutdown", []]
+def test_horovod_starts_again_in_an_elastic_job_whose_user_set_what_it_cannot_take_twice():
+    """In a process of its own, which Horovod would crash."""
+    again = """if True:
+        import os
+        import horovod.tensorflow as hvd
+        import tensorflow as tf
+        import hvdtrain.horovod.elastic as face
+        from hvdtrain.horovod import basics
+        basics.is_elastic = lambda: True
+        face.init()
+        assert "HOROVOD_FUSION_THRESHOLD" in os.environ
+        face._reset()
+        print("sum", float(hvd.allreduce(tf.constant(3.0), op=hvd.Sum)))
+    """
+    both = {"HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_FUSION_THRESHOLD": "1024"}
+    environ = {**job_environment(), **ALONE, **both}
+    job = subprocess.run([sys.executable, "-c", again], env=environ, capture_output=True, text=True, timeout=60)
+    assert job.returncode == 0, job.stderr[-2000:]
+    assert "sum 3.0" in job.stdout
+    assert "HOROVOD_CYCLE_TIME is not used" in job.stderr

@@ -10,12 +10,16 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.data.agreement import check_same_data
 from hvdtrain.data.registry import load_splits
+from hvdtrain.runtime.collectives import AxisCollectives, AxisGroup
 from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.world import World
 from hvdtrain.training.inputs import training_data, validation_batches
 
 
 class Slow:
     """A channel to a second rank, which comes after `seconds`."""
+
+    rank, size = 0, 2
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -26,18 +30,12 @@ class Slow:
         return [payload, payload]
 
 
-class Ranks:
-    """Of two; they exchange no tensors."""
-
-    axis, size, rank = "dp", 2, 0
-
-
 def backend(session, seconds, load_timeout):
     """A backend of two ranks, of which the other one is late."""
     link = replace(session.link, control=Slow(seconds))
-    return HorovodBackend(
-        replace(session, link=link, mesh=Mesh.data_parallel(0, 2), load_timeout=load_timeout), Ranks()
-    )
+    ranks = AxisCollectives(AxisGroup("dp", (0, 1), 0, None))  # they exchange no tensors
+    world = World(Mesh.data_parallel(0, 2), ("here", "there"), {"dp": ranks})
+    return HorovodBackend(replace(session, link=link, world=world, load_timeout=load_timeout))
 
 
 ARRAYS = np.zeros((8, 2)), np.zeros(8)

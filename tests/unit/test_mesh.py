@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.mesh import Mesh, process_sets_of
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -55,3 +55,56 @@ def test_every_axis_needs_a_size():
 def test_an_unknown_axis_is_named_with_those_there_are(question):
     with pytest.raises(LaunchError, match=r"no axis 'tp'\. Available: dp"):
         getattr(Mesh.data_parallel(0, 2), question)("tp")
+
+
+@pytest.mark.parametrize(
+    ("axes", "size", "names", "shape"),
+    [
+        ({}, 3, ("dp",), (3,)),
+        ({"tp": 2}, 8, ("dp", "tp"), (4, 2)),
+        ({"tp": 2, "pp": 2, "ep": 1}, 8, ("pp", "dp", "ep", "tp"), (2, 2, 1, 2)),
+        ({"tp": 4}, 4, ("dp", "tp"), (1, 4)),
+        ({"tp": 2, "dp": 3}, 6, ("dp", "tp"), (3, 2)),
+    ],
+)
+def test_a_mesh_of_sizes_fills_dp_with_the_ranks_that_are_left(axes, size, names, shape):
+    mesh = Mesh.of(axes, size - 1, size)
+    assert (mesh.axis_names, mesh.shape) == (names, shape)
+
+
+@pytest.mark.parametrize(
+    ("axes", "size", "cause"),
+    [
+        ({"tp": 2, "pp": 3}, 8, r"8 ranks cannot be laid out as pp 3 x tp 2: start a multiple of 6"),
+        ({"tp": 8}, 4, r"4 ranks cannot be laid out as tp 8: start a multiple of 8"),
+        ({"dp": 2, "tp": 2}, 8, r"8 ranks cannot be laid out as dp 2 x tp 2: start 4"),
+        ({"tp": 0}, 4, r"The tp axis must hold at least 1 rank\. Received: 0"),
+        ({"sp": 2}, 4, r"no axis 'sp' of a mesh\. Available: pp, dp, ep, tp"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks_are_refused(axes, size, cause):
+    with pytest.raises(LaunchError, match=cause):
+        Mesh.of(axes, 0, size)
+
+
+@pytest.mark.parametrize(
+    ("axes", "size", "sets"),
+    [
+        ({}, 4, []),  # the world's own set is Horovod's global one
+        ({}, 1, []),
+        ({"tp": 2}, 4, [(0, 2), (1, 3), (0, 1), (2, 3)]),
+        ({"tp": 4}, 4, []),
+        ({"tp": 2, "ep": 1}, 4, [(0, 2), (1, 3), (0, 1), (2, 3)]),
+        ({"tp": 2}, 2, []),
+    ],
+)
+def test_each_group_needs_one_process_set_unless_it_is_the_world_or_one_rank(axes, size, sets):
+    assert all(process_sets_of(Mesh.of(axes, rank, size)) == sets for rank in range(size))
+
+
+def test_all_ranks_plan_the_same_process_sets_and_each_finds_its_own():
+    meshes = [Mesh.of({"pp": 2, "tp": 3}, rank, 24) for rank in range(24)]
+    sets = process_sets_of(meshes[0])
+    assert all(process_sets_of(mesh) == sets for mesh in meshes)
+    assert len(set(sets)) == len(sets) == 24 // 2 + 24 // 4 + 24 // 3
+    assert all(mesh.ranks_along(axis) in sets for mesh in meshes for axis in mesh.axis_names)

@@ -109,7 +109,8 @@ def test_init_refuses_bad_options_and_leaves_no_session(options, cause):
 
 def test_a_process_that_is_alone_is_rank_0_of_1(session):
     assert (hvdtrain.rank(), hvdtrain.size(), hvdtrain.local_rank()) == (0, 1, 0)
-    assert session.collectives is None
+    assert not session.world.collectives
+    assert session.world.primary
 
 
 def test_a_second_init_keeps_the_session(session):

@@ -7,8 +7,8 @@ import pytest
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.channel import LocalChannel
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.roles import Roles, roles_of
 from hvdtrain.runtime.session import Link, Session
 from hvdtrain.runtime.strategies import OpenStrategy

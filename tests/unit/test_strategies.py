@@ -6,8 +6,8 @@ import pytest
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, RuntimeConfig
-from hvdtrain.runtime.control.channel import LocalChannel
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import wants_horovod
 from hvdtrain.runtime.strategies import open_strategy
 

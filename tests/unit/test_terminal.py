@@ -5,7 +5,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import replace
 
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.terminal import on_terminal
 
 ALONE = detect_environment({})

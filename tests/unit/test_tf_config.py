@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.environment import detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.tf_config import addresses_of, agreed_tf_config, check_given, tf_config, workers_only
 
 WORKERS = workers_only(2)

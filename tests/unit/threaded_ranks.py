@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.runtime.control.channel import ControlChannel, open_control
+from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.control.signing import SECRET_VARIABLE
-from hvdtrain.runtime.environment import Environment, detect_environment
+from hvdtrain.runtime.launchers import Environment, detect_environment
 
 
 def start_server() -> tuple[Any, int]:

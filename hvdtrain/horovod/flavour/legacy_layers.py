@@ -6,10 +6,10 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from hvdtrain.backends.compiled import numbered
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.moments import moments_of_all
+from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.variables import as_written
 
 _OTHER_BATCHES = ("renorm", "virtual_batch_size", "synchronized")

@@ -7,18 +7,20 @@ while collectives hang: agreement at the start, failure reports, the end of the 
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NoReturn, Protocol
 
-from hvdtrain.runtime.environment import Environment
+OnWait = Callable[[Sequence[int]], None]
+"""Called about once a second while ranks are missing, with these."""
 
 
 class ControlChannel(Protocol):
     """Messages between the ranks of one job.
 
-    `failures` and `report_failure` may be called from any thread, also while another one is in `exchange`.
-    Exchanges and barriers must come in the same order on every rank.
+    Exchanges and barriers must come in the same order on every rank. Everything else may be called from any
+    thread, also while another one is in `exchange`: failures, and the status board (`post`, `read`), which keeps
+    each rank's latest value of each key for whoever wants to see it.
     """
 
     @property
@@ -38,8 +40,27 @@ class ControlChannel(Protocol):
                 except for failures and the end.
         """
 
-    def barrier(self, timeout: float) -> None:
+    def barrier(self, timeout: float, *, on_wait: OnWait | None = None) -> None:
         """Wait until every rank is here, as `exchange` does."""
+
+    def post(self, key: str, value: bytes) -> None:
+        """Put ``value`` on the status board, in place of this rank's earlier one under ``key``; b"" removes it.
+
+        Keep it short and the keys few: a rank's whole board travels with each post.
+
+        Raises:
+            LaunchError: the transport is broken.
+        """
+
+    def read(self, key: str) -> dict[int, bytes]:
+        """Return, by rank, what was posted last under ``key`` or below it (``key/…``), this rank's too.
+
+        It shows what has arrived so far and does not wait for more. Over the store of ``horovodrun`` it costs one
+        request for each rank of the job.
+
+        Raises:
+            LaunchError: the transport is broken.
+        """
 
     def report_failure(self, text: str) -> None:
         """Tell all other ranks why this one fails; takes at most about two seconds and never raises."""
@@ -52,62 +73,6 @@ class ControlChannel(Protocol):
 
     def close(self) -> None:
         """Give back what the channel holds; does not wait for the other ranks. Closing twice is fine."""
-
-
-class LocalChannel:
-    """The channel of a process that is alone."""
-
-    rank = 0
-    size = 1
-
-    def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
-        """Return the payload: there is nobody else."""
-        return [payload]
-
-    def barrier(self, timeout: float) -> None:
-        """Return: everybody is here."""
-
-    def report_failure(self, text: str) -> None:
-        """Do nothing: there is nobody to tell."""
-
-    def failures(self) -> dict[int, str]:
-        """Return no failures: nobody else can fail."""
-        return {}
-
-    def abort(self, code: int) -> NoReturn:
-        """End this process."""
-        end_process(code)
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-
-def open_control(
-    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ
-) -> ControlChannel:
-    """Open the control channel of this job; every rank must call it.
-
-    Under an MPI launch this initialises MPI (with MPI_THREAD_MULTIPLE), which Horovod then shares. If it
-    raises, leave by `end_process`: a plain exit would wait for the missing ranks in MPI_Finalize.
-
-    Args:
-        environment: this process's place, from `detect_environment`.
-        timeout: seconds to wait for the other ranks.
-        environ: environment variables (the job's secret, the address of Horovod's store).
-
-    Raises:
-        LaunchError: ranks are missing (they are named), their secrets differ, or mpi4py does not fit.
-    """
-    if environment.size == 1 or environment.controller == "none":
-        return LocalChannel()
-    # The loser is not imported: mpi4py would initialise MPI.
-    if environment.controller == "mpi":
-        from hvdtrain.runtime.control.mpi import open_mpi
-
-        return open_mpi(environment, timeout=timeout, environ=environ)
-    from hvdtrain.runtime.control.store import open_store
-
-    return open_store(environment, timeout=timeout, environ=environ)
 
 
 def end_process(code: int) -> NoReturn:

@@ -9,18 +9,19 @@ import hmac
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, draw_secret, secret_from_environment
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 
 _TAGS = 16_384  # MPI guarantees tags up to 32,767; the exchanges' own wrap around at half of that
 _LOBBY_TAG = _TAGS
 _FAILURE_TAG = _TAGS + 1
+_BOARD_TAG = _TAGS + 2
 _SECONDS_TO_REPORT = 1.0
 
 
@@ -37,6 +38,8 @@ class MpiTransport:
         self._size: int = communicator.Get_size()
         self._unsent: list[tuple[Any, bytes]] = []  # with their bytes, which MPI reads until they are sent
         self._sending = threading.Lock()
+        self._posted: dict[int, bytes] = {}
+        self._taking_posts = threading.Lock()
 
     def send(self, sequence: int, message: bytes) -> None:
         """See `Transport.send`."""
@@ -68,12 +71,24 @@ class MpiTransport:
 
     def received_failures(self, known: Collection[int]) -> dict[int, bytes]:
         """See `Transport.received_failures`."""
+        self.posted()  # the watchdog looks all the time: posts that nobody reads do not pile up within MPI
         came: dict[int, bytes] = {}
-        while True:
-            rank, message = self._receive(self._mpi.ANY_SOURCE, _FAILURE_TAG)
-            if message is None:
-                return came
+        for rank, message in self._arrived(_FAILURE_TAG):
             came.setdefault(rank, message)
+        return came
+
+    def post(self, message: bytes) -> None:
+        """See `BoardTransport.post`."""
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._send(message, rank, _BOARD_TAG)
+        self._still_unsent()
+
+    def posted(self) -> dict[int, bytes]:
+        """See `BoardTransport.posted`; of each rank the last one that came."""
+        with self._taking_posts:
+            self._posted.update(self._arrived(_BOARD_TAG))
+            return dict(self._posted)
 
     def abort(self, code: int) -> NoReturn:
         """End all processes of the job."""
@@ -103,6 +118,14 @@ class MpiTransport:
             self._unsent = [(request, kept) for request, kept in self._unsent if not request.Test()]
             return bool(self._unsent)
 
+    def _arrived(self, tag: int) -> Iterator[tuple[int, bytes]]:
+        """Yield sender and text of every message that is here, in each sender's order."""
+        while True:
+            rank, message = self._receive(self._mpi.ANY_SOURCE, tag)
+            if message is None:
+                return
+            yield rank, message
+
     def _receive(self, source: int, tag: int) -> tuple[int, bytes | None]:
         """Return a message and its sender, or None for the message if there is none."""
         status = self._mpi.Status()
@@ -114,7 +137,9 @@ class MpiTransport:
         return status.Get_source(), bytes(buffer)
 
 
-def open_mpi(environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ) -> RootedChannel:
+def open_mpi(
+    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ, generation: int = 0
+) -> RootedChannel:
     """Initialise MPI where nobody has, and open the channel.
 
     The ranks find one another by unsigned messages, with which rank 0 also hands out the secret that it
@@ -134,7 +159,7 @@ def open_mpi(environment: Environment, *, timeout: float, environ: Mapping[str, 
     given = secret_from_environment(environ)
     secret = hmac.digest(given, drawn, "sha256") if given else drawn
     room = MpiTransport(mpi, _duplicate(mpi.COMM_WORLD, deadline))
-    channel = RootedChannel(room, Signer(secret, environment.job_id), rank, size)
+    channel = RootedChannel(room, Signer(secret, f"{environment.job_id} {generation}"), rank, size)
     channel.barrier(max(1.0, deadline - time.monotonic()))
     return channel
 

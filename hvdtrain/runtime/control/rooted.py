@@ -13,14 +13,15 @@ from dataclasses import asdict, dataclass
 from typing import Literal, NoReturn, Protocol
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control.channel import flush_output, name_ranks
+from hvdtrain.runtime.control.board import BoardTransport, StatusBoard
+from hvdtrain.runtime.control.channel import OnWait, flush_output, name_ranks
 from hvdtrain.runtime.control.signing import Signer
 
 _MOST_NAMED = 64
 """Missing ranks told to the others; keeps the message small enough that MPI sends it without a handshake."""
 
 
-class Transport(Protocol):
+class Transport(BoardTransport, Protocol):
     """Takes messages to rank 0 and back, without waiting and without looking into them.
 
     All may raise LaunchError when the transport itself is broken.
@@ -105,10 +106,11 @@ class RootedChannel:
         self._reading_failures = threading.Lock()
         self._failures: dict[int, str] = {}
         self._closed = False
+        self._board = StatusBoard(transport, signer, rank)
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """See `ControlChannel.exchange`."""
-        return self._exchange(payload, timeout, refuse_stale=True)
+        return self._exchange(payload, timeout)
 
     def greet(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """Exchange where an earlier channel's answer may still lie about; ``payload`` must be random.
@@ -117,9 +119,17 @@ class RootedChannel:
         """
         return self._exchange(payload, timeout, refuse_stale=False)
 
-    def barrier(self, timeout: float) -> None:
+    def barrier(self, timeout: float, *, on_wait: OnWait | None = None) -> None:
         """See `ControlChannel.barrier`."""
-        self.exchange(b"", timeout=timeout)
+        self._exchange(b"", timeout, on_wait=on_wait)
+
+    def post(self, key: str, value: bytes) -> None:
+        """See `ControlChannel.post`."""
+        self._board.post(key, value)
+
+    def read(self, key: str) -> dict[int, bytes]:
+        """See `ControlChannel.read`."""
+        return self._board.read(key)
 
     def report_failure(self, text: str) -> None:
         """See `ControlChannel.report_failure`."""
@@ -153,17 +163,20 @@ class RootedChannel:
                 text = self._signer.open(message, purpose="failure", sequence=0, sender=rank)
                 self._failures.setdefault(rank, text.decode(errors="replace"))
 
-    def _exchange(self, payload: bytes, timeout: float, *, refuse_stale: bool) -> list[bytes]:
+    def _exchange(
+        self, payload: bytes, timeout: float, *, refuse_stale: bool = True, on_wait: OnWait | None = None
+    ) -> list[bytes]:
         with self._exchanging:
             sequence, self._sequence = self._sequence, self._sequence + 1
+            on_wait = on_wait or _wait_silently
             if self.rank == 0:
-                return self._lead(sequence, payload, timeout)
-            return self._follow(sequence, payload, timeout, refuse_stale)
+                return self._lead(sequence, payload, timeout, on_wait)
+            return self._follow(sequence, payload, timeout, refuse_stale, on_wait)
 
-    def _lead(self, sequence: int, payload: bytes, timeout: float) -> list[bytes]:
+    def _lead(self, sequence: int, payload: bytes, timeout: float, on_wait: OnWait) -> list[bytes]:
         deadline = time.monotonic() + timeout
         try:
-            parts = self._gather(sequence, payload, timeout, deadline)
+            parts = self._gather(sequence, payload, timeout, deadline, on_wait)
         except LaunchError as error:
             self._publish(sequence, _Answer("failed", text=str(error)).encode(), range(1, self.size))
             raise
@@ -172,7 +185,7 @@ class RootedChannel:
         self._transport.finish(sequence, deadline)
         return parts
 
-    def _gather(self, sequence: int, payload: bytes, timeout: float, deadline: float) -> list[bytes]:
+    def _gather(self, sequence: int, payload: bytes, timeout: float, deadline: float, on_wait: OnWait) -> list[bytes]:
         """Return every rank's part; tell those that wait who is missing, about once a second."""
         parts, missing = {0: payload}, list(range(1, self.size))
         pause, interval = _Pause(self._transport.longest_pause), max(0.001 * self.size, min(1.0, timeout / 4))
@@ -188,6 +201,7 @@ class RootedChannel:
             if missing and tell:
                 waiting = _Answer("waiting", missing=missing[:_MOST_NAMED]).encode()
                 self._publish(sequence, waiting, parts.keys() - {0})
+                on_wait(missing)
                 telling = now + interval
             if came:
                 pause.reset()
@@ -208,10 +222,12 @@ class RootedChannel:
         message = self._signer.sign(answer, purpose="answer", sequence=sequence, sender=0)
         self._transport.publish(sequence, message, ranks)
 
-    def _follow(self, sequence: int, payload: bytes, timeout: float, refuse_stale: bool) -> list[bytes]:
+    def _follow(
+        self, sequence: int, payload: bytes, timeout: float, refuse_stale: bool, on_wait: OnWait
+    ) -> list[bytes]:
         # Rank 0 gives up first, so that all ranks raise with its words.
         deadline = time.monotonic() + timeout + min(1.0, 0.2 * timeout)
-        pause, missing = _Pause(self._transport.longest_pause), [0]
+        pause, missing, telling = _Pause(self._transport.longest_pause), [0], time.monotonic() + 1.0
         message = self._signer.sign(payload, purpose="part", sequence=sequence, sender=self.rank)
         self._transport.send(sequence, message)
         while time.monotonic() < deadline:
@@ -223,6 +239,9 @@ class RootedChannel:
                 if answer.state == "failed" or (refuse_stale and answer.state == "done"):
                     raise LaunchError(answer.text or f"Rank 0 lost this rank's part of exchange {sequence}.")
                 missing = [rank for rank in answer.missing if rank != self.rank] or [0]
+            if time.monotonic() >= telling:
+                on_wait(missing)
+                telling += 1.0
             pause.sleep()
         raise self._late(missing, timeout)
 
@@ -237,3 +256,7 @@ class RootedChannel:
             f"No message from {name_ranks(missing)} of {self.size} within {timeout:g} s: not started, still "
             "starting, or hanging."
         )
+
+
+def _wait_silently(missing: Sequence[int]) -> None:
+    """Say nothing: most exchanges take milliseconds."""

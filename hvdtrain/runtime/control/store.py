@@ -17,7 +17,7 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, secret_from_environment, secret_from_key_file
-from hvdtrain.runtime.environment import Environment
+from hvdtrain.runtime.launchers import Environment
 
 _FAILURES_A_CALL = 64
 """Ranks asked for a failure report in one look, so that a look stays short in a large job."""
@@ -134,6 +134,16 @@ class StoreTransport:
         messages = {rank: store.get(self._scope, f"failure-{rank}") for rank in ranks}
         return {rank: message for rank, message in messages.items() if message is not None}
 
+    def post(self, message: bytes) -> None:
+        """See `BoardTransport.post`."""
+        self._store.with_patience(1.0).put(self._scope, f"board-{self._rank}", message)
+
+    def posted(self) -> dict[int, bytes]:
+        """See `BoardTransport.posted`."""
+        store = self._store.with_patience(1.0)
+        boards = {rank: store.get(self._scope, f"board-{rank}") for rank in range(self._size) if rank != self._rank}
+        return {rank: board for rank, board in boards.items() if board is not None}
+
     def abort(self, code: int) -> NoReturn:
         """End this process: horovodrun ends the others of a job where one ends with an error."""
         end_process(code or 1)
@@ -148,7 +158,9 @@ class StoreTransport:
         return [(first + i) % self._size for i in range(count)]
 
 
-def open_store(environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ) -> RootedChannel:
+def open_store(
+    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ, generation: int = 0
+) -> RootedChannel:
     """Open the channel over the store whose address horovodrun gave in the environment.
 
     Every rank contributes a random number to the session's name, which all later signatures cover: messages
@@ -158,9 +170,9 @@ def open_store(environment: Environment, *, timeout: float, environ: Mapping[str
         LaunchError: a rank is missing, the secrets differ, or the store does not answer.
     """
     store = Store(environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
-    rank, size, job = environment.rank, environment.size, environment.job_id
-    secret = secret_from_environment(environ) or secret_from_key_file(job, environ)
-    lobby = StoreTransport(store, "hvdtrain-lobby", rank, size, consume=True)
+    rank, size, job = environment.rank, environment.size, f"{environment.job_id} {generation}"
+    secret = secret_from_environment(environ) or secret_from_key_file(environment.job_id, environ)
+    lobby = StoreTransport(store, f"hvdtrain-lobby-{generation}", rank, size, consume=True)
     greeting = RootedChannel(lobby, Signer(secret, job), rank, size)
     numbers = greeting.greet(secrets.token_bytes(16), timeout=timeout)
     session = hashlib.sha256(b"".join(numbers)).hexdigest()[:32]

@@ -70,7 +70,7 @@ class KerasCallbacks(Hooks):
         steps: int,
         averaged_weights: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        mine = [callback for callback in tf.nest.flatten(list(callbacks)) if _acts(callback, backend.index)]
+        mine = [callback for callback in tf.nest.flatten(list(callbacks)) if _acts(callback, backend.primary)]
         self._backend = backend
         self._model = model
         self._averaged_weights = averaged_weights
@@ -176,8 +176,8 @@ def _check(callback: Any) -> None:
         raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {callback!r}.")
 
 
-def _acts(callback: Any, index: int) -> bool:
-    if index > 0:
+def _acts(callback: Any, primary: bool) -> bool:
+    if not primary:
         if isinstance(callback, WRITERS):
             return False
         if hasattr(callback, "verbose"):

@@ -13,7 +13,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.compiled import run_once
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient, scaled
@@ -21,6 +20,7 @@ from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.clipping import global_norm
 from hvdtrain.optim.fused import fused_updates
+from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.slots import slot_tensors
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.options import StepOptions

@@ -1,0 +1,80 @@
+"""The place of a process in its job, and what every launcher's file needs to find it out."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from hvdtrain.config.errors import LaunchError
+
+Controller = Literal["gloo", "mpi", "none"]
+
+UNKNOWN = -1
+"""Value of ``cross_rank`` and ``cross_size`` where the launcher does not tell them."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The place of this process in its job.
+
+    ``rank`` of ``size`` counts over the job, ``local_rank`` of ``local_size`` over this host, ``cross_rank``
+    of ``cross_size`` over the hosts that have this local rank. The last two depend on how the ranks lie on
+    *all* hosts, which Open MPI and hydra do not tell a rank that shares the job with other hosts: they are
+    then ``UNKNOWN`` (-1), and Horovod tells them after its initialisation. They are never guessed.
+    """
+
+    launcher: str
+    """``horovodrun``, ``mpirun`` (Open MPI), ``mpiexec`` (MPICH or Intel MPI), ``srun`` or ``none``."""
+    controller: Controller
+    """What Horovod and the control channel speak over; ``none`` for a process that is alone."""
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hostname: str
+    job_id: str
+    """The same on every rank of a job; not secret, and another job may have it later."""
+
+
+class Launcher(Protocol):
+    """Recognises the processes that one launcher starts."""
+
+    def detect(self, environ: Mapping[str, str]) -> Environment | None:
+        """Return this process's place, or None if this launcher did not start it.
+
+        Raises:
+            LaunchError: the launcher's variables are there but incomplete or malformed.
+        """
+
+
+def place(
+    *,
+    launcher: str,
+    controller: Controller,
+    world: tuple[int, int],
+    local: tuple[int, int],
+    job_id: str,
+    cross: tuple[int, int] | None = None,
+    hostname: str | None = None,
+) -> Environment:
+    """Check and name (rank, size) over the job, over this host and over the hosts."""
+    for what, (rank, size) in {"rank": world, "local rank": local}.items():
+        if not 0 <= rank < size:
+            raise LaunchError(f"{launcher} gave this process {what} {rank} of {size}, which cannot be.")
+    if cross is None:
+        one_host = local[1] == world[1]
+        cross = (0, 1) if one_host else (UNKNOWN, UNKNOWN)
+    return Environment(launcher, controller, *world, *local, *cross, hostname or socket.gethostname(), job_id)
+
+
+def number(environ: Mapping[str, str], *names: str) -> int:
+    """Return the first of these variables that is set, as a number of at least 0."""
+    name = next((name for name in names if name in environ), None)
+    if name is None:
+        raise LaunchError(f"The launcher did not set {' or '.join(names)}, which tells this process its place.")
+    text = environ[name].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise LaunchError(f"{name} must be a whole number of at least 0. Received: {environ[name]!r}.")
+    return int(text)

@@ -1,0 +1,61 @@
+"""Ranks that are done wait for those that still work."""
+
+import time
+
+import pytest
+
+from hvdtrain.config.errors import LaunchError
+from hvdtrain.runtime.leaving import PATIENCE_S, leave_together
+from hvdtrain.runtime.session import Session
+from tests.unit.threaded_ranks import as_ranks, place
+
+
+def test_a_rank_that_still_works_is_waited_for_and_named_by_one_of_those_that_wait(capsys):
+    def body(channel):
+        if channel.rank == 0:
+            time.sleep(4.0)
+        leave_together(channel, notice=1.5)
+
+    assert as_ranks(3, body) == [None] * 3
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) in (1, 2)
+    assert all("rank 1 is done and has waited" in line and "for rank 0: still at work" in line for line in lines)
+
+
+def test_ranks_that_come_soon_are_not_spoken_of(capsys):
+    assert as_ranks(2, lambda channel: time.sleep(channel.rank) or leave_together(channel)) == [None] * 2
+    assert capsys.readouterr().err == ""
+
+
+def test_patience_has_an_end():
+    def body(channel):
+        if channel.rank > 0:
+            with pytest.raises(LaunchError, match="No message from rank 0 of 3"):
+                leave_together(channel, patience=0.5)
+
+    assert as_ranks(3, body) == [None] * 3
+
+
+@pytest.mark.parametrize("carries", ["horovod", "strategy"])
+def test_a_session_waits_longer_than_a_slow_disk_takes(carries):
+    waited = []
+
+    class World:
+        collectives = {"dp": None} if carries == "horovod" else {}
+
+        def close(self):
+            waited.append("closed")
+
+    class Strategy:
+        roles = server = None
+
+    class Link:
+        control = type("", (), {"barrier": lambda self, timeout, on_wait: waited.append(timeout)})()
+        environment = place(1, 2)
+
+        def close(self):
+            waited.append("left")
+
+    Session(Link(), World(), None, None if carries == "horovod" else Strategy()).close()  # type: ignore[arg-type]
+    assert waited == [PATIENCE_S, *(["closed"] if carries == "horovod" else []), "left"]
+    assert PATIENCE_S > 3600
