@@ -1,4 +1,4 @@
-"""The data of a run: what its configuration says about samples, batches and how they are read."""
+"""The data of a run, from its configuration: samples, batches and read options."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,23 +23,23 @@ from hvdtrain.training.step.microbatches import per_microbatch
 
 @dataclass(frozen=True)
 class RunData:
-    """Samples of a run, and this replica's batches of them."""
+    """The samples of a run, and this replica's batches."""
 
     splits: DataSplits
     loaded: DataSplits
-    """The same samples, as they were before --cache kept them."""
+    """The same samples, before --cache."""
     training: SourceTraining
     validation: SourceEvaluation
 
     @property
     def bad(self) -> list[str]:
-        """What is wrong with the samples that were left out, those of training first."""
+        """Descriptions of the skipped samples, training first."""
         found = self.training.bad.found, self.validation.bad.found
         return [part[number] for part in found for number in sorted(part)]
 
 
 def run_data(config: Config, backend: Backend) -> RunData:
-    """Load what `config` names; every rank calls it.
+    """Load the data of `config`; every rank calls it.
 
     Raises:
         ConfigError: options of the data that do not fit.
@@ -76,12 +76,12 @@ def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTra
 
 
 def waiting_advice(config: DataConfig, *, heavy: bool) -> str:
-    """Return what a run says of steps that wait for their data; see `input_advice`."""
+    """Return the advice shown if steps wait for data; see `input_advice`."""
     return f"{input_advice(config, heavy=heavy)} `python -m hvdtrain data bench` measures it.".strip()
 
 
 def input_advice(config: DataConfig, *, heavy: bool) -> str:
-    """Say in a sentence what makes samples come faster, of what `config` leaves to be done; "" where that is nothing.
+    """Return what would speed up the pipeline, given the options in use: a sentence, or "".
 
     Args:
         config: options of the data.
@@ -103,7 +103,7 @@ def input_advice(config: DataConfig, *, heavy: bool) -> str:
 def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> SourceEvaluation:
     options = _read_options(config, splits)
     if has_soft_labels(config):
-        # Loss and metrics take one kind of targets: whole labels become shares as well.
+        # Loss and metrics take one kind of targets: convert hard labels to soft ones.
         options = replace(options, finish=_on_shares(options, splits.classes))
     return SourceEvaluation(
         splits.validation,

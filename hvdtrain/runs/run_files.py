@@ -1,4 +1,4 @@
-"""What a run writes into its folder apart from its checkpoints and its steps' figures."""
+"""Files of a run's folder: configuration, environment, model, curves and summary."""
 
 import os
 from typing import Any
@@ -19,17 +19,17 @@ from hvdtrain.training.trainer import Trainer
 
 
 def write_start(folder: RunFolder, config: Config) -> None:
-    """Write what is known before the first step: the configuration and the environment."""
+    """Write the configuration and the environment, before the first step."""
     folder.config.write_text(to_yaml(config), encoding="utf-8")
     write_json(folder.environment, collect_environment())
 
 
 def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:
     """Write the trained model, the curves and the summary."""
-    # Keras chooses the format by the suffix; the draft keeps it, and the name appears with a whole file only.
+    # Keras chooses the format by the suffix, so the draft keeps it; the rename is atomic.
     draft = folder.path / f".{folder.model.name}.{os.getpid()}.keras"
     with trainer.averaged_weights():
-        # Synchronized layers that were put in are taken out, so that the model loads without this package.
+        # Converted layers are converted back, so that the model loads without this package.
         model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
         model.save(draft)
     os.replace(draft, folder.model)
@@ -41,7 +41,7 @@ def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict
 def summary_of_run(
     config: Config, session: Session, backend: Backend, trainer: Trainer, result: FitResult, *, resumed_from: int
 ) -> dict[str, Any]:
-    """Return what `summary.json` holds, the same on every rank.
+    """Return the contents of `summary.json`, the same on every rank.
 
     Args:
         config: of the run.

@@ -1,4 +1,4 @@
-"""What a user would want to know before the first step: nothing is wrong, but something is slow, or does nothing."""
+"""Advice at the start of a run: settings that are valid, but slow or without effect."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ TINY_BATCH = 8
 
 
 def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narrow_outputs: bool) -> list[str]:
-    """Return a line for each thing to be said.
+    """Return the lines of advice.
 
     Args:
         info: the run.
-        options: those of its step.
-        compression_cost: what `compression_cost` measured.
-        narrow_outputs: whether the model gives 16-bit outputs.
+        options: options of its step.
+        compression_cost: measured by `compression_cost`.
+        narrow_outputs: whether the model has 16-bit outputs.
     """
     lines = [_tiny(info), compression_warning(options.compression, compression_cost), _idle(info, options)]
     if options.precision == "mixed_float16" and not tf.config.list_logical_devices("GPU"):
@@ -54,5 +54,5 @@ def _idle(info: RunInfo, options: StepOptions) -> str | None:
 
 
 def narrow(outputs: Any) -> bool:
-    """Tell whether any of these tensors has 16-bit floats."""
+    """Whether any of these tensors has a 16-bit floating dtype."""
     return any(t.dtype.is_floating and t.dtype.size < 4 for t in tf.nest.flatten(outputs))

@@ -1,4 +1,4 @@
-"""Models and optimizers from what a user hands over: objects, names or builders."""
+"""Models and optimizers from a user's objects, names or builders."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def built_model(model: Any, options: StepOptions) -> Any:
     """Return `model` itself or what it builds, with the precision that the options name; see also `converted`.
 
     Raises:
-        ConfigError: no model, or one that was built with another precision already.
+        ConfigError: not a model, or one built with another precision.
     """
     if options.precision is not None and not isinstance(model, keras.Model) and callable(model):
         with precision(options.precision):
@@ -35,10 +35,10 @@ def built_model(model: Any, options: StepOptions) -> Any:
 
 
 def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
-    """Refuse what was built outside of the scope of a backend that makes variables for all of its replicas.
+    """Refuse instances built outside the scope of a backend whose variables span replicas.
 
     Raises:
-        ConfigError: a model or an optimizer where a function that builds it is needed.
+        ConfigError: a model or an optimizer in place of a function that builds it.
     """
     kinds = {"model": (model, keras.Model), "optimizer": (optimizer, keras.optimizers.Optimizer)}
     for name, (given, kind) in kinds.items():
@@ -50,15 +50,15 @@ def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
 
 
 def converted(model: Any, options: StepOptions) -> Any:
-    """Return `model`, or a copy of it with the layers that the options name."""
+    """Return `model`, or a copy of it with layers converted as the options say."""
     return with_sync_batch_norm(model) if options.sync_batch_norm else model
 
 
 def check_layers(model: Any, options: StepOptions) -> None:
-    """Refuse options that the layers of `model` leave no room for.
+    """Refuse options that are incompatible with the layers of `model`.
 
     Raises:
-        ConfigError: naming the option and the layer.
+        ConfigError: names the option and the layer.
     """
     if options.jit and any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
         raise ConfigError("XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out --jit.")
@@ -77,11 +77,11 @@ def check_layers(model: Any, options: StepOptions) -> None:
 
 
 def built_optimizer(optimizer: Any, model: Any) -> Any:
-    """Return `optimizer` itself, what its name stands for, or what it builds.
+    """Return `optimizer` itself, or the one that it names or builds.
 
     Raises:
-        ConfigError: no optimizer, one that would exchange gradients once more or for every microbatch, or one that
-            holds the state of other variables than those of `model`.
+        ConfigError: not an optimizer, one that exchanges gradients itself or per microbatch, or one with the state of
+            variables other than those of `model`.
     """
     if isinstance(optimizer, str):
         known = known_optimizers()

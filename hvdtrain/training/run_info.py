@@ -1,4 +1,4 @@
-"""What a run of a user's own script is, before its first step."""
+"""The `RunInfo` of a user's own script."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from hvdtrain.training.options import StepOptions
 
 
 def run_info(backend: Backend, state: TrainState, options: StepOptions, data: TrainingData, plan: Plan) -> RunInfo:
-    """Return what the observers are told at the start."""
+    """Return the facts about a run for observers, before its first step."""
     session = current()
     return RunInfo(
         recipe=str(state.model.name),
@@ -36,7 +36,7 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
 
 
 def who_trains(backend: Backend) -> dict[str, Any]:
-    """Return what `RunInfo` says of the backend."""
+    """Return the fields of `RunInfo` that depend on the backend."""
     roles = backend.roles
     return {
         "backend": backend.name,
@@ -48,7 +48,7 @@ def who_trains(backend: Backend) -> dict[str, Any]:
 
 
 def _rate_of(optimizer: Any) -> str:
-    """Return the learning rate in one phrase."""
+    """Return the learning rate in words."""
     optimizer = innermost(optimizer)
     value, schedule = f"{float(tf.convert_to_tensor(optimizer.learning_rate)):g}", optimizer._learning_rate
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):

@@ -7,9 +7,9 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 
 _MARK = "_hvdtrain_compile_config"
-"""Keeps the settings with which the trainer itself compiled the model."""
+"""Attribute with the settings with which the trainer itself compiled the model."""
 _WITHOUT_EFFECT = {"steps_per_execution": 1, "run_eagerly": False}
-"""Settings that nothing here reads, by default. Of `jit_compile` Keras does not keep whether it was asked for."""
+"""Defaults of settings that are ignored here. Keras does not record whether `jit_compile` was requested."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def merge_compile_settings(model: Any, optimizer: Any, chosen: Objective) -> tup
 
 
 def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> None:
-    """Compile `model`, which is trained otherwise, for callbacks and steps that look at what it was compiled with."""
+    """Compile `model` for callbacks and custom steps that read its compile settings; training does not use them."""
     model.compile(
         optimizer,
         objective.loss,
@@ -72,7 +72,7 @@ def _optimizer_of(model: Any, config: dict[str, Any]) -> Any:
             "An optimizer is needed: Trainer(model, optimizer, loss), or a model that was compiled with one. "
             "Received: None."
         )
-    # Not the one that compile() was given: Keras may have wrapped it, and restored the state of the whole.
+    # Not the argument of compile(): Keras may have wrapped it, and restored the state of the wrapper.
     optimizer = model.optimizer
     around = _is_trainers(model) and isinstance(optimizer, DistributedOptimizer)
     return optimizer.inner_optimizer if around else optimizer
@@ -93,7 +93,7 @@ def _notes(model: Any, config: dict[str, Any], optimizer: Any, used: Objective) 
 
 
 def _same(used: Any, compiled: Any) -> bool:
-    """Tell whether two settings are visibly one: of different objects nobody knows."""
+    """Whether two settings are visibly equal; unknown for distinct objects, hence False."""
     return used is compiled or (isinstance(used, str | list | tuple | dict) and used == compiled)
 
 

@@ -1,7 +1,7 @@
-"""The cross-entropy of logits with class labels, in a form that is fast on processors.
+"""The cross-entropy of logits with class labels, in a form that is fast on CPUs.
 
-TensorFlow's own op takes as long for a language model of 12.7 million parameters and 8,192 tokens as a twelfth of its
-step. Softmax is fast, and from it both the loss and its gradient follow (`benchmarks/fused.py`).
+TensorFlow's own op takes a twelfth of the step of a language model of 12.7 million parameters and 8,192 tokens. Softmax
+is fast, and yields both the loss and its gradient (`benchmarks/fused.py`).
 """
 
 import functools
@@ -15,14 +15,14 @@ LEAST_CLASSES = 64
 """With fewer, TensorFlow's one op is faster than several: 10 against 23 microseconds for 64 rows of 10 classes."""
 
 LEAST_PROBABILITY = 1e-30
-"""Above it a probability has all its digits, and its logarithm is the loss: without another look at the logits."""
+"""Above it a probability has full precision, and its logarithm is the loss, without using the logits again."""
 
 
 def fast_form(loss: Any) -> Callable[[Any, Any], Any] | None:
-    """Return a function (labels, logits) -> losses that stands for Keras' `loss`; None where there is none.
+    """Return a fast function (labels, logits) -> losses equivalent to Keras' `loss`; None if there is none.
 
-    There is one for `SparseCategoricalCrossentropy` and `sparse_categorical_crossentropy`, of logits. It is Keras' own
-    but for rounding; and that exactly for few classes, on GPUs and under a strategy of tf.distribute.
+    Exists for `SparseCategoricalCrossentropy` and `sparse_categorical_crossentropy` of logits. Equals Keras' but for
+    rounding; calls Keras' own for few classes, on GPUs and under a strategy of tf.distribute.
     """
     if type(loss) is keras.losses.SparseCategoricalCrossentropy:
         config = loss.get_config()
@@ -42,7 +42,7 @@ def fast_form(loss: Any) -> Callable[[Any, Any], Any] | None:
 
 
 def _fits(labels: Any, logits: Any) -> bool:
-    """Whether it is faster here, and the shapes are such that Keras has nothing to say about them."""
+    """Whether the fast form is faster here, and Keras would accept the shapes as they are."""
     return (
         labels.shape.rank is not None
         and logits.shape.rank == labels.shape.rank + 1
@@ -54,10 +54,10 @@ def _fits(labels: Any, logits: Any) -> bool:
 
 
 def sparse_cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Return -log softmax(logits) at the labels [...], of logits [..., classes]; its gradient is once differentiable.
+    """Return -log softmax(logits) at the labels [...], for logits [..., classes]; differentiable once.
 
     Raises:
-        tf.errors.InvalidArgumentError: when it runs, for a label outside of [0, classes).
+        tf.errors.InvalidArgumentError: at run time, for a label outside [0, classes).
     """
     classes = logits.shape[-1]
     flat = _flat_cross_entropy(tf.reshape(tf.cast(labels, tf.int32), [-1]), tf.reshape(logits, [-1, classes]))
@@ -75,7 +75,7 @@ def _flat_cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tuple[tf.Tensor
     )
 
     def gradient(upstream: tf.Tensor) -> tuple[None, tf.Tensor]:
-        # A label that is no class is refused above: here it must not be, or which of the two is told were a race.
+        # Labels out of range are refused above; a second check here would race with that error.
         known = tf.clip_by_value(labels, 0, logits.shape[-1] - 1)
         at_labels = tf.stack([tf.range(tf.size(labels)), known], axis=-1)
         slope = tf.tensor_scatter_nd_sub(probabilities * upstream[:, tf.newaxis], at_labels, upstream)

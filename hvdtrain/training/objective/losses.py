@@ -21,9 +21,9 @@ class LossSum(NamedTuple):
     weight: tf.Tensor
     """Scalar of the same dtype: sum of the weights."""
     elements_per_sample: tf.Tensor
-    """Scalar: loss values for each sample (1 for a class label, the length for a sequence)."""
+    """Scalar: loss values per sample (1 for a class label, the length for a sequence)."""
     uniform: bool
-    """Whether every element counts once: then the weights of all replicas are known before any exchange."""
+    """Whether all weights are 1, so that the global weight is known before any exchange."""
 
 
 LossFunction = Callable[[Any, Any, Any], LossSum]
@@ -34,7 +34,7 @@ _WEIGHTED = "mean_with_sample_weight"
 
 
 def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = lambda: None) -> LossFunction:
-    """Turn what `Model.compile` takes as its loss into a LossFunction.
+    """Convert the loss argument of `Model.compile` to a LossFunction.
 
     Args:
         loss: a Keras loss, its name, or a function `f(y_true, y_pred)` of per-sample values; for several outputs one
@@ -43,7 +43,7 @@ def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = 
         names: returns the names of the model's outputs, once it is built.
 
     Raises:
-        ConfigError: a loss has a reduction that is no mean over samples, or the structure is not the outputs'.
+        ConfigError: a loss whose reduction is not a mean over samples, or another structure than the outputs.
     """
     nested = isinstance(loss, dict | list | tuple)
     known = tf.nest.map_structure(lambda one: None if nested and one is None else _one_loss(one), loss)
@@ -57,7 +57,7 @@ def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = 
 
 
 def _several(losses: Any, loss_weights: Any, by_name: dict[str, Any], targets: Any, sample_weight: Any) -> LossSum:
-    """Add up the means of several outputs' losses, in units of samples: the weight is their number."""
+    """Sum the mean losses of several outputs; the weight is the number of samples."""
     loss_of = per_output("loss", losses, list(by_name), shared=True)
     factors = per_output("loss_weights", loss_weights, list(by_name), shared=True)
     labels = per_output("The target", targets, list(by_name), shared=False)
@@ -102,7 +102,7 @@ def with_model_losses(summed: LossSum, model: Any) -> LossSum:
     """Add the model's regularization and `add_loss` terms to a replica's loss sum.
 
     Each term is a mean over the replica's samples or the same on all replicas; multiplied by the replica's weight
-    it adds up to what one process has. Call it right after `model`.
+    the terms sum to those of one process. Call it right after `model`.
     """
     if not model.losses:
         return summed
@@ -121,14 +121,14 @@ def _known(loss: Any) -> Any:
 
 
 def _at_least_float32(outputs: Any) -> Any:
-    """Widen 16-bit outputs, whose losses would not fit into 16 bits when they are added up."""
+    """Cast 16-bit outputs to float32, since sums of losses overflow 16 bits."""
     return tf.nest.map_structure(
         lambda t: tf.cast(t, tf.float32) if t.dtype.is_floating and t.dtype.size < 4 else t, outputs
     )
 
 
 def _aligned(targets: Any, outputs: Any) -> tuple[Any, Any]:
-    """Give targets the outputs' dtype, and both one rank where a last dim of 1 tells them apart, as Keras does."""
+    """Cast targets to the outputs' dtype, and squeeze a last dim of 1 if ranks differ, as Keras does."""
     if tf.nest.is_nested(targets) or tf.nest.is_nested(outputs):
         return targets, outputs
     targets = tf.convert_to_tensor(targets)
@@ -147,7 +147,7 @@ def _aligned(targets: Any, outputs: Any) -> tuple[Any, Any]:
 
 
 def _mask_of(outputs: Any, values: tf.Tensor) -> Any:
-    """Return what layers (`mask_zero`) and the loss (`ignore_class`) leave out, or None."""
+    """Return the mask set by layers (`mask_zero`) and by the loss (`ignore_class`), or None."""
     masks = [getattr(tensor, "_keras_mask", None) for tensor in (outputs, values)]
     known = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
     return functools.reduce(tf.logical_and, known) if known else None
@@ -162,7 +162,7 @@ def _weighted_sum(values: tf.Tensor, sample_weight: Any, mask: Any, *, divide_by
     weight = elements
     if mask is not None:
         kept = _broadcast(mask, values)
-        # Zeros times NaN would be NaN: masked elements are replaced, not multiplied away.
+        # 0 * NaN is NaN: masked elements are replaced, not multiplied by zero.
         values = tf.where(kept > 0, values, tf.zeros_like(values))
         weight = tf.reduce_sum(kept)
     if sample_weight is not None:

@@ -91,7 +91,7 @@ def _name(metric: Any) -> str:
 
 
 def _accuracy_for(name: str, targets: Any, outputs: Any) -> Any:
-    """Return the accuracy that Keras means by the name: binary, categorical or sparse, by the shapes."""
+    """Return the accuracy that Keras infers from the shapes: binary, categorical or sparse."""
     if outputs.shape[-1] == 1:
         return keras.metrics.BinaryAccuracy(name=name)
     if targets.shape.rank == outputs.shape.rank and targets.shape[-1] == outputs.shape[-1]:
@@ -112,5 +112,5 @@ def _metric(metric: Any) -> Any:
     name = metric if isinstance(metric, str) else getattr(built, "__name__", None)
     if not isinstance(built, keras.metrics.Metric):
         return keras.metrics.MeanMetricWrapper(built, name=name or str(metric))
-    # As in Model.compile: what was asked for as "mae" is called so in the logs.
+    # As in Model.compile: a metric requested as "mae" has that name in the logs.
     return type(built).from_config({**built.get_config(), "name": name}) if isinstance(metric, str) else built

@@ -26,7 +26,7 @@ class BoundMetric(NamedTuple):
 
 
 class MetricSet:
-    """Metrics that are updated by each replica and read as one.
+    """Metrics updated on each replica and read over all of them.
 
     Args:
         bound: the metrics.
@@ -44,14 +44,14 @@ class MetricSet:
 
     @property
     def bound(self) -> list[BoundMetric]:
-        """The metrics of the replica that asks."""
+        """The metrics of the calling replica."""
         return self._sets.own
 
     def fresh(self) -> "MetricSet":
-        """Return the same metrics with nothing counted, for evaluation beside training.
+        """Return a reset copy of the metrics, for evaluation during training.
 
         Raises:
-            ConfigError: a metric that cannot be made from its own configuration.
+            ConfigError: a metric that cannot be recreated from its configuration.
         """
         fresh = MetricSet(_copies(self.bound), self._backend, self._names)
         if self._sample is not None:
@@ -67,17 +67,17 @@ class MetricSet:
         self.reset_all()
 
     def reset(self) -> None:
-        """Forget everything that this replica counted."""
+        """Reset the metrics of this replica."""
         for bound in self.bound:
             bound.metric.reset_state()
 
     def reset_all(self) -> None:
-        """Forget everything that the replicas of this process counted."""
+        """Reset the metrics of all replicas of this process."""
         for bound in itertools.chain(*self._sets.all):
             bound.metric.reset_state()
 
     def update(self, targets: Any, outputs: Any, sample_weight: Any, has_samples: tf.Tensor | float) -> None:
-        """Count a batch on this replica, unless it is the placeholder of a replica without samples."""
+        """Update the metrics of this replica, unless the batch is a placeholder."""
         if not self.bound:
             return
 
@@ -105,7 +105,7 @@ class MetricSet:
         ]
 
     def sums_of(self, targets: Any, outputs: Any, sample_weight: Any) -> list[list[tf.Tensor]]:
-        """Return what each metric's variables would hold after this batch alone; they themselves are not touched."""
+        """Return the values of each metric's variables after this batch alone, without changing them."""
         shown = self._arguments(self.bound, targets, outputs, sample_weight)
         return [
             metric.stateless_update_state(
@@ -139,11 +139,11 @@ class MetricSet:
         return {bound.name: tf.convert_to_tensor(bound.metric.result()) for bound in self.bound}
 
     def results_so_far(self, role: str, read: Callable[[], Mapping[str, Any]] | None = None) -> dict[str, tf.Tensor]:
-        """Return each metric's value over all replicas, within a compiled function; each replica counts on by itself.
+        """Return each metric's value over all replicas, within a compiled function, without changing any state.
 
         Args:
-            role: as `reduce` has it.
-            read: returns values by name, where they are not the metrics' own results.
+            role: see `reduce`.
+            read: returns values by name, if not those of `results`.
         """
         variables = [unwrap(variable) for bound in self.bound for variable in bound.metric.variables]
         own = [variable.read_value() for variable in variables]
@@ -155,14 +155,14 @@ class MetricSet:
         return results
 
     def check_sums(self, targets: Any, outputs: Any) -> None:
-        """Refuse a metric whose state is no sum: after A and B it must hold what it holds after A plus that after B.
+        """Refuse a metric whose state is not a sum: its state after A and B must be that after A plus that after B.
 
         Args:
             targets: targets of a batch; with one sample there is nothing to compare.
             outputs: the model's outputs for them.
 
         Raises:
-            ConfigError: naming the metric.
+            ConfigError: names the metric.
         """
         half = int(tf.nest.flatten(outputs)[0].shape[0]) // 2
         if half == 0:
@@ -179,7 +179,7 @@ class MetricSet:
                 )
 
     def _state_after(self, number: int, batches: Sequence[tuple[Any, Any]]) -> list[tf.Tensor]:
-        """Return a metric's state after `batches`, less what it holds when empty."""
+        """Return a metric's state after `batches`, minus its initial state."""
         one = MetricSet([self.bound[number]], self._backend, self._names)
         metric = one.bound[0].metric
         metric.reset_state()

@@ -1,4 +1,4 @@
-"""A model's outputs by name, and what belongs to each of them: targets, weights, losses, metrics."""
+"""A model's outputs by name, and their targets, weights, losses and metrics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from hvdtrain.config.errors import ConfigError
 
 ONLY = ""
-"""Name of the one output of a model that has no others."""
+"""Name of the output of a single-output model."""
 
 
 def outputs_by_name(outputs: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return a model's outputs by name: a dict's keys, the names of a Functional model's outputs, or their places."""
+    """Return a model's outputs by name: keys of a dict, names of a Functional model's outputs, or positions."""
     if isinstance(outputs, dict):
         return {str(key): value for key, value in outputs.items()}
     if not isinstance(outputs, list | tuple):
@@ -52,7 +52,7 @@ def per_output(what: str, values: Any, names: Sequence[str], *, shared: bool) ->
 
 
 def _the_one(what: str, values: Any) -> Any:
-    """Return what is meant for a model's one output: the thing itself, or all that a list or dict holds."""
+    """Return the value for a single output: the value itself, or the only item of a list or dict."""
     if not isinstance(values, dict | list | tuple):
         return values
     entries = list(values.values()) if isinstance(values, dict) else list(values)
@@ -62,6 +62,6 @@ def _the_one(what: str, values: Any) -> Any:
 
 
 def inputs_for(model: Any, inputs: Any) -> Any:
-    """Return `inputs` as a model with a list of inputs wants them: what comes out of tf.data are tuples."""
+    """Return `inputs` as a list if the model takes a list: tf.data yields tuples."""
     listed = isinstance(inputs, tuple) and isinstance(getattr(model, "_inputs_struct", None), list)
     return list(inputs) if listed else inputs

@@ -1,4 +1,4 @@
-"""Loss and metrics for labels that augmentation has blended into shares."""
+"""Losses and metrics for soft labels, as MixUp produces them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,24 +9,24 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError
 
 _metrics = keras.metrics
-OF_SHARES = {
+SOFT_LABEL_METRICS = {
     _metrics.SparseCategoricalAccuracy: _metrics.CategoricalAccuracy,
     _metrics.SparseTopKCategoricalAccuracy: _metrics.TopKCategoricalAccuracy,
     _metrics.SparseCategoricalCrossentropy: _metrics.CategoricalCrossentropy,
 }
-"""Metrics of labels, and the same of shares."""
+"""Metrics of hard labels, and their counterparts for soft labels."""
 
 
 def has_soft_labels(config: DataConfig) -> bool:
-    """Tell whether targets are shares of the labels, in place of labels."""
+    """Whether targets are soft labels."""
     return "mixup" in config.augment
 
 
 def soft_label_loss(config: DataConfig, loss: Any) -> Any:
-    """Return the loss for targets that are shares of the labels, where the data are blended; else `loss`.
+    """Return the soft-label counterpart of `loss` if targets are soft labels; else `loss`.
 
     Raises:
-        ConfigError: a loss that has no such form.
+        ConfigError: a loss without a soft-label counterpart.
     """
     if not has_soft_labels(config):
         return loss
@@ -37,10 +37,12 @@ def soft_label_loss(config: DataConfig, loss: Any) -> Any:
 
 
 def soft_label_metrics(config: DataConfig, metrics: Sequence[Any]) -> list[Any]:
-    """Do for metrics what `soft_label_loss` does for the loss."""
+    """Return the soft-label counterparts of `metrics` if targets are soft labels; else `metrics`."""
     if not has_soft_labels(config):
         return list(metrics)
     return [
-        OF_SHARES[type(metric)].from_config(metric.get_config()) if type(metric) in OF_SHARES else metric
+        SOFT_LABEL_METRICS[type(metric)].from_config(metric.get_config())
+        if type(metric) in SOFT_LABEL_METRICS
+        else metric
         for metric in metrics
     ]
