@@ -6,12 +6,12 @@ from hvdtrain.config.section import section
 
 @section
 class CheckpointConfig:
-    """When the training state is saved, and how many of them stay."""
+    """When checkpoints are saved, and how many are kept."""
 
     checkpoint_every: int | None = None
     """Save every this many steps; None saves at the end of every epoch. The end of training always saves."""
     keep: int = 3
-    """Newest checkpoints that stay on disk."""
+    """Number of checkpoints to keep."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None and self.checkpoint_every < 1:

@@ -28,23 +28,22 @@ class DataConfig:
     shuffle: bool = True
     """Visit the training samples in a new order every epoch."""
     tail: Tail = "pad"
-    """What becomes of an epoch's last samples that do not fill a batch: a short batch whose missing places do not count
-    (pad), nothing (drop), or a full one with samples from the epoch's beginning (repeat). Evaluation counts each
-    sample once, always."""
+    """How to handle the last samples of an epoch if they do not fill a batch: as a short batch (pad), not at all (drop),
+    or filled up with samples from the start of the epoch (repeat). Evaluation always counts each sample once."""
     shard_by: Sharding = "samples"
-    """What the ranks share: the samples of each batch, in an order that is the same for any number of ranks, or whole
-    files, read from first to last and shuffled in a buffer: for files on slow disks. By files an epoch is finished by
-    as many ranks as began it."""
+    """What is divided among the ranks: the samples of each batch, in an order that is the same for any number of ranks,
+    or whole files, read sequentially and shuffled in a buffer, for slow disks. With files, an epoch must end on as
+    many ranks as it began on."""
     augment: tuple[str, ...] = ()
-    """Changes of training images: crop, flip, mixup, in any order."""
+    """Augmentations of training images: crop, flip, mixup, in any order."""
     cache: Cache = "none"
     """Keep decoded samples in the memory of each rank, or in a file that all ranks of a host share."""
     on_bad_record: str = "raise"
-    """What to do about samples that cannot be read: raise, or skip:N to leave out up to N."""
+    """How to handle unreadable samples: raise, or skip:N to skip up to N."""
     data_threads: int = 0
     """Threads that read and decode on each rank; 0 lets TensorFlow decide."""
     data_memory_mb: int = 0
-    """MiB that TensorFlow may use for samples read ahead on each rank; 0 lets it decide."""
+    """MiB that TensorFlow may use for prefetched samples on each rank; 0 lets it decide."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "eval_batch"):
@@ -64,5 +63,5 @@ class DataConfig:
 
     @property
     def tolerated(self) -> int:
-        """Samples that may be bad."""
+        """Number of unreadable samples to tolerate."""
         return 0 if self.on_bad_record == "raise" else int(self.on_bad_record.removeprefix("skip:"))

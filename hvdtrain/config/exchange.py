@@ -13,16 +13,16 @@ SparseName = Literal["auto", "gather", "dense"]
 
 @section
 class ExchangeConfig:
-    """What is made of the ranks' gradients, and how they travel."""
+    """How gradients are reduced over the ranks, and how they travel."""
 
     reduce_op: ReduceOpName = "average"
-    """average: of the whole batch; sum: that times the ranks; adasum: scale-invariant, needs MPI and 2^n ranks."""
+    """average over the global batch; sum: that times the ranks; adasum: scale-invariant, needs MPI and 2^n ranks."""
     compression: CompressionName = "none"
-    """Bits of a gradient's element on the wire: 32, or 16 with the sum formed in 32."""
+    """Gradients on the wire: in 32 bits, or in 16 with sums in 32."""
     sparse_gradients: SparseName = "auto"
-    """Rows of embeddings: gathered, or the table made dense; auto does what moves fewer bytes."""
+    """Gradients of embeddings: gather rows, or reduce the dense table; auto moves fewer bytes."""
     gradient_groups: int = 0
-    """Gradients leave in so many groups; 0 lets each leave as soon as it is there."""
+    """Number of groups in which gradients are sent; 0: each as soon as it is computed."""
     predivide: float = 1.0
     """Divide gradients by this before the sum, and the rest after it."""
 
@@ -39,7 +39,7 @@ class ExchangeConfig:
             self._check_adasum()
 
     def _check_adasum(self) -> None:
-        """Refuse what Adasum's formula, which takes each gradient as it is, leaves no room for."""
+        """Refuse options that Adasum's formula does not allow."""
         unfit = {
             "--compression": self.compression != "none",
             "--gradient-groups": self.gradient_groups > 0,

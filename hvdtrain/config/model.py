@@ -9,13 +9,13 @@ Scalar = bool | int | float | str
 
 @section
 class ModelConfig:
-    """Which model is trained."""
+    """The model, its loss and its metrics."""
 
     model: str = "small_cnn"
     """Name of a model family, or PACKAGE.MODULE:FUNCTION of your own, which returns a Keras model."""
     model_args: dict[str, Scalar] = field(default_factory=dict)
     """Arguments of the model's builder, as NAME VALUE pairs."""
     loss: str | None = None
-    """Keras name of the loss, or MODULE:ATTRIBUTE; None takes the model family's, or what your FUNCTION.loss says."""
+    """Keras name of the loss, or MODULE:ATTRIBUTE; None: the model family's, or your FUNCTION.loss."""
     metrics: tuple[str, ...] | None = None
-    """Keras names of metrics, or MODULE:ATTRIBUTE; None takes the family's, or what your FUNCTION.metrics says."""
+    """Keras names of metrics, or MODULE:ATTRIBUTE; None: the model family's, or your FUNCTION.metrics."""

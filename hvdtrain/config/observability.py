@@ -6,7 +6,7 @@ from hvdtrain.config.section import section
 
 @section
 class ObservabilityConfig:
-    """What is written down while training runs."""
+    """What a run records."""
 
     log_every: int = 10
     """Steps between two logged steps."""

@@ -19,12 +19,12 @@ SCHEDULES_OF = {
     "decay_at": ("step",),
     "decay_factor": ("step",),
 }
-"""Options that only some schedules read."""
+"""Options that only some schedules use."""
 
 
 @section
 class OptimConfig(ClippingConfig):
-    """Which optimizer moves the parameters, and how fast."""
+    """The optimizer, its learning rate and weight decay."""
 
     optimizer: str = "adam"
     """Name of a Keras optimizer in lower case, or lars."""
@@ -37,21 +37,21 @@ class OptimConfig(ClippingConfig):
     base_batch: int | None = None
     """The batch (samples per step over all ranks) that the learning rate was tuned for."""
     schedule: ScheduleName = "constant"
-    """How the learning rate moves after the warm-up."""
+    """Shape of the learning rate after the warm-up."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from zero to its peak."""
     final_rate: float = 0.0
-    """Where cosine and polynomial end, as a share of the peak."""
+    """Final rate of cosine and polynomial, as a fraction of the peak."""
     decay_power: float = 1.0
-    """Exponent of the polynomial schedule; 1 falls linearly."""
+    """Exponent of the polynomial schedule; 1 is linear."""
     decay_at: tuple[float, ...] = ()
-    """Where the step schedule lowers the rate, as shares of the run: 0.5 0.75."""
+    """Where the step schedule lowers the rate, as fractions of the run: 0.5 0.75."""
     decay_factor: float = 0.1
-    """What the step schedule multiplies the rate by, each time."""
+    """Factor by which the step schedule lowers the rate each time."""
     weight_decay: float | None = None
-    """Decay of weights, but not of biases and normalization parameters; by default the optimizer's own."""
+    """Weight decay, except of biases and normalization parameters; default: the optimizer's own."""
     ema: float = 0.0
-    """Momentum of an average of the weights that is evaluated and kept in their place; 0 for none."""
+    """Momentum of a moving average of the weights, which is evaluated and saved instead; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,9 +18,9 @@ BackendName = Literal[
 ]
 CommunicationName = Literal["auto", "ring", "nccl"]
 WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored", "central_storage")
-"""Backends that keep several replicas in one process, as many as `--replicas` says."""
+"""Backends with several replicas in one process (`--replicas`)."""
 IN_ONE_PROCESS: tuple[BackendName, ...] = ("single", *WITH_REPLICAS, "one_device", "tpu")
-"""Backends that no other process can join."""
+"""Backends of a single process."""
 OF_TF_DISTRIBUTE: tuple[BackendName, ...] = (
     *WITH_REPLICAS,
     "multi_worker_mirrored",
@@ -33,22 +33,22 @@ OF_TF_DISTRIBUTE: tuple[BackendName, ...] = (
 
 @section
 class RuntimeConfig:
-    """How the ranks of a job work together on their machines."""
+    """Backend, threads and timeouts of a job."""
 
     backend: BackendName = "auto"
-    """Who distributes the training; auto: horovod under a launcher, single otherwise."""
+    """Distribution engine; auto: horovod under a launcher, else single."""
     replicas: int | None = None
-    """Replicas in the one process of mirrored and central_storage; None: every GPU, or 2 parts of the CPU."""
+    """Replicas of mirrored and central_storage; None: one per GPU, or 2 on the CPU."""
     communication: CommunicationName = "auto"
-    """What multi_worker_mirrored sends over: ring (gRPC), nccl (GPUs), or what TensorFlow chooses."""
+    """Transport of multi_worker_mirrored: ring (gRPC), nccl (GPUs), or auto: TensorFlow chooses."""
     parameter_servers: int | None = None
-    """Ranks of parameter_server that hold the parameters, the last ones; rank 0 leads, those between train. None: 1."""
+    """Number of parameter servers, the last ranks; rank 0 coordinates, those between train. None: 1."""
     threads: int | None = None
-    """Threads an operation may use on each rank; None divides the cores among the ranks of a machine."""
+    """Threads per operation on each rank; None divides the cores among the ranks of a machine."""
     pin: bool = True
-    """Pin each rank to its own cores where there are enough of them."""
+    """Pin each rank to its own cores if there are enough."""
     start_timeout: float = 120.0
-    """Seconds to wait at the start for the other ranks."""
+    """Seconds to wait for the other ranks at the start."""
     load_timeout: float = 3600.0
     """Seconds to wait for ranks that still load, unpack or decode their data."""
 

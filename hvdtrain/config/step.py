@@ -10,19 +10,19 @@ from hvdtrain.config.section import section
 
 @section
 class StepConfig:
-    """What forward and backward pass do besides the plain ones."""
+    """Options of the forward and backward pass."""
 
     _: KW_ONLY
     accumulate: int = 1
-    """Microbatches that a rank's part of the batch is cut into; their gradients are exchanged once."""
+    """Microbatches per rank and optimizer step; gradients are exchanged once."""
     precision: PrecisionName | None = "float32"
-    """What layers compute in; with a mixed one, variables, the last layer and the loss stay float32."""
+    """Compute dtype of layers; if mixed, variables, the last layer and the loss stay float32."""
     sync_batch_norm: bool = False
-    """Give BatchNormalization the statistics of the whole batch over all ranks."""
+    """Compute the statistics of BatchNormalization over all ranks."""
     jit: bool = False
     """Compile forward and backward pass with XLA. On CPU it made a CNN 0.7x as fast, a transformer 1.2x at best."""
     recompute: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them: less memory."""
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -31,7 +31,7 @@ class StepConfig:
 
 @section
 class ClippingConfig:
-    """Bounds on the gradient of the whole batch."""
+    """Bounds on the gradient of the global batch."""
 
     _: KW_ONLY
     clip_norm: float | None = None
