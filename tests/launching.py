@@ -1,5 +1,6 @@
 """Start jobs as a user would, with a limit on their time; used by the distributed and the entry tests."""
 
+import json
 import os
 import shutil
 import signal
@@ -92,3 +93,23 @@ def hvdtrain(controller: str, size: int, *words: str, cwd: Path, timeout: float 
     """Run `python -m hvdtrain words…` under a launcher (none, gloo, mpi, horovodrun or mpirun)."""
     command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
     return run(command, cwd=cwd, timeout=timeout, **environ)
+
+
+TRAIN_ALL = """
+import json, sys
+import hvdtrain
+hvdtrain.init()
+from hvdtrain.cli.train import parse
+from hvdtrain.runtime.session import current
+from hvdtrain.runs.run import train
+for words in json.loads(sys.argv[1]):
+    request = parse(words)
+    train(current(), request.config, request.files.run_dir, resume=False)
+"""
+
+
+def train_all(controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float) -> None:
+    """Train what several command lines of `train` say in the same processes: TensorFlow starts once, not for each."""
+    words = [sys.executable, "-c", TRAIN_ALL, json.dumps([list(command) for command in commands])]
+    job = run([*launcher(controller, size), *words], cwd=cwd, timeout=timeout)
+    assert job.code == 0, job.text[-4000:]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.entry.test_mistakes import refused
-from tests.launching import hvdtrain, launcher, run
+from tests.launching import hvdtrain, launcher, run, train_all
 from tests.unit.images import tar_of, write_folders
 
 IMAGES = ["--data", "class_folders", "--model", "small_cnn", "--batch", "8", "--epochs", "2", "--plots", "False"]
@@ -155,18 +155,13 @@ def test_wrong_words(tmp_path, words, said):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("tail", ["drop", "repeat"])
-def test_what_becomes_of_the_tail(tmp_path, tail):
-    job = hvdtrain("none", 1, "--epochs", "1", "--batch", "100", "--tail", tail, "--run-dir", "run", cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
-    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == {"drop": 14, "repeat": 15}[tail]
-
-
-def test_blended_labels(tmp_path):
-    words = ["--epochs", "3", "--augment", "mixup", "--run-dir", "run"]
-    job = hvdtrain("none", 1, *words, cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
-    assert json.loads((tmp_path / "run/summary.json").read_text())["val_accuracy"] > 0.8
+def test_what_becomes_of_the_tail_and_blended_labels(tmp_path):
+    words = {name: f"--epochs 1 --batch 100 --tail {name} --run-dir {name}" for name in ("drop", "repeat")}
+    words["mixup"] = "--epochs 3 --augment mixup --run-dir mixup"
+    train_all("none", 1, [line.split() for line in words.values()], cwd=tmp_path, timeout=150)
+    drop, repeat, mixup = (json.loads((tmp_path / name / "summary.json").read_text()) for name in words)
+    assert (drop["steps"], repeat["steps"]) == (14, 15)
+    assert mixup["val_accuracy"] > 0.8
 
 
 @pytest.mark.parametrize(("controller", "size"), [("none", 1), ("mpirun", 2)])

@@ -5,13 +5,12 @@ a command line means, without a new TensorFlow for each.
 """
 
 import json
-import sys
 
 import numpy as np
 import pytest
 
 from hvdtrain.recipes.registry import RECIPES
-from tests.launching import hvdtrain, launcher, run
+from tests.launching import hvdtrain, train_all
 from tests.unit.images import write_folders
 
 pytestmark = pytest.mark.xdist_group("recipes")  # one process makes the runs, in two launches
@@ -31,19 +30,6 @@ WORDS = {
 }
 STATISTICS_OF_A_RANK = {"resnet_synthetic", "cifar10", "resnet50"}
 """BatchNormalization sees one rank's part of a batch: these train to another loss on two ranks."""
-
-
-ALL = """
-import json, sys
-import hvdtrain
-hvdtrain.init()
-from hvdtrain.cli.train import parse
-from hvdtrain.runtime.session import current
-from hvdtrain.runs.run import train
-for words in json.loads(sys.argv[1]):
-    request = parse(words)
-    train(current(), request.config, request.files.run_dir, resume=False)
-"""
 
 
 def test_every_recipe_is_tried():
@@ -69,9 +55,7 @@ def folder(tmp_path_factory):
         (files / f"{name}-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3]) + sizes + images.tobytes())
         (files / f"{name}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + sizes[:4] + labels.tobytes())
     for controller, size in (("none", 1), ("mpirun", 2)):
-        every = json.dumps([words_of(name, size) for name in WORDS])
-        job = run([*launcher(controller, size), sys.executable, "-c", ALL, every], cwd=made, timeout=300)
-        assert job.code == 0, job.text[-4000:]
+        train_all(controller, size, [words_of(name, size) for name in WORDS], cwd=made, timeout=300)
     return made
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from tests.launching import hvdtrain
+from tests.launching import hvdtrain, train_all
 
 MODEL = """\
     import keras
@@ -76,20 +76,19 @@ def test_own_code_trains_alike_on_one_rank_and_on_two(folder):
     assert f"val_accuracy {two['val_accuracy']:.4f}" in evaluated.out, evaluated.text[-4000:]
 
 
-def test_arguments_loss_and_metrics_are_the_users(folder):
+def test_arguments_loss_and_metrics_are_the_users_and_those_of_a_recipe_are_not(folder):
     words = ("--model-args", "width", "8", "--data-args", "samples", "128", "shift", "1")
     words += ("--metrics", "SparseTopKCategoricalAccuracy")
-    run(folder, "none", 1, *words, "--epochs", "1", "--run-dir", "run")
+    # The arguments of lm_synthetic are for its model and data.
+    of_a_recipe = ["lm_synthetic", *OWN[1:], "--epochs", "2", "--run-dir", "recipe"]
+    own = [*OWN[1:], *words, "--epochs", "1", "--run-dir", "run"]
+    train_all("none", 1, [own, of_a_recipe], cwd=folder, timeout=150)
     summary = summary_of(folder / "run")
     assert summary["parameters"] == 4 * 8 + 8 + 8 * 5 + 5  # labels 0 to 4
     assert "val_accuracy" not in summary
     assert 0 < summary["val_sparse_top_k_categorical_accuracy"] <= 1
     assert summary["steps"] == 1
-
-
-def test_the_recipes_arguments_are_for_the_recipes_model_and_data(folder):
-    job = hvdtrain("none", 1, "lm_synthetic", *OWN[1:], "--epochs", "2", "--run-dir", "run", cwd=folder)
-    assert job.code == 0, job.text[-4000:]
+    assert summary_of(folder / "recipe")["epochs"] == 2
 
 
 @pytest.mark.parametrize(
