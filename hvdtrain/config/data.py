@@ -28,7 +28,7 @@ class DataConfig:
     shuffle: bool = True
     """Visit the training samples in a new order every epoch."""
     tail: Tail = "pad"
-    """How to handle the last samples of an epoch if they do not fill a batch: as a short batch (pad), not at all (drop),
+    """How to handle the last samples of an epoch if they do not fill a batch: in a short batch (pad), dropped (drop),
     or filled up with samples from the start of the epoch (repeat). Evaluation always counts each sample once."""
     shard_by: Sharding = "samples"
     """What is divided among the ranks: the samples of each batch, in an order that is the same for any number of ranks,
