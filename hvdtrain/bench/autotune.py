@@ -44,14 +44,14 @@ class Tuning:
         return taken if taken > MOST_FOREIGN else None
 
 
-def autotune(point: Point, how: Launching, ask: Ask, tell: Callable[[str], None]) -> Tuning:
+def autotune(point: Point, how: Launching, ask: Ask, log: Callable[[str], None]) -> Tuning:
     """Try every candidate, keep those that save at least `WORTH`, and compare the result with the defaults again.
 
     Args:
         point: what to time: a model on a backend of Horovod.
         how: how to launch it.
         ask: runs a command with additional environment variables.
-        tell: receives a line of progress per launch.
+        log: receives a line of progress per launch.
 
     Raises:
         LaunchFailed: a launch did not answer.
@@ -63,7 +63,7 @@ def autotune(point: Point, how: Launching, ask: Ask, tell: Callable[[str], None]
         answer = ask(command, settings)
         found.foreign.append(answer.foreign_cores)
         milliseconds = float(np.median(answer.value["windows_ms"]))
-        tell(f"{milliseconds:9.2f} ms a step  {shown(difference(settings, defaults)) or 'the defaults'}")
+        log(f"{milliseconds:9.2f} ms a step  {shown(difference(settings, defaults)) or 'the defaults'}")
         return milliseconds
 
     best, least = defaults, time_of(defaults)

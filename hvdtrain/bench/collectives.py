@@ -28,7 +28,7 @@ def run_collectives(
     ranks: int,
     rounds: int,
     limit_s: float,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     ask_for: Ask | None = None,
 ) -> tuple[list[EngineRun], list[Series]]:
     """Measure every engine in every round, A B C then C B A; an engine that fails is not started again."""
@@ -40,7 +40,7 @@ def run_collectives(
         for name in names if number % 2 == 0 else reversed(names):
             if "all" not in runs[name].skipped:
                 runs[name] = _with_round(runs[name], commands[name], answered, series)
-                tell(f"round {number + 1}  {name:14} {_outcome(runs[name])}")
+                log(f"round {number + 1}  {name:14} {_outcome(runs[name])}")
     return list(runs.values()), sorted(series.values(), key=lambda one: names.index(one.engine))
 
 

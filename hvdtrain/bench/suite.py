@@ -50,7 +50,7 @@ def run_suite(
     refused: Mapping[Point, str],
     how: Launching,
     *,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     keep: Callable[[list[Cell]], None],
     ask_for: Ask | None = None,
 ) -> list[Cell]:
@@ -62,7 +62,7 @@ def run_suite(
         todo: points to run.
         refused: points that cannot run, with reasons.
         how: launch options.
-        tell: receives a line of progress per launch.
+        log: receives a line of progress per launch.
         keep: receives all cells so far, after each round of a model.
         ask_for: runs a command; by default on this machine.
     """
@@ -76,7 +76,7 @@ def run_suite(
         last = number, point.model
         if cells[point].skipped is None:
             cells[point] = _with_round(cells[point], command_of(point, how), answered)
-            tell(_line(number, cells[point]))
+            log(_line(number, cells[point]))
     found = [*cells.values(), *others]
     keep(found)
     return found

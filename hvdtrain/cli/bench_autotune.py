@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tune(words: argparse.Namespace) -> int:
+def _tune(arguments: argparse.Namespace) -> int:
     refuse_launchers()
     from hvdtrain.bench.autotune import autotune, shown
     from hvdtrain.bench.host import default_ranks
@@ -51,34 +51,34 @@ def _tune(words: argparse.Namespace) -> int:
     from hvdtrain.bench.suite import Launching
     from hvdtrain.bench.timing import WORD
 
-    ranks = words.ranks or max(default_ranks(words.cores))
-    batch = words.batch or bench_model(words.model).config.data.batch
+    ranks = arguments.ranks or max(default_ranks(arguments.cores))
+    batch = arguments.batch or bench_model(arguments.model).config.data.batch
     if batch % ranks:
         raise LaunchError(f"A batch of {batch} samples does not divide among {ranks} ranks. Use --batch or --ranks.")
-    point = Point(words.backend, words.model, ranks, batch)
-    how = Launching(windows=words.windows, warm_up=1, steps=words.steps, cores=words.cores, breakdown=False)
-    tell = functools.partial(print, flush=True)
-    tell(f"{words.model} on {ranks} ranks, {batch} samples a step")
+    point = Point(arguments.backend, arguments.model, ranks, batch)
+    how = Launching(windows=arguments.windows, warm_up=1, steps=arguments.steps, cores=arguments.cores, breakdown=False)
+    log = functools.partial(print, flush=True)
+    log(f"{arguments.model} on {ranks} ranks, {batch} samples a step")
     try:
         found = autotune(
-            point, how, lambda command, settings: ask(command, WORD, limit_s=words.limit, settings=settings), tell
+            point, how, lambda command, settings: ask(command, WORD, limit_s=arguments.limit, settings=settings), log
         )
     except LaunchFailed as error:
-        raise LaunchError(f"{words.backend} could not be timed: {error}") from error
+        raise LaunchError(f"{arguments.backend} could not be timed: {error}") from error
     if found.noise is not None:
-        tell(f"too noisy    other programs took {found.noise:.2f} cores meanwhile: nothing was written")
+        log(f"too noisy    other programs took {found.noise:.2f} cores meanwhile: nothing was written")
         return 1
     if not found.settings:
-        tell("the defaults are as fast as anything that was tried")
+        log("the defaults are as fast as anything that was tried")
         return 0
-    file = words.out / FILE
+    file = arguments.out / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [
-        f"# python -m hvdtrain bench {FLAG}: {words.model} on {ranks} ranks, {words.backend};",
+        f"# python -m hvdtrain bench {FLAG}: {arguments.model} on {ranks} ranks, {arguments.backend};",
         f"# a step took {found.saved:.0%} less time than with the defaults.",
         f"export {shown(found.settings)}",
     ]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    tell(f"{found.saved:.0%} less time a step with {shown(found.settings)}")
-    tell(f"to train so  source {file}")
+    log(f"{found.saved:.0%} less time a step with {shown(found.settings)}")
+    log(f"to train so  source {file}")
     return 0

@@ -20,7 +20,7 @@ SIZES = ("1KB", "64KB", "1MB", "16MB", "100MB", "400MB")
 
 def main(argv: list[str]) -> int:
     """Run the comparison, write the report and return the exit code: 1 if nothing could be measured."""
-    return run_here(lambda: _parser().parse_args(argv), lambda words: _bench(words, argv))
+    return run_here(lambda: _parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,27 +48,27 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a size of at least 1KB: 64KB, 1MB. Received: {text}.") from None
 
 
-def _bench(words: argparse.Namespace, argv: list[str]) -> int:
+def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
     refuse_launchers()
     from hvdtrain.bench.collectives import run_collectives
     from hvdtrain.bench.results import CollectivesResults
 
-    for name in words.engines:
+    for name in arguments.engines:
         engine(name)
-    folder = Folder(words.out, "collectives")
-    tell = functools.partial(print, flush=True)
-    tell(f"{len(words.engines)} engines, {words.rounds} rounds; {folder.path}")
+    folder = Folder(arguments.out, "collectives")
+    log = functools.partial(print, flush=True)
+    log(f"{len(arguments.engines)} engines, {arguments.rounds} rounds; {folder.path}")
     runs, series = run_collectives(
-        words.engines,
-        words.collectives,
-        sorted(words.sizes),
-        ranks=words.ranks,
-        rounds=words.rounds,
-        limit_s=words.limit,
-        tell=tell,
+        arguments.engines,
+        arguments.collectives,
+        sorted(arguments.sizes),
+        ranks=arguments.ranks,
+        rounds=arguments.rounds,
+        limit_s=arguments.limit,
+        log=log,
     )
     command = shlex.join(["python", "-m", "hvdtrain", "bench", "collectives", *argv])
-    options = {name: value for name, value in vars(words).items() if name != "out"}
-    folder.keep(collectives=CollectivesResults(command, options, words.ranks, runs, series))
-    tell(folder.report())
+    options = {name: value for name, value in vars(arguments).items() if name != "out"}
+    folder.keep(collectives=CollectivesResults(command, options, arguments.ranks, runs, series))
+    log(folder.report())
     return 0 if series else 1

@@ -22,10 +22,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _compare(words: argparse.Namespace) -> int:
+def _compare(arguments: argparse.Namespace) -> int:
     from hvdtrain.bench.compare import compared
     from hvdtrain.bench.document import to_markdown
     from hvdtrain.bench.results import read_results
 
-    print(to_markdown(compared(read_results(words.before), read_results(words.after))), end="")
+    print(to_markdown(compared(read_results(arguments.before), read_results(arguments.after))), end="")
     return 0

@@ -36,10 +36,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(link: Link, words: argparse.Namespace) -> None:
+def _measure(link: Link, arguments: argparse.Namespace) -> None:
     code = {name: engine.code for name, engine in ENGINES.items()}
-    caller = resolve("engine", words.engine, code)(link)
-    answer = measure(caller, link, words.collectives, words.sizes)
+    caller = resolve("engine", arguments.engine, code)(link)
+    answer = measure(caller, link, arguments.collectives, arguments.sizes)
     if link.environment.rank == 0:
         say(answer)
     link.control.barrier(60.0)

@@ -21,10 +21,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report(words: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> int:
     from hvdtrain.bench.report import write_report
     from hvdtrain.bench.results import read_results
 
-    write_report(read_results(words.folder), words.folder)
-    print(f"report      {words.folder / 'report.html'}")
+    write_report(read_results(arguments.folder), arguments.folder)
+    print(f"report      {arguments.folder / 'report.html'}")
     return 0

@@ -41,7 +41,7 @@ meanwhile: where it was too noisy, no ratio is reported."""
 
 def main(argv: list[str]) -> int:
     """Run the comparison, write the report and return the exit code: 1 if nothing could be measured."""
-    return run_here(lambda: parser().parse_args(argv), lambda words: _bench(words, argv))
+    return run_here(lambda: parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,7 +97,7 @@ def _listed(about: dict[str, str]) -> str:
     return "\n".join(f"  {name:<{width}}{text}" for name, text in about.items())
 
 
-def _bench(words: argparse.Namespace, argv: list[str]) -> int:
+def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
     refuse_launchers()
     from hvdtrain.bench.host import default_ranks
     from hvdtrain.bench.plan import Matrix, points
@@ -105,28 +105,43 @@ def _bench(words: argparse.Namespace, argv: list[str]) -> int:
     from hvdtrain.bench.sides import side
     from hvdtrain.bench.suite import Launching, run_suite
 
-    side(words.baseline)
-    words.ranks = words.ranks or default_ranks(words.cores)
+    side(arguments.baseline)
+    arguments.ranks = arguments.ranks or default_ranks(arguments.cores)
     matrix = Matrix(
-        words.backends, words.models, words.ranks, words.precisions, words.accumulate, words.scaling, words.batch
+        arguments.backends,
+        arguments.models,
+        arguments.ranks,
+        arguments.precisions,
+        arguments.accumulate,
+        arguments.scaling,
+        arguments.batch,
     )
     todo, refused = points(matrix)
     how = Launching(
-        words.rounds, words.windows, words.warm_up, words.steps, words.cores, not words.no_breakdown, words.limit
+        arguments.rounds,
+        arguments.windows,
+        arguments.warm_up,
+        arguments.steps,
+        arguments.cores,
+        not arguments.no_breakdown,
+        arguments.limit,
     )
     command = shlex.join(["python", "-m", "hvdtrain", "bench", *argv])
-    options = {name: value for name, value in vars(words).items() if name != "out"}
-    folder = Folder(words.out, "suite")
-    tell = functools.partial(print, flush=True)
-    tell(f"{len(todo)} sides and sizes, {words.rounds} rounds, {len(todo) * words.rounds} launches; {folder.path}")
+    options = {name: value for name, value in vars(arguments).items() if name != "out"}
+    folder = Folder(arguments.out, "suite")
+    log = functools.partial(print, flush=True)
+    log(
+        f"{len(todo)} sides and sizes, {arguments.rounds} rounds, {len(todo) * arguments.rounds} launches; "
+        f"{folder.path}"
+    )
     cells = run_suite(
         todo,
         refused,
         how,
-        tell=tell,
+        log=log,
         keep=lambda cells: folder.keep(suite=SuiteResults(command, options, cells)),
     )
-    tell(folder.report())
+    log(folder.report())
     return 0 if any(cell.rounds for cell in cells) else 1
 
 

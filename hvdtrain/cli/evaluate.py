@@ -64,8 +64,8 @@ def _evaluate(session: Session, request: Request) -> None:
     folder = RunFolder(request.run_dir)
     figures = evaluate(session, request.config, folder)
     if session.world.primary:
-        told = left_out_line(figures.get("left_out", []), folder.evaluation.name)
-        print(f"{told}\n{_line(figures)}" if told else _line(figures), flush=True)
+        message = left_out_line(figures.get("left_out", []), folder.evaluation.name)
+        print(f"{message}\n{_line(figures)}" if message else _line(figures), flush=True)
 
 
 def _line(figures: dict[str, Any]) -> str:

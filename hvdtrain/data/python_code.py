@@ -14,14 +14,14 @@ def warn_of_python(dataset: tf.data.Dataset) -> None:
     """Warn if `dataset` calls Python for its elements: py_function, numpy_function or from_generator."""
     kinds = python_in(dataset)
     if kinds:
-        cure = (
+        fix = (
             "Pass a keras.utils.PyDataset with workers=…, or keep the data in files (python -m hvdtrain data pack)."
             if "from_generator" in kinds
             else "Use TensorFlow's own operations in map(), or a keras.utils.PyDataset with workers=…."
         )
         warn_on_first(
             f"The dataset runs Python code for its elements ({' and '.join(kinds)}): Python's lock lets one call run "
-            f"at a time, whatever num_parallel_calls says, and training may wait for it. {cure}",
+            f"at a time, whatever num_parallel_calls says, and training may wait for it. {fix}",
             stacklevel=2,
         )
 

@@ -29,17 +29,17 @@ class Machine:
 
 def tuned(point=MPI, **machine):
     machine = Machine(**machine)
-    told = []
-    return autotune(point, Launching(), machine, told.append), machine, told
+    logged = []
+    return autotune(point, Launching(), machine, logged.append), machine, logged
 
 
 def test_the_defaults_stay_where_nothing_is_faster():
-    found, machine, told = tuned(costs={(YIELD, "0"): 50.0})
+    found, machine, logged = tuned(costs={(YIELD, "0"): 50.0})
     assert found.settings == {}
-    assert len(machine.asked) == len(told) == 6
+    assert len(machine.asked) == len(logged) == 6
     assert machine.asked[0] == EXCHANGE_DEFAULTS
-    assert told[0] == "   100.00 ms a step  the defaults"
-    assert told[1] == f"   150.00 ms a step  {YIELD}=0"
+    assert logged[0] == "   100.00 ms a step  the defaults"
+    assert logged[1] == f"   150.00 ms a step  {YIELD}=0"
 
 
 def test_what_is_faster_is_kept_while_the_rest_is_tried_and_compared_anew_at_the_end():

@@ -38,32 +38,32 @@ class Machine:
 
 def run(machine, rounds=3):
     todo, refused = points(Matrix(["horovod-mpi", "plain-mpi", "single"], ["mlp"], [2], scalings=["strong"]))
-    told, kept = [], []
-    cells = run_suite(todo, refused, Launching(rounds=rounds), tell=told.append, keep=kept.append, ask_for=machine)
-    return {cell.side: cell for cell in cells}, told, kept
+    logged, kept = [], []
+    cells = run_suite(todo, refused, Launching(rounds=rounds), log=logged.append, keep=kept.append, ask_for=machine)
+    return {cell.side: cell for cell in cells}, logged, kept
 
 
 def test_every_side_is_launched_in_every_round():
     machine = Machine()
-    cells, told, kept = run(machine)
+    cells, logged, kept = run(machine)
     there = ["one-core", "horovod-mpi", "plain-mpi"]
     assert machine.asked == [*there, *reversed(there), *there]
     assert [len(cells[side].rounds) for side in there] == [3, 3, 3]
     assert cells["one-core"].gradients[0].bytes == 28
     assert cells["horovod-mpi"].rounds[0].foreign_cores == 0.1
     assert "one replica" in cells["single"].skipped
-    assert len(told) == 9
-    assert "11.00 ms a step" in told[0]
+    assert len(logged) == 9
+    assert "11.00 ms a step" in logged[0]
     assert len(kept) == 3, "what was measured is kept after each round"
 
 
 def test_a_side_that_is_not_there_says_why_and_the_others_go_on():
     machine = Machine("plain-mpi")
-    cells, told, _ = run(machine)
+    cells, logged, _ = run(machine)
     assert machine.asked.count("plain-mpi") == 1
     assert (cells["plain-mpi"].rounds, cells["plain-mpi"].skipped) == ([], "the backend is not there")
     assert len(cells["horovod-mpi"].rounds) == 3
-    assert any("not measured: the backend is not there" in line for line in told)
+    assert any("not measured: the backend is not there" in line for line in logged)
 
 
 def test_what_was_measured_before_a_failure_is_kept():
@@ -83,7 +83,7 @@ def test_engines_take_turns_and_one_that_fails_is_left_out():
         skipped = {"alltoall": "there is none"} if name == "mpi4py" else {}
         return Answer({"series": rows, "skipped": skipped, "settings": {}}, 0.0)
 
-    told = []
+    logged = []
     runs, series = run_collectives(
         ["mpi4py", "tf-ring", "memory"],
         ["allreduce", "alltoall"],
@@ -91,14 +91,14 @@ def test_engines_take_turns_and_one_that_fails_is_left_out():
         ranks=2,
         rounds=2,
         limit_s=1.0,
-        tell=told.append,
+        log=logged.append,
         ask_for=answer,
     )
     assert asked == ["mpi4py", "tf-ring", "memory", "memory", "mpi4py"]
     assert [run.skipped for run in runs] == [{"alltoall": "there is none"}, {"all": "it did not start"}, {}]
     assert [(one.engine, one.times_ms) for one in series] == [("mpi4py", [1.0, 5.0]), ("memory", [3.0, 4.0])]
     assert "--collectives add" in runs[2].command
-    assert len(told) == 5
+    assert len(logged) == 5
 
 
 def test_an_answer_is_found_among_other_lines():

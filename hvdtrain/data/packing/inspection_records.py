@@ -30,8 +30,8 @@ class _Examiner:
         self._records = records
         self._description = description
         self._packed = packed
-        told = description.targets if description else None
-        self._targets = (told,) if isinstance(told, str) else USUAL_LABELS
+        targets = description.targets if description else None
+        self._targets = (targets,) if isinstance(targets, str) else USUAL_LABELS
         self._name = (description.name if description else None) or NAME
 
     def examine(self, number: int) -> Examined:

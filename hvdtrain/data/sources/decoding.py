@@ -18,8 +18,8 @@ def decoded(encoded: tf.Tensor, spec: tf.TensorSpec, *, resize: int, name: str) 
     if resize:
         return resized(image, resize)
     shape = list(spec.shape)
-    told = f"{name} is not {shape} in size, as the first one is: bring all to one with --data-args image_size"
-    with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(image), shape, told)]):
+    message = f"{name} is not {shape} in size, as the first one is: bring all to one with --data-args image_size"
+    with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(image), shape, message)]):
         return tf.ensure_shape(tf.identity(image), shape)
 
 

@@ -115,8 +115,8 @@ def _check_missing(table: Table, target: str, missing: float | None) -> None:
     for name, column in table.columns.items():
         places = column.missing()
         if len(places) and (missing is None or name == target):
-            cure = "" if name == target else " --data-args missing 0 would make it 0."
-            raise DataError(f"{table.describe(int(places[0]))}: the column {name!r} has no value.{cure}")
+            fix = "" if name == target else " --data-args missing 0 would make it 0."
+            raise DataError(f"{table.describe(int(places[0]))}: the column {name!r} has no value.{fix}")
 
 
 def _targets(table: Table, target: str, task: str, classes: int) -> tuple[np.ndarray, int | None]:

@@ -104,8 +104,12 @@ class TFRecordSource:
 
     def _nest(self, entries: dict[str, Any]) -> tuple[Any, ...]:
         """Arrange values by feature as (inputs, targets[, sample_weight])."""
-        told = self._description
-        parts = [told.inputs, told.targets, *([told.sample_weight] if told.sample_weight else [])]
+        description = self._description
+        parts = [
+            description.inputs,
+            description.targets,
+            *([description.sample_weight] if description.sample_weight else []),
+        ]
         return tuple(tf.nest.map_structure(entries.__getitem__, part) for part in parts)
 
     def _spec(self, key: str, feature: Feature) -> tf.TensorSpec:
@@ -195,7 +199,7 @@ def _dtype(key: str, feature: Feature) -> tf.DType:
 def _raw(key: str, entries: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     """Return the tensors whose bytes are `entries` [n]."""
     size = spec.shape.num_elements() * spec.dtype.size
-    told = f"{key!r} has not the {size} bytes of {spec.dtype.name} {list(spec.shape)}"
-    with tf.control_dependencies([tf.debugging.assert_equal(tf.strings.length(entries), size, told)]):
+    message = f"{key!r} has not the {size} bytes of {spec.dtype.name} {list(spec.shape)}"
+    with tf.control_dependencies([tf.debugging.assert_equal(tf.strings.length(entries), size, message)]):
         flat = tf.io.decode_raw(tf.identity(entries), spec.dtype)
     return tf.reshape(flat, [-1, *spec.shape])
