@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+from hvdtrain.checkpoint.manifest import encode, read_manifest
 from hvdtrain.cli.train import parse
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
@@ -100,9 +101,9 @@ def manifest_of(folder):
 
 def forget(folder):
     """Take from the newest checkpoint what an earlier version did not write."""
-    manifest = json.loads(manifest_of(folder).read_text())
-    del manifest["scalars"]["data"]
-    manifest_of(folder).write_text(json.dumps(manifest))
+    manifest = read_manifest(manifest_of(folder).parent)
+    del manifest.scalars["data"]
+    manifest_of(folder).write_text(encode(manifest))
 
 
 def test_a_run_goes_on_with_the_samples_that_it_began_with(session, begun, tmp_path):
