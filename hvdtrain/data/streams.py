@@ -1,6 +1,6 @@
-"""Global batches that come ready from Python: a keras.utils.PyDataset, or a generator function.
+"""Streams of global batches from Python: a keras.utils.PyDataset, or a generator function.
 
-Every rank reads whole batches and takes its part of each, so that the same batches must come on all ranks.
+Every rank reads whole batches and takes its slice, so the batches must be the same on all ranks.
 """
 
 import inspect
@@ -22,15 +22,15 @@ from hvdtrain.runtime.warning import warn_on_first
 
 PREFETCH = 4
 COUNTING_S = 20.0
-"""Counting that takes longer is told of."""
+"""Counting that takes longer is reported."""
 BatchFunction = Callable[[], Iterable[Any]]
 
 
 def is_stream(data: Any) -> bool:
-    """Tell a PyDataset or a function of batches from other data.
+    """Whether `data` is a PyDataset or a generator function.
 
     Raises:
-        ConfigError: a generator that was called already, and could be read only once.
+        ConfigError: a generator object, which can be read only once.
     """
     if inspect.isgenerator(data):
         raise ConfigError(
@@ -43,7 +43,7 @@ def first_batch(data: Any) -> Elements:
     """Return the first global batch of a stream, as arrays.
 
     Raises:
-        DataError: there is none, or it is no batch.
+        DataError: the stream is empty, or does not yield batches.
     """
     if isinstance(data, keras.utils.PyDataset):
         if data.num_batches == 0:
@@ -55,38 +55,37 @@ def first_batch(data: Any) -> Elements:
 
 
 def mapped(data: Any, change: Callable[..., Elements]) -> Any:
-    """Return a stream like `data` whose batches went through `change(inputs, targets[, sample_weight])`."""
+    """Return a stream like `data` with `change(inputs, targets[, sample_weight])` applied to every batch."""
     if isinstance(data, keras.utils.PyDataset):
         return _Mapped(data, change)
     return lambda: (change(*standard(elements, _name(data))) for elements in _call(data))
 
 
 def each_once(data: Any) -> Iterator[Any]:
-    """Return the batches of a stream that ends, in its own order."""
+    """Yield the batches of a finite stream, in its own order."""
     if isinstance(data, keras.utils.PyDataset):
         return (data[number] for number in range(data.num_batches))
     return _call(data)
 
 
 class PyDatasetTraining:
-    """The batches of a keras.utils.PyDataset by their numbers; see `TrainingData`.
+    """Training batches of a keras.utils.PyDataset; see `TrainingData`.
 
-    It is read ahead within an epoch, by as many threads as `workers` says. `on_epoch_begin` is called before an
-    epoch's first batch is read, `on_epoch_end` when all of its steps are done, as Keras does; a training that starts
-    with a later epoch does not call them for the earlier ones.
+    Batches are prefetched within an epoch by `workers` threads. As in Keras, `on_epoch_begin` is called before the
+    first batch of an epoch is read, and `on_epoch_end` after its last step; training that starts at a later epoch does
+    not call them for the earlier ones.
 
     Args:
-        dataset: global batches `(inputs, targets[, sample_weight])`, of which those of one number are alike on all
-            ranks.
+        dataset: global batches `(inputs, targets[, sample_weight])`; each must be the same on all ranks.
         batch: samples of a full global batch.
-        index: this replica's place among `size`.
+        index: this replica's index among `size`.
         size: number of replicas.
-        seed: decides the order, together with the epoch.
-        shuffle: whether the batches are visited in a new order every epoch; those of a data set without end are not.
-        steps_per_epoch: needed where `num_batches` is None.
+        seed: seed of the order, combined with the epoch.
+        shuffle: visit the batches in a new order every epoch; not for an infinite data set.
+        steps_per_epoch: required if `num_batches` is None.
 
     Raises:
-        ConfigError: the batch does not divide among the replicas; steps_per_epoch is missing, or not needed.
+        ConfigError: the batch does not divide among the replicas; steps_per_epoch is missing, or superfluous.
     """
 
     remedy = "What helps: more workers=… of the PyDataset, and less work in its __getitem__."
@@ -126,7 +125,7 @@ class PyDatasetTraining:
             epoch, within = epoch + 1, 0
 
     def numbers(self, epoch: int) -> np.ndarray:
-        """Return the numbers of the batches [steps_per_epoch] in the order of `epoch`."""
+        """Return the batch numbers [steps_per_epoch] of `epoch`, in order."""
         if self._endless:
             return np.arange(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
         if not self._shuffle:
@@ -142,27 +141,27 @@ class PyDatasetTraining:
                 left -= 1
                 yield batch
         finally:
-            # Also where training ends here: a later one with the same data goes on from its next epoch.
+            # Also if training ends here: a later `fit` on the same data continues with the next epoch.
             if not left:
                 self._dataset.on_epoch_end()
 
 
 class GeneratorTraining:
-    """The batches that a generator function gives; see `TrainingData`.
+    """Training batches of a generator function; see `TrainingData`.
 
-    It is called again whenever it has ended, which must be at the end of an epoch. Resuming calls it and skips what
-    was trained on.
+    The function is called again when its generator ends, which must be at the end of an epoch. Resuming skips the
+    batches that were trained on.
 
     Args:
-        function: returns global batches `(inputs, targets[, sample_weight])`, the same ones on all ranks.
+        function: yields global batches `(inputs, targets[, sample_weight])`, the same on all ranks.
         batch: samples of a full global batch.
-        index: this replica's place among `size`.
+        index: this replica's index among `size`.
         size: number of replicas.
-        steps_per_epoch: needed where they do not end; else counted by reading all of them once.
+        steps_per_epoch: required for infinite generators; else counted by reading all batches once.
 
     Raises:
         ConfigError: the batch does not divide among the replicas.
-        DataError: there are no batches.
+        DataError: no batches.
     """
 
     remedy = "What helps: a keras.utils.PyDataset with workers=…, which makes several batches at a time."
@@ -179,17 +178,17 @@ class GeneratorTraining:
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
-        # Where a call gives one epoch those before need not be read again.
+        # If each call yields one epoch, earlier ones need not be read.
         skipped = start_step % self.steps_per_epoch if self._counted else start_step
         elements = itertools.islice(self._elements(), skipped, None)
         tasks = itertools.repeat(lambda: self._cut(next(elements)))
         return ahead(tasks, limit=PREFETCH)
 
     def _elements(self) -> Iterator[Any]:
-        """Return the batches of one call after the other.
+        """Yield the batches of repeated calls.
 
         Raises:
-            DataError: a call ended within an epoch.
+            DataError: a generator ended within an epoch.
         """
         step = 0
         while True:
@@ -205,7 +204,7 @@ class GeneratorTraining:
 
 
 class StreamEvaluation:
-    """This replica's part of every batch of a stream, in its own order; it can be read any number of times.
+    """This replica's slice of every batch of a finite stream, in order; can be iterated repeatedly.
 
     Raises:
         ConfigError: it never ends.
@@ -224,7 +223,7 @@ class StreamEvaluation:
 
 
 class _Mapped(keras.utils.PyDataset):
-    """A PyDataset whose batches are changed."""
+    """A PyDataset with a function applied to its batches."""
 
     def __init__(self, dataset: keras.utils.PyDataset, change: Callable[..., Elements]) -> None:
         super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
@@ -248,7 +247,7 @@ class _Mapped(keras.utils.PyDataset):
 def _read_numbers(dataset: keras.utils.PyDataset, numbers: np.ndarray, cut: Cut) -> Iterator[Batch]:
     workers = max(1, dataset.workers)
     limit = dataset.max_queue_size if workers > 1 else PREFETCH
-    # What waits is this replica's part, not the whole batch.
+    # Prefetch this replica's slice, not the whole batch.
     return ahead((partial(_read, dataset, int(n), cut) for n in numbers), workers=workers, limit=limit)
 
 
@@ -266,7 +265,7 @@ def _call(function: BatchFunction) -> Iterator[Any]:
 
 
 def _count(function: BatchFunction) -> int:
-    """Return the batches of one call, and say so where that takes long: one that does not end is never counted."""
+    """Count the batches of one call, with a warning if that takes long: an infinite generator never ends."""
     begin, warned, count = time.monotonic(), False, 0
     for _ in _call(function):
         count += 1

@@ -1,4 +1,4 @@
-"""What a run that goes on must have in common with the run that it was."""
+"""Checks of a resumed run against the run that it continues."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from hvdtrain.state.scalars import Scalars
 
 
 def check_samples(before: Mapping[str, Any] | None, now: Identity, config: Config, earlier: Config, run: Path) -> None:
-    """Refuse other samples than those that the run in the folder `run` was trained with.
+    """Refuse other samples than the run in the folder `run` was trained on.
 
     Args:
         before: what its checkpoint says of them; None where an earlier version wrote it.
@@ -37,7 +37,7 @@ def check_samples(before: Mapping[str, Any] | None, now: Identity, config: Confi
 
 
 def settle_processes(scalars: Scalars, data: SourceTraining, processes: int, run: Path) -> None:
-    """Refuse to go on within an epoch on another number of processes where that decides what each of them reads.
+    """Refuse to resume within an epoch on another number of processes if their shares of the files depend on it.
 
     Args:
         scalars: of the run in the folder `run`; the number is noted there.
@@ -62,7 +62,7 @@ def settle_processes(scalars: Scalars, data: SourceTraining, processes: int, run
 
 
 def stretched_schedule(config: Config, earlier: Config) -> str | None:
-    """Return what to say of a resumed run whose learning rate leaves the course that it was on; None if it does not."""
+    """Return a warning if the learning rate of a resumed run departs from its earlier schedule; else None."""
     epochs, before = config.training.epochs, earlier.training.epochs
     if config.optim.schedule == "constant" or epochs == before:
         return None
