@@ -14,8 +14,8 @@ class Ranks(Protocol):
     """What a checkpointer needs of a backend."""
 
     @property
-    def process(self) -> int:
-        """This process's place among those that hold the state; 0 writes the manifest."""
+    def primary(self) -> bool:
+        """Whether this process writes the manifest, and reads what all hold alike; it comes first in `gather_bytes`."""
 
     def broadcast(self, tensors: dict[str, Any], *, root: int = 0) -> None:
         """Give every replica the values that replica `root` has, by path."""

@@ -66,7 +66,7 @@ class Checkpointer:
         """
 
         def look() -> str | None:
-            if self._ranks.process:
+            if not self._ranks.primary:
                 return None
             found = complete(self._folder)
             if not found:
@@ -88,13 +88,13 @@ class Checkpointer:
 
     def _begin(self, final: Path, drafts: list[Draft]) -> str | None:
         """Make the folder that all write into, on the primary."""
-        if self._ranks.process:
+        if not self._ranks.primary:
             return None
         drafts.append(Draft(self._folder, final.name))
         return str(drafts[0].path)
 
     def _write(self, draft: Path, tensors: Mapping[str, NamedTensor]) -> dict[str, Any]:
-        mine = owned(tensors, index=self._ranks.index, process=self._ranks.process)
+        mine = owned(tensors, index=self._ranks.index, primary=self._ranks.primary)
         file = draft / f"tensors-{self._ranks.process:05d}.bin"
         entries, size = write_tensors(file, mine)
         return {"entries": entries, "files": {file.name: size} if entries else {}}

@@ -63,12 +63,25 @@ def merged(entries: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor]:
             tensors[path] = StoredTensor(dtype, tuple(shape), (*earlier.slices, _stored_slice(*piece)))
     for path, tensor in tensors.items():
         written = sum(elements(box_shape(stored.box)) for stored in tensor.slices)
-        if written != elements(tensor.global_shape):
+        if written != elements(tensor.global_shape) or _overlap(tensor.slices):
             raise CheckpointError(
                 f"Of {path} the ranks hold {written} of {elements(tensor.global_shape)} elements together: its slices "
                 "leave gaps or overlap."
             )
     return tensors
+
+
+def _overlap(slices: Sequence[StoredSlice]) -> bool:
+    """Tell whether two of `slices` have elements in common."""
+    boxes = sorted(stored.bounds for stored in slices)
+    for place, box in enumerate(boxes):
+        for other in boxes[place + 1 :]:
+            # In order of the first dim: what begins behind this one is followed by nothing that does not.
+            if box and other[0][0] >= box[0][1]:
+                break
+            if all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(box, other, strict=True)):
+                return True
+    return False
 
 
 def _stored_slice(bounds: Any, file: str, offset: int, sha256: str) -> StoredSlice:

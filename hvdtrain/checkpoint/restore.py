@@ -37,7 +37,7 @@ def restore(
     readers: list[Reader] = []
 
     def open_it() -> dict[str, Any]:
-        if ranks.process:
+        if not ranks.primary:
             return {}
         readers.append(_reader(path, tensors, earlier_names))
         check_fit(path, readers[0], tensors)

@@ -21,17 +21,17 @@ class Owned(NamedTuple):
         return np.ascontiguousarray(array[inner])
 
 
-def owned(tensors: Mapping[str, NamedTensor], *, index: int, process: int) -> Iterator[Owned]:
+def owned(tensors: Mapping[str, NamedTensor], *, index: int, primary: bool) -> Iterator[Owned]:
     """Yield what this rank writes: what all hold alike the primary, a slice the first of the replicas that hold it.
 
     Args:
         tensors: the state.
         index: this replica's place along dp.
-        process: this process's place among all; the primary's is 0.
+        primary: whether this process is the primary.
     """
     for path, tensor in tensors.items():
         spec = spec_of(path, tensor)
-        writes = process == 0 if spec.whole and tensor.replicated else index == 0 or not tensor.replicated
+        writes = primary if spec.whole and tensor.replicated else index == 0 or not tensor.replicated
         # A slice may be empty where there are more ranks than elements.
         if writes and (spec.whole or elements(box_shape(spec.slice))):
             yield Owned(spec, tensor.value)

@@ -1,6 +1,7 @@
 """A gradient tape whose gradients are those of all replicas."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -9,7 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.exchange import CompressionName
-from hvdtrain.gradients.reduction import GradientReducer, reduction_options
+from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions, reduction_options
 from hvdtrain.state.variables import as_written, path_of, unique_paths, unwrap
 
 
@@ -47,9 +48,9 @@ class DistributedGradientTape:
         exchange: Collectives | None = None,
     ) -> None:
         named = groups if isinstance(groups, int) else tuple(tuple(path_of(v) for v in group) for group in groups)
-        options = reduction_options(op, compression, named, sparse_as_dense, gradient_predivide_factor)
+        self._options = reduction_options(op, compression, named, sparse_as_dense, gradient_predivide_factor)
         self._tape = tape if tape is not None else tf.GradientTape()
-        self._reducer = GradientReducer(exchange or current_exchange(), options)
+        self._exchange = exchange or current_exchange()
 
     def __enter__(self) -> Self:
         self._tape.__enter__()
@@ -69,8 +70,23 @@ class DistributedGradientTape:
         """Return d target / d sources, reduced over all ranks, in the structure of `sources`."""
         flat = tf.nest.flatten(sources)
         local = self._tape.gradient(target, [_watched(source) for source in flat], output_gradients)
-        reduced = self._reducer.reduce(local, unique_paths(flat))
+        names = unique_paths(flat)
+        reduced = GradientReducer(self._exchange, self._options_for(flat, names)).reduce(local, names)
         return tf.nest.pack_sequence_as(sources, reduced)
+
+    def _options_for(self, sources: Sequence[Any], names: Sequence[str]) -> ReductionOptions:
+        """Return the options with groups of the names that `sources` have among themselves."""
+        if not self._options.named_groups:
+            return self._options
+        name_of = {path_of(s): name for s, name in zip(sources, names, strict=True) if not _is_tensor(s)}
+        groups = tuple(
+            tuple(name_of[path] for path in group if path in name_of) for group in self._options.named_groups
+        )
+        return replace(self._options, named_groups=groups)
+
+
+def _is_tensor(source: Any) -> bool:
+    return tf.is_tensor(source) and not isinstance(source, tf.Variable) and not hasattr(source, "path")
 
 
 def _watched(source: Any) -> Any:

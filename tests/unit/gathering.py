@@ -12,6 +12,7 @@ class Gathering(SingleBackend):
     def __init__(self, index, size, barrier, brought):
         super().__init__(None)
         self.index = index
+        self.primary = index == 0
         self.size = size
         self._barrier = barrier
         self.brought = brought

@@ -56,8 +56,8 @@ def check_own_loops_match_variables_whatever_keras_calls_them(world: World) -> N
     assert world.same_everywhere(flat_bytes(model.get_weights()))
     x, y = samples(8 * world.size)
     mine = slice(8 * world.rank, 8 * world.rank + 8)
-    for _ in range(2):
-        with hvdtrain.DistributedGradientTape() as tape:
+    for groups in (0, [model.trainable_variables[:3], model.trainable_variables[3:5]]):
+        with hvdtrain.DistributedGradientTape(groups=groups) as tape:
             loss = CROSSENTROPY(y[mine], model(x[mine], training=False))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
     assert world.same_everywhere(flat_bytes(model.get_weights()))
@@ -67,19 +67,18 @@ def check_layers_that_are_unfrozen_between_two_fits(world: World) -> None:
     def per_sample(targets: Any, outputs: Any) -> tf.Tensor:
         return keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
 
-    ours, theirs = classifier(0), classifier(0)
     x, y = samples(48)
     batches = [(x[at : at + 16], y[at : at + 16]) for at in range(0, 48, 16)]
-    rules = [keras.optimizers.SGD(0.1) for _ in range(2)]
-    ours.layers[0].trainable = theirs.layers[0].trainable = False
-    trainer = hvdtrain.Trainer(ours, rules[0], per_sample, backend=world.backend)
-    for trainable in (False, True, False):
-        ours.layers[0].trainable = theirs.layers[0].trainable = trainable
-        trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False)
-        expected = plain_training(theirs, keras.optimizers.SGD(0.1), per_sample, batches * 2)
-        assert world.same_everywhere(flat_bytes(ours.get_weights()))
-        assert relative_error(ours.get_weights(), expected) <= 1e-6, trainable
-    assert (trainer.state.scalars.step, trainer.state.scalars.epoch) == (18, 6)
+    for options in ({}, {"local_steps": 1}):
+        ours, theirs = classifier(0), classifier(0)
+        trainer = hvdtrain.Trainer(ours, keras.optimizers.SGD(0.1), per_sample, backend=world.backend, **options)
+        for trainable in (False, True, False):
+            ours.layers[0].trainable = theirs.layers[0].trainable = trainable
+            trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False)
+            expected = plain_training(theirs, keras.optimizers.SGD(0.1), per_sample, batches * 2)
+            assert world.same_everywhere(flat_bytes(ours.get_weights()))
+            assert relative_error(ours.get_weights(), expected) <= 1e-6, (options, trainable)
+        assert (trainer.state.scalars.step, trainer.state.scalars.epoch) == (18, 6)
 
 
 def check_an_epoch_that_is_resumed_reports_all_of_it(world: World) -> None:

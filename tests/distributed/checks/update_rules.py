@@ -1,6 +1,7 @@
 """Update rules other than the all-reduce: sharded slots (ZeRO stage 1) and local steps, against one process."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ from checks.parity import BATCH, EPOCHS, batches_of, per_sample
 from world import World, flat_bytes, moved, plain_training, relative_error
 
 import hvdtrain
+from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.update_rules.zero import SMALL_BYTES
 
@@ -127,6 +129,36 @@ def check_sharded_slots_with_everything_else(world: World) -> None:
     plain.finalize_variable_values(expected.trainable_variables)  # the averages take the weights' place
     mean = float(tf.reduce_mean(per_sample(y, expected(x))))
     assert abs(figures.loss - mean) <= 1e-6 * mean, (figures.loss, mean)
+
+
+def check_slots_go_on_from_a_checkpoint_sharded_or_not(world: World) -> None:
+    """Saved with slices and restored whole, and the other way round: the weights of a run that was never stopped."""
+
+    def trainer_of(seed: int, **options: Any) -> Any:
+        rule = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.75)
+        return hvdtrain.Trainer(wide_model("float64", seed), rule, per_sample, backend=world.backend, **options)
+
+    fit = {"batch": BATCH, "shuffle": False, "verbose": False}
+    data = wide_data("float64")
+    whole = trainer_of(0)
+    whole.fit(data, epochs=4, **fit)
+    for name, before, after in (
+        ("slices", {"zero": 1}, {"zero": 1}),
+        ("whole", {"zero": 1}, {}),
+        ("cut", {}, {"zero": 1}),
+    ):
+        first = trainer_of(0, **before)
+        first.fit(data, epochs=2, **fit)
+        files = Checkpointer(world.folder / f"zero-{name}", backend=world.backend)
+        files.save(1, first.state.named_tensors(), asdict(first.state.scalars))
+        second = trainer_of(7 + world.rank, **after)
+        second.restore(files.newest())
+        assert second.evaluate(data).loss == first.evaluate(data).loss, name
+        second.fit(data, epochs=2, **fit)
+        assert world.same_everywhere(flat_bytes(second.model.get_weights()))
+        assert_equal(second, whole.model, "float64", name)
+        losses = [trainer.evaluate(data).loss for trainer in (second, whole)]
+        assert abs(losses[0] - losses[1]) <= 1e-6 * losses[1], (name, losses)
 
 
 def check_exclusions_by_variable_hold_for_slices(world: World) -> None:
@@ -286,3 +318,13 @@ def check_what_does_not_fit_is_refused(world: World) -> None:
             assert words in str(error), error
         else:
             raise AssertionError(f"{optimizer.name} was taken")
+    model = wide_model("float32", 0)
+    trainer = hvdtrain.Trainer(model, "adam", per_sample, backend=world.backend, zero=1)
+    trainer.fit(wide_data("float32"), batch=BATCH, verbose=False)
+    model.layers[0].trainable = False
+    try:
+        trainer.fit(wide_data("float32"), batch=BATCH, verbose=False)
+    except ConfigError as error:
+        assert "Layers were frozen or unfrozen since the slots were made" in str(error), error
+    else:
+        raise AssertionError("layers were frozen under --zero")
