@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import BackendName, CommunicationName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.exits import ExitWatch
 from hvdtrain.runtime.failures import show_failure
 from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.leaving import UNCLEAR_PATIENCE_S, leave_together
 from hvdtrain.runtime.session import Link, Session, current, has_session, open_link, open_session, set_current
 
 
@@ -125,3 +127,8 @@ def _end_if_left(link: Link, exits: ExitWatch) -> None:
     left = exits.found()
     if left is not None:
         _fail(link, left)
+    if exits.unclear:
+        try:
+            leave_together(link.control, patience=UNCLEAR_PATIENCE_S)
+        except LaunchError as error:
+            _fail(link, error)

@@ -14,7 +14,8 @@ from hvdtrain.runtime.failures import EXIT_FAILURE, ScriptExit
 class ExitWatch:
     """Wraps `sys.exit`, `exit` and `quit`, in the main thread of a running script.
 
-    It does not see `raise SystemExit(…)`, nor an `exit` that was imported from `sys` before.
+    Of `raise SystemExit(…)`, and of an `exit` that was imported from `sys` before, it sees no more than that the
+    script did not return (`unclear`).
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,11 @@ class ExitWatch:
         status, where = self._last
         code = status if isinstance(status, int) else EXIT_FAILURE
         return None if status is None or code == 0 else ScriptExit(code, where)
+
+    @property
+    def unclear(self) -> bool:
+        """Whether the script, at its end, was left by an exception of which nothing more is known."""
+        return self._last is None and not _has_returned(self._script)
 
     def _noting(self, leave: Callable[..., Any]) -> Callable[..., Any]:
         def noting(status: object = None, /) -> Any:

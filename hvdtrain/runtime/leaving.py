@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 from hvdtrain.runtime.control.channel import ControlChannel, name_ranks
 
-PATIENCE_S = 6 * 3600.0
+PATIENCE_S = 3600.0
 """A rank that saves a large model to a slow disk is still at work; one that fails or is gone ends the job at once."""
+
+UNCLEAR_PATIENCE_S = 300.0
+"""After an exit of the script that may have been one with an error: the others may then wait for this rank for ever."""
 
 NOTICE_S = 60.0
 
