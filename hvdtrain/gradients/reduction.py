@@ -39,6 +39,7 @@ class ReductionOptions(ExchangeConfig):
 
 
 ARGUMENTS = {
+    "--sparse-gradients gather": "sparse_as_dense=False",
     "--reduce-op": "op",
     "--compression": "compression",
     "--gradient-groups": "groups",
