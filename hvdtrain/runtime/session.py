@@ -174,7 +174,15 @@ def open_session(
     import_tensorflow_quietly()
     strategy = _start_tensorflow(link, config, plan)
     hosts = [host.decode() for host in link.control.exchange(environment.hostname.encode(), timeout=timeout)]
-    world = open_world(environment, hosts, axes=axes, generation=link.generation, horovod=with_horovod)
+    world = open_world(
+        link.control,
+        environment,
+        hosts,
+        axes=axes,
+        generation=link.generation,
+        horovod=with_horovod,
+        timeout=timeout,
+    )
     return Session(link, world, plan, strategy, config.load_timeout)
 
 

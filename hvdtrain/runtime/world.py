@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.mesh import Mesh, process_sets_of
+from hvdtrain.runtime.reset import forget_meeting
 from hvdtrain.runtime.tuning import ALONE
 
 if TYPE_CHECKING:
@@ -63,27 +66,33 @@ class World:
 
 
 def open_world(
+    control: ControlChannel,
     environment: Environment,
     hosts: Sequence[str],
     *,
     axes: Mapping[str, int] | None = None,
     generation: int = 0,
     horovod: bool = True,
+    timeout: float = RuntimeConfig.start_timeout,
 ) -> World:
     """Lay out the ranks and, with `horovod`, start it with a process set for each group that needs one.
 
     Args:
+        control: the channel between the ranks of this generation.
         environment: this process's place.
         hosts: host name of each rank.
         axes: sizes of the mesh's axes; `dp` takes what is left.
         generation: the number of worlds before this one, the last of which must be closed. For there to be a next
             one, the link must have been opened as `restartable`.
         horovod: whether Horovod carries the exchange.
+        timeout: seconds to wait for the other ranks.
 
     Raises:
         LaunchError: the axes do not fit the number of ranks, or Horovod is not usable.
     """
     mesh = Mesh.of(axes or {}, environment.rank, environment.size)
+    if horovod and generation > 0:
+        forget_meeting(control, environment, os.environ, timeout)
     return World(mesh, tuple(hosts), _start_horovod(environment, mesh) if horovod else {}, generation)
 
 

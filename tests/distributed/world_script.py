@@ -103,7 +103,7 @@ def main() -> None:
     for generation, axes in enumerate(MESHES[1:], start=1):
         session.close()
         link = open_link(timeout=TIMEOUT_S, generation=generation, restartable=True)
-        world = open_world(link.environment, session.world.hosts, axes=axes, generation=generation)
+        world = open_world(link.control, link.environment, session.world.hosts, axes=axes, generation=generation)
         session = replace(session, link=link, world=world)
         check(session, generation)
     session.close()
