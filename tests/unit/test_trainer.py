@@ -13,6 +13,7 @@ from hvdtrain.runtime.session import current
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.step import train_step
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -487,3 +488,32 @@ def test_sixteen_bit_outputs_are_added_up_in_thirty_two():
     model = keras.Sequential([keras.Input((1,), dtype="float16"), keras.layers.Activation("linear", dtype="float16")])
     outcome = Trainer(model, "sgd", "mse").evaluate((outputs, np.zeros((400, 1), "float16")), batch=400)
     assert outcome.loss == pytest.approx(40000.0)
+
+
+def test_data_whose_shapes_keep_changing_share_a_graph(monkeypatch):
+    """Sequences of any length: each length would be compiled, and kept, by itself."""
+    monkeypatch.setattr(train_step, "MOST_SPECIAL", 4)
+    lengths = [5, 9, 3, 7, 11, 4, 6, 8, 12, 10]
+
+    def batches():
+        rng = np.random.default_rng(0)
+        for length in lengths:
+            yield rng.standard_normal((8, length, 2)).astype("float32"), rng.integers(0, 3, 8)
+
+    def trained():
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((None, 2)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3)]
+        trainer = Trainer(keras.Sequential(layers), sgd(), CROSSENTROPY)
+        trainer.fit(batches, epochs=2, verbose=False, log_every=3)
+        (step,) = trainer._factory._known.values()
+        return trainer.model.get_weights(), step
+
+    weights, step = trained()
+    assert len(step._special) == 4
+    general = sum(function.experimental_get_tracing_count() for function in step._general.values())
+    assert general <= 6, "a graph for each shape again"
+    monkeypatch.setattr(train_step, "MOST_SPECIAL", 1000)
+    expected, step = trained()
+    assert len(step._special) > 10
+    for ours, theirs in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
