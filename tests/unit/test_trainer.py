@@ -10,7 +10,7 @@ from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.observability.events import BaseObserver
 from hvdtrain.runtime.session import current
-from hvdtrain.training.inputs import training_data
+from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.step import train_step
@@ -517,3 +517,54 @@ def test_data_whose_shapes_keep_changing_share_a_graph(monkeypatch):
     assert len(step._special) > 10
     for ours, theirs in zip(weights, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_what_happens_after_a_step_has_an_order():
+    """Logged first, so that nothing that is not finite is evaluated or saved; saved last."""
+    happened = []
+
+    class Notes(BaseObserver):
+        def on_step(self, record):
+            happened.append(f"logged {record.step}")
+
+        def on_evaluation(self, record):
+            happened.append(f"evaluated {record.step}")
+
+    class Callback(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            happened.append("begin")
+
+        def on_epoch_begin(self, epoch, logs=None):
+            happened.append(f"epoch {epoch}")
+
+        def on_train_batch_end(self, batch, logs=None):
+            happened.append(f"batch {batch}")
+
+        def on_test_end(self, logs=None):
+            happened.append("tested")
+
+        def on_epoch_end(self, epoch, logs=None):
+            happened.append(f"epoch {epoch} ends with {', '.join(sorted(logs))}")
+            self.model.stop_training = epoch == 1
+
+        def on_train_end(self, logs=None):
+            happened.append("end")
+
+    trainer = Trainer(dense(), sgd(), CROSSENTROPY)
+    data = training_data((X[:32], Y[:32]), trainer.backend, batch=16, seed=0, shuffle=False, steps_per_epoch=None)
+    trainer.build(data)
+    validation = validation_batches((X, Y), trainer.backend, batch=50)
+    trainer.train(
+        data,
+        Plan(20, log_every=100, checkpoint_every=3),
+        validation=validation,
+        observers=Notes(),
+        save=lambda state: happened.append(f"saved {state.scalars.step}"),
+        callbacks=[Callback()],
+    )
+    epoch_end = "ends with loss, val_loss"
+    assert happened == [
+        *("begin", "epoch 0", "batch 0", "logged 1", "batch 1", "logged 2", "tested", "evaluated 2"),
+        *(f"epoch 0 {epoch_end}", "epoch 1", "batch 0", "logged 3", "saved 3", "batch 1", "logged 4", "tested"),
+        *("evaluated 4", f"epoch 1 {epoch_end}", "saved 4", "end"),
+    ]
