@@ -17,6 +17,7 @@ from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.objective.metrics import BoundMetric, MetricSet
 from hvdtrain.training.step.forward_backward import zero_if_finite
+from hvdtrain.training.step.placeholder import moved_by, unmoved
 from hvdtrain.training.step.result import Measured, StepResult
 
 _OVERRIDES = ("train_step", "test_step", "compute_loss", "compute_metrics")
@@ -71,7 +72,7 @@ class KerasTrainStep:
         samples = _samples(batch)
         self._metrics.reset()
         step = getattr(model.train_step, "python_function", model.train_step)
-        with optimizer.counting(samples):
+        with optimizer.counting(samples), unmoved(moved_by(model), batch.has_samples):
             logs = step(keras_data(batch))
         if optimizer.norm is None:
             raise ConfigError(
