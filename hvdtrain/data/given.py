@@ -13,6 +13,7 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 
 WHOLE = "Every rank is given all of them, and the trainer takes the rank's part of each batch"
+_CURE = f"{WHOLE}: leave out slices such as x[rank::size] or shard()."
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,34 @@ class AsMany:
         for batch in self._batches:
             count += 1
             yield batch
-        first, *others = map(int, self._backend.gather_bytes(str(count).encode(), timeout=None))
-        for rank, other in enumerate(others, start=1):
-            if other != first:
-                raise DataError(_sizes(self._what, "batches", first, other, rank))
+        self._compare(count)
+
+    def in_step(self) -> Iterator[Batch]:
+        """Return the batches one by one, each only once it is known that every rank has it."""
+        count, batches = 0, iter(self._batches)
+        while (batch := next(batches, None)) is not None:
+            count += 1
+            # A rank that has ended says once more how many it had.
+            self._compare(count, ended=False)
+            yield batch
+        self._compare(count, ended=False)
+
+    def _compare(self, count: int, *, ended: bool = True) -> None:
+        counts = [int(other) for other in self._backend.gather_bytes(str(count).encode(), timeout=None)]
+        for rank, other in enumerate(counts):
+            if other != counts[0]:
+                if ended:
+                    raise DataError(_sizes(self._what, "batches", counts[0], other, rank))
+                fewest = min(counts)
+                raise DataError(
+                    f"The {self._what} data have {fewest} batches on rank {counts.index(fewest)} and more on rank "
+                    f"{counts.index(max(counts))}. {_CURE}"
+                )
+
+
+def in_step(batches: Iterable[Batch]) -> Iterable[Batch]:
+    """Return `batches` for a use in which the ranks exchange something for each of them."""
+    return batches.in_step() if isinstance(batches, AsMany) else batches
 
 
 def _difference(first: Given, other: Given, rank: int, what: str, cure: str) -> str:
@@ -103,8 +128,4 @@ def _difference(first: Given, other: Given, rank: int, what: str, cure: str) -> 
 
 
 def _sizes(what: str, unit: str, first: int | None, other: int | None, rank: int) -> str:
-    slices = "x[rank::size] or shard()"
-    return (
-        f"The {what} data have {other} {unit} on rank {rank} and {first} on rank 0. {WHOLE}: leave out slices such as "
-        f"{slices}."
-    )
+    return f"The {what} data have {other} {unit} on rank {rank} and {first} on rank 0. {_CURE}"

@@ -31,10 +31,22 @@ def moments_of_all(
     """
     shape = [size for dim, size in enumerate(inputs.shape) if dim not in axes]
     local = tf.math.multiply_no_nan(_local_sums(inputs, axes, mask), tf.cast(has_samples, tf.float64))
-    total = sum_over_replicas(local, exchange, name)
+    total = _counted_upstream(sum_over_replicas(local, exchange, name), has_samples)
     values = _mean_and_variance(total, channels=tf.TensorShape(shape).num_elements(), extra=extra)
     mean, variance = (tf.cast(tf.reshape(value, shape), inputs.dtype) for value in values)
     return mean, variance
+
+
+def _counted_upstream(total: tf.Tensor, has_samples: Any) -> tf.Tensor:
+    """Return `total`, and give it no gradient from a replica without samples: not even one that is not finite."""
+    if not tf.is_tensor(has_samples) and has_samples:
+        return total
+
+    @tf.custom_gradient
+    def through(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return tf.identity(value), lambda upstream: tf.math.multiply_no_nan(upstream, tf.cast(has_samples, value.dtype))
+
+    return through(total)
 
 
 def _local_sums(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None) -> tf.Tensor:

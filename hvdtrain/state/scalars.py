@@ -47,6 +47,10 @@ class Scalars:
             self.step_in_epoch = self.step - self.epoch * steps_per_epoch
         return self.step_in_epoch
 
+    def place_in_data(self, steps_per_epoch: int) -> int:
+        """Return the finished steps of all epochs, as if all had had `steps_per_epoch`."""
+        return self.epoch * steps_per_epoch + self.place(steps_per_epoch)
+
     def advance(self, steps_per_epoch: int) -> None:
         """Count one step."""
         place = self.place(steps_per_epoch) + 1

@@ -1,16 +1,44 @@
 """Advice at the start of a run: settings that are valid, but slow or without effect."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.gradients.compression_probe import compression_warning
-from hvdtrain.observability.events import RunInfo
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.gradients.compression_probe import compression_cost, compression_warning
+from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.observability.wording import plural
+from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import EXCHANGE_OPTIONS, StepOptions
 
 TINY_BATCH = 8
 """Samples per rank and step below which overhead and exchange outweigh the work."""
+
+
+class Announcer:
+    """Tells the observers what a run is, and what is slow about it, before its first step.
+
+    Args:
+        backend: the replicas.
+        options: of the step.
+        notes: what is to be said besides.
+    """
+
+    def __init__(self, backend: Backend, options: StepOptions, notes: Sequence[str]) -> None:
+        self._backend = backend
+        self._options = options
+        self._notes = notes
+        self._compression_cost: float | None = None
+
+    def announce(self, info: RunInfo, state: TrainState, observers: Observer, *, narrow_outputs: bool) -> None:
+        """Announce a run; every rank calls it, as what compression costs is tried once."""
+        if self._compression_cost is None:
+            self._compression_cost = compression_cost(self._backend, state.parameters(), self._options.compression)
+        observers.on_start(info)
+        lines = advice(info, self._options, compression_cost=self._compression_cost, narrow_outputs=narrow_outputs)
+        for line in [*self._notes, *lines]:
+            observers.on_message(line)
 
 
 def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narrow_outputs: bool) -> list[str]:

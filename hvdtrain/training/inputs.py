@@ -75,7 +75,7 @@ def _dataset(
     training = DatasetTraining(
         dataset, batch=size, index=backend.process, size=backend.processes, steps_per_epoch=steps_per_epoch
     )
-    _check_same_batches("a Dataset", first, training, backend, "Give shuffle() a seed")
+    _check_same_batches("a Dataset", first, training, backend, "Give shuffle() a seed", _length(dataset))
     return training
 
 
@@ -97,9 +97,21 @@ def _stream(
     return training
 
 
-def _check_same_batches(kind: str, first: tuple[Any, ...], data: TrainingData, backend: Backend, cure: str) -> None:
-    """Refuse batches that differ by rank, as far as the first one and their number tell."""
-    check_given(lambda: Given(kind, data.batch, data.steps_per_epoch, content_of(first)), backend, "training", cure)
+def _check_same_batches(
+    kind: str, first: tuple[Any, ...], data: TrainingData, backend: Backend, cure: str, length: int | None = None
+) -> None:
+    """Refuse batches that differ by rank, as far as the first one and their number tell.
+
+    The number is `length` where it is known: an epoch of another one may have the same steps on every rank.
+    """
+    size = data.steps_per_epoch if length is None else length
+    check_given(lambda: Given(kind, data.batch, size, content_of(first)), backend, "training", cure)
+
+
+def _length(dataset: tf.data.Dataset) -> int | None:
+    """Return the number of batches, None where it is not known or there is no end."""
+    count = int(dataset.cardinality())
+    return None if count in (tf.data.UNKNOWN_CARDINALITY, tf.data.INFINITE_CARDINALITY) else count
 
 
 def _kind(stream: Any) -> str:
@@ -170,10 +182,9 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
         count = data.num_batches if isinstance(data, keras.utils.PyDataset) else None
         return _alike(_kind(data), stream, lambda: first_batch(data), count, backend, what)
     if isinstance(data, tf.data.Dataset):
-        first, count = _first(data), int(data.cardinality())
-        known = None if count == tf.data.UNKNOWN_CARDINALITY else count
+        first = _first(data)
         batches = evaluation_of_dataset(data, index=index, size=size)
-        return _alike("a Dataset", batches, lambda: first, known, backend, what)
+        return _alike("a Dataset", batches, lambda: first, _length(data), backend, what)
     source = data if isinstance(data, ArraySource) else ArraySource(data, f"{what} data")
     check_given(lambda: _given_arrays(source, batch), backend, what)
     return SourceEvaluation(source, batch=batch, index=index, size=size)

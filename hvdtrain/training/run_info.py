@@ -1,4 +1,4 @@
-"""The `RunInfo` of a user's own script."""
+"""The `RunInfo` of a user's own script, and who shows its progress."""
 
 from typing import Any
 
@@ -7,9 +7,11 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, world_size
 from hvdtrain.data.pipeline import TrainingData
-from hvdtrain.observability.events import RunInfo
+from hvdtrain.observability.console import make_console
+from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.session import current
+from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
@@ -33,6 +35,11 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
         options=options.chosen(),
         threads=session.plan.threads,
     )
+
+
+def console_for(backend: Backend) -> Observer:
+    """Return what shows the progress on rank 0, and nothing elsewhere."""
+    return make_console(live=on_terminal(current().environment)) if backend.primary else BaseObserver()
 
 
 def who_trains(backend: Backend) -> dict[str, Any]:

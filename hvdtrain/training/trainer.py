@@ -11,29 +11,30 @@ from typing import Any
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint import restore
-from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
-from hvdtrain.gradients.compression_probe import compression_cost
-from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
+from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import with_loss_scaling
 from hvdtrain.runtime.session import current
-from hvdtrain.runtime.terminal import on_terminal
+from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.advice import advice
+from hvdtrain.training.advice import Announcer
 from hvdtrain.training.assembly import built_model, built_optimizer, converted, refuse_instances
 from hvdtrain.training.engine import step_factory_for
 from hvdtrain.training.evaluation.evaluate import Evaluation
-from hvdtrain.training.evaluation.predict import prediction_batches
-from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
-from hvdtrain.training.loop.hooks import Hooks
-from hvdtrain.training.loop.keras_callbacks import KerasCallbacks, needs_of_all
-from hvdtrain.training.loop.loop import Plan, TrainingLoop
+from hvdtrain.training.evaluation.hooks import EvaluationHooks
+from hvdtrain.training.evaluation.predict import build_for, prediction_batches
+from hvdtrain.training.evaluation.same_weights import give_first_weights
+from hvdtrain.training.fit_arguments import FitArguments
+from hvdtrain.training.inputs import validation_batches
+from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.loop.standard_hooks import Actions, StandardTraining
 from hvdtrain.training.objective.compile_settings import Objective, merge_compile_settings
 from hvdtrain.training.options import step_options
-from hvdtrain.training.run_info import run_info
+from hvdtrain.training.run_info import console_for, run_info
+from hvdtrain.training.same_call import agree_on_call, settings_of
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.update_rules.base import UpdateRule
 
@@ -91,14 +92,14 @@ class Trainer:
         with self.backend.scope():
             built = built_model(model, self.options)
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
-            optimizer, objective, self._notes = merge_compile_settings(built, optimizer, chosen)
+            optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
             self.model = converted(built, self.options)
             self.optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
         self.backend.prepare(self.optimizer)
         self._factory = step_factory_for(self.backend, self.model, self.optimizer, objective, self.options)
         self._rule: UpdateRule | None = None
         self._state: TrainState | None = None
-        self._compression_cost: float | None = None
+        self._announcer = Announcer(self.backend, self.options, notes)
         self._predictor = self._factory.predictor()
 
     @property
@@ -149,49 +150,44 @@ class Trainer:
             class_weight: what the samples of each class count, by label; they multiply sample weights.
             callbacks: Keras callbacks. They run on every rank, with figures over all ranks, and those that write
                 files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor) on rank 0 only. Some ranks may have
-                none. One that looks at batches costs each of them a small exchange.
+                none, but those that set weights or the learning rate are needed on all. One that looks at batches
+                costs each of them a small exchange.
             log_every: steps between two logged steps.
             verbose: show the progress on rank 0.
 
         Raises:
-            ConfigError: a batch that does not divide among the ranks, or options that do not fit.
+            ConfigError: a batch that does not divide among the ranks, options that do not fit, or ranks that call it
+                with different arguments.
             DataError: data that cannot be used.
             NonFiniteError: the loss became NaN or infinite.
         """
-        for name, value in {"epochs": epochs, "log_every": log_every, "validation_batch": validation_batch}.items():
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1. Received: {value}.")
-        data = training_data(
-            with_class_weights(dataset, class_weight),
-            self.backend,
-            batch=batch,
-            seed=self._seed,
-            shuffle=shuffle,
-            steps_per_epoch=steps_per_epoch,
-        )
-        validation = (
-            None
-            if validation_data is None
-            else validation_batches(validation_data, self.backend, batch=validation_batch)
-        )
+        data_of_all = (dataset, validation_data, class_weight)
+        given = FitArguments(*data_of_all, batch, epochs, validation_batch, log_every, steps_per_epoch, shuffle)
+        self._agree("fit", vars(given), callbacks)
+        given.check()
+        data, validation = given.training(self.backend, self._seed), given.validation(self.backend)
         if isinstance(data, SourceTraining):
             self._factory.check(data.source)
         self.build(data)
+        # Rank 0 may be the only one that restored a checkpoint: the plan is made from its state.
+        self.broadcast_state()
         # A fit begins with an epoch of its own data; optimizer steps are counted on.
         self.state.scalars.begin_epoch()
         plan = Plan(self.state.scalars.step + epochs * data.steps_per_epoch, log_every)
-        observers: Observer = BaseObserver()
-        if verbose and self.backend.primary:
-            observers = make_console(live=on_terminal(current().environment))
+        observers = console_for(self.backend) if verbose else BaseObserver()
         try:
-            result = self.train(data, plan, validation=validation, observers=observers, callbacks=callbacks)
+            result = self._train(data, plan, validation, observers, callbacks=callbacks)
             observers.on_end(summary_of(result))
         finally:
             observers.close()
         return result
 
     def evaluate(self, dataset: Any, *, batch: int = 256) -> Evaluation:
-        """Return loss and metrics over `dataset` (arrays or a batched tf.data.Dataset), each sample counted once."""
+        """Return loss and metrics over `dataset` (arrays, or batches of any kind), each sample counted once.
+
+        Every rank calls it with the same arguments; where they hold different weights, those of rank 0 count.
+        """
+        agree_on_call(self.backend, "evaluate", {"dataset": dataset, "batch": batch})
         return self.evaluate_on(validation_batches(dataset, self.backend, batch=batch))
 
     def evaluate_on(self, batches: Iterable[Batch]) -> Evaluation:
@@ -200,10 +196,13 @@ class Trainer:
             self.build_on(first)
             break
         self.rule.consolidate()
+        self._give_first_weights()
         return self._evaluate(batches)
 
     def predict(self, inputs: Any, *, batch: int = 256) -> Any:
         """Return the model's outputs for `inputs`, in their order, as NumPy arrays on every rank.
+
+        Every rank calls it with the same arguments; where they hold different weights, those of rank 0 count.
 
         Args:
             inputs: arrays [samples, …], a nest of them, or a batched tf.data.Dataset whose elements are inputs or
@@ -211,12 +210,18 @@ class Trainer:
             batch: samples per step over all ranks, for arrays.
 
         Raises:
+            ConfigError: ranks that make another call, or with other arguments.
             DataError: no inputs, or ranks that were given other inputs.
         """
+        agree_on_call(self.backend, "predict", {"inputs": inputs, "batch": batch})
+        batches = prediction_batches(inputs, self.backend, batch=batch)
+        if self.backend.processes > 1:
+            build_for(self.model, batches)
         if self._rule is not None:
             self._rule.consolidate()
+        self._give_first_weights()
         with self.averaged_weights():
-            return self._predictor(prediction_batches(inputs, self.backend, batch=batch))
+            return self._predictor(batches)
 
     def build(self, data: TrainingData) -> None:
         """Create the variables of model and optimizer, if they are not there, and check loss and metrics."""
@@ -264,34 +269,32 @@ class Trainer:
             save: writes the state; called on every rank.
             callbacks: see `fit`.
         """
-        begin = time.perf_counter()
-        hooks = self._hooks(callbacks, data, plan)
+        sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
+        self._agree("train", {"plan": plan, **sizes, "validation": validation, "save": save}, callbacks)
         self.broadcast_state()
-        observers = observers or BaseObserver()
-        self._announce(info or run_info(self.backend, self.state, self.options, data, plan), observers)
+        return self._train(data, plan, validation, observers or BaseObserver(), info, save, callbacks)
+
+    def _train(
+        self,
+        data: TrainingData,
+        plan: Plan,
+        validation: Iterable[Batch] | None,
+        observers: Observer,
+        info: RunInfo | None = None,
+        save: Callable[[TrainState], None] | None = None,
+        callbacks: Sequence[Any] = (),
+    ) -> FitResult:
+        """Do what `train` does, from a state that is the same on every rank."""
+        begin = time.perf_counter()
+        info = info or run_info(self.backend, self.state, self.options, data, plan)
+        self._announcer.announce(info, self.state, observers, narrow_outputs=self._factory.narrow_outputs)
         self.rule.adopt_weights()
-        step = self._factory.train_step(self.state, self.rule, data.batch, epoch_metrics=hooks is not None)
-        loop = TrainingLoop(
-            self.backend,
-            self.state,
-            step,
-            data,
-            observers,
-            evaluate=None if validation is None else lambda: self._evaluate(validation, hooks),
-            save=None if save is None else lambda: save(self.state),
-            hooks=hooks,
-            consolidate=self.consolidate,
-            adopt_weights=self.rule.adopt_weights,
-        )
-        if hooks is not None:
-            hooks.begin()
-        step.begin_metrics()
-        loop.run(plan)
-        self.consolidate()
-        if hooks is not None:
-            hooks.end()
-        history = hooks.history if hooks is not None else {}
-        return loop.result(wall_seconds=time.perf_counter() - begin, history=history)
+        saving = None if save is None else lambda: save(self.state)
+        actions = Actions(self._evaluate, self.consolidate, self.averaged_weights, saving)
+        parts = (self.backend, self.state, self._factory, self.rule, data, plan)
+        training = StandardTraining(*parts, actions, observers, validation=validation, callbacks=callbacks)
+        training.run()
+        return training.result(wall_seconds=time.perf_counter() - begin)
 
     def compiled_step(self, data: TrainingData) -> CompiledStep:
         """Return the compiled step for batches of `data`, to be called by itself."""
@@ -306,34 +309,19 @@ class Trainer:
         """Give the model the optimizer's averages of its weights (`use_ema=True`), as of the last `consolidate`."""
         return nullcontext() if self._rule is None else self._rule.averaged_weights()
 
-    def _announce(self, info: RunInfo, observers: Observer) -> None:
-        """Tell what the run is, and what is slow about it; every rank calls it, as what compression costs is tried."""
-        if self._compression_cost is None:
-            cost = compression_cost(self.backend, self.state.parameters(), self.options.compression)
-            self._compression_cost = cost
-        observers.on_start(info)
-        narrow = self._factory.narrow_outputs
-        lines = advice(info, self.options, compression_cost=self._compression_cost, narrow_outputs=narrow)
-        for line in [*self._notes, *lines]:
-            observers.on_message(line)
+    def _agree(self, call: str, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> None:
+        """Refuse a call that differs by rank, or one by trainers that do."""
+        settings = settings_of(self._seed, self.options, self.optimizer, callbacks)
+        agree_on_call(self.backend, call, arguments, settings)
 
-    def _hooks(self, callbacks: Sequence[Any], data: TrainingData, plan: Plan) -> KerasCallbacks | None:
-        needs = needs_of_all(callbacks, self.backend)
-        if not needs.anything:
-            return None
-        self._factory.compile_for_callbacks()
-        scalars = self.state.scalars
-        left = plan.total_steps - scalars.step + scalars.place(data.steps_per_epoch)
-        return KerasCallbacks(
-            callbacks,
-            needs,
-            self.model,
-            self.backend,
-            epochs=scalars.epoch + -(-left // data.steps_per_epoch),
-            steps=data.steps_per_epoch,
-            averaged_weights=self.averaged_weights,
-        )
+    def _give_first_weights(self) -> None:
+        """Give every rank what rank 0 would evaluate with, where ranks differ: the averages too, if there are any."""
+        weights = {f"model/{path}": v for path, v in structure_of(self.model).by_path(self.model.weights).items()}
+        if averages_weights(self.optimizer):
+            weights |= {path: tensor.value for path, tensor in self.rule.named_tensors().items() if tensor.replicated}
+        if give_first_weights(weights, self.backend) and self._rule is not None:
+            self._rule.adopt_weights()
 
-    def _evaluate(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
+    def _evaluate(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         with self.averaged_weights():
             return self._factory.evaluator()(batches, hooks)

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.given import AsMany
+from hvdtrain.data.given import AsMany, in_step
 from hvdtrain.training.evaluation.predict import prediction_batches
 from hvdtrain.training.inputs import training_data, validation_batches
 from tests.unit.gathering import on_ranks
@@ -46,7 +46,7 @@ def uncounted(samples=48):
     return dataset(samples).filter(lambda x, y: True)
 
 
-def fit_on(*data, batch=None):
+def fit_on(*data, batch=None, steps_per_epoch=None):
     """Return what each rank says of the data that it is given to train on."""
     return on_ranks(
         len(data),
@@ -56,7 +56,7 @@ def fit_on(*data, batch=None):
             batch=batch[backend.index] if isinstance(batch, tuple) else batch,
             seed=0,
             shuffle=True,
-            steps_per_epoch=None,
+            steps_per_epoch=steps_per_epoch,
         ),
     )
 
@@ -102,6 +102,16 @@ def test_batches_that_are_more_on_one_rank_are_refused(of):
     assert "shard()" in said
 
 
+def test_a_dataset_that_is_longer_than_an_epoch_has_one_length_on_every_rank():
+    """The shorter one would begin anew before the other: different batches from then on."""
+    said = refused(fit_on(dataset(48), dataset(32), steps_per_epoch=4))
+    assert said.startswith("The training data have 8 batches on rank 1 and 12 on rank 0.")
+    taken = fit_on(dataset(48).repeat(), dataset(32).repeat(), steps_per_epoch=4)
+    assert [data.steps_per_epoch for data in taken] == [4, 4], "nobody knows where those begin anew"
+    taken = fit_on(dataset(), dataset(), steps_per_epoch=4)
+    assert [data.steps_per_epoch for data in taken] == [4, 4]
+
+
 def test_a_dataset_that_is_sharded_is_refused():
     shards = [tf.data.Dataset.from_tensor_slices((X, Y)).shard(2, rank).batch(4) for rank in range(2)]
     said = refused(fit_on(*shards))
@@ -143,6 +153,24 @@ def test_inputs_that_differ_are_refused(of):
     assert predict_on(X, X) == [12, 12]
     assert "prediction" in refused(predict_on(X, X + 1)).split("rank 0")[0]
     assert refused(predict_on(X, X[:32])).startswith("The prediction data have ")
+
+
+def lengths_in_step(*data):
+    """Return how many batches each rank sees of evaluation data in which the ranks meet at each batch."""
+    return on_ranks(
+        len(data), lambda backend: sum(1 for _ in in_step(validation_batches(data[backend.index], backend, batch=4)))
+    )
+
+
+@pytest.mark.parametrize("of", [uncounted, generator])
+def test_batches_that_one_rank_lacks_are_noticed_before_they_are_used(of):
+    assert lengths_in_step(of(48), of(48)) == [12, 12]
+    said = refused(lengths_in_step(of(48), of(32), of(40)))
+    assert said.startswith("The validation data have 8 batches on rank 1 and more on rank 0. Every rank is given all")
+
+
+def test_batches_that_are_counted_need_no_meeting():
+    assert lengths_in_step((X, Y), (X, Y)) == [12, 12]
 
 
 def test_an_evaluation_that_is_left_compares_nothing():

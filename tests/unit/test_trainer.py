@@ -10,9 +10,10 @@ from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.observability.events import BaseObserver
 from hvdtrain.runtime.session import current
-from hvdtrain.training.inputs import training_data
+from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.step import train_step
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -487,3 +488,83 @@ def test_sixteen_bit_outputs_are_added_up_in_thirty_two():
     model = keras.Sequential([keras.Input((1,), dtype="float16"), keras.layers.Activation("linear", dtype="float16")])
     outcome = Trainer(model, "sgd", "mse").evaluate((outputs, np.zeros((400, 1), "float16")), batch=400)
     assert outcome.loss == pytest.approx(40000.0)
+
+
+def test_data_whose_shapes_keep_changing_share_a_graph(monkeypatch):
+    """Sequences of any length: each length would be compiled, and kept, by itself."""
+    monkeypatch.setattr(train_step, "MOST_SPECIAL", 4)
+    lengths = [5, 9, 3, 7, 11, 4, 6, 8, 12, 10]
+
+    def batches():
+        rng = np.random.default_rng(0)
+        for length in lengths:
+            yield rng.standard_normal((8, length, 2)).astype("float32"), rng.integers(0, 3, 8)
+
+    def trained():
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((None, 2)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3)]
+        trainer = Trainer(keras.Sequential(layers), sgd(), CROSSENTROPY)
+        trainer.fit(batches, epochs=2, verbose=False, log_every=3)
+        (step,) = trainer._factory._known.values()
+        return trainer.model.get_weights(), step
+
+    weights, step = trained()
+    assert len(step._special) == 4
+    general = sum(function.experimental_get_tracing_count() for function in step._general.values())
+    assert general <= 6, "a graph for each shape again"
+    monkeypatch.setattr(train_step, "MOST_SPECIAL", 1000)
+    expected, step = trained()
+    assert len(step._special) > 10
+    for ours, theirs in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_what_happens_after_a_step_has_an_order():
+    """Logged first, so that nothing that is not finite is evaluated or saved; saved last."""
+    happened = []
+
+    class Notes(BaseObserver):
+        def on_step(self, record):
+            happened.append(f"logged {record.step}")
+
+        def on_evaluation(self, record):
+            happened.append(f"evaluated {record.step}")
+
+    class Callback(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            happened.append("begin")
+
+        def on_epoch_begin(self, epoch, logs=None):
+            happened.append(f"epoch {epoch}")
+
+        def on_train_batch_end(self, batch, logs=None):
+            happened.append(f"batch {batch}")
+
+        def on_test_end(self, logs=None):
+            happened.append("tested")
+
+        def on_epoch_end(self, epoch, logs=None):
+            happened.append(f"epoch {epoch} ends with {', '.join(sorted(logs))}")
+            self.model.stop_training = epoch == 1
+
+        def on_train_end(self, logs=None):
+            happened.append("end")
+
+    trainer = Trainer(dense(), sgd(), CROSSENTROPY)
+    data = training_data((X[:32], Y[:32]), trainer.backend, batch=16, seed=0, shuffle=False, steps_per_epoch=None)
+    trainer.build(data)
+    validation = validation_batches((X, Y), trainer.backend, batch=50)
+    trainer.train(
+        data,
+        Plan(20, log_every=100, checkpoint_every=3),
+        validation=validation,
+        observers=Notes(),
+        save=lambda state: happened.append(f"saved {state.scalars.step}"),
+        callbacks=[Callback()],
+    )
+    epoch_end = "ends with loss, val_loss"
+    assert happened == [
+        *("begin", "epoch 0", "batch 0", "logged 1", "batch 1", "logged 2", "tested", "evaluated 2"),
+        *(f"epoch 0 {epoch_end}", "epoch 1", "batch 0", "logged 3", "saved 3", "batch 1", "logged 4", "tested"),
+        *("evaluated 4", f"epoch 1 {epoch_end}", "saved 4", "end"),
+    ]

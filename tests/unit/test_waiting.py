@@ -20,7 +20,7 @@ from hvdtrain.observability.events import BaseObserver
 from hvdtrain.runs.run_data import waiting_advice
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop import clock
-from hvdtrain.training.loop.clock import HAND_OVER_S, WARM_UP_STEPS, StepClock
+from hvdtrain.training.loop.clock import HAND_OVER_S, KEPT_STEPS, WARM_UP_STEPS, StepClock
 from hvdtrain.training.loop.data_wait import WaitingWatch, waiting_warning
 from hvdtrain.training.loop.loop import Plan
 from tests.unit.gathering import on_ranks
@@ -58,7 +58,7 @@ def test_the_share_of_the_steady_steps(now):
 def test_steps_that_overlap_share_the_time_up_to_the_one_that_was_waited_for(now):
     watch = StepClock(8, overlapping=True)
     watch.resume()
-    for seconds, waited in [(2.0, True), (0.0, False), (0.0, False), (3.0, True), (1.0, False)]:
+    for seconds, waited in [(2.0, True), (0.0, False), (0.0, False), (3.0, True), (1.0, True)]:
         now[0] += seconds
         watch.tick(waited=waited)
     assert watch.steady_ms() == [2000.0, 1000.0, 1000.0, 1000.0, 1000.0]
@@ -83,6 +83,18 @@ def test_the_first_steps_do_not_count(now):
 
 def test_taking_a_batch_that_is_ready_is_no_waiting(now):
     assert run(now, 20, wait=-HAND_OVER_S / 2, work=0.002).waiting_share() == 0.0
+
+
+def test_a_long_run_takes_no_more_memory(now):
+    watch = StepClock(8)
+    for _ in range(100):
+        watch.note(5.0)
+    for _ in range(KEPT_STEPS):
+        watch.note(1.0, waited=0.25)
+    assert watch.steady_ms() == [1000.0] * KEPT_STEPS
+    assert watch.steady_steps == KEPT_STEPS + 100 - WARM_UP_STEPS
+    seconds = 5.0 * (100 - WARM_UP_STEPS) + KEPT_STEPS
+    assert watch.waiting_share() == pytest.approx(0.25 * KEPT_STEPS / seconds)
 
 
 def test_it_is_said_where_it_is_worth_a_word():
@@ -121,11 +133,9 @@ def test_a_script_is_told_of_no_flags(kind):
 def test_one_rank_that_waits_is_found_after_enough_steps(now):
     def body(backend):
         clock = StepClock(8)
-        clock._times, clock._waits = [], []
         watch, said = WaitingWatch(backend, clock, "Do this."), {}
         for step in range(1, 201):
-            clock._times.append(1.0)
-            clock._waits.append(0.5 if backend.index == 1 and step > 40 else 0.0)
+            clock.note(1.0, 0.5 if backend.index == 1 and step > 40 else 0.0)
             if step % 5 == 0:
                 said[step] = watch.look()
         return {step: text for step, text in said.items() if text}
@@ -148,8 +158,7 @@ def test_ranks_meet_a_few_times_in_a_long_run(now):
     clock = StepClock(8)
     watch = WaitingWatch(Counting(None), clock, "")
     for _ in range(10_000):
-        clock._times.append(1.0)
-        clock._waits.append(0.0)
+        clock.note(1.0)
         assert watch.look() is None
     assert len(met) == 9
 

@@ -36,12 +36,26 @@ def agree(control: ControlChannel, facts: Mapping[str, str], *, timeout: float) 
         LaunchError: some differ: the same error on all ranks, naming each such fact, its values and the ranks
             with each. Or a rank did not come within ``timeout`` seconds.
     """
-    everyone = [json.loads(part) for part in control.exchange(json.dumps(dict(facts)).encode(), timeout=timeout)]
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    values = {name: [theirs.get(name, "not given") for theirs in everyone] for name in names}
-    differing = [_difference(name, given) for name, given in values.items() if len(set(given)) > 1]
+    differing = differences(control.exchange(encode_facts(facts), timeout=timeout))
     if differing:
         raise LaunchError(f"The ranks of this job do not fit together: {'; '.join(differing)}.")
+
+
+def encode_facts(facts: Mapping[str, str]) -> bytes:
+    """Return a rank's facts as it sends them to the others; see `differences`."""
+    return json.dumps(dict(facts)).encode()
+
+
+def differences(everyone: Sequence[bytes]) -> list[str]:
+    """Return a phrase, "keras is 3.12 on ranks 0, 2 but 3.11 on rank 1", for each fact that differs by rank.
+
+    Args:
+        everyone: what `encode_facts` returned on each rank.
+    """
+    facts = [json.loads(part) for part in everyone]
+    names = dict.fromkeys(name for theirs in facts for name in theirs)
+    values = {name: [theirs.get(name, "not given") for theirs in facts] for name in names}
+    return [_difference(name, given) for name, given in values.items() if len(set(given)) > 1]
 
 
 def together(control: ControlChannel, action: Callable[[], T], *, timeout: float) -> T:

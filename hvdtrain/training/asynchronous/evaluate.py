@@ -12,7 +12,7 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.training.asynchronous.tally import Tally
 from hvdtrain.training.evaluation.evaluate import Evaluation
-from hvdtrain.training.loop.hooks import Hooks
+from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
 from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.objective.outputs import inputs_for
@@ -39,14 +39,14 @@ class AsynchronousEvaluator:
             lambda *parts: backend.run(self._sums, *parts), autograph=False, reduce_retracing=True
         )
 
-    def __call__(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
+    def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         """Evaluate on `batches`; `hooks` may look in.
 
         Raises:
             DataError: there is not one sample.
         """
         begin = time.perf_counter()
-        hooks, tally = hooks or Hooks(), Tally(self._metrics)
+        hooks, tally = hooks or EvaluationHooks(), Tally(self._metrics)
         outcomes: list[Future] = []
 
         def so_far() -> dict[str, float]:

@@ -11,7 +11,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
-from hvdtrain.training.loop.hooks import Hooks
+from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
 from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.objective.outputs import inputs_for
@@ -47,7 +47,7 @@ class Evaluator:
         self._reduce = tf.function(lambda: backend.run(self._reduce_all), autograph=False)
         self._look = tf.function(lambda: backend.run(self._look_at_all), autograph=False)
 
-    def __call__(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
+    def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         """Evaluate on `batches`, of which each replica must have the same number; `hooks` may look in.
 
         Raises:
@@ -57,7 +57,7 @@ class Evaluator:
         self._metrics.reset_all()
         for sums in self._sums.all:
             sums.assign(tf.zeros([2], tf.float64))
-        hooks = hooks or Hooks()
+        hooks = hooks or EvaluationHooks()
         for number, batch in enumerate(self._backend.distribute(batches)):
             hooks.begin_test_step(number)
             self._update(batch)

@@ -10,6 +10,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
+from hvdtrain.data.given import in_step
 from hvdtrain.training.inputs import validation_batches
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.step.replica_slice import replica_slice
@@ -31,7 +32,7 @@ class Predictor:
         Raises:
             DataError: there is nothing to predict.
         """
-        parts = [tf.nest.map_structure(lambda t: t.numpy(), self._outputs(batch)) for batch in batches]
+        parts = [tf.nest.map_structure(lambda t: t.numpy(), self._outputs(batch)) for batch in in_step(batches)]
         if not parts:
             raise DataError("There is nothing to predict: the data hold no samples.")
         return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
@@ -46,6 +47,12 @@ class Predictor:
             for place, tensor in enumerate(tf.nest.flatten(outputs))
         ]
         return tf.nest.pack_sequence_as(outputs, flat)
+
+
+def build_for(model: Any, batches: Iterable[Batch]) -> None:
+    """Create the variables of `model` by calling it on the first of `batches`, if they are not there."""
+    if not model.built:
+        model(inputs_for(model, next(iter(batches)).inputs), training=False)
 
 
 def prediction_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[Batch]:

@@ -1,6 +1,7 @@
 """Step times and throughput as the loop sees them."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -13,10 +14,14 @@ T = TypeVar("T")
 
 WARM_UP_STEPS = 5
 """Steps after the start that are not steady: tracing, filling of buffers and caches."""
+KEPT_STEPS = 10_000
+"""Steps whose times are kept, the newest, for the median and percentiles: a run may take billions."""
 
 
 class StepClock:
     """Collects the wall time of each step, leaving out what happens between steps (evaluation, checkpoints).
+
+    Its memory does not grow with the number of steps.
 
     Args:
         samples_per_step: samples of a full global batch.
@@ -28,56 +33,68 @@ class StepClock:
     def __init__(self, samples_per_step: int, *, overlapping: bool = False) -> None:
         self._samples = samples_per_step
         self._overlapping = overlapping
-        self._shared = 0
-        self._times: list[float] = []
-        self._waits: list[float] = []
-        self._logged = 0
-        self._last = time.perf_counter()
+        self._warm_up: list[float] = []
+        self._steady: deque[float] = deque(maxlen=KEPT_STEPS)
+        self._steady_seconds = 0.0
+        self._steady_waits = 0.0
+        self.steady_steps = 0
+        """Steps since those at the start."""
+        self._recent_steps = 0
+        self._recent_seconds = 0.0
+        self._under_way = 0
+        self._begin = time.perf_counter()
+        self._wait = 0.0
 
     def resume(self) -> None:
         """Start timing anew after a pause."""
-        self._last = time.perf_counter()
+        self._begin = time.perf_counter()
 
     def next_of(self, batches: Iterator[T]) -> T:
         """Return the next batch, noting how long it had to be waited for."""
         begin = time.perf_counter()
         batch = next(batches)
         waited = 0.0 if self._overlapping else time.perf_counter() - begin - HAND_OVER_S
-        self._waits.append(max(0.0, waited))
+        self._wait = max(0.0, waited)
         return batch
 
     def tick(self, *, waited: bool = True) -> None:
         """Note the end of a step, or, of one that was not waited for, that it was started."""
         now = time.perf_counter()
-        self._times.append(now - self._last)
-        self._last = now
-        if self._overlapping and waited:
-            together = self._times[self._shared :]
-            self._times[self._shared :] = [sum(together) / len(together)] * len(together)
-            self._shared = len(self._times)
+        self._under_way += 1
+        if self._overlapping and not waited:
+            return
+        each = (now - self._begin) / self._under_way
+        for _ in range(self._under_way):
+            self.note(each, self._wait)
+        self._under_way, self._begin = 0, now
+
+    def note(self, seconds: float, waited: float = 0.0) -> None:
+        """Count a step that took `seconds`, of which it `waited` for its data."""
+        self._recent_steps += 1
+        self._recent_seconds += seconds
+        if len(self._warm_up) < WARM_UP_STEPS:
+            self._warm_up.append(seconds)
+            return
+        self.steady_steps += 1
+        self._steady.append(seconds)
+        self._steady_seconds += seconds
+        self._steady_waits += waited
 
     def samples_per_second(self) -> float:
         """Return the throughput over the steps since the last call."""
-        recent = self._times[self._logged :]
-        self._logged = len(self._times)
-        return self._samples * len(recent) / sum(recent) if recent else 0.0
-
-    @property
-    def steady_steps(self) -> int:
-        """Steps since those at the start."""
-        return max(0, len(self._times) - WARM_UP_STEPS)
+        steps, seconds = self._recent_steps, self._recent_seconds
+        self._recent_steps, self._recent_seconds = 0, 0.0
+        return self._samples * steps / seconds if steps else 0.0
 
     def waiting_share(self) -> float:
         """Return the share of the steady steps' time in which they waited for data; 0 before there are any."""
-        steady = self._times[WARM_UP_STEPS:]
-        return sum(self._waits[WARM_UP_STEPS : len(self._times)]) / sum(steady) if steady else 0.0
+        return self._steady_waits / self._steady_seconds if self._steady_seconds else 0.0
 
     def steady_ms(self) -> list[float]:
-        """Return the times of the steady steps in milliseconds; of all steps if there are no more than the warm-up."""
-        steady = self._times[WARM_UP_STEPS:] or self._times
-        return [1000.0 * seconds for seconds in steady]
+        """Return the times of the last `KEPT_STEPS` steady steps in ms; before there are any, of the warm-up's."""
+        return [1000.0 * seconds for seconds in self._steady or self._warm_up]
 
     def steady_samples_per_second(self) -> float:
-        """Return the median throughput over the steady steps."""
+        """Return the median throughput over the steps of `steady_ms`."""
         steady = self.steady_ms()
         return float(1000.0 * self._samples / np.median(steady)) if steady else 0.0

@@ -1,44 +1,72 @@
-"""What may look into the loop and end it: Keras callbacks, in the end."""
+"""What happens between two steps: hooks, when each is due, and what it makes of the step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 
-from hvdtrain.training.step.result import Totals
+from hvdtrain.training.step.result import StepResult
 
 
-class Hooks:
-    """Called on every replica, with figures over all of them; nobody looks in unless a method is overridden."""
+class Outcome(IntEnum):
+    """What a hook makes of the step that ended; the same on every rank."""
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Receive an epoch that begins, from 0."""
+    CONTINUE = 0
+    SKIP = 1
+    """The step changed nothing (its gradients overflowed): training goes on."""
+    STOP = 2
+    """Training ends here: hooks that are due at the end are due now, if they come later in the list."""
+    ROLL_BACK = 3
+    """The step is undone: no later hook sees it, and training goes on from the last snapshot."""
 
-    def begin_step(self, number: int) -> None:
-        """Receive a step that begins, from 0 within its epoch."""
 
-    def end_step(self, number: int, totals: Totals, metrics: Callable[[], Mapping[str, float]]) -> bool:
-        """Receive a finished step and its totals, weighted loss and weight first; tell whether anybody looked at it.
+@dataclass(slots=True)
+class StepEnd:
+    """A finished step, as hooks see it."""
 
-        `metrics` returns those of the epoch so far. It exchanges something: all replicas call it, or none.
-        """
-        return False
+    number: int
+    """Finished optimizer steps, this one included."""
+    epoch: int
+    """The step's epoch, from 0."""
+    place: int
+    """The step's place in its epoch, from 0."""
+    first: bool
+    """Whether training began with it."""
+    ends_epoch: bool
+    """Whether its epoch ends with it, cut short or not."""
+    last: bool
+    """Whether training ends with it, as planned or because an earlier hook stopped it."""
+    measured: bool = False
+    """Whether its figures were measured, and so waited for."""
+    result: StepResult | None = None
+    outcome: Outcome = Outcome.CONTINUE
+    """What earlier hooks made of it."""
 
-    def begin_evaluation(self) -> None:
-        """Notice that the validation data are about to be evaluated."""
 
-    def begin_test_step(self, number: int) -> None:
-        """Receive an evaluation's batch that begins, from 0."""
+@dataclass(frozen=True)
+class When:
+    """After which steps a hook is due."""
 
-    def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, float]]) -> None:
-        """Receive an evaluation's batch that is finished.
+    every: int | None = None
+    """Steps whose number divides by this."""
+    first: bool = False
+    epoch_ends: bool = False
+    last: bool = False
+    measured: bool = False
 
-        `so_far` returns loss and metrics until here. It exchanges something: all replicas call it, or none.
-        """
+    def due(self, step: StepEnd) -> bool:
+        """Tell whether a hook is due after `step`."""
+        return bool(
+            (self.every and step.number % self.every == 0)
+            or (self.measured and step.measured)
+            or (self.epoch_ends and step.ends_epoch)
+            or (self.first and step.first)
+            or (self.last and step.last)
+        )
 
-    def end_evaluation(self, logs: Mapping[str, float]) -> None:
-        """Receive the evaluation's loss and metrics."""
 
-    def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
-        """Receive an epoch's loss and metrics, those of its evaluation with `val_` before their names."""
+EVERY_STEP = When(every=1)
+MEASURED = When(measured=True)
+EPOCH_ENDS = When(epoch_ends=True)
 
-    def stops(self) -> bool:
-        """Tell whether training is to end here; alike on all replicas, which call it together."""
-        return False
+Hook = Callable[[StepEnd], Outcome | None]
+"""Called after a step; None means `Outcome.CONTINUE`."""

@@ -1,6 +1,6 @@
 """Keras callbacks in the training loop, through Keras' own CallbackList."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -11,12 +11,15 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.precision import has_dynamic_scale
-from hvdtrain.training.loop.hooks import Hooks
-from hvdtrain.training.step.result import Totals
+from hvdtrain.state.structure import structure_of
+from hvdtrain.training.evaluation.hooks import EvaluationHooks
+from hvdtrain.training.evaluation.same_weights import checksum
+from hvdtrain.training.loop.hooks import Outcome, StepEnd
 
 _callbacks = keras.callbacks
 WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
 """They act on the first replica only; all others act on every one, where they see the same figures."""
+RATE_SETTERS = (_callbacks.ReduceLROnPlateau, _callbacks.LearningRateScheduler)
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 AGREEMENT_TIMEOUT_S = 600.0
@@ -43,11 +46,57 @@ def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
     return CallbackNeeds(*map(any, zip(*backend.gather_bytes(mine, timeout=AGREEMENT_TIMEOUT_S), strict=True)))
 
 
-class KerasCallbacks(Hooks):
+def callbacks_of_all(
+    callbacks: Sequence[Any],
+    model: Any,
+    backend: Backend,
+    *,
+    epochs: int,
+    steps: int,
+    prepare: Callable[[], None],
+    averaged_weights: Callable[[], AbstractContextManager[None]],
+) -> "KerasCallbacks | None":
+    """Return what calls this replica's `callbacks`; None where no replica has any.
+
+    Args:
+        callbacks: what `Model.fit` takes.
+        model: what is trained.
+        backend: the replicas.
+        epochs: epochs of the run.
+        steps: steps of an epoch.
+        prepare: gives the model what callbacks look for, such as its optimizer.
+        averaged_weights: gives the model the optimizer's averages inside a context.
+
+    Raises:
+        ConfigError: a callback that cannot work here.
+    """
+    needs = needs_of_all(callbacks, backend)
+    if not needs.anything:
+        return None
+    prepare()
+    return KerasCallbacks(
+        callbacks, needs, model, backend, epochs=epochs, steps=steps, averaged_weights=averaged_weights
+    )
+
+
+def that_change_training(callbacks: Sequence[Any]) -> str:
+    """Return the names of Keras' own callbacks that set weights or learning rates: all ranks need the same ones."""
+    return ", ".join(type(callback).__name__ for callback in _that_change_training(callbacks)) or "none"
+
+
+def _that_change_training(callbacks: Sequence[Any]) -> Iterator[Any]:
+    for callback in tf.nest.flatten(list(callbacks)):
+        restores = isinstance(callback, _callbacks.EarlyStopping) and callback.restore_best_weights
+        if restores or isinstance(callback, RATE_SETTERS):
+            yield callback
+
+
+class KerasCallbacks(EvaluationHooks):
     """Calls a list of Keras callbacks as `Model.fit` would.
 
     Every replica calls them with the same figures, which are over all replicas, so that they decide alike. Where one
-    asks to stop, all stop together: at the end of an epoch, or at a logged step.
+    asks to stop, all stop together: at the end of an epoch, or at a logged step. Callbacks that give the replicas
+    different learning rates or weights are refused.
 
     Args:
         callbacks: what `Model.fit` takes.
@@ -76,7 +125,7 @@ class KerasCallbacks(Hooks):
         self._averaged_weights = averaged_weights
         self._list = _callbacks.CallbackList(mine, add_history=True, model=model, epochs=epochs, steps=steps, verbose=0)
         # Figures of each step have to be exchanged and waited for: only for somebody who asks for them.
-        self._wishes = needs
+        self.needs = needs
         self._sums = np.zeros(2)
         self._logs: dict[str, float] = {}
         self._gather = tf.function(lambda mine: backend.run(self._agree, mine), autograph=False)
@@ -93,72 +142,88 @@ class KerasCallbacks(Hooks):
     def begin(self) -> None:
         """Begin training."""
         self._list.on_train_begin()
+        self._agreed(weights=True)
 
     def end(self) -> None:
         """End training."""
         self._list.on_train_end(dict(self._logs))
+        self._agreed(weights=True)
 
-    def begin_epoch(self, epoch: int) -> None:
-        """See `Hooks`."""
-        self._sums = np.zeros(2)
-        self._list.on_epoch_begin(epoch)
+    def begin_step(self, step: StepEnd) -> None:
+        """Begin a step, and its epoch where it is the first that is trained of it."""
+        if step.place == 0 or step.first:
+            self._sums = np.zeros(2)
+            self._list.on_epoch_begin(step.epoch)
+        if self.needs.batches:
+            self._list.on_train_batch_begin(step.place)
 
-    def begin_step(self, number: int) -> None:
-        """See `Hooks`."""
-        if self._wishes.batches:
-            self._list.on_train_batch_begin(number)
+    def end_step(self, step: StepEnd, metrics: Callable[[], Mapping[str, float]]) -> None:
+        """End a step, with loss and metrics of the epoch so far.
 
-    def end_step(self, number: int, totals: Totals, metrics: Callable[[], Mapping[str, float]]) -> bool:
-        """See `Hooks`; loss and metrics are the epoch's so far."""
-        if self._wishes.batches:
-            sums = totals.numpy()[:2]
-            # A step that was skipped for its overflow is none.
-            self._sums += sums if np.isfinite(sums).all() or not has_dynamic_scale(self._model.optimizer) else 0.0
-            self._list.on_train_batch_end(number, {"loss": float(self._sums[0] / self._sums[1]), **metrics()})
-        return self._wishes.batches
+        `metrics` returns the latter. It exchanges something: all replicas call this, or none.
+        """
+        assert step.result is not None, "the step is done"
+        sums = step.result.totals.numpy()[:2]
+        # A step that was skipped for its overflow is none.
+        self._sums += sums if np.isfinite(sums).all() or not has_dynamic_scale(self._model.optimizer) else 0.0
+        self._list.on_train_batch_end(step.place, {"loss": float(self._sums[0] / self._sums[1]), **metrics()})
 
     def begin_evaluation(self) -> None:
-        """See `Hooks`."""
+        """Begin the evaluation of the validation data."""
         self._list.on_test_begin()
 
     def begin_test_step(self, number: int) -> None:
-        """See `Hooks`."""
-        if self._wishes.test_batches:
+        """See `EvaluationHooks`."""
+        if self.needs.test_batches:
             self._list.on_test_batch_begin(number)
 
     def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, float]]) -> None:
-        """See `Hooks`; loss and metrics are the evaluation's so far."""
-        if self._wishes.test_batches:
+        """See `EvaluationHooks`; loss and metrics are the evaluation's so far."""
+        if self.needs.test_batches:
             self._list.on_test_batch_end(number, dict(so_far()))
 
     def end_evaluation(self, logs: Mapping[str, float]) -> None:
-        """See `Hooks`."""
+        """End the evaluation, with its loss and metrics."""
         self._list.on_test_end(dict(logs))
 
     def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
-        """See `Hooks`."""
+        """End an epoch, with its loss and metrics, those of its evaluation with `val_` before their names."""
         self._logs = dict(logs)
         # What a callback keeps at this figure are the weights that earned it.
         with self._averaged_weights():
             self._list.on_epoch_end(epoch, dict(logs))
 
-    def stops(self) -> bool:
-        """See `Hooks`.
+    def agree(self, step: StepEnd) -> Outcome:
+        """Stop where a callback of any replica asks for it; all replicas call it together.
 
         Raises:
-            ConfigError: a callback gave the replicas different learning rates.
+            ConfigError: a callback gave the replicas different learning rates or weights.
         """
+        stops = self._agreed(weights=step.ends_epoch)
+        return Outcome.STOP if stops else Outcome.CONTINUE
+
+    def _agreed(self, *, weights: bool) -> bool:
+        """Tell whether any replica's callbacks ask to stop, once rates, and `weights`, are seen to be the same."""
         rate = float(tf.convert_to_tensor(self._model.optimizer.learning_rate))
-        mine = tf.Variable([[float(self._model.stop_training), rate]], dtype=tf.float64)
-        all_of_them = self._gather(mine.read_value()).numpy()
-        rates = all_of_them[:, 1]
+        crc = (
+            checksum(structure_of(self._model).by_path(self._model.weights))
+            if weights and self._backend.processes > 1
+            else 0
+        )
+        mine = tf.Variable([[float(self._model.stop_training), rate, float(crc)]], dtype=tf.float64)
+        stops, rates, crcs = self._gather(mine.read_value()).numpy().T
         if (rates != rates[0]).any():
             other = int(np.flatnonzero(rates != rates[0])[0])
             raise ConfigError(
                 f"A callback set the learning rate {rates[other]:g} on rank {other} and {rates[0]:g} on rank 0: "
                 "callbacks must decide alike on every rank, from the figures that they are given."
             )
-        return bool(all_of_them[:, 0].any())
+        if (crcs != crcs[0]).any():
+            raise ConfigError(
+                f"A callback gave rank {int(np.flatnonzero(crcs != crcs[0])[0])} other weights than rank 0: callbacks "
+                "that change the model must be on every rank, and decide alike from the figures that they are given."
+            )
+        return bool(stops.any())
 
 
 def _check(callback: Any) -> None:

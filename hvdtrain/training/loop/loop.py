@@ -1,21 +1,16 @@
-"""The loop over optimizer steps: what happens when, and nothing about how."""
+"""The loop over optimizer steps, and the list of hooks that it calls after each of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
-from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
-from hvdtrain.observability.summary import median_p90
-from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.loop.clock import StepClock
-from hvdtrain.training.loop.data_wait import WaitingWatch
-from hvdtrain.training.loop.hooks import Hooks
-from hvdtrain.training.loop.loss_monitor import LossMonitor
-from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.step.result import CompiledStep, Measured
+from hvdtrain.training.loop.hooks import Hook, Outcome, StepEnd, When
+from hvdtrain.training.step.result import CompiledStep
 
 
 @dataclass(frozen=True)
@@ -27,21 +22,27 @@ class Plan:
     checkpoint_every: int | None = None
     """None: at the end of every epoch."""
 
+    @property
+    def logged(self) -> When:
+        """Steps that are logged."""
+        return When(every=self.log_every, first=True, epoch_ends=True, last=True)
+
+    @property
+    def saved(self) -> When:
+        """Steps after which the state is saved, where it is."""
+        return When(every=self.checkpoint_every, epoch_ends=self.checkpoint_every is None, last=True)
+
 
 class TrainingLoop:
-    """Runs steps until the plan is fulfilled.
+    """Runs steps, and after each the hooks that are due, in the order in which they were added.
 
     Args:
         backend: the replicas.
-        state: what is trained.
+        state: what is trained; its step and epoch are counted here.
         step: the compiled step.
         data: the batches.
-        observers: who is told what happens.
-        evaluate: evaluates at the end of an epoch; None where there is no validation data.
-        save: saves the state; None where nothing is saved.
-        hooks: may look in and end training.
-        consolidate: makes the state what is evaluated and saved.
-        adopt_weights: takes over weights that a callback may have set.
+        total_steps: the step with which training ends.
+        measured: when a step is measured and waited for; after the others nothing is.
     """
 
     def __init__(
@@ -50,142 +51,98 @@ class TrainingLoop:
         state: TrainState,
         step: CompiledStep,
         data: TrainingData,
-        observers: Observer,
         *,
-        evaluate: Callable[[], Evaluation] | None,
-        save: Callable[[], None] | None,
-        hooks: Hooks | None = None,
-        consolidate: Callable[[], None],
-        adopt_weights: Callable[[], None],
+        total_steps: int,
+        measured: list[When],
     ) -> None:
         self._backend = backend
         self._state = state
         self._step = step
         self._data = data
-        self._observers = observers
-        self._evaluate = evaluate
-        self._save = save
-        self._hooks = hooks or Hooks()
-        self._watched = hooks is not None
-        self._consolidate = consolidate
-        self._adopt_weights = adopt_weights
+        self._total = total_steps
+        self._measured = measured
+        self._first = state.scalars.step + 1
+        self._hooks: list[tuple[When, Hook]] = []
+        self._before: list[Callable[[StepEnd], None]] = []
+        self._roll_back: list[Callable[[], None]] = []
         self.clock = StepClock(data.batch, overlapping=backend.capabilities.asynchronous)
-        self.loss_monitor = LossMonitor(
-            data.steps_per_epoch,
-            state.scalars.epoch * data.steps_per_epoch + state.scalars.place(data.steps_per_epoch),
-            skips=has_dynamic_scale(state.optimizer),
-            epoch_sums=(state.scalars.progress.loss_sum, state.scalars.progress.loss_weight),
-        )
-        self.evaluations: list[EvaluationRecord] = []
-        self._waiting = WaitingWatch(backend, self.clock, data.remedy)
 
-    def run(self, plan: Plan) -> None:
-        """Train from the state's step to the plan's last one.
-
-        Raises:
-            NonFiniteError: the loss was NaN or infinite; the message names the step.
-        """
-        scalars = self._state.scalars
-        first = scalars.step
-        place = scalars.epoch * self._data.steps_per_epoch + scalars.place(self._data.steps_per_epoch)
-        batches = iter(self._backend.distribute(self._data.batches(place)))
-        self.clock.resume()
-        while scalars.step < plan.total_steps:
-            done = scalars.step + 1
-            epoch, within = scalars.epoch, scalars.place(self._data.steps_per_epoch)
-            epoch_ends = within + 1 == self._data.steps_per_epoch or done == plan.total_steps
-            saves = self._save_is_due(plan, done, epoch_ends)
-            # A logged step is looked at before it is saved: no checkpoint holds what is not finite.
-            logged = epoch_ends or saves or done % plan.log_every == 0 or done == first + 1
-            if within == 0 or done == first + 1:
-                self._hooks.begin_epoch(epoch)
-            self._hooks.begin_step(within)
-            batch = self.clock.next_of(batches)
-            result = self._step(batch, measure=logged)
-            self.loss_monitor.note(result.totals)
-            self.clock.tick(waited=logged)
-            scalars.advance(self._data.steps_per_epoch)
-            self._observers.on_progress(done)
-            if self._hooks.end_step(within, result.totals, self._step.metrics_so_far):
-                self._adopt_weights()
-            if logged:
-                self._log(epoch, result.measured)
-            if epoch_ends:
-                self._end_epoch(epoch)
-            stops = logged and self._hooks.stops()
-            if saves or stops:
-                self._save_state()
-            if stops:
-                return
-            if logged:
-                self.clock.resume()
-
-    def result(self, *, wall_seconds: float, history: Mapping[str, list[float]]) -> FitResult:
-        """Return what the run came to.
+    def add_hook(self, hook: Hook, when: When, *, roll_back: Callable[[], None] | None = None) -> None:
+        """Call `hook` after the steps that `when` names, behind the hooks that were added before.
 
         Args:
-            wall_seconds: how long it took, with what came before the first step.
-            history: figures of each epoch, where there were Keras callbacks.
+            hook: tells what becomes of the step, the same on every rank.
+            when: the steps.
+            roll_back: called where a step is rolled back. One of these must take the state back to a snapshot.
         """
+        self._hooks.append((when, hook))
+        if roll_back is not None:
+            self._roll_back.append(roll_back)
+
+    def add_hook_before(self, hook: Callable[[StepEnd], None]) -> None:
+        """Call `hook` before every step, with what is known of it by then."""
+        self._before.append(hook)
+
+    def run(self) -> None:
+        """Train from the state's step to the last one, or until a hook stops."""
         scalars = self._state.scalars
-        return FitResult(
-            steps=scalars.step,
-            epochs=scalars.epoch + (scalars.place(self._data.steps_per_epoch) > 0),
-            train_loss=self.loss_monitor.epoch_loss,
-            evaluations=self.evaluations,
-            samples_per_second=self.clock.steady_samples_per_second(),
-            step_ms=median_p90(self.clock.steady_ms()),
-            wall_seconds=wall_seconds,
-            data_wait=self.clock.waiting_share(),
-            history=history,
-        )
+        batches = self._batches()
+        while scalars.step < self._total:
+            step = self._next()
+            for before in self._before:
+                before(step)
+            step.result = self._step(self.clock.next_of(batches), measure=step.measured)
+            self.clock.tick(waited=step.measured)
+            scalars.advance(self._data.steps_per_epoch)
+            outcome = self._call_hooks(step)
+            if outcome is Outcome.STOP:
+                return
+            if outcome is Outcome.ROLL_BACK:
+                scalars = self._rolled_back(step)
+                batches = self._batches()
+            elif step.measured:
+                self.clock.resume()
 
-    def _save_state(self) -> None:
-        """Save the state, with statistics that are the same on every replica."""
-        if self._save is not None:
-            self._consolidate()
-            self._save()
+    def _batches(self) -> Iterator[Any]:
+        """Return the batches from the state's place in the data on, and start the clock."""
+        place = self._state.scalars.place_in_data(self._data.steps_per_epoch)
+        batches = iter(self._backend.distribute(self._data.batches(place)))
+        self.clock.resume()
+        return batches
 
-    def _save_is_due(self, plan: Plan, done: int, epoch_ends: bool) -> bool:
-        if self._save is None:
-            return False
-        due = epoch_ends if plan.checkpoint_every is None else done % plan.checkpoint_every == 0
-        return due or done == plan.total_steps
+    def _next(self) -> StepEnd:
+        """Return the next step's place in the run."""
+        scalars, steps_per_epoch = self._state.scalars, self._data.steps_per_epoch
+        number, place = scalars.step + 1, scalars.place(steps_per_epoch)
+        last = number == self._total
+        ends_epoch = last or place + 1 == steps_per_epoch
+        step = StepEnd(number, scalars.epoch, place, number == self._first, ends_epoch, last)
+        step.measured = any(when.due(step) for when in self._measured)
+        return step
 
-    def _log(self, epoch: int, measured: Measured | None) -> None:
-        assert measured is not None, "logged steps are measured"
-        scale = None if measured.loss_scale is None else float(measured.loss_scale)
-        loss = self.loss_monitor.settle(finite_parameters=bool(measured.finite), loss_scale=scale)
-        self._note_progress()
-        throughput = self.clock.samples_per_second()
-        step = self._state.scalars.step
-        rate, norm = float(measured.learning_rate), float(measured.grad_norm)
-        metrics = {name: float(value) for name, value in measured.metrics.items()}
-        self._observers.on_step(StepRecord(step, epoch, loss, rate, throughput, norm, scale, metrics))
-        warning = self._waiting.look()
-        if warning is not None:
-            self._observers.on_message(warning)
+    def _call_hooks(self, step: StepEnd) -> Outcome:
+        for when, hook in self._hooks:
+            if when.due(step):
+                outcome = hook(step) or Outcome.CONTINUE
+                if outcome > step.outcome:
+                    step.outcome = outcome
+                    step.last = step.last or outcome is Outcome.STOP
+                if outcome is Outcome.ROLL_BACK:
+                    break
+        return step.outcome
 
-    def _note_progress(self) -> None:
-        """Let the state hold what an epoch that is not finished has come to so far."""
-        scalars, progress = self._state.scalars, self._state.scalars.progress
-        sums = self.loss_monitor.epoch_sums if scalars.step_in_epoch else (0.0, 0.0)
-        progress.loss_sum, progress.loss_weight = sums
+    def _rolled_back(self, step: StepEnd) -> Any:
+        """Take the state back to the last snapshot, and return its scalars.
 
-    def _end_epoch(self, epoch: int) -> None:
-        self.loss_monitor.end_epoch()
-        if self._evaluate is not None or self._watched:
-            self._consolidate()
-        logs = {"loss": self.loss_monitor.epoch_loss, **self._step.epoch_metrics()}
-        if self._evaluate is not None:
-            self._hooks.begin_evaluation()
-            outcome = self._evaluate()
-            self._hooks.end_evaluation({"loss": outcome.loss, **outcome.metrics})
-            step = self._state.scalars.step
-            record = EvaluationRecord(step, epoch, outcome.loss, outcome.seconds, outcome.metrics)
-            self.evaluations.append(record)
-            self._observers.on_evaluation(record)
-            logs |= {"val_loss": outcome.loss, **{f"val_{k}": v for k, v in outcome.metrics.items()}}
-        self._hooks.end_epoch(epoch, logs)
-        if self._watched:
-            self._adopt_weights()
+        Raises:
+            ConfigError: no hook keeps snapshots.
+        """
+        for roll_back in self._roll_back:
+            roll_back()
+        scalars = self._state.scalars
+        if scalars.step >= step.number:
+            raise ConfigError(
+                f"Step {step.number} is to be rolled back, and there is no snapshot from before it: add a hook that "
+                "keeps snapshots, loop.add_hook(keep, When(every=N), roll_back=restore)."
+            )
+        return scalars

@@ -3,6 +3,8 @@
 Each step leaves its totals here without waiting for them; they are read together on logged steps.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvdtrain.config.errors import NonFiniteError
@@ -10,6 +12,8 @@ from hvdtrain.training.step.result import Totals
 
 MIN_LOSS_SCALE = 1.0
 """Below it nothing is left that scaling could do: what overflows then overflows without it."""
+UNREAD_STEPS = 1000
+"""Steps whose totals wait to be read. Where logged steps are further apart, the older half is read: it is there."""
 
 
 class LossMonitor:
@@ -31,20 +35,29 @@ class LossMonitor:
         epoch_sums: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self._steps_per_epoch = steps_per_epoch
-        self._settled = start_step
+        self._read = start_step
         self._skips = skips
         self._pending: list[Totals] = []
         self._bad_data: int | None = None
+        self._bad_loss: int | None = None
+        self._window = np.zeros(2)
         self._epoch = np.array(epoch_sums, np.float64)
+        self.skipped = 0
+        """Steps that were skipped, of those that were read."""
+        self.last_skipped = False
+        """Whether the last step that was read was skipped."""
         self.epoch_loss = float("nan")
         """Mean loss over the samples of the epoch that ended last."""
 
     def note(self, totals: Totals) -> None:
         """Keep the totals of the step that was just started."""
         self._pending.append(totals)
+        if len(self._pending) >= UNREAD_STEPS:
+            older, self._pending = self._pending[: UNREAD_STEPS // 2], self._pending[UNREAD_STEPS // 2 :]
+            self._take(older)
 
     def settle(self, *, finite_parameters: bool, loss_scale: float | None = None) -> float:
-        """Read what is pending, look whether all is finite, and return the mean loss since the last call.
+        """Read what is pending, check that all is finite, and return the mean loss since the last call.
 
         Args:
             finite_parameters: whether the parameters are finite by now.
@@ -54,22 +67,16 @@ class LossMonitor:
             NonFiniteError: the loss or a parameter is NaN or infinite. Data that are not finite are blamed for that,
                 but are an error only then: a model may know what to do with them.
         """
-        rows = np.array([totals.numpy() for totals in self._pending], np.float64).reshape(-1, 3)
-        first, self._settled = self._settled, self._settled + len(rows)
-        self._pending.clear()
-        self._look(rows, first, finite_parameters)
-        if loss_scale is not None and loss_scale < MIN_LOSS_SCALE:
-            raise NonFiniteError(
-                f"The loss scale fell to {loss_scale:g} by {self._place(self._settled - 1)}, and gradients overflow "
-                "still: a lower --learning-rate, --clip-norm or --precision mixed_bfloat16 may help."
-            )
-        window = rows[np.isfinite(rows[:, 0]), :2].sum(axis=0)
+        self._take(self._pending)
+        self._pending = []
+        self._check(finite_parameters, loss_scale)
+        window, self._window = self._window, np.zeros(2)
         self._epoch += window
         return _mean(window)
 
     @property
     def epoch_sums(self) -> tuple[float, float]:
-        """Weighted losses and weights of the epoch under way, as far as they were read."""
+        """Weighted losses and weights of the epoch under way, as far as they were settled."""
         return float(self._epoch[0]), float(self._epoch[1])
 
     def end_epoch(self) -> None:
@@ -77,24 +84,47 @@ class LossMonitor:
         self.epoch_loss = _mean(self._epoch)
         self._epoch = np.zeros(2)
 
-    def _look(self, rows: np.ndarray, first: int, finite_parameters: bool) -> None:
-        if self._bad_data is None:
-            self._bad_data = _first_bad(rows[:, 2], first)
-        bad_loss = _first_bad(rows[:, 0], first)
+    def rewind(self, step: int, epoch_sums: tuple[float, float]) -> None:
+        """Forget what came after `step`: training goes on from there, with the epoch's sums of then."""
+        self._pending, self._window = [], np.zeros(2)
+        self._epoch = np.array(epoch_sums, np.float64)
+        self._read, self._bad_data, self._bad_loss = step, None, None
+
+    def _take(self, totals: Sequence[Totals]) -> None:
+        """Read `totals`, which follow those that were read before."""
+        rows = np.array([each.numpy() for each in totals], np.float64).reshape(-1, 3)
+        finite = np.isfinite(rows[:, 0])
+        self._bad_data = _first_bad(rows[:, 2], self._read) if self._bad_data is None else self._bad_data
+        self._bad_loss = _first_bad(rows[:, 0], self._read) if self._bad_loss is None else self._bad_loss
+        if self._skips and len(rows):
+            self.skipped += int((~finite).sum())
+            self.last_skipped = not finite[-1]
+        self._window += rows[finite, :2].sum(axis=0)
+        self._read += len(rows)
+
+    def _check(self, finite_parameters: bool, loss_scale: float | None) -> None:
+        bad_loss, self._bad_loss = self._bad_loss, None
         if self._skips and self._bad_data is None:
             bad_loss = None
         # An activation can hide it from the loss: ReLU makes zeros of NaN.
-        if bad_loss is None and finite_parameters:
-            return
-        if self._bad_data is not None:
-            raise NonFiniteError(f"The data hold NaN or infinite values at {self._place(self._bad_data)}.")
-        if bad_loss is not None:
+        if bad_loss is not None or not finite_parameters:
+            raise NonFiniteError(self._cause(bad_loss))
+        if loss_scale is not None and loss_scale < MIN_LOSS_SCALE:
             raise NonFiniteError(
+                f"The loss scale fell to {loss_scale:g} by {self._place(self._read - 1)}, and gradients overflow "
+                "still: a lower --learning-rate, --clip-norm or --precision mixed_bfloat16 may help."
+            )
+
+    def _cause(self, bad_loss: int | None) -> str:
+        if self._bad_data is not None:
+            return f"The data hold NaN or infinite values at {self._place(self._bad_data)}."
+        if bad_loss is not None:
+            return (
                 f"The loss became NaN or infinite at {self._place(bad_loss)}, with sound data: a lower "
                 "--learning-rate or a warm-up may help."
             )
-        raise NonFiniteError(
-            f"Parameters became NaN or infinite by {self._place(self._settled - 1)}, with sound data and a finite "
+        return (
+            f"Parameters became NaN or infinite by {self._place(self._read - 1)}, with sound data and a finite "
             "loss: a lower --learning-rate may help, and --log-every 1 shows the step."
         )
 

@@ -28,6 +28,8 @@ class FitResult:
     """Share of the steady steps' time in which this rank waited for data."""
     history: Mapping[str, list[float]] = field(default_factory=dict)
     """Figures of each epoch, where there were Keras callbacks."""
+    skipped: int = 0
+    """Steps of this training that changed nothing, as their gradients overflowed (mixed_float16)."""
 
 
 def summary_of(result: FitResult) -> dict[str, Any]:

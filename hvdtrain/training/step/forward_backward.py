@@ -15,6 +15,7 @@ from hvdtrain.optim.precision import loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
 from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.step.placeholder import counted, moved_by, unmoved
 
 
 class LocalGradients(NamedTuple):
@@ -82,8 +83,14 @@ class ForwardBackward:
         return LocalGradients(gradients, totals, expected_weight, uniform[-1]), outputs
 
     def _both(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalGradients, Any]:
+        # Statistics that are synchronized are those of all replicas, here too.
+        statistics = moved_by(self._state.model, but=self._synchronized)
         # Around both passes: both exchange something, and --recompute calls layers in the second.
-        with replicas_of(self._synchronized, self._backend, batch.has_samples), fused_normalization(self._fusible):
+        with (
+            unmoved(statistics, batch.has_samples),
+            replicas_of(self._synchronized, self._backend, batch.has_samples),
+            fused_normalization(self._fusible),
+        ):
             return self._sums(batch, within)
 
     def _sums(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalGradients, Any]:
@@ -97,7 +104,8 @@ class ForwardBackward:
         # The scale enters as the seed of the backward pass: as a part of the loss it would have gradients of its own.
         seed = has_samples / expected_weight * tf.cast(loss_scale_of(self._state.optimizer), dtype)
         gradients = tape.gradient(part.total, list(self._state.trainable.values()), output_gradients=seed)
-        totals = tf.stack([part.total, part.weight, tf.cast(poison, dtype)]) * has_samples
+        gradients = [counted(gradient, batch.has_samples) for gradient in gradients]
+        totals = counted(tf.stack([part.total, part.weight, tf.cast(poison, dtype)]), batch.has_samples)
         return LocalGradients(gradients, totals, expected_weight, part.uniform), outputs
 
 

@@ -14,9 +14,10 @@ from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluation.evaluate import Evaluation
-from hvdtrain.training.loop.hooks import Hooks
+from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.objective.metrics import BoundMetric, MetricSet
 from hvdtrain.training.step.forward_backward import zero_if_finite
+from hvdtrain.training.step.placeholder import moved_by, unmoved
 from hvdtrain.training.step.result import Measured, StepResult
 
 _OVERRIDES = ("train_step", "test_step", "compute_loss", "compute_metrics")
@@ -71,7 +72,7 @@ class KerasTrainStep:
         samples = _samples(batch)
         self._metrics.reset()
         step = getattr(model.train_step, "python_function", model.train_step)
-        with optimizer.counting(samples):
+        with optimizer.counting(samples), unmoved(moved_by(model), batch.has_samples):
             logs = step(keras_data(batch))
         if optimizer.norm is None:
             raise ConfigError(
@@ -108,7 +109,7 @@ class KerasEvaluator:
         self._reduce = tf.function(lambda: self._metrics.reduce("evaluation"), autograph=False)
         self._look = tf.function(self._look_at_all, autograph=False)
 
-    def __call__(self, batches: Iterable[Batch], hooks: Hooks | None = None) -> Evaluation:
+    def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         """Evaluate on `batches`, of which each replica must have the same number; `hooks` may look in.
 
         Raises:
@@ -116,7 +117,7 @@ class KerasEvaluator:
         """
         begin = time.perf_counter()
         self._metrics.reset()
-        hooks = hooks or Hooks()
+        hooks = hooks or EvaluationHooks()
         count = 0
         for batch in self._backend.distribute(batches):
             hooks.begin_test_step(count)

@@ -15,8 +15,8 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
 from hvdtrain.training.assembly import check_layers
 from hvdtrain.training.evaluation.evaluate import Evaluation, Evaluator
+from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.evaluation.predict import Predictor
-from hvdtrain.training.loop.hooks import Hooks
 from hvdtrain.training.objective.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.objective.losses import summed_loss
 from hvdtrain.training.objective.metric_specs import MetricSpec
@@ -30,7 +30,7 @@ from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import update_rule_for
 
-Evaluate = Callable[[Iterable[Batch], Hooks | None], Evaluation]
+Evaluate = Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
 Predict = Callable[[Iterable[Batch]], Any]
 
 

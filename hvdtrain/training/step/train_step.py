@@ -19,6 +19,11 @@ from hvdtrain.training.step.replica_slice import replica_slice
 from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
 
+MOST_SPECIAL = 32
+"""Graphs that are kept for batches of one shape each, with what is measured and without. Data whose shapes keep
+changing, such as sequences of any length, share a graph for all shapes from then on: each would take seconds to compile
+and some MB for ever."""
+
 
 class TrainStep:
     """The compiled step of one replica.
@@ -74,6 +79,8 @@ class TrainStep:
             return self._reported(self._general[measure](batch))
         parts = (inputs, targets) if weights is None else (inputs, targets, weights)
         key = (measure, *share, *((part.shape, part.dtype) for part in tf.nest.flatten(parts)))
+        if key not in self._special and len(self._special) >= MOST_SPECIAL:
+            return self._reported(self._general[measure](_with_sizes_as_tensors(batch)))
         if key not in self._special:
             self._special[key] = self._specialize(parts, share, measure)
         return self._reported(self._special[key](*parts))
@@ -165,3 +172,8 @@ class TrainStep:
     def _reduce_epoch_metrics(self) -> None:
         if self._epoch is not None:
             self._backend.run(self._epoch.reduce, "epoch_metric")
+
+
+def _with_sizes_as_tensors(batch: Batch) -> Batch:
+    has_samples, samples = tf.constant(batch.has_samples, tf.float32), tf.constant(batch.global_samples, tf.int32)
+    return batch._replace(has_samples=has_samples, global_samples=samples)

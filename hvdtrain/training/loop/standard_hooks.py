@@ -1,0 +1,228 @@
+"""What happens around the steps of a training, as hooks of one list, and what the training came to."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.given import in_step
+from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
+from hvdtrain.observability.summary import median_p90
+from hvdtrain.optim.precision import has_dynamic_scale
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.evaluation.evaluate import Evaluation
+from hvdtrain.training.evaluation.hooks import EvaluationHooks
+from hvdtrain.training.loop.clock import StepClock
+from hvdtrain.training.loop.data_wait import WaitingWatch
+from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, Outcome, StepEnd
+from hvdtrain.training.loop.keras_callbacks import callbacks_of_all
+from hvdtrain.training.loop.loop import Plan, TrainingLoop
+from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.loop.result import FitResult
+from hvdtrain.training.step.step_factory import StepFactory
+from hvdtrain.training.update_rules.base import UpdateRule
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What the trainer does for its loop; every rank calls each of them at the same steps."""
+
+    evaluate: Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
+    """Evaluates the model."""
+    consolidate: Callable[[], None]
+    """Makes the model and the optimizer hold what is evaluated and saved."""
+    averaged_weights: Callable[[], AbstractContextManager[None]]
+    """Gives the model the optimizer's averages of its weights inside a context."""
+    save: Callable[[], None] | None
+    """Saves the state; None where nothing is saved."""
+
+
+class StandardTraining:
+    """A loop with the hooks of every training: log, check, evaluate, call Keras callbacks, save.
+
+    Args:
+        backend: the replicas.
+        state: what is trained.
+        factory: makes the compiled step.
+        rule: takes over weights that callbacks set.
+        data: the batches.
+        plan: when to stop, log and save.
+        actions: evaluates and saves.
+        observers: receive the records.
+        validation: evaluated at the end of every epoch; None: nothing is.
+        callbacks: this rank's Keras callbacks.
+
+    Raises:
+        ConfigError: a callback that cannot work here.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        state: TrainState,
+        factory: StepFactory,
+        rule: UpdateRule,
+        data: TrainingData,
+        plan: Plan,
+        actions: Actions,
+        observers: Observer,
+        *,
+        validation: Iterable[Batch] | None = None,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        self._state = state
+        self._rule = rule
+        scalars = state.scalars
+        steps_left = plan.total_steps - scalars.step + scalars.place(data.steps_per_epoch)
+        self._callbacks = callbacks_of_all(
+            callbacks,
+            state.model,
+            backend,
+            epochs=scalars.epoch + -(-steps_left // data.steps_per_epoch),
+            steps=data.steps_per_epoch,
+            prepare=factory.compile_for_callbacks,
+            averaged_weights=actions.averaged_weights,
+        )
+        # Metrics over whole epochs are for callbacks, and cost a pass in each step.
+        self._step = factory.train_step(state, rule, data.batch, epoch_metrics=self._callbacks is not None)
+        self._steps_per_epoch = data.steps_per_epoch
+        self._actions = actions
+        self._observers = observers
+        self._validation = validation
+        self._evaluations: list[EvaluationRecord] = []
+        self._monitor = LossMonitor(
+            data.steps_per_epoch,
+            scalars.place_in_data(data.steps_per_epoch),
+            skips=has_dynamic_scale(state.optimizer),
+            epoch_sums=(scalars.progress.loss_sum, scalars.progress.loss_weight),
+        )
+        # A saved step is measured: it is checked before, and no checkpoint holds what is not finite.
+        measured = [plan.logged] if actions.save is None else [plan.logged, plan.saved]
+        self.loop = TrainingLoop(backend, state, self._step, data, total_steps=plan.total_steps, measured=measured)
+        self._clock: StepClock = self.loop.clock
+        self._waiting = WaitingWatch(backend, self._clock, data.remedy)
+        self._add_hooks(plan)
+
+    def _add_hooks(self, plan: Plan) -> None:
+        """Fill the list: what comes first is called first."""
+        loop, callbacks = self.loop, self._callbacks
+        loop.add_hook(self._note, EVERY_STEP, roll_back=self._rewind)
+        if callbacks is not None:
+            loop.add_hook_before(callbacks.begin_step)
+            if callbacks.needs.batches:
+                loop.add_hook(self._show_batch, EVERY_STEP)
+        loop.add_hook(self._check_and_log, MEASURED)
+        loop.add_hook(self._warn_of_waiting, MEASURED)
+        loop.add_hook(self._end_epoch, EPOCH_ENDS)
+        if callbacks is not None:
+            loop.add_hook(callbacks.agree, MEASURED)
+        if self._actions.save is not None:
+            loop.add_hook(self._save, plan.saved)
+
+    def run(self) -> None:
+        """Train as planned.
+
+        Raises:
+            NonFiniteError: the loss was NaN or infinite; the message names the step.
+        """
+        if self._callbacks is not None:
+            self._callbacks.begin()
+            self._rule.adopt_weights()
+        self._step.begin_metrics()
+        self.loop.run()
+        self._actions.consolidate()
+        if self._callbacks is not None:
+            self._callbacks.end()
+            self._rule.adopt_weights()
+
+    def result(self, *, wall_seconds: float) -> FitResult:
+        """Return what the training came to, within `wall_seconds` with what came before the first step."""
+        scalars = self._state.scalars
+        history: Mapping[str, list[float]] = {} if self._callbacks is None else self._callbacks.history
+        return FitResult(
+            steps=scalars.step,
+            epochs=scalars.epoch + (scalars.place(self._steps_per_epoch) > 0),
+            train_loss=self._monitor.epoch_loss,
+            evaluations=self._evaluations,
+            samples_per_second=self._clock.steady_samples_per_second(),
+            step_ms=median_p90(self._clock.steady_ms()),
+            wall_seconds=wall_seconds,
+            data_wait=self._clock.waiting_share(),
+            history=history,
+            skipped=self._monitor.skipped,
+        )
+
+    def _note(self, step: StepEnd) -> None:
+        assert step.result is not None, "hooks follow a step"
+        self._monitor.note(step.result.totals)
+        self._observers.on_progress(step.number)
+
+    def _rewind(self) -> None:
+        scalars, progress = self._state.scalars, self._state.scalars.progress
+        self._monitor.rewind(scalars.place_in_data(self._steps_per_epoch), (progress.loss_sum, progress.loss_weight))
+
+    def _show_batch(self, step: StepEnd) -> None:
+        assert self._callbacks is not None, "added only where there are callbacks"
+        self._callbacks.end_step(step, self._step.metrics_so_far)
+        self._rule.adopt_weights()
+
+    def _check_and_log(self, step: StepEnd) -> Outcome:
+        """Stop at what is not finite, and log the step."""
+        assert step.result is not None
+        assert step.result.measured is not None, "logged steps are measured"
+        measured = step.result.measured
+        scale = None if measured.loss_scale is None else float(measured.loss_scale)
+        loss = self._monitor.settle(finite_parameters=bool(measured.finite), loss_scale=scale)
+        self._note_progress()
+        rate, norm = float(measured.learning_rate), float(measured.grad_norm)
+        metrics = {name: float(value) for name, value in measured.metrics.items()}
+        throughput = self._clock.samples_per_second()
+        self._observers.on_step(StepRecord(step.number, step.epoch, loss, rate, throughput, norm, scale, metrics))
+        return Outcome.SKIP if self._monitor.last_skipped else Outcome.CONTINUE
+
+    def _note_progress(self) -> None:
+        """Let the state hold what an epoch that is not finished has come to so far."""
+        scalars, progress = self._state.scalars, self._state.scalars.progress
+        sums = self._monitor.epoch_sums if scalars.step_in_epoch else (0.0, 0.0)
+        progress.loss_sum, progress.loss_weight = sums
+
+    def _warn_of_waiting(self, step: StepEnd) -> None:
+        warning = self._waiting.look()
+        if warning is not None:
+            self._observers.on_message(warning)
+
+    def _end_epoch(self, step: StepEnd) -> None:
+        """Evaluate what there is to evaluate, and tell the callbacks."""
+        self._monitor.end_epoch()
+        if self._validation is not None or self._callbacks is not None:
+            self._actions.consolidate()
+        logs = {"loss": self._monitor.epoch_loss, **self._step.epoch_metrics()}
+        if self._validation is not None:
+            logs |= self._evaluate(step, self._validation)
+        if self._callbacks is not None:
+            self._callbacks.end_epoch(step.epoch, logs)
+            self._rule.adopt_weights()
+
+    def _evaluate(self, step: StepEnd, validation: Iterable[Batch]) -> dict[str, float]:
+        """Evaluate, and return the figures with `val_` before their names."""
+        callbacks = self._callbacks
+        if callbacks is not None:
+            callbacks.begin_evaluation()
+            # Showing a batch takes an exchange, in which every rank must take part.
+            validation = in_step(validation) if callbacks.needs.test_batches else validation
+        outcome = self._actions.evaluate(validation, callbacks)
+        figures = {"loss": outcome.loss, **outcome.metrics}
+        if callbacks is not None:
+            callbacks.end_evaluation(figures)
+        record = EvaluationRecord(step.number, step.epoch, outcome.loss, outcome.seconds, outcome.metrics)
+        self._evaluations.append(record)
+        self._observers.on_evaluation(record)
+        return {f"val_{name}": value for name, value in figures.items()}
+
+    def _save(self, step: StepEnd) -> None:
+        assert self._actions.save is not None, "added only where something is saved"
+        self._actions.consolidate()
+        self._actions.save()

@@ -1,0 +1,98 @@
+"""Whether every rank makes the same call with the same arguments: else some would wait for the others for ever."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.runtime.control.agreement import differences, encode_facts
+from hvdtrain.training.loop.keras_callbacks import that_change_training
+from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.options import StepOptions
+
+_CALL = "the call"
+
+
+def agree_on_call(
+    backend: Backend, call: str, arguments: Mapping[str, Any], settings: Mapping[str, str] | None = None
+) -> None:
+    """Compare this call over all ranks, in one exchange; every rank does so before anything else.
+
+    Args:
+        backend: the replicas.
+        call: the method's name.
+        arguments: its arguments by name, as far as they must be the same. Of data only the kind is compared.
+        settings: what else must be the same; see `settings_of`.
+
+    Raises:
+        ConfigError: the same on every rank, naming what differs, the values and the ranks.
+    """
+    if backend.processes == 1:
+        return
+    told = {name: _described(value) for name, value in arguments.items()}
+    facts = encode_facts({_CALL: f"{call}()", **told, **(settings or {})})
+    everyone = backend.gather_bytes(facts, timeout=None)
+    try:
+        differing = differences(everyone)
+    except (ValueError, TypeError, AttributeError) as error:  # what another rank sent is no facts
+        raise ConfigError(
+            f"Every rank makes the same calls: {call}() was called, and another rank did something else."
+        ) from error
+    if differing and differing[0].startswith(_CALL):
+        raise ConfigError(f"Every rank makes the same calls. Received: {differing[0]}.")
+    if differing:
+        raise ConfigError(f"Every rank calls {call}() with the same arguments. Received: {'; '.join(differing)}.")
+
+
+def settings_of(seed: int, options: StepOptions, optimizer: Any, callbacks: Sequence[Any]) -> dict[str, str]:
+    """Return what must be the same on every rank besides a call's arguments, by name."""
+    return {
+        "Trainer(seed=…)": str(seed),
+        **{f"Trainer({name}=…)": repr(value) for name, value in options.chosen().items()},
+        **_settings_of_optimizer(innermost(optimizer)),
+        "the callbacks that set weights or rates": that_change_training(callbacks),
+    }
+
+
+def _described(value: Any) -> str:
+    """Return a plain value as it prints, and of data their kind."""
+    if value is None or isinstance(value, bool | int | float | str | Plan):
+        return repr(value)
+    if isinstance(value, Mapping) and not any(hasattr(each, "shape") and each.shape for each in value.values()):
+        return repr(sorted(value.items(), key=str))
+    if isinstance(value, tf.data.Dataset):
+        return "a Dataset"
+    if isinstance(value, keras.utils.PyDataset):
+        return "a PyDataset"
+    if inspect.isgenerator(value):
+        return "a generator"
+    return "a function" if callable(value) else "arrays"
+
+
+def _settings_of_optimizer(optimizer: Any) -> dict[str, str]:
+    kind = type(optimizer).__name__
+    try:
+        config = optimizer.get_config()
+    except (NotImplementedError, TypeError):  # a class of the user's own
+        return {"the optimizer": kind}
+    # Its name counts up by rank, and a learning rate that is a number is broadcast.
+    config.pop("name", None)
+    if not isinstance(config.get("learning_rate"), dict):
+        config.pop("learning_rate", None)
+    return {"the optimizer": kind, **_numbers(config, f"{kind}.")}
+
+
+def _numbers(config: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """Return the plain values of a Keras configuration, those within others too, by name."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _numbers(value, f"{prefix}{name}.")
+        elif value is None or isinstance(value, bool | int | float | str):
+            found[f"{prefix}{name}"] = repr(value)
+    return found

@@ -1,0 +1,55 @@
+"""What a replica without samples adds to a step: nothing, whatever comes of the sample that it holds in their place.
+
+A layer never sees an empty batch, so such a replica runs a neighbour's sample. Multiplying by zero would not leave it
+out: 0 x inf is NaN, and a NaN of one replica is in the sums of all.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.state.variables import unwrap
+
+
+def counted(tensor: Gradient, has_samples: tf.Tensor | float) -> Gradient:
+    """Return `tensor` (or None, or tf.IndexedSlices) where the replica has samples, else zeros in its place."""
+    if tensor is None or _always(has_samples):
+        return tensor
+    if isinstance(tensor, tf.IndexedSlices):
+        return tf.IndexedSlices(counted(tensor.values, has_samples), tensor.indices, tensor.dense_shape)
+    return tf.where(_any(has_samples), tensor, tf.zeros_like(tensor))
+
+
+@contextmanager
+def unmoved(variables: Collection[tf.Variable], has_samples: tf.Tensor | float) -> Iterator[None]:
+    """Leave `variables`, which a forward pass inside the context changes, as they are where there are no samples."""
+    # Replicas of a tf.distribute strategy hold them in common.
+    if _always(has_samples) or tf.distribute.has_strategy():
+        yield
+        return
+    before = [variable.read_value() for variable in variables]
+    yield
+    for variable, value in zip(variables, before, strict=True):
+        variable.assign(tf.where(_any(has_samples), variable.read_value(), value))
+
+
+def moved_by(model: Any, *, but: Collection[Any] = ()) -> list[tf.Variable]:
+    """Return what the forward pass of `model` changes in training, such as moving statistics: what no gradient moves.
+
+    Args:
+        model: a built Keras model.
+        but: layers that are left out.
+    """
+    layers = [layer for layer in model._flatten_layers() if layer not in but]
+    return [unwrap(variable) for layer in layers for variable in layer._non_trainable_variables]
+
+
+def _always(has_samples: tf.Tensor | float) -> bool:
+    return not tf.is_tensor(has_samples) and bool(has_samples)
+
+
+def _any(has_samples: tf.Tensor | float) -> tf.Tensor:
+    return tf.cast(has_samples, tf.float32) > 0

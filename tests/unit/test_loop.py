@@ -1,0 +1,223 @@
+"""The loop by itself: which hooks are called when, and what they make of a step."""
+
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.config.errors import ConfigError, NonFiniteError
+from hvdtrain.state.scalars import Scalars
+from hvdtrain.training.loop import loss_monitor
+from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, Outcome, When
+from hvdtrain.training.loop.loop import Plan, TrainingLoop
+from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.step.result import StepResult
+
+STEPS_PER_EPOCH = 4
+
+
+class Data:
+    """Batches that are the numbers of their steps."""
+
+    steps_per_epoch = STEPS_PER_EPOCH
+    batch = 8
+    remedy = ""
+
+    def batches(self, start_step):
+        return iter(range(start_step, 1000))
+
+
+class Notes:
+    """A compiled step that notes what it was called with."""
+
+    def __init__(self):
+        self.batches, self.measured = [], []
+
+    def __call__(self, batch, *, measure):
+        self.batches.append(batch)
+        if measure:
+            self.measured.append(batch + 1)
+        return StepResult(tf.zeros(3), None)
+
+
+def scalars_of(step):
+    return Scalars(step, *divmod(step, STEPS_PER_EPOCH))
+
+
+def looping(plan, start=0, *, saves=False):
+    """Return a loop, its state and its step."""
+    state = types.SimpleNamespace(scalars=scalars_of(start))
+    step = Notes()
+    measured = [plan.logged, plan.saved] if saves else [plan.logged]
+    loop = TrainingLoop(SingleBackend(None), state, step, Data(), total_steps=plan.total_steps, measured=measured)
+    return loop, state, step
+
+
+def noting(loop, **whens):
+    """Add a hook for each of `whens`, and return the steps after which each was called."""
+    called = {name: [] for name in whens}
+    for name, when in whens.items():
+        loop.add_hook(lambda step, name=name: called[name].append(step.number), when)
+    return called
+
+
+def test_hooks_are_called_when_they_are_due():
+    loop, state, step = looping(Plan(10, log_every=3), start=1)
+    called = noting(
+        loop,
+        every=EVERY_STEP,
+        third=When(every=3),
+        epochs=EPOCH_ENDS,
+        first=When(first=True),
+        last=When(last=True),
+        measured=MEASURED,
+        first_or_fifth=When(every=5, first=True),
+        never=When(),
+    )
+    loop.run()
+    assert called == {
+        "every": [*range(2, 11)],
+        "third": [3, 6, 9],
+        "epochs": [4, 8, 10],
+        "first": [2],
+        "last": [10],
+        "measured": [2, 3, 4, 6, 8, 9, 10],
+        "first_or_fifth": [2, 5, 10],
+        "never": [],
+    }
+    assert step.batches == [*range(1, 10)]
+    assert step.measured == called["measured"]
+    assert (state.scalars.step, state.scalars.epoch) == (10, 2)
+
+
+@pytest.mark.parametrize(("every", "saved"), [(None, [4, 8, 10]), (5, [5, 10]), (7, [7, 10])])
+def test_saved_steps_are_measured(every, saved):
+    plan = Plan(10, log_every=100, checkpoint_every=every)
+    loop, _, step = looping(plan, saves=True)
+    called = noting(loop, saved=plan.saved)
+    loop.run()
+    assert called["saved"] == saved
+    assert step.measured == sorted({1, 4, 8, 10, *saved})
+    loop, _, step = looping(plan)
+    loop.run()
+    assert step.measured == [1, 4, 8, 10]
+
+
+def test_hooks_are_called_in_their_order_and_before_the_step_too():
+    loop, _, _ = looping(Plan(1))
+    order = []
+    loop.add_hook(lambda step: order.append("first"), EVERY_STEP)
+    loop.add_hook(lambda step: order.append("second"), When(last=True))
+    loop.add_hook_before(lambda step: order.append(f"before {step.number}"))
+    loop.run()
+    assert order == ["before 1", "first", "second"]
+
+
+def test_where_a_hook_stops_those_of_the_end_that_follow_are_due():
+    loop, state, _ = looping(Plan(10))
+    before = noting(loop, last=When(last=True), epochs=EPOCH_ENDS)
+    loop.add_hook(lambda step: Outcome.STOP if step.number == 6 else Outcome.CONTINUE, EVERY_STEP)
+    after = noting(loop, last=When(last=True), every=EVERY_STEP)
+    loop.run()
+    assert state.scalars.step == 6
+    assert before == {"last": [], "epochs": [4]}
+    assert after == {"last": [6], "every": [*range(1, 7)]}
+
+
+def test_a_skipped_step_is_told_to_later_hooks_and_training_goes_on():
+    loop, state, _ = looping(Plan(5))
+    seen = []
+    loop.add_hook(lambda step: Outcome.SKIP if step.number == 3 else None, EVERY_STEP)
+    loop.add_hook(lambda step: seen.append(step.outcome), EVERY_STEP)
+    loop.run()
+    assert seen == [Outcome.CONTINUE] * 2 + [Outcome.SKIP] + [Outcome.CONTINUE] * 2
+    assert state.scalars.step == 5
+
+
+def test_a_step_that_is_rolled_back_is_taken_again_from_the_last_snapshot():
+    loop, state, step = looping(Plan(9))
+    snapshots, bad = [0], [7]
+
+    def restore():
+        state.scalars = scalars_of(snapshots[-1])
+
+    def judge(end):
+        if end.number in bad:
+            bad.remove(end.number)
+            return Outcome.ROLL_BACK
+        return None
+
+    loop.add_hook(judge, EVERY_STEP)
+    loop.add_hook(lambda end: snapshots.append(end.number), When(every=5), roll_back=restore)
+    called = noting(loop, every=EVERY_STEP)
+    loop.run()
+    assert called["every"] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9], "no later hook sees the step that is undone"
+    assert step.batches == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
+    assert (state.scalars.step, state.scalars.epoch) == (9, 2)
+
+
+def test_without_a_snapshot_nothing_is_rolled_back():
+    loop, _, _ = looping(Plan(9))
+    loop.add_hook(lambda step: Outcome.ROLL_BACK, When(every=3))
+    with pytest.raises(ConfigError, match="Step 3 is to be rolled back, and there is no snapshot from before it"):
+        loop.run()
+
+
+# -- the loss and the health --
+
+
+def noted(monitor, rows):
+    for row in rows:
+        monitor.note(tf.constant(row))
+
+
+def test_totals_that_nobody_asks_for_are_read_meanwhile(monkeypatch):
+    monkeypatch.setattr(loss_monitor, "UNREAD_STEPS", 10)
+    monitor = LossMonitor(1000)
+    losses = np.arange(1.0, 96.0)
+    for loss in losses:
+        noted(monitor, [[2.0 * loss, 2.0, 0.0]])
+        assert len(monitor._pending) < 10
+    assert monitor.settle(finite_parameters=True) == pytest.approx(losses.mean())
+    noted(monitor, [[3.0, 1.0, 0.0]])
+    assert monitor.settle(finite_parameters=True) == pytest.approx(3.0)
+    monitor.end_epoch()
+    assert monitor.epoch_loss == pytest.approx((2 * losses.sum() + 3.0) / (2 * len(losses) + 1))
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ([1.0, 1.0, np.nan], "The data hold NaN or infinite values at step 4 "),
+        ([np.inf, 1.0, 0.0], "The loss became NaN or infinite at step 4 "),
+    ],
+)
+def test_what_is_not_finite_is_named_however_late_it_is_read(monkeypatch, bad, said):
+    monkeypatch.setattr(loss_monitor, "UNREAD_STEPS", 4)
+    monitor = LossMonitor(10)
+    noted(monitor, [[1.0, 1.0, 0.0]] * 3 + [bad] + [[1.0, 1.0, 0.0]] * 20)
+    with pytest.raises(NonFiniteError, match=said):
+        monitor.settle(finite_parameters=False)
+
+
+def test_skipped_steps_are_counted():
+    monitor = LossMonitor(10, skips=True)
+    noted(monitor, [[4.0, 2.0, 0.0], [np.inf, 2.0, 0.0], [8.0, 2.0, 0.0]])
+    assert monitor.settle(finite_parameters=True, loss_scale=512.0) == 3.0
+    assert (monitor.skipped, monitor.last_skipped) == (1, False)
+    noted(monitor, [[np.nan, 2.0, 0.0]])
+    monitor.settle(finite_parameters=True, loss_scale=256.0)
+    assert (monitor.skipped, monitor.last_skipped) == (2, True)
+
+
+def test_what_was_not_settled_is_forgotten_with_the_steps_that_are_rolled_back():
+    monitor = LossMonitor(10)
+    noted(monitor, [[1.0, 1.0, 0.0]])
+    monitor.settle(finite_parameters=True)
+    noted(monitor, [[1.0, 1.0, 0.0], [np.nan, 1.0, np.nan]])
+    monitor.rewind(1, (1.0, 1.0))
+    noted(monitor, [[5.0, 1.0, 0.0], [np.nan, 1.0, 0.0]])
+    with pytest.raises(NonFiniteError, match="The loss became NaN or infinite at step 3 "):
+        monitor.settle(finite_parameters=True)
