@@ -15,8 +15,8 @@ class Progress:
     """Sum of the weighted losses over all replicas."""
     loss_weight: float = 0.0
     """Sum of their weights."""
-    metrics: list[list[Any]] = field(default_factory=list)
-    """Variables of each epoch metric, summed over all replicas."""
+    metrics: dict[str, list[Any]] = field(default_factory=dict)
+    """Variables of each epoch metric by its name, summed over all replicas."""
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     """What each callback remembers; see `state.callbacks`."""
 

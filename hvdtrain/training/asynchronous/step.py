@@ -1,6 +1,6 @@
 """An optimizer step that one of several workers takes, while the others take theirs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -72,10 +72,15 @@ class AsynchronousStep:
             self._epoch.add(later)
         return StepResult(_TotalsOf(later), self._measured(later.fetch()) if measure else None)
 
-    def begin_metrics(self) -> None:
+    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """See `CompiledStep`."""
         if self._epoch is not None:
             self._epoch.reset()
+            self._epoch.take_up(sums or {})
+
+    def metric_sums(self) -> dict[str, list[Any]]:
+        """See `CompiledStep`."""
+        return {} if self._epoch is None else self._epoch.sums()
 
     def metrics_so_far(self) -> dict[str, float]:
         """See `CompiledStep`."""

@@ -1,6 +1,6 @@
 """What workers counted, added up."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,17 @@ class Tally:
                 [a + b for a, b in zip(one, other, strict=True)] for one, other in zip(self._sums, wide, strict=True)
             ]
         self._sums = wide
+
+    def take_up(self, sums: Mapping[str, Sequence[Any]]) -> None:
+        """Begin with what `sums` returned."""
+        self._metrics.take_up(sums)
+        self._sums = [[v.numpy().astype(np.float64) for v in bound.metric.variables] for bound in self._metrics.bound]
+
+    def sums(self) -> dict[str, list[Any]]:
+        """Return the variables of each metric by its name, after waiting for what was scheduled."""
+        self.results()
+        bound = self._metrics.bound
+        return {each.name: [variable.numpy().tolist() for variable in each.metric.variables] for each in bound}
 
     def results(self) -> dict[str, float]:
         """Return each metric's value over what was counted, after waiting for it."""

@@ -121,6 +121,23 @@ class MetricSet:
             for variable, value in zip(bound.metric.variables, values, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
 
+    def take_up(self, sums: Mapping[str, Sequence[Any]]) -> None:
+        """Set the variables of each metric to what `sums` have under its name, or to zero where there is none."""
+        self.reset_all()
+        for bound in self.bound:
+            for variable, value in zip(bound.metric.variables, sums.get(bound.name, ()), strict=False):
+                variable.assign(tf.constant(value, variable.dtype))
+
+    def sums_so_far(self, role: str) -> dict[str, list[tf.Tensor]]:
+        """Return the variables of each metric by its name, summed over the replicas, without changing any state."""
+        return {
+            bound.name: [
+                self._backend.all_reduce(unwrap(variable).read_value(), name=f"{role}/{number}.{bound.name}/{place}")
+                for place, variable in enumerate(bound.metric.variables)
+            ]
+            for number, bound in enumerate(self.bound)
+        }
+
     def reduce(self, role: str) -> None:
         """Replace every metric's variables by their sums over the replicas, within a compiled function."""
         for number, bound in enumerate(self.bound):

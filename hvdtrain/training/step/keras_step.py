@@ -1,7 +1,7 @@
 """Models with a `train_step` of their own: Keras' semantics, over all replicas."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -51,8 +51,12 @@ class KerasTrainStep:
         """Train on `batch`; `measure` asks for what `Measured` holds."""
         return self._step[measure](batch)
 
-    def begin_metrics(self) -> None:
+    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """Do nothing: the model's metrics are reset at each step."""
+
+    def metric_sums(self) -> dict[str, list[Any]]:
+        """Return nothing, as `epoch_metrics`."""
+        return {}
 
     def metrics_so_far(self) -> dict[str, float]:
         """Return nothing, as `epoch_metrics`."""

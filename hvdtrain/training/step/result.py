@@ -1,5 +1,6 @@
 """What a step returns, and what the loop calls for each batch."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -44,8 +45,11 @@ class CompiledStep(Protocol):
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` asks for what `Measured` holds."""
 
-    def begin_metrics(self) -> None:
-        """Forget what was counted for `epoch_metrics`: an earlier training may have ended within an epoch."""
+    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
+        """Forget what was counted for `epoch_metrics`, or take up the `metric_sums` of an epoch that is resumed."""
+
+    def metric_sums(self) -> dict[str, list[Any]]:
+        """Return the variables of each metric by its name, over all replicas, which call it together."""
 
     def metrics_so_far(self) -> dict[str, float]:
         """Return the metrics over the epoch's samples so far, on all replicas, which call it together."""

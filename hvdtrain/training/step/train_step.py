@@ -1,6 +1,6 @@
 """One optimizer step as one compiled function: microbatches forward and backward, exchange, update."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,7 @@ class TrainStep:
         self._epoch = metrics.fresh() if epoch_metrics else None
         self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
         self._look_at_epoch = tf.function(self._epoch_so_far, autograph=False)
+        self._sum_of_epoch = tf.function(self._epoch_sums, autograph=False)
         # With what is measured and without are two graphs: a condition in one graph costs 5 % of a small step.
         self._general = {
             measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
@@ -147,10 +148,19 @@ class TrainStep:
         )
         return local._replace(gradients=self._sum.read(), totals=totals)
 
-    def begin_metrics(self) -> None:
-        """See `CompiledStep`."""
+    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
+        """See `CompiledStep`; the first replica takes up what all had counted."""
         if self._epoch is not None:
-            self._epoch.reset_all()
+            self._epoch.take_up(sums if sums and self._backend.index == 0 else {})
+
+    def metric_sums(self) -> dict[str, list[Any]]:
+        """See `CompiledStep`."""
+        sums = self._sum_of_epoch()
+        return {name: [value.numpy().tolist() for value in values] for name, values in sums.items()}
+
+    def _epoch_sums(self) -> dict[str, list[tf.Tensor]]:
+        epoch = self._epoch
+        return {} if epoch is None else self._backend.run(lambda: epoch.sums_so_far("metric_sums"))
 
     def metrics_so_far(self) -> dict[str, float]:
         """See `CompiledStep`."""
