@@ -1,10 +1,14 @@
 """Metrics of an epoch that one training begins and another one ends."""
 
+from dataclasses import asdict
+
 import keras
 import numpy as np
 import pytest
 
+from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.training.inputs import training_data
+from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -57,3 +61,29 @@ def test_a_metric_that_is_new_begins_with_nothing():
     second, _ = step_of(lambda: ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(1, name="top1")])
     second.begin_metrics(first.metric_sums())
     assert second.metric_sums() == {"accuracy": first.metric_sums()["accuracy"], "top1": [0.0, 0.0]}
+
+
+def test_callbacks_and_metrics_go_on_within_an_epoch(tmp_path):
+    def trained(steps, resume=None, save=None):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+        trainer = Trainer(model, keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", ["accuracy"])
+        data = training_data((X, Y), trainer.backend, batch=16, seed=0, shuffle=True, steps_per_epoch=None)
+        trainer.build(data)
+        if resume is not None:
+            trainer.restore(resume)
+        stop = keras.callbacks.EarlyStopping(monitor="loss", patience=9, min_delta=10.0)
+        result = trainer.train(data, Plan(steps, checkpoint_every=5), save=save, callbacks=[stop])
+        return result, stop
+
+    def save(state):
+        Checkpointer(tmp_path).save(state.scalars.step, state.named_tensors(), asdict(state.scalars))
+
+    expected, stop = trained(12)
+    trained(5, save=save)
+    resumed, again = trained(12, resume=tmp_path / "step-00000005")
+    assert (stop.wait, stop.best) == (3, pytest.approx(expected.history["loss"][0]))
+    assert (again.wait, again.best_epoch) == (stop.wait + 1, stop.best_epoch), "the cut epoch was shown as well"
+    assert resumed.history["accuracy"][-3:] == pytest.approx(expected.history["accuracy"][-3:])
+    assert resumed.history["loss"][-3:] == pytest.approx(expected.history["loss"][-3:], rel=1e-6)
+    assert resumed.history["loss"][0] == pytest.approx(expected.history["loss"][0])

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.precision import has_dynamic_scale
+from hvdtrain.state.callbacks import callback_states, restore_callbacks
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.evaluation.same_weights import checksum
@@ -139,9 +140,14 @@ class KerasCallbacks(EvaluationHooks):
         """Figures of each epoch, as Keras' History keeps them."""
         return dict(self._model.history.history)
 
-    def begin(self) -> None:
-        """Begin training."""
+    def states(self) -> list[dict[str, Any]]:
+        """Return what the callbacks remember, for `begin` of a training that goes on."""
+        return callback_states(self._list.callbacks)
+
+    def begin(self, states: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Begin training, with callbacks that remember `states`."""
         self._list.on_train_begin()
+        restore_callbacks(self._list.callbacks, states)
         self._agreed(weights=True)
 
     def end(self) -> None:

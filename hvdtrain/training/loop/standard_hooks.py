@@ -128,10 +128,13 @@ class StandardTraining:
         Raises:
             NonFiniteError: the loss was NaN or infinite; the message names the step.
         """
+        progress = self._state.scalars.progress
         if self._callbacks is not None:
-            self._callbacks.begin()
+            self._callbacks.begin(progress.callbacks)
             self._rule.adopt_weights()
-        self._step.begin_metrics()
+        self._step.begin_metrics(progress.metrics)
+        # What was restored counts once: a later training with other callbacks begins anew.
+        progress.callbacks, progress.metrics = [], {}
         self.loop.run()
         self._actions.consolidate()
         if self._callbacks is not None:
@@ -189,6 +192,12 @@ class StandardTraining:
         sums = self._monitor.epoch_sums if scalars.step_in_epoch else (0.0, 0.0)
         progress.loss_sum, progress.loss_weight = sums
 
+    def _note_metrics(self) -> None:
+        """Let the state hold what the metrics of an epoch that is not finished have counted."""
+        if self._actions.save is not None:
+            sums = self._step.metric_sums() if self._state.scalars.step_in_epoch else {}
+            self._state.scalars.progress.metrics = sums
+
     def _warn_of_waiting(self, step: StepEnd) -> None:
         warning = self._waiting.look()
         if warning is not None:
@@ -196,6 +205,7 @@ class StandardTraining:
 
     def _end_epoch(self, step: StepEnd) -> None:
         """Evaluate what there is to evaluate, and tell the callbacks."""
+        self._note_metrics()
         self._monitor.end_epoch()
         if self._validation is not None or self._callbacks is not None:
             self._actions.consolidate()
@@ -224,5 +234,10 @@ class StandardTraining:
 
     def _save(self, step: StepEnd) -> None:
         assert self._actions.save is not None, "added only where something is saved"
+        progress = self._state.scalars.progress
+        if not step.ends_epoch:
+            self._note_metrics()
+        progress.callbacks = [] if self._callbacks is None else self._callbacks.states()
         self._actions.consolidate()
         self._actions.save()
+        progress.callbacks, progress.metrics = [], {}
