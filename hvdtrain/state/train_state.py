@@ -1,8 +1,10 @@
 """The training state: the one object that is broadcast, hashed, checkpointed and restored."""
 
 import hashlib
+import json
 import zlib
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from hvdtrain.state.slots import replicated_slots
 from hvdtrain.state.structure import seed_states, structure_of
 from hvdtrain.state.variables import by_path, unwrap
 
+BROADCAST_TIMEOUT_S = 600.0
+"""Ranks begin training together, but one may still compile what another has in its cache."""
 CALLS_PER_STEP = 4096
 """Draws that one dropout layer may make in a step before its numbers would meet those of the next."""
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
@@ -94,9 +98,11 @@ class TrainState:
         return sum(int(np.prod(weight.shape)) for weight in self.model.weights)
 
     def broadcast(self, backend: Backend) -> None:
-        """Give every replica the replicated tensors of the first one; slices stay where they are."""
+        """Give every replica the replicated tensors and the scalars of the first one; slices stay where they are."""
         tensors = self.named_tensors().items()
         backend.broadcast({path: tensor.value for path, tensor in tensors if tensor.replicated})
+        mine = json.dumps(asdict(self.scalars)).encode()
+        self.restore(json.loads(backend.gather_bytes(mine, timeout=BROADCAST_TIMEOUT_S)[0]))
 
     def average_statistics(self, backend: Backend) -> None:
         """Average what layers count themselves (BatchNorm's moving statistics) over the replicas.

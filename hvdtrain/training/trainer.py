@@ -1,7 +1,5 @@
 """The trainer: a model, an optimizer and a loss, trained over all replicas of a backend."""
 
-import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +15,6 @@ from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import with_loss_scaling
 from hvdtrain.runtime.session import current
-from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import Announcer
 from hvdtrain.training.assembly import built_model, built_optimizer, converted, refuse_instances
@@ -25,7 +22,7 @@ from hvdtrain.training.engine import step_factory_for
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.evaluation.predict import build_for, prediction_batches
-from hvdtrain.training.evaluation.same_weights import give_first_weights
+from hvdtrain.training.evaluation.same_weights import give_first_weights, weights_of
 from hvdtrain.training.fit_arguments import FitArguments
 from hvdtrain.training.inputs import validation_batches
 from hvdtrain.training.loop.loop import Plan
@@ -37,8 +34,6 @@ from hvdtrain.training.run_info import console_for, run_info
 from hvdtrain.training.same_call import agree_on_call, settings_of
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.update_rules.base import UpdateRule
-
-STATE_TIMEOUT_S = 600.0
 
 
 class Trainer:
@@ -237,9 +232,6 @@ class Trainer:
     def broadcast_state(self) -> None:
         """Give every rank the tensors and scalars of rank 0; slices stay where they are."""
         self.state.broadcast(self.backend)
-        mine = json.dumps(dataclasses.asdict(self.state.scalars)).encode()
-        scalars = self.backend.gather_bytes(mine, timeout=STATE_TIMEOUT_S)
-        self.state.restore(json.loads(scalars[0]))
 
     def restore(self, path: Path) -> None:
         """Load the checkpoint at `path`; every rank calls it, and only rank 0 needs to see the folder."""
@@ -316,10 +308,8 @@ class Trainer:
 
     def _give_first_weights(self) -> None:
         """Give every rank what rank 0 would evaluate with, where ranks differ: the averages too, if there are any."""
-        weights = {f"model/{path}": v for path, v in structure_of(self.model).by_path(self.model.weights).items()}
-        if averages_weights(self.optimizer):
-            weights |= {path: tensor.value for path, tensor in self.rule.named_tensors().items() if tensor.replicated}
-        if give_first_weights(weights, self.backend) and self._rule is not None:
+        averages = self.rule if averages_weights(self.optimizer) else None
+        if give_first_weights(weights_of(self.model, averages), self.backend) and self._rule is not None:
             self._rule.adopt_weights()
 
     def _evaluate(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:

@@ -1,12 +1,15 @@
 """Whether all ranks hold the same weights before something is computed with them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import google_crc32c
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.state.structure import structure_of
+from hvdtrain.training.update_rules.base import UpdateRule
 
 
 def checksum(tensors: Mapping[str, tf.Variable]) -> int:
@@ -17,6 +20,13 @@ def checksum(tensors: Mapping[str, tf.Variable]) -> int:
         octets.flags.writeable = False  # the extension takes nothing that may change
         crc = google_crc32c.extend(crc, octets)
     return crc
+
+
+def weights_of(model: Any, rule: UpdateRule | None = None) -> dict[str, tf.Variable]:
+    """Return the weights of `model` by structural path, and the replicated tensors of `rule`, if it is given."""
+    weights = {f"model/{path}": v for path, v in structure_of(model).by_path(model.weights).items()}
+    tensors = {} if rule is None else rule.named_tensors()
+    return weights | {path: tensor.value for path, tensor in tensors.items() if tensor.replicated}
 
 
 def give_first_weights(tensors: Mapping[str, tf.Variable], backend: Backend) -> bool:
