@@ -52,7 +52,7 @@ class LocalUpdate(UpdateRule):
         self._average_slots = options.average_slots
         self._name_tensors()
         self._consolidated = True
-        self._weight = tf.Variable(0.0, trainable=False, name="local_weight")
+        self._weight = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="local_weight")
         """Weight of this replica's samples since the last average."""
         self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="local_steps")
         self._unread = _LocalTotals(backend)
@@ -79,7 +79,7 @@ class LocalUpdate(UpdateRule):
         own, norm = self._clipped(own, norm)
         with fused_updates(self.optimizer):
             self.optimizer.apply(own, self._variables)
-        self._weight.assign_add(tf.cast(local.totals[1], tf.float32))
+        self._weight.assign_add(tf.cast(local.totals[1], tf.float64))
         due = self._steps.assign_add(1) >= self._period
         tf.cond(due, lambda: self._average(self._averaged), lambda: tf.constant(False))
         if measure and norm is not None:
@@ -101,12 +101,13 @@ class LocalUpdate(UpdateRule):
 
     def _average(self, variables: dict[str, tf.Variable]) -> tf.Tensor:
         """Replace `variables` by their mean over the replicas, by the samples of each, and begin the next period."""
-        size = float(self._backend.size)
-        total = self._backend.all_reduce(self._weight.read_value(), name="local_sgd/weight")
-        share = tf.where(total > 0, tf.math.divide_no_nan(self._weight.read_value(), total), 1.0 / size)
+        weight = self._weight.read_value()
+        total = self._backend.all_reduce(weight, name="local_sgd//weight")
+        share = tf.where(total > 0, tf.math.divide_no_nan(weight, total), 1.0 / self._backend.size)
         for path, variable in variables.items():
-            mine = variable.read_value() * tf.cast(share, variable.dtype)
-            variable.assign(self._backend.all_reduce(mine, name=f"local_sgd/{path}"))
+            mine = tf.cast(variable.read_value(), _at_least_float32(variable.dtype))
+            mean = self._backend.all_reduce(mine * tf.cast(share, mine.dtype), name=f"local_sgd/{path}")
+            variable.assign(tf.cast(mean, variable.dtype))
         self._weight.assign(0.0)
         self._steps.assign(0)
         return tf.constant(True)
@@ -150,6 +151,11 @@ class _Row:
         if self.values is None:
             self._unread.reduce()
         return self.values
+
+
+def _at_least_float32(dtype: tf.DType) -> tf.DType:
+    """Return the dtype to average in: in 16 bits the shares of the replicas would not add up to 1."""
+    return dtype if dtype.size >= 4 else tf.float32
 
 
 def _unique_rows(gradient: Gradient) -> Gradient:
