@@ -107,11 +107,18 @@ def breakdown(session: Session, config: Config, trainer: Trainer, data: Training
     }
     mine = one._replace(global_samples=config.data.batch // backend.size)
     here = SingleBackend(session)
-    steps["alone"] = _alone(config, trainer, here, mine, AllReduceUpdate(here, trainer.model, trainer.optimizer))
+    steps["alone"] = _alone(
+        config, trainer, here, mine, AllReduceUpdate(here, trainer.model, _fresh(trainer.optimizer))
+    )
     steps["passes"] = _alone(config, trainer, here, mine, NoUpdate())
     variants = Variants(backend, steps)
     variants.run(max(2, timing.steps // 2))
     return variants
+
+
+def _fresh(optimizer: Any) -> Any:
+    """Return an optimizer of the same settings, with slots of its own: the trainer's may be slices."""
+    return type(optimizer).from_config(optimizer.get_config())
 
 
 def _alone(config: Config, trainer: Trainer, here: Backend, mine: Batch, rule: UpdateRule) -> Callable[[], Any]:

@@ -109,7 +109,7 @@ class GradientReducer:
         """
         reduced = [self._prepared(gradient) for gradient in gradients]
         sparse = [i for i, gradient in enumerate(reduced) if isinstance(gradient, tf.IndexedSlices)]
-        self._reduce_sparse(reduced, sparse, [f"{role}/{path}" for path in paths], f"{role}/rows")
+        self._reduce_sparse(reduced, sparse, [f"{role}/{path}" for path in paths], f"{role}//rows")
         dense = [i for i, gradient in enumerate(reduced) if gradient is not None and i not in sparse]
         compressed = [i for i in dense if paths[i] not in exact and self._is_compressed(reduced[i].dtype)]
         self._reduce_compressed(reduced, compressed, paths, role)

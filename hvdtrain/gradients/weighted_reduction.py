@@ -9,6 +9,9 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, ReductionOptions, scaled
 
+TOTALS = "/totals"
+"""Path of the totals among those of gradients: no variable has one that begins with a slash."""
+
 
 class WeightedReducer:
     """Reduces each replica's weighted gradient sums; the weights travel in the same exchange.
@@ -58,9 +61,9 @@ class WeightedReducer:
         if self._op == "adasum":
             own = _times(sums, _ratio(expected, totals[weight_at]))
             reduced = self._reducer.reduce(own, paths, role=role)
-            return reduced, self._collectives.all_reduce(totals, name=f"{role}/totals")
+            return reduced, self._collectives.all_reduce(totals, name=f"{role}/{TOTALS}")
         *gradients, totals = self._reducer.reduce(
-            [*sums, after(totals, sums)], [*paths, "totals"], role=role, exact=["totals"]
+            [*sums, after(totals, sums)], [*paths, TOTALS], role=role, exact=[TOTALS]
         )
         # Dividing here would be one more pass over all gradients: where it can be, it was done to the loss.
         if not uniform:

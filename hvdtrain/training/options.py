@@ -1,6 +1,6 @@
 """What a training step may do besides the plain one: the same names as the flags of the command line."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -34,23 +34,17 @@ class StepOptions(UpdateConfig, ExchangeConfig, ClippingConfig, StepConfig):
             raise ConfigError("--jit cannot hold the exchange of --sync-batch-norm: leave out one of them.")
         if self.jit and self.recompute:
             raise ConfigError("XLA merges the second forward pass of --recompute with the first: leave out --jit.")
-        self._check_update()
 
-    def _check_update(self) -> None:
-        """Refuse options of an exchange that the update rule does not have."""
-        if not self.zero and self.local_steps is None:
-            return
-        rule = "--zero" if self.zero else "--local-steps"
-        unfit = {
-            f"--reduce-op {self.reduce_op}": self.reduce_op not in (("average", "sum") if self.zero else ("average",)),
-            "--compression": self.compression != "none",
-            "--gradient-groups": self.gradient_groups > 0,
-            "--predivide": self.predivide != 1.0,
-            f"--sparse-gradients {self.sparse_gradients}": self.sparse_gradients
-            not in (("auto", "dense") if self.zero else ("auto",)),
-            # Ranks owe one another gradients of the shared statistics, which nobody adds up between two averages.
-            "--sync-batch-norm": self.sync_batch_norm and not self.zero,
-        }
+    def refuse_with(self, rule: str, unfit: Mapping[str, bool]) -> None:
+        """Refuse options that an update rule has no use for.
+
+        Args:
+            rule: the option that chooses the rule.
+            unfit: whether each of these options, as a user would type it, is in use.
+
+        Raises:
+            ConfigError: naming the first.
+        """
         for option, used in unfit.items():
             if used:
                 raise ConfigError(f"{option} does not go with {rule}: leave out one of them.")

@@ -232,12 +232,14 @@ class Trainer:
     def broadcast_state(self) -> None:
         """Give every rank the tensors and scalars of rank 0; slices stay where they are."""
         self.state.broadcast(self.backend)
+        self.rule.begin()
 
     def restore(self, path: Path) -> None:
         """Load the checkpoint at `path`; every rank calls it, and only rank 0 needs to see the folder."""
         state = self.state
         scalars = restore.restore(path, state.named_tensors(), self.backend, earlier_names=state.earlier_names())
         state.restore(scalars)
+        self.rule.begin()
 
     def train(
         self,
@@ -280,7 +282,6 @@ class Trainer:
         begin = time.perf_counter()
         info = info or run_info(self.backend, self.state, self.options, data, plan)
         self._announcer.announce(info, self.state, observers, narrow_outputs=self._factory.narrow_outputs)
-        self.rule.adopt_weights()
         saving = None if save is None else lambda: save(self.state)
         actions = Actions(self._evaluate, self.consolidate, self.averaged_weights, saving)
         parts = (self.backend, self.state, self._factory, self.rule, data, plan)

@@ -60,6 +60,8 @@ TWO_RANKS_UNDER_MPI_ONLY = {
     "parity.check_embedding_sgd_float32",
     "update.check_groups_and_predivision",
     "update_rules.check_exclusions_by_variable_hold_for_slices",
+    "update_rules.check_sharded_slots_with_everything_else",
+    "update_rules.check_slots_go_on_from_a_checkpoint_sharded_or_not",
     "update_rules.check_local_steps_exchange_nothing_between_averages",
     "update_rules.check_what_does_not_fit_is_refused",
     # These show that others can fail.

@@ -3,19 +3,28 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.runtime.session import current
+from hvdtrain.training.inputs import training_data
 from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
 from hvdtrain.training.update_rules.local_sgd import LocalUpdate
-from hvdtrain.training.update_rules.select import RULES, update_rule_for
+from hvdtrain.training.update_rules.select import RULES, check_rule, update_rule_for
 from hvdtrain.training.update_rules.zero import ELEMENTWISE, Shard, ZeroUpdate
 
 pytestmark = pytest.mark.usefixtures("session")
+
+
+@pytest.fixture(autouse=True)
+def _chosen_rule_for_one_replica(monkeypatch):
+    """One replica has the default rule; here the others are tried on one."""
+    monkeypatch.setattr("hvdtrain.training.update_rules.select.is_alone", lambda backend: False)
+
 
 WIDTH = 160
 RNG = np.random.default_rng(0)
@@ -28,7 +37,9 @@ def model(width=WIDTH):
 
 
 def rule_of(optimizer="sgd", **options):
-    return update_rule_for(SingleBackend(current()), model(), keras.optimizers.get(optimizer), step_options(options))
+    chosen, optimizer = step_options(options), keras.optimizers.get(optimizer)
+    check_rule(chosen, optimizer)
+    return update_rule_for(SingleBackend(current()), model(), optimizer, chosen)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +137,92 @@ def test_local_steps_take_no_loss_scale():
 )
 def test_options_that_exclude_one_another_are_refused(options, words):
     with pytest.raises(ConfigError) as raised:
-        step_options(options)
+        check_rule(step_options(options), keras.optimizers.SGD())
     assert words in str(raised.value)
+
+
+def test_a_process_alone_has_the_default_rule(monkeypatch):
+    monkeypatch.undo()
+    for options in ({"zero": 1}, {"local_steps": 3}):
+        assert type(rule_of("adam", **options)) is AllReduceUpdate
+
+
+def trained_both_ways(make_model, make_optimizer, callbacks=tuple, epochs=2):
+    """Return the weights after training without slices and with them."""
+    weights = []
+    for zero in (0, 1):
+        trainer = Trainer(make_model(), make_optimizer(), "mse", zero=zero)
+        data = (X, X[:, :1])
+        trainer.fit(data, batch=8, epochs=epochs, shuffle=False, verbose=False, callbacks=list(callbacks()))
+        weights.append(trainer.model.get_weights())
+    return weights
+
+
+def assert_alike(plain, sharded):
+    for one, other in zip(plain, sharded, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
+
+
+def test_variables_with_a_constraint_stay_whole():
+    def constrained():
+        keras.utils.set_random_seed(0)
+        bound = keras.constraints.MaxNorm(0.5)
+        return keras.Sequential(
+            [keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, kernel_constraint=bound), keras.layers.Dense(1)]
+        )
+
+    plain, sharded = trained_both_ways(constrained, lambda: keras.optimizers.SGD(0.1))
+    assert_alike(plain, sharded)
+    assert np.linalg.norm(sharded[0], axis=0).max() <= 0.5 + 1e-6
+
+
+def test_exclusions_from_decay_by_the_name_of_a_layer_hold_for_slices():
+    def named():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(WIDTH, name="spared"), keras.layers.Dense(WIDTH), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((WIDTH,)), *layers])
+
+    def optimizer():
+        made = keras.optimizers.AdamW(0.001, weight_decay=50.0)
+        made.exclude_from_weight_decay(var_names=["spared"])
+        return made
+
+    plain, sharded = trained_both_ways(named, optimizer)
+    assert_alike(plain, sharded)
+    assert np.linalg.norm(sharded[0]) > 1.2 * np.linalg.norm(sharded[2]), "the exclusion did nothing"
+
+
+EVENTS = ["on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end"]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_weights_that_a_callback_sets_reach_the_slices(event):
+    def reset(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls in (1, 3):
+            self.model.set_weights([np.full_like(weight, 0.01) for weight in self.model.get_weights()])
+
+    kind = type("Reset", (keras.callbacks.Callback,), {"calls": 0, event: reset})
+    assert_alike(*trained_both_ways(model, lambda: keras.optimizers.SGD(0.01), lambda: [kind()], epochs=4))
+
+
+def test_restored_weights_reach_the_slices():
+    trainer = Trainer(model(), keras.optimizers.SGD(1e-9), "mse", zero=1)
+    data = training_data((X, X[:, :1]), trainer.backend, batch=8, seed=0, shuffle=False, steps_per_epoch=None)
+    trainer.build(data)
+    for weight in trainer.model.weights:
+        weight.assign(tf.ones_like(weight))
+    trainer.broadcast_state()
+    trainer.compiled_step(data)(next(iter(data.batches(0))), measure=False)
+    for weight in trainer.model.get_weights():
+        np.testing.assert_allclose(weight, 1.0, rtol=1e-3)
+
+
+def test_local_weights_are_not_saved_within_an_epoch(tmp_path):
+    trainer = Trainer(model(), "sgd", "mse", local_steps=2)
+    early = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras", save_freq=2)
+    with pytest.raises(ConfigError, match=r"ModelCheckpoint\(save_freq=2\) would save rank 0's own weights"):
+        trainer.fit((X, X[:, :1]), batch=8, verbose=False, callbacks=[early])
 
 
 def test_a_model_with_a_step_of_its_own_takes_no_rule():
@@ -145,22 +240,6 @@ def test_a_model_with_a_step_of_its_own_takes_no_rule():
     for options, name in (({"zero": 1}, "zero"), ({"local_steps": 2}, "local_steps")):
         with pytest.raises(ConfigError, match=f"has a step of its own, in which {name} can do nothing"):
             Trainer(Own(), "sgd", "mse", **options)
-
-
-def test_a_callback_that_sets_weights_reaches_the_master_slices():
-    class Reset(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 0:
-                self.model.set_weights([np.zeros_like(weight) for weight in self.model.get_weights()])
-
-    weights = []
-    for zero in (0, 1):
-        trainer = Trainer(model(), keras.optimizers.SGD(0.01), "mse", zero=zero)
-        data = (X, X[:, :1])
-        trainer.fit(data, batch=8, epochs=2, shuffle=False, verbose=False, callbacks=[Reset()])
-        weights.append(trainer.model.get_weights())
-    for plain, sharded in zip(*weights, strict=True):
-        np.testing.assert_allclose(sharded, plain, rtol=0, atol=1e-6)
 
 
 def test_a_saved_model_holds_no_slices(tmp_path):

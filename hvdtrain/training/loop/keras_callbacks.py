@@ -80,6 +80,20 @@ def callbacks_of_all(
     )
 
 
+def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
+    """Refuse callbacks that save the model after batches, where each replica's weights are its own by then.
+
+    Raises:
+        ConfigError: naming the callback.
+    """
+    for callback in tf.nest.flatten(list(callbacks)):
+        if isinstance(callback, _callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+            raise ConfigError(
+                f"ModelCheckpoint(save_freq={callback.save_freq}) would save rank 0's own weights, which --local-steps "
+                'averages later: use save_freq="epoch".'
+            )
+
+
 def that_change_training(callbacks: Sequence[Any]) -> str:
     """Return the names of Keras' own callbacks that set weights or learning rates: all ranks need the same ones."""
     return ", ".join(type(callback).__name__ for callback in _that_change_training(callbacks)) or "none"

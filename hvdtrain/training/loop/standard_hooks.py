@@ -18,7 +18,7 @@ from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.data_wait import WaitingWatch
 from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, Outcome, StepEnd
-from hvdtrain.training.loop.keras_callbacks import callbacks_of_all
+from hvdtrain.training.loop.keras_callbacks import callbacks_of_all, refuse_saves_within_epochs
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.result import FitResult
@@ -73,6 +73,8 @@ class StandardTraining:
         validation: Iterable[Batch] | None = None,
         callbacks: Sequence[Any] = (),
     ) -> None:
+        if not rule.weights_agree:
+            refuse_saves_within_epochs(callbacks)
         self._state = state
         self._rule = rule
         scalars = state.scalars
@@ -111,7 +113,7 @@ class StandardTraining:
         loop, callbacks = self.loop, self._callbacks
         loop.add_hook(self._note, EVERY_STEP, roll_back=self._rewind)
         if callbacks is not None:
-            loop.add_hook_before(callbacks.begin_step)
+            loop.add_hook_before(self._begin_step)
             if callbacks.needs.batches:
                 loop.add_hook(self._show_batch, EVERY_STEP)
         loop.add_hook(self._check_and_log, MEASURED)
@@ -157,6 +159,12 @@ class StandardTraining:
             history=history,
             skipped=self._monitor.skipped,
         )
+
+    def _begin_step(self, step: StepEnd) -> None:
+        assert self._callbacks is not None, "added only where there are callbacks"
+        self._callbacks.begin_step(step)
+        if step.first or step.place == 0 or self._callbacks.needs.batches:
+            self._rule.adopt_weights()
 
     def _note(self, step: StepEnd) -> None:
         assert step.result is not None, "hooks follow a step"

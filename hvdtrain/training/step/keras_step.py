@@ -99,7 +99,7 @@ class KerasTrainStep:
             raise ConfigError(f"train_step must return a dict with 'loss' in it. Received: {logs!r}.")
         poison = zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
         local = tf.stack([tf.cast(logs["loss"], tf.float32) * samples, samples, poison])
-        return self._backend.all_reduce(tf.where(samples > 0, local, tf.zeros_like(local)), name="gradient/totals")
+        return self._backend.all_reduce(tf.where(samples > 0, local, tf.zeros_like(local)), name="gradient//totals")
 
 
 class KerasEvaluator:

@@ -28,7 +28,7 @@ from hvdtrain.training.step.microbatches import per_microbatch
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule
-from hvdtrain.training.update_rules.select import update_rule_for
+from hvdtrain.training.update_rules.select import DEFAULT, check_rule, chosen_rule, update_rule_for
 
 Evaluate = Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
 Predict = Callable[[Iterable[Batch]], Any]
@@ -74,6 +74,7 @@ class CompiledStepFactory:
         self._objective = objective
         self._options = options
         check_layers(model, options)
+        check_rule(options, optimizer)
         self._forward = recomputed_model(model) if options.recompute else model
         self._loss = summed_loss(objective.loss, objective.loss_weights, self._names)
         self._spec = MetricSpec(objective.metrics, objective.weighted_metrics)
@@ -167,8 +168,7 @@ class KerasStepFactory:
             "accumulate": options.accumulate > 1,
             "jit": options.jit,
             "recompute": options.recompute,
-            "zero": options.zero > 0,
-            "local_steps": options.local_steps is not None,
+            chosen_rule(options): chosen_rule(options) != DEFAULT,
             # The gradients that ranks owe one another would count by the samples of the wrong rank.
             "SyncBatchNormalization": bool(sync_layers(model)),
         }

@@ -38,6 +38,17 @@ class UpdateRule:
         self._paths = list(structure_of(model).by_path(self._variables))
         self._build_optimizer()
 
+    weights_agree = True
+    """Whether every replica holds the same weights after each step."""
+
+    @classmethod
+    def check(cls, options: StepOptions, optimizer: Any) -> None:
+        """Refuse options and optimizers that the rule cannot work with; done before anything is built.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Take one optimizer step, inside the compiled step.
 
@@ -66,7 +77,11 @@ class UpdateRule:
         self._build_optimizer()
 
     def adopt_weights(self) -> None:
-        """Notice that the model's weights were set from outside the step: restored, broadcast, or by a callback."""
+        """Take over weights of the model that were set from outside the step, as by a callback."""
+
+    def begin(self) -> None:
+        """Go on from the state as it is, the same on every replica: it was restored or broadcast."""
+        self.adopt_weights()
 
     def consolidate(self) -> None:
         """Make model and slots what is evaluated and saved; every replica calls it, outside the compiled step."""

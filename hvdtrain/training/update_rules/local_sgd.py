@@ -40,12 +40,28 @@ class LocalUpdate(UpdateRule):
         ConfigError: an optimizer with dynamic loss scaling, whose scales would differ between averages.
     """
 
-    def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
+    weights_agree = False
+
+    @classmethod
+    def check(cls, options: StepOptions, optimizer: Any) -> None:
+        """See `UpdateRule`."""
+        unfit = {
+            f"--reduce-op {options.reduce_op}": options.reduce_op != "average",
+            "--compression": options.compression != "none",
+            "--gradient-groups": options.gradient_groups > 0,
+            "--predivide": options.predivide != 1.0,
+            f"--sparse-gradients {options.sparse_gradients}": options.sparse_gradients != "auto",
+            # Ranks owe one another gradients of the shared statistics, which nobody adds up between two averages.
+            "--sync-batch-norm": options.sync_batch_norm,
+        }
+        options.refuse_with("--local-steps", unfit)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ConfigError(
                 "--local-steps leaves each rank a loss scale of its own, which an average of the weights cannot mend: "
                 "use --precision mixed_bfloat16 in place of mixed_float16."
             )
+
+    def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         super().__init__(backend, model, optimizer, options)
         options = options or StepOptions()
         self._period = options.local_steps
@@ -83,8 +99,14 @@ class LocalUpdate(UpdateRule):
         due = self._steps.assign_add(1) >= self._period
         tf.cond(due, lambda: self._average(self._averaged), lambda: tf.constant(False))
         if measure and norm is not None:
-            norm = self._backend.all_reduce(norm, name="gradient/norm", op="average")
+            norm = self._backend.all_reduce(norm, name="gradient//norm", op="average")
         return local.totals, norm if measure else None
+
+    def begin(self) -> None:
+        """See `UpdateRule`: a new period begins."""
+        self._weight.assign(0.0)
+        self._steps.assign(0)
+        self._consolidated = True
 
     def reported(self, totals: tf.Tensor) -> Totals:
         """See `UpdateRule`."""
@@ -122,7 +144,7 @@ class _LocalTotals:
     def __init__(self, backend: Backend) -> None:
         self._waiting: list[_Row] = []
         self._sum: Callable[[tf.Tensor], tf.Tensor] = tf.function(
-            lambda rows: backend.run(lambda: backend.all_reduce(rows, name="local_sgd/totals")),
+            lambda rows: backend.run(lambda: backend.all_reduce(rows, name="local_sgd//totals")),
             autograph=False,
             input_signature=[tf.TensorSpec([None, 3], tf.float32)],
         )

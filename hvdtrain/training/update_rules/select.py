@@ -7,20 +7,41 @@ from hvdtrain.config.registry import resolve
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.update_rules.base import UpdateRule
 
+DEFAULT = "all_reduce"
 RULES = {
-    "all_reduce": "hvdtrain.training.update_rules.all_reduce:AllReduceUpdate",
+    DEFAULT: "hvdtrain.training.update_rules.all_reduce:AllReduceUpdate",
     "zero": "hvdtrain.training.update_rules.zero:ZeroUpdate",
     "local_steps": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
 }
 """The option of `UpdateConfig` that chooses a rule -> the rule, imported only then."""
 
 
-def update_rule_for(backend: Backend, model: Any, optimizer: Any, options: StepOptions) -> UpdateRule:
-    """Return the update rule that `options` choose, with the optimizer built.
+def chosen_rule(options: StepOptions) -> str:
+    """Return the name of the rule that `options` choose."""
+    chosen = options.chosen()
+    return next((option for option in RULES if option in chosen), DEFAULT)
+
+
+def check_rule(options: StepOptions, optimizer: Any) -> None:
+    """Refuse what the chosen rule cannot work with.
 
     Raises:
-        ConfigError: an optimizer or options that do not fit the rule.
+        ConfigError: naming the option, or the optimizer.
     """
-    name = next((option for option in RULES if option in options.chosen()), "all_reduce")
+    resolve("update rule", chosen_rule(options), RULES).check(options, optimizer)
+
+
+def update_rule_for(backend: Backend, model: Any, optimizer: Any, options: StepOptions) -> UpdateRule:
+    """Return the update rule that `options` choose, with the optimizer built; one replica has the default.
+
+    Raises:
+        ConfigError: an optimizer that does not fit the rule.
+    """
+    name = DEFAULT if is_alone(backend) else chosen_rule(options)
     rule: UpdateRule = resolve("update rule", name, RULES)(backend, model, optimizer, options)
     return rule
+
+
+def is_alone(backend: Backend) -> bool:
+    """Whether there is nobody to share the update with."""
+    return backend.size == 1

@@ -53,9 +53,22 @@ class ZeroUpdate(UpdateRule):
         ConfigError: an optimizer that looks at whole variables, or one that has slots for them already.
     """
 
+    @classmethod
+    def check(cls, options: StepOptions, optimizer: Any) -> None:
+        """See `UpdateRule`."""
+        unfit = {
+            "--reduce-op adasum": options.reduce_op == "adasum",
+            "--compression": options.compression != "none",
+            "--gradient-groups": options.gradient_groups > 0,
+            "--predivide": options.predivide != 1.0,
+            "--sparse-gradients gather": options.sparse_gradients == "gather",
+        }
+        options.refuse_with("--zero", unfit)
+        _check_elementwise(optimizer)
+
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
-        _check(optimizer)
-        self._shards = {id(v): Shard(v, backend) for v in model.trainable_variables if not _is_small(v)}
+        _refuse_slots(optimizer)
+        self._shards = {id(v): Shard(v, backend) for v in model.trainable_variables if not _stays_whole(v)}
         self._targets = [self._shards[id(v)].master if id(v) in self._shards else v for v in model.trainable_variables]
         self._averages: list[tuple[Any, tf.Tensor]] = []
         super().__init__(backend, model, optimizer, options)
@@ -129,9 +142,14 @@ class ZeroUpdate(UpdateRule):
                 if average is not None
             }
 
-        wholes = tf.function(lambda: self._backend.run(gathered), autograph=False)()
+        wholes = tf.function(lambda: self._backend.run(gathered), autograph=False).get_concrete_function()()
         named = dict(zip(self._paths, self._variables, strict=True))
         self._averages = [(named[path], value) for path, value in wholes.items()]
+
+    def reported(self, totals: tf.Tensor) -> tf.Tensor:
+        """See `UpdateRule`; training goes on: averages of before are let go."""
+        self._averages = []
+        return totals
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -142,10 +160,10 @@ class ZeroUpdate(UpdateRule):
     def _build_optimizer(self) -> None:
         inner = innermost(self.optimizer)
         self.optimizer.build(self._targets)
-        for variable, target in zip(self._variables, self._targets, strict=True):
-            if target is not variable:
-                decays = inner._use_weight_decay(variable) and inner._use_weight_decay(target)
-                inner._exclude_from_weight_decay_cache[inner._var_key(target)] = decays
+        for shard in self._shards.values():
+            # Keras asks with the tf.Variable, whose name holds those of the layers.
+            decays = inner._use_weight_decay(shard.whole.value) and inner._use_weight_decay(shard.master)
+            inner._exclude_from_weight_decay_cache[inner._var_key(shard.master)] = decays
         # A saved model would hold this replica's slices for the slots of the whole: it holds none, and starts anew.
         vars(self.optimizer)["save_own_variables"] = lambda store: None
 
@@ -153,7 +171,7 @@ class ZeroUpdate(UpdateRule):
         """Return the L2 norm of the whole gradient, a float64 scalar; squares of slices add up over the replicas."""
         sharded = [g for g, v in zip(gradients, self._variables, strict=True) if id(v) in self._shards]
         whole = [g for g, v in zip(gradients, self._variables, strict=True) if id(v) not in self._shards]
-        squares = self._backend.all_reduce(square_sum(sharded), name="gradient/norm")
+        squares = self._backend.all_reduce(square_sum(sharded), name="gradient//norm")
         return tf.sqrt(squares + square_sum(whole))
 
     def _gather(self, gradients: Sequence[Gradient]) -> None:
@@ -239,12 +257,13 @@ def _overflowing_together(gradients: Sequence[Gradient], norm: tf.Tensor) -> lis
     return shared
 
 
-def _is_small(variable: Any) -> bool:
-    shape = tf.TensorShape(variable.shape)
-    return int(shape.num_elements()) * tf.as_dtype(variable.dtype).size <= SMALL_BYTES
+def _stays_whole(variable: Any) -> bool:
+    """Whether a variable is small, or has a constraint, which Keras applies to the whole of it after each update."""
+    elements = int(tf.TensorShape(variable.shape).num_elements())
+    return variable.constraint is not None or elements * tf.as_dtype(variable.dtype).size <= SMALL_BYTES
 
 
-def _check(optimizer: Any) -> None:
+def _check_elementwise(optimizer: Any) -> None:
     inner = innermost(optimizer)
     name = type(inner).__name__
     if type(inner) not in ELEMENTWISE:
@@ -256,8 +275,11 @@ def _check(optimizer: Any) -> None:
     for option in ("clipnorm", "global_clipnorm"):
         if getattr(inner, option) is not None:
             raise ConfigError(f"{name}({option}=…) would see slices under --zero: use --clip-norm in its place.")
+
+
+def _refuse_slots(optimizer: Any) -> None:
     if optimizer.built:
         raise ConfigError(
-            f"The optimizer {inner.name!r} has slots for whole variables already, and --zero keeps slices of them: "
-            "give a new optimizer, its name, or a function that builds one."
+            f"The optimizer {innermost(optimizer).name!r} has slots for whole variables already, and --zero keeps "
+            "slices of them: give a new optimizer, its name, or a function that builds one."
         )

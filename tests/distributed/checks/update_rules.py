@@ -289,7 +289,7 @@ def check_local_steps_exchange_nothing_between_averages(world: World) -> None:
     )
     history = trainer.fit(wide_data("float32"), batch=BATCH, epochs=2, shuffle=False, verbose=False, log_every=100)
     assert calls, "nothing was averaged"
-    assert not [name for name in calls if name.startswith("gradient/") and name != "gradient/norm"], calls
+    assert not [name for name in calls if name.startswith("gradient/") and name != "gradient//norm"], calls
     assert np.isfinite(history.train_loss)
     assert world.same_everywhere(np.float64(history.train_loss).tobytes()), "a rank reported its own loss"
 
@@ -311,9 +311,8 @@ def check_what_does_not_fit_is_refused(world: World) -> None:
         (keras.optimizers.Lamb(), "Lamb may look at whole ones"),
         (keras.optimizers.Adam(clipnorm=1.0), "use --clip-norm"),
     ):
-        trainer = hvdtrain.Trainer(wide_model("float32", 0), optimizer, per_sample, backend=world.backend, zero=1)
         try:
-            trainer.fit(wide_data("float32"), batch=BATCH, verbose=False)
+            hvdtrain.Trainer(wide_model("float32", 0), optimizer, per_sample, backend=world.backend, zero=1)
         except ConfigError as error:
             assert words in str(error), error
         else:
