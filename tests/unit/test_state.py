@@ -208,6 +208,25 @@ def test_ranks_that_drifted_are_named():
         state.agreed_hash(Answering([None, None, b"x" * 64, b"y" * 64]))
 
 
+def test_the_first_rank_alone_sends_its_scalars():
+    sent = []
+
+    class Second(SingleBackend):
+        index = 1
+
+        def __init__(self):
+            pass
+
+        def gather_bytes(self, payload, *, timeout):
+            sent.append(payload)
+            return [b'{"step": 4, "seed": 7}', payload]
+
+    state = state_of()
+    state.broadcast(Second())
+    assert sent == [b""]
+    assert (state.scalars.step, state.scalars.seed) == (4, 7)
+
+
 # -- statistics --
 
 
