@@ -3,16 +3,16 @@
 import atexit
 import sys
 from collections.abc import Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import BackendName, CommunicationName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
-from hvdtrain.runtime.exits import ExitWatch
+from hvdtrain.runtime.exits import UNCLEAR, ExitWatch
 from hvdtrain.runtime.failures import show_failure
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.leaving import UNCLEAR_PATIENCE_S, leave_together
 from hvdtrain.runtime.session import Link, Session, current, has_session, open_link, open_session, set_current
 
 
@@ -31,7 +31,8 @@ def init(
     """Join the job: call it once, before TensorFlow does any work and before datasets and models are made.
 
     From here on an exception on one rank, or `sys.exit` with a code other than 0, ends the job, and the ranks leave
-    together at the end of the script, where the first to come wait for those that are still at work. With
+    together at the end of the script, where the first to come wait up to an hour for those that are still at work.
+    `raise SystemExit(n)` hides its code, and counts as an end like any other: use `sys.exit(n)` for a failure. With
     `backend="parameter_server"` it returns on rank 0 only: the others serve it until its script ends, and end with it.
 
     Args:
@@ -111,24 +112,29 @@ def _end_with_the_job(session: Session) -> None:
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _fail(session.link, error)
-        atexit.unregister(session.close)
+        atexit.unregister(leave)
         show(kind, error, trace)
 
-    sys.excepthook = on_exception
-    atexit.register(session.close)
+    exits = ExitWatch()
     if session.environment.size > 1:
-        exits = ExitWatch()
         exits.start()
-        atexit.register(_end_if_left, session.link, exits)  # runs first, as the last one registered
+    leave = partial(_leave, session, exits)
+    sys.excepthook = on_exception
+    atexit.register(leave)
 
 
-def _end_if_left(link: Link, exits: ExitWatch) -> None:
-    """End the job where this rank's script left it by an exit code; the others may wait for it in an exchange."""
+def _leave(session: Session, exits: ExitWatch) -> None:
+    """Leave with the other ranks, or end the job where this rank's script left by an exit code.
+
+    An exit whose code cannot be seen ends most scripts well (`raise SystemExit(main())`), so this rank waits for the
+    others as long as after any other end: they may still save. If it left them in an exchange instead, it says so while
+    it waits, Horovod names it as missing, and the job fails when the wait is over.
+    """
     left = exits.found()
     if left is not None:
-        _fail(link, left)
-    if exits.unclear:
-        try:
-            leave_together(link.control, patience=UNCLEAR_PATIENCE_S)
-        except LaunchError as error:
-            _fail(link, error)
+        _fail(session.link, left)
+    try:
+        session.close(remark=UNCLEAR if exits.unclear else "")
+    except LaunchError as error:
+        _fail(session.link, error)
+        raise

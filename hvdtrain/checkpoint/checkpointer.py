@@ -14,7 +14,7 @@ from hvdtrain.checkpoint.drafts import Draft
 from hvdtrain.checkpoint.manifest import merged
 from hvdtrain.checkpoint.naming import complete, name_of
 from hvdtrain.checkpoint.snapshot import owned
-from hvdtrain.checkpoint.write import write_tensors
+from hvdtrain.checkpoint.write import take_list, write_list, write_tensors
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.state.named_tensors import NamedTensor
 
@@ -22,9 +22,9 @@ from hvdtrain.state.named_tensors import NamedTensor
 class Checkpointer:
     """Writes the training state to `folder/step-N` and keeps the newest ones; every rank calls it.
 
-    Each rank writes the tensors that it owns into a hidden folder. When all have reported theirs to be on disk, the
-    primary adds a manifest and renames the folder: a writer that is killed leaves nothing that could be taken for a
-    checkpoint. Where no tensor is sharded, only the primary needs to see the folder.
+    Each rank writes the tensors that it owns, and the list of them, into a hidden folder. When all have reported theirs
+    to be on disk, the primary makes one manifest of the lists and renames the folder: a writer that is killed leaves
+    nothing that could be taken for a checkpoint. Where no tensor is sharded, only the primary needs to see the folder.
 
     Args:
         folder: where the checkpoints are; created when the first is saved.
@@ -93,13 +93,17 @@ class Checkpointer:
         drafts.append(Draft(self._folder, final.name))
         return str(drafts[0].path)
 
-    def _write(self, draft: Path, tensors: Mapping[str, NamedTensor]) -> dict[str, Any]:
+    def _write(self, draft: Path, tensors: Mapping[str, NamedTensor]) -> str | None:
+        """Write what this rank owns, and return the name of its file; None if it owns nothing."""
         mine = owned(tensors, index=self._ranks.index, primary=self._ranks.primary)
         file = draft / f"tensors-{self._ranks.process:05d}.bin"
         entries, size = write_tensors(file, mine)
-        return {"entries": entries, "files": {file.name: size} if entries else {}}
+        if not entries:
+            return None
+        write_list(file, entries, size)
+        return file.name
 
-    def _commit(self, draft: Path, final: Path, written: list[dict[str, Any]], scalars: Mapping[str, Any]) -> None:
-        tensors = merged([rank["entries"] for rank in written])
-        files = {name: size for rank in written for name, size in rank["files"].items()}
-        commit(draft, final, tensors, files, scalars)
+    def _commit(self, draft: Path, final: Path, written: list[str | None], scalars: Mapping[str, Any]) -> None:
+        lists = {name: take_list(draft / name) for name in written if name is not None}
+        tensors = merged([entries for entries, _ in lists.values()])
+        commit(draft, final, tensors, {name: size for name, (_, size) in lists.items()}, scalars)

@@ -13,23 +13,12 @@ from hvdtrain.checkpoint.drafts import clear_leavings
 from hvdtrain.checkpoint.manifest import Manifest, StoredTensor
 from hvdtrain.checkpoint.naming import REPLACED, complete
 from hvdtrain.checkpoint.write import sync
-from hvdtrain.config.errors import CheckpointError
 
 
 def commit(
     draft: Path, final: Path, tensors: Mapping[str, StoredTensor], files: Mapping[str, int], scalars: Mapping[str, Any]
 ) -> None:
-    """Write the manifest of `draft`, in which every rank's file is, and give the folder its name.
-
-    Raises:
-        CheckpointError: a file that another rank has written is not here.
-    """
-    for name, size in files.items():
-        if not (draft / name).is_file() or (draft / name).stat().st_size != size:
-            raise CheckpointError(
-                f"{name} was written by another rank and is not in {draft.parent}: with sharded tensors the folder of "
-                "checkpoints must be one that all ranks share."
-            )
+    """Write the manifest of `draft`, in which every rank's file is, and give the folder its name."""
     file = draft / manifest.NAME
     file.write_text(manifest.encode(Manifest(scalars, files, tensors)), encoding="utf-8")
     sync(file)

@@ -49,6 +49,11 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     """By structural path."""
 
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of all of it: the same for the same checkpoint, wherever it lies."""
+        return _checksum(_encoded(self))
+
 
 def merged(entries: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor]:
     """Return the tensors of which every rank has written some slices; see `write_tensors`.
@@ -90,8 +95,12 @@ def _stored_slice(bounds: Any, file: str, offset: int, sha256: str) -> StoredSli
 
 def encode(manifest: Manifest) -> str:
     """Return the manifest's text, with its own checksum."""
-    content = {"format": FORMAT, **asdict(manifest)}
+    content = _encoded(manifest)
     return json.dumps({**content, "checksum": _checksum(content)}, indent=1)
+
+
+def _encoded(manifest: Manifest) -> dict[str, Any]:
+    return {"format": FORMAT, **asdict(manifest)}
 
 
 def format_of(path: Path) -> int:

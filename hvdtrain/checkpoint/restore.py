@@ -23,7 +23,7 @@ def restore(
     """Load the checkpoint at `path` into `tensors`, and return its scalars; called on every rank.
 
     The primary reads what all hold alike, and the others receive it. A slice is read from the files by the rank that
-    holds it, or sent by the primary where one cannot see them.
+    holds it, or sent by the primary where a rank cannot see them, or sees another checkpoint of that name.
 
     Args:
         path: the checkpoint's folder, as the primary sees it.
@@ -66,8 +66,9 @@ def _restore_slices(path: Path, tensors: Mapping[str, NamedTensor], readers: lis
     if not slices:
         return
     mine = readers or _readers_of_what_is_seen(path)
-    seen = on_every_rank(ranks, lambda: bool(mine))
-    if all(seen):
+    seen = on_every_rank(ranks, lambda: mine[0].checksum if mine else None)
+    # A disk of a rank's own may hold another checkpoint of that name.
+    if all(checksum == seen[0] for checksum in seen):
         on_every_rank(ranks, lambda: _read_slices(slices, mine[0]))
         return
     for name, tensor in slices.items():

@@ -32,6 +32,11 @@ class SliceReader:
         return self._manifest.tensors
 
     @property
+    def checksum(self) -> str:
+        """The manifest's checksum, which tells this checkpoint from others of its name."""
+        return self._manifest.checksum
+
+    @property
     def scalars(self) -> dict[str, object]:
         """The scalars that were saved."""
         return dict(self._manifest.scalars)

@@ -1,6 +1,7 @@
 """A rank's file of tensors: their bytes one after another, with a checksum for each."""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.checkpoint.snapshot import Owned
+from hvdtrain.config.errors import CheckpointError
 
 Entries = dict[str, list[Any]]
 """By path: dtype, global shape, bounds of the slice, file, offset and SHA-256."""
@@ -40,6 +42,34 @@ def write_tensors(file: Path, tensors: Iterable[Owned]) -> tuple[Entries, int]:
         if stream is not None:
             stream.close()
     return entries, offset
+
+
+def write_list(file: Path, entries: Entries, size: int) -> None:
+    """Write the entries and the size of `file` beside it, where the primary finds them."""
+    _list_of(file).write_text(json.dumps([entries, size]), encoding="utf-8")
+
+
+def take_list(file: Path) -> tuple[Entries, int]:
+    """Return the entries and the size of `file`, and remove their list: the manifest will hold them.
+
+    Raises:
+        CheckpointError: another rank wrote `file`, which is not here.
+    """
+    try:
+        entries, size = json.loads(_list_of(file).read_text(encoding="utf-8"))
+        _list_of(file).unlink()
+        if file.stat().st_size == size:
+            return entries, size
+    except FileNotFoundError:
+        pass
+    raise CheckpointError(
+        f"{file.name} was written by another rank and is not in {file.parent.parent}: with sharded tensors the folder "
+        "of checkpoints must be one that all ranks share."
+    )
+
+
+def _list_of(file: Path) -> Path:
+    return file.with_suffix(".json")
 
 
 def _bytes(array: np.ndarray) -> Any:

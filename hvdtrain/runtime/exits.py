@@ -10,6 +10,9 @@ from typing import Any
 
 from hvdtrain.runtime.failures import EXIT_FAILURE, ScriptExit
 
+UNCLEAR = "The exit by which this script left hides its code; sys.exit(n), with n other than 0, ends the job at once."
+"""What a rank adds where it waits for the others after such an exit."""
+
 
 class ExitWatch:
     """Wraps `sys.exit`, `exit` and `quit`, in the main thread of a running script.

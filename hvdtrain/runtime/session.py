@@ -119,17 +119,24 @@ class Session:
             raise LaunchError(f"{error} Ranks that load their data for longer need more --load-timeout.") from error
         return [everyone[rank] for rank in members]
 
-    def close(self) -> None:
+    def close(self, *, remark: str = "") -> None:
         """Wait for all ranks, then shut Horovod down: the first to leave would end it for everybody.
 
         A rank that serves waits, for as long as it may take, until the one that leads is done.
+
+        Args:
+            remark: what this rank adds where it says for whom it waits.
+
+        Raises:
+            LaunchError: a rank did not come; it is named.
         """
         if self.world.collectives:
-            leave_together(self.link.control)
+            leave_together(self.link.control, remark=remark)
             self.world.close()
         elif self.strategy is not None:
             # The server that each worker of a strategy runs ends with its process.
-            leave_together(self.link.control, **({"patience": math.inf, "notice": math.inf} if self.serves else {}))
+            waits = {"patience": math.inf, "notice": math.inf} if self.serves else {}
+            leave_together(self.link.control, remark=remark, **waits)
         self.link.close()
 
 

@@ -32,7 +32,6 @@ class Scalars:
     step_in_epoch: int | None = 0
     """Finished steps of the epoch under way; None in checkpoints of earlier versions, whose steps tell."""
     seed: int = 0
-    loss_scale: float = 1.0
     data: Identity | None = None
     """Fingerprint of the samples; None where it is unknown, as in checkpoints of earlier versions."""
     processes: int | None = None
@@ -64,6 +63,10 @@ class Scalars:
 
 
 def scalars_from(saved: Mapping[str, Any]) -> Scalars:
-    """Return the scalars of a checkpoint; one of an earlier version says nothing of the place in the epoch."""
+    """Return the scalars of a checkpoint.
+
+    One of an earlier version may say nothing of the place in the epoch, and repeat the optimizer's loss scale.
+    """
     values = {"step_in_epoch": None if saved.get("step") else 0, **saved}
+    values.pop("loss_scale", None)
     return Scalars(**{**values, "progress": Progress(**values.get("progress", {}))})

@@ -101,7 +101,7 @@ class TrainState:
         """Give every replica the replicated tensors and the scalars of the first one; slices stay where they are."""
         tensors = self.named_tensors().items()
         backend.broadcast({path: tensor.value for path, tensor in tensors if tensor.replicated})
-        mine = json.dumps(asdict(self.scalars)).encode()
+        mine = json.dumps(asdict(self.scalars)).encode() if backend.index == 0 else b""
         self.restore(json.loads(backend.gather_bytes(mine, timeout=BROADCAST_TIMEOUT_S)[0]))
 
     def average_statistics(self, backend: Backend) -> None:

@@ -44,6 +44,14 @@ def test_a_good_exit_is_none_that_ends_the_job(tmp_path):
     assert "went on" in outcome.text
 
 
+@pytest.mark.parametrize("ending", ["one_leaves_unclearly", "all_leave_unclearly"])
+def test_an_exit_whose_code_cannot_be_seen_waits_for_ranks_that_still_work(ending, tmp_path):
+    outcome = launch("mpirun", ending, tmp_path)
+    assert outcome.code == 0, outcome.text
+    assert "saved" in outcome.text
+    assert "failed" not in outcome.text, outcome.text
+
+
 @pytest.mark.parametrize("controller", BOTH)
 def test_the_cause_is_shown_where_a_peer_is_cut_off_long_before(controller, tmp_path):
     outcome = launch(controller, "shuts_down_first", tmp_path)

@@ -36,6 +36,22 @@ def well() -> None:
     sys.exit(0)
 
 
+def one_leaves_unclearly() -> None:
+    """Rank 1 leaves by an exit that only the interpreter sees, while rank 0 still saves."""
+    if hvdtrain.rank() == 1:
+        raise SystemExit
+    time.sleep(3.0)
+    print("saved", flush=True)
+
+
+def all_leave_unclearly() -> None:
+    """Both do, as scripts do that end with `raise SystemExit(main())`, and rank 0 comes late."""
+    time.sleep(0.0 if hvdtrain.rank() else 3.0)
+    if hvdtrain.rank() == 0:
+        print("saved", flush=True)
+    raise SystemExit(0)
+
+
 def shuts_down_first() -> None:
     """Rank 1 fails, but tears Horovod down and cleans up for long before its error comes out."""
     if hvdtrain.rank() == 1:

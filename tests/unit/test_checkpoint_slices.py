@@ -115,6 +115,45 @@ def test_a_rank_that_cannot_see_the_files_is_sent_its_slices(tmp_path):
     with_ranks(2, body)
 
 
+@pytest.mark.parametrize("stale", [1, 2])
+def test_a_checkpoint_of_that_name_from_another_run_is_not_mixed_in(tmp_path, stale):
+    path = save(tmp_path / "shared", 3)
+
+    def leave_behind(ranks):
+        tensors = sharded(ranks.index, 3, filled=True)
+        for tensor in tensors.values():
+            tensor.value.assign(tf.zeros_like(tensor.value))
+        Checkpointer(tmp_path / "own", backend=ranks).save(3, tensors, {"step": 3})
+
+    with_ranks(3, leave_behind)
+
+    def body(ranks):
+        tensors = sharded(ranks.index, 3, filled=False)
+        seen = tmp_path / "own" / path.name if ranks.index == stale else path
+        assert restore(seen, tensors, ranks) == {"step": 3}
+        check(tensors)
+
+    with_ranks(3, body)
+
+
+def test_the_ranks_tell_one_another_no_more_than_that_they_have_written(tmp_path):
+    told = []
+
+    class Noting(Rank):
+        def gather_bytes(self, payload, *, timeout):
+            told.append(payload)
+            return super().gather_bytes(payload, timeout=timeout)
+
+    def body(ranks):
+        ranks = Noting(ranks.index, 2, ranks._barrier, ranks.brought)
+        return Checkpointer(tmp_path, backend=ranks).save(3, sharded(ranks.index, 2, filled=True), {"step": 3})
+
+    path = with_ranks(2, body)[0]
+    assert b'{"value": "tensors-00001.bin"}' in told
+    assert max(map(len, told)) < 100 + len(str(tmp_path))
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "tensors-00000.bin", "tensors-00001.bin"]
+
+
 def test_whole_tensors_need_a_folder_on_the_primary_only(tmp_path):
     (tmp_path / "file").write_text("no folder can be made below it")
 

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from hvdtrain.config.errors import LaunchError
+from hvdtrain.runtime.exits import UNCLEAR
 from hvdtrain.runtime.leaving import PATIENCE_S, leave_together
 from hvdtrain.runtime.session import Session
 from tests.unit.threaded_ranks import as_ranks, place
@@ -25,6 +26,16 @@ def test_a_rank_that_still_works_is_waited_for_and_named_by_one_of_those_that_wa
 def test_ranks_that_come_soon_are_not_spoken_of(capsys):
     assert as_ranks(2, lambda channel: time.sleep(channel.rank) or leave_together(channel)) == [None] * 2
     assert capsys.readouterr().err == ""
+
+
+def test_who_waits_after_an_exit_that_may_have_been_a_failure_says_so(capsys):
+    def body(channel):
+        time.sleep(0.0 if channel.rank else 3.0)
+        leave_together(channel, notice=1.0, remark="" if channel.rank == 0 else UNCLEAR)
+
+    assert as_ranks(2, body) == [None] * 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.endswith(f"an exchange that needs a rank which is done. {UNCLEAR}")
 
 
 def test_patience_has_an_end():

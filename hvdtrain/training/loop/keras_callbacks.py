@@ -217,7 +217,7 @@ class KerasCallbacks(EvaluationHooks):
         """Stop where a callback of any replica asks for it; all replicas call it together.
 
         Raises:
-            ConfigError: a callback gave the replicas different learning rates or weights.
+            ConfigError: the replicas hold different learning rates or weights.
         """
         stops = self._agreed(weights=step.ends_epoch)
         return Outcome.STOP if stops else Outcome.CONTINUE
@@ -230,8 +230,8 @@ class KerasCallbacks(EvaluationHooks):
             if weights and self._backend.processes > 1
             else 0
         )
-        mine = tf.Variable([[float(self._model.stop_training), rate, float(crc)]], dtype=tf.float64)
-        stops, rates, crcs = self._gather(mine.read_value()).numpy().T
+        mine = tf.constant([[float(self._model.stop_training), rate, float(crc)]], tf.float64)
+        stops, rates, crcs = self._gather(mine).numpy().T
         if (rates != rates[0]).any():
             other = int(np.flatnonzero(rates != rates[0])[0])
             raise ConfigError(
@@ -240,8 +240,9 @@ class KerasCallbacks(EvaluationHooks):
             )
         if (crcs != crcs[0]).any():
             raise ConfigError(
-                f"A callback gave rank {int(np.flatnonzero(crcs != crcs[0])[0])} other weights than rank 0: callbacks "
-                "that change the model must be on every rank, and decide alike from the figures that they are given."
+                f"Rank {int(np.flatnonzero(crcs != crcs[0])[0])} holds other weights than rank 0. Callbacks that set "
+                "weights must be on every rank and set them alike; a layer that counts something by itself, from the "
+                "samples of its own rank, is another cause."
             )
         return bool(stops.any())
 
