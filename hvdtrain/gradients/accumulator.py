@@ -11,7 +11,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.exchange import CompressionName
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.gradients.gradient_sum import GradientSum
-from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, scaled
+from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, weighted
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.state.variables import as_written, unique_paths
 
@@ -78,10 +78,11 @@ class GradientAccumulator:
         Args:
             gradients: one for each variable: tensors, tf.IndexedSlices or None.
             weight: what the microbatch counts: its samples, where they differ and its gradients are means over them.
+                Of weight 0 it counts for nothing, also where its gradients are not finite.
         """
         weight = tf.cast(weight, tf.float32)
         first = tf.equal(self.count, 0)
-        self._sum.add([scaled(gradient, weight) for gradient in gradients], first=first)
+        self._sum.add([weighted(gradient, weight) for gradient in gradients], first=first)
         self._weight.assign(tf.where(first, weight, self._weight + weight))
         return tf.greater_equal(self.count.assign_add(1), self.steps)
 

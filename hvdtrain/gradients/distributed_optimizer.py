@@ -11,7 +11,7 @@ from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.exchange import CompressionName
-from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options
+from hvdtrain.gradients.reduction import GradientReducer, reduction_options, weighted
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.clipping import Clipping, global_norm
 from hvdtrain.optim.fused import fused_updates
@@ -107,7 +107,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self.local_weight is None:
             return GradientReducer(collectives, self._options).reduce(gradients, paths)
         weight = tf.cast(self.local_weight, tf.float32)
-        sums = [_weighted(gradient, weight) for gradient in gradients]
+        sums = [weighted(gradient, weight) for gradient in gradients]
         return WeightedReducer(collectives, self._options).reduce(sums, tf.expand_dims(weight, 0), paths)[0]
 
     def _clipped(self, gradients: list[Any]) -> list[Any]:
@@ -153,15 +153,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """Make one from its configuration."""
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
         return cls(inner, **config)
-
-
-def _weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:
-    """Multiply a gradient by its weight; of weight zero it is zero, also where it is not finite."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_weighted(gradient.values, weight), gradient.indices, gradient.dense_shape)
-    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 
 def refuse_exchange_of_microbatches(optimizer: Any, within: str) -> None:

@@ -84,6 +84,15 @@ def scaled(gradient: Gradient, factor: Any) -> Gradient:
     return gradient * (tf.cast(factor, gradient.dtype) if tf.is_tensor(factor) else factor)
 
 
+def weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:
+    """Multiply a gradient by its weight; of weight zero it is zero, also where it is not finite."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(weighted(gradient.values, weight), gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
 class GradientReducer:
     """Reduces a list of gradients over the replicas of an exchange."""
 

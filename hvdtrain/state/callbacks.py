@@ -1,7 +1,13 @@
 """What Keras callbacks remember from epoch to epoch: with it a resumed run decides as an uninterrupted one."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.config.errors import ConfigError
 
 REMEMBERED = (
     "wait",
@@ -18,7 +24,9 @@ REMEMBERED = (
 def callback_states(callbacks: Iterable[Any]) -> list[dict[str, Any]]:
     """Return what each of `callbacks` remembers, as JSON takes it.
 
-    A callback with methods `get_state()` and `set_state(state)` decides itself what that is.
+    A callback with methods `get_state()` and `set_state(state)` decides itself what that is. Of others it is the
+    attributes `REMEMBERED` where they are numbers, strings or lists of them: a user's own callback may keep anything
+    else under these names, which is left alone.
     """
     return [_state_of(callback) for callback in callbacks]
 
@@ -27,6 +35,9 @@ def restore_callbacks(callbacks: Iterable[Any], states: Sequence[Mapping[str, An
     """Let `callbacks` remember `states`, each what the first one of its class that is left over does.
 
     Call it after `on_train_begin`, with which Keras' callbacks forget everything.
+
+    Raises:
+        ConfigError: a callback is to restore the best weights, and had some, which no checkpoint holds.
     """
     left = list(states)
     for callback in callbacks:
@@ -38,25 +49,55 @@ def restore_callbacks(callbacks: Iterable[Any], states: Sequence[Mapping[str, An
 
 def _state_of(callback: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"class": type(callback).__name__}
-    if hasattr(callback, "get_state"):
+    if _has_own_state(callback):
         return state | {"state": callback.get_state()}
-    known = {name: getattr(callback, name) for name in REMEMBERED if hasattr(callback, name)}
-    state |= {name: _plain(value) for name, value in known.items()}
-    if isinstance(history := getattr(callback, "history", None), dict):
-        state["history"] = {name: [_plain(value) for value in values] for name, values in history.items()}
-        state["epoch"] = [int(epoch) for epoch in callback.epoch]
+    state |= _plain_ones({name: value for name, value in vars(callback).items() if name in REMEMBERED})
+    if isinstance(callback, keras.callbacks.History):
+        state |= {"history": _plain_ones(callback.history), "epoch": [int(epoch) for epoch in callback.epoch]}
     return state
 
 
 def _restore(callback: Any, state: Mapping[str, Any]) -> None:
-    if "state" in state:
-        callback.set_state(state["state"])
+    if _has_own_state(callback):
+        if "state" in state:
+            callback.set_state(state["state"])
         return
+    _refuse_lost_weights(callback, state)
     for name, value in state.items():
-        if name != "class":
+        if name not in ("class", "state"):
             setattr(callback, name, value)
 
 
+def _has_own_state(callback: Any) -> bool:
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def _refuse_lost_weights(callback: Any, state: Mapping[str, Any]) -> None:
+    """Refuse to go on where Keras would take the weights of the next epoch for those of the best one."""
+    if getattr(callback, "restore_best_weights", False) and state.get("best") is not None:
+        name = type(callback).__name__
+        raise ConfigError(
+            f"{name} with restore_best_weights=True cannot go on from this checkpoint, which does not hold the weights "
+            f"of its best epoch. Received: a best figure of {state['best']}. Pass {name}(restore_best_weights=False), "
+            "and keep the best weights in a file, with ModelCheckpoint(save_best_only=True)."
+        )
+
+
+def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that are None, strings or numbers, or lists of them."""
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        with suppress(TypeError, ValueError):
+            plain[name] = [_plain(each) for each in value] if isinstance(value, list) else _plain(value)
+    return plain
+
+
 def _plain(value: Any) -> Any:
-    """Return a number of NumPy's or TensorFlow's as one of Python's."""
-    return value if value is None or isinstance(value, bool | int | float | str) else float(value)
+    """Return a number of NumPy's or TensorFlow's as one of Python's; what is no number is a TypeError or ValueError."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if np.ndim(value):
+        raise TypeError("not a single number")
+    return float(value)

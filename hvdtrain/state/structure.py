@@ -58,6 +58,12 @@ def structure_of(model: Any) -> Structure:
     return Structure(walk.paths, frozenset(walk.statistics))
 
 
+def statistics_of(layer: Any) -> list[tf.Variable]:
+    """Return the floating-point variables that a layer changes itself: those that are averaged over the replicas."""
+    own = [variable for variable in layer._non_trainable_variables if tf.as_dtype(variable.dtype).is_floating]
+    return [unwrap(variable) for variable in own]
+
+
 class _Walk:
     """Goes through a model, naming each variable when it is first met."""
 
@@ -85,8 +91,7 @@ class _Walk:
             self.name(variable, _join(path, f"variables/{place}"))
         for place, variable in enumerate(layer._non_trainable_variables):
             self.name(variable, _join(path, f"non_trainable_variables/{place}"))
-            if tf.as_dtype(variable.dtype).is_floating:
-                self.statistics.add(id(unwrap(variable)))
+        self.statistics.update(id(variable) for variable in statistics_of(layer))
         for place, generator in enumerate(layer._seed_generators):
             self.visit(generator, _join(path, f"seed_generators/{place}"))
         for place, child in enumerate(layer._layers):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
@@ -53,7 +54,7 @@ def settings_of(seed: int, options: StepOptions, optimizer: Any, callbacks: Sequ
     """Return what must be the same on every rank besides a call's arguments, by name."""
     return {
         "Trainer(seed=…)": str(seed),
-        **{f"Trainer({name}=…)": repr(value) for name, value in options.chosen().items()},
+        **{f"Trainer({name}=…)": repr(_plain(value)) for name, value in options.chosen().items()},
         **_settings_of_optimizer(innermost(optimizer)),
         "the callbacks that set weights or rates": that_change_training(callbacks),
     }
@@ -61,10 +62,13 @@ def settings_of(seed: int, options: StepOptions, optimizer: Any, callbacks: Sequ
 
 def _described(value: Any) -> str:
     """Return a plain value as it prints, and of data their kind."""
-    if value is None or isinstance(value, bool | int | float | str | Plan):
+    value = _plain(value)
+    if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
+    if isinstance(value, Plan):
+        return repr(Plan(**{name: _plain(each) for name, each in vars(value).items()}))
     if isinstance(value, Mapping) and not any(hasattr(each, "shape") and each.shape for each in value.values()):
-        return repr(sorted(value.items(), key=str))
+        return repr(sorted(((_plain(key), _plain(each)) for key, each in value.items()), key=str))
     if isinstance(value, tf.data.Dataset):
         return "a Dataset"
     if isinstance(value, keras.utils.PyDataset):
@@ -72,6 +76,11 @@ def _described(value: Any) -> str:
     if inspect.isgenerator(value):
         return "a generator"
     return "a function" if callable(value) else "arrays"
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of NumPy's as one of Python's, which prints like it."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _settings_of_optimizer(optimizer: Any) -> dict[str, str]:
@@ -90,7 +99,8 @@ def _settings_of_optimizer(optimizer: Any) -> dict[str, str]:
 def _numbers(config: Mapping[str, Any], prefix: str) -> dict[str, str]:
     """Return the plain values of a Keras configuration, those within others too, by name."""
     found: dict[str, str] = {}
-    for name, value in config.items():
+    for name, given in config.items():
+        value = _plain(given)
         if isinstance(value, Mapping):
             found |= _numbers(value, f"{prefix}{name}.")
         elif value is None or isinstance(value, bool | int | float | str):

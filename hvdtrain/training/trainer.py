@@ -261,7 +261,10 @@ class Trainer:
             observers: told what happens; rank 0's only.
             info: what the observers are told at the start.
             save: writes the state; called on every rank.
-            callbacks: see `fit`.
+            callbacks: see `fit`. After `restore` they go on from what was saved of them.
+
+        Raises:
+            ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
         """
         sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
         self._agree("train", {"plan": plan, **sizes, "validation": validation, "save": save}, callbacks)

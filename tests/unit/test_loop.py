@@ -202,6 +202,17 @@ def test_what_is_not_finite_is_named_however_late_it_is_read(monkeypatch, bad, s
         monitor.settle(finite_parameters=False)
 
 
+@pytest.mark.parametrize(
+    ("rows", "finite"), [([[1.0, 1.0, 0.0]] * 2 + [[np.inf, 1.0, 0.0]], True), ([[1.0] * 3] * 3, False)]
+)
+def test_the_step_is_that_of_the_log_and_the_epoch_that_of_the_data(rows, finite):
+    """After 20 steps in epochs of 4, two more epochs of 3 steps: the third step of epoch 6 is step 23."""
+    monitor = LossMonitor(3, 20, 5 * 3)
+    noted(monitor, rows)
+    with pytest.raises(NonFiniteError, match=r"step 23 \(epoch 6\)"):
+        monitor.settle(finite_parameters=finite)
+
+
 def test_skipped_steps_are_counted():
     monitor = LossMonitor(10, skips=True)
     noted(monitor, [[4.0, 2.0, 0.0], [np.inf, 2.0, 0.0], [8.0, 2.0, 0.0]])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
@@ -63,27 +64,57 @@ def test_a_metric_that_is_new_begins_with_nothing():
     assert second.metric_sums() == {"accuracy": first.metric_sums()["accuracy"], "top1": [0.0, 0.0]}
 
 
-def test_callbacks_and_metrics_go_on_within_an_epoch(tmp_path):
-    def trained(steps, resume=None, save=None):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
-        trainer = Trainer(model, keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", ["accuracy"])
-        data = training_data((X, Y), trainer.backend, batch=16, seed=0, shuffle=True, steps_per_epoch=None)
-        trainer.build(data)
-        if resume is not None:
-            trainer.restore(resume)
-        stop = keras.callbacks.EarlyStopping(monitor="loss", patience=9, min_delta=10.0)
-        result = trainer.train(data, Plan(steps, checkpoint_every=5), save=save, callbacks=[stop])
-        return result, stop
+def trained(steps, *callbacks, folder=None, resume=None):
+    """Train to step `steps`, from the checkpoint `resume`, and save every fifth step and the last in `folder`."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+    trainer = Trainer(model, keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", ["accuracy"])
+    data = training_data((X, Y), trainer.backend, batch=16, seed=0, shuffle=True, steps_per_epoch=None)
+    trainer.build(data)
+    if resume is not None:
+        trainer.restore(resume)
 
     def save(state):
-        Checkpointer(tmp_path).save(state.scalars.step, state.named_tensors(), asdict(state.scalars))
+        Checkpointer(folder).save(state.scalars.step, state.named_tensors(), asdict(state.scalars))
 
-    expected, stop = trained(12)
-    trained(5, save=save)
-    resumed, again = trained(12, resume=tmp_path / "step-00000005")
+    plan = Plan(steps, checkpoint_every=5)
+    return trainer.train(data, plan, save=None if folder is None else save, callbacks=callbacks)
+
+
+def stopping(**options):
+    return keras.callbacks.EarlyStopping(monitor="loss", patience=9, min_delta=10.0, **options)
+
+
+def test_callbacks_and_metrics_go_on_within_an_epoch(tmp_path):
+    stop, again = stopping(), stopping()
+    expected = trained(12, stop)
+    trained(5, stopping(), folder=tmp_path)
+    resumed = trained(12, again, resume=tmp_path / "step-00000005")
     assert (stop.wait, stop.best) == (3, pytest.approx(expected.history["loss"][0]))
     assert (again.wait, again.best_epoch) == (stop.wait + 1, stop.best_epoch), "the cut epoch was shown as well"
     assert resumed.history["accuracy"][-3:] == pytest.approx(expected.history["accuracy"][-3:])
     assert resumed.history["loss"][-3:] == pytest.approx(expected.history["loss"][-3:], rel=1e-6)
     assert resumed.history["loss"][0] == pytest.approx(expected.history["loss"][0])
+
+
+def test_a_callback_of_a_users_own_may_keep_what_it_likes(tmp_path):
+    class Keeping(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.history, self.best, self.wait = {"loss": []}, {"loss": 1.0}, 0
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.history["loss"].append(logs["loss"])
+            self.wait += 1
+
+    trained(5, Keeping(), folder=tmp_path)
+    again = Keeping()
+    trained(6, again, resume=tmp_path / "step-00000005")
+    assert (again.best, again.wait, len(again.history["loss"])) == ({"loss": 1.0}, 3, 1)
+
+
+def test_best_weights_of_before_the_checkpoint_are_refused(tmp_path):
+    trained(5, stopping(restore_best_weights=True), folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"EarlyStopping with restore_best_weights=True cannot go on .* Pass Early"):
+        trained(12, stopping(restore_best_weights=True), resume=tmp_path / "step-00000005")
+    trained(12, stopping(), resume=tmp_path / "step-00000005")

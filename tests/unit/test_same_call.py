@@ -55,6 +55,10 @@ class Batches(keras.utils.PyDataset):
         ({0: 2.0, 1: np.float32(1)}, {1: np.float32(1), 0: 2.0}, {0: 3.0}),
         (Plan(3), Plan(3), Plan(3, checkpoint_every=1)),
         (True, True, False),
+        (3, np.int64(3), np.int64(4)),
+        (np.float32(0.5), 0.5, np.float64(0.25)),
+        ({0: 1.0}, {np.int64(0): np.float32(1)}, {0: np.float32(2)}),
+        (Plan(3), Plan(np.int64(3)), Plan(np.int64(4))),
     ],
 )
 def test_of_data_the_kind_is_compared_and_of_plain_values_the_value(value, same, other):
@@ -83,6 +87,13 @@ def test_a_rank_that_does_something_else_is_noticed(other):
 
 def settings(optimizer=None, seed=0, callbacks=(), **options):
     return settings_of(seed, StepOptions(**options), optimizer or keras.optimizers.SGD(0.1), callbacks)
+
+
+def test_scalars_of_numpy_are_settings_like_others():
+    assert settings(clip_norm=np.float64(0.5)) == settings(clip_norm=0.5) != settings(clip_norm=np.float64(0.25))
+    for scalar in (np.float32, np.float64):
+        half, quarter = (keras.optimizers.Adam(0.1, beta_1=scalar(value)) for value in (0.5, 0.25))
+        assert settings(half) == settings(keras.optimizers.Adam(0.1, beta_1=0.5)) != settings(quarter)
 
 
 def test_what_is_broadcast_or_counted_up_may_differ():

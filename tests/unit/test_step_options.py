@@ -313,6 +313,21 @@ def test_weights_count(op):
     assert float(accumulator.reduce()[0][0]) == 7.0, "the next group starts anew"
 
 
+def test_a_microbatch_of_weight_zero_counts_for_nothing_whatever_its_gradients():
+    dense, table = tf.Variable([0.0]), tf.Variable([[0.0], [0.0]])
+    accumulator = GradientAccumulator([dense, table], steps=2)
+    for bad in (np.inf, np.nan):
+        accumulator.add(
+            [tf.constant([bad]), tf.IndexedSlices(tf.constant([[bad]]), tf.constant([1]), [2, 1])], weight=0
+        )
+        accumulator.add(
+            [tf.constant([5.0]), tf.IndexedSlices(tf.constant([[3.0]]), tf.constant([0]), [2, 1])], weight=2
+        )
+        of_dense, of_table = accumulator.reduce()
+        np.testing.assert_array_equal(of_dense, [5.0])
+        np.testing.assert_array_equal(tf.convert_to_tensor(of_table), [[3.0], [0.0]])
+
+
 def test_the_distributing_optimizer_is_its_inner_one():
     inner = keras.optimizers.Adam(0.25)
     optimizer = DistributedOptimizer(inner, compression="bf16", gradient_predivide_factor=2.0, clip_norm=9.0)

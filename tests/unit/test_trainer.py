@@ -285,6 +285,15 @@ def test_a_nan_in_the_data_is_named_with_its_step(log_every):
         fitted(data=(x, Y), epochs=2, log_every=log_every)
 
 
+def test_a_nan_in_a_second_fit_on_other_data_is_named_with_the_step_that_is_logged():
+    trainer, result = fitted(epochs=5)
+    x = X[:40].copy()
+    x[37, 2] = np.nan  # the third batch, of three where there were four
+    assert result.steps == 20
+    with pytest.raises(NonFiniteError, match=r"at step 23 \(epoch 6\)"):
+        trainer.fit((x, Y[:40]), batch=16, shuffle=False, verbose=False)
+
+
 def test_a_loss_that_explodes_is_named():
     with pytest.raises(NonFiniteError, match="became NaN or infinite"):
         fitted(optimizer=sgd(1e30), loss="mse", data=(X, np.eye(3, dtype="float32")[Y]), epochs=3)

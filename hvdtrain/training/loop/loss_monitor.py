@@ -21,7 +21,9 @@ class LossMonitor:
 
     Args:
         steps_per_epoch: to name a step's epoch.
-        start_step: steps that were finished before the first that is noted.
+        start_step: optimizer steps that were finished before the first that is noted.
+        start_place: its place in the data, counted in steps over all epochs. It is not `start_step` where earlier
+            epochs had another number of steps.
         skips: whether steps that overflow are skipped, by a dynamic loss scale: their loss counts nothing then.
         epoch_sums: weighted losses and weights of the epoch under way, counted before.
     """
@@ -30,12 +32,14 @@ class LossMonitor:
         self,
         steps_per_epoch: int,
         start_step: int = 0,
+        start_place: int = 0,
         *,
         skips: bool = False,
         epoch_sums: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self._steps_per_epoch = steps_per_epoch
         self._read = start_step
+        self._place_of_step_0 = start_place - start_step
         self._skips = skips
         self._pending: list[Totals] = []
         self._bad_data: int | None = None
@@ -129,7 +133,8 @@ class LossMonitor:
         )
 
     def _place(self, step: int) -> str:
-        return f"step {step + 1} (epoch {step // self._steps_per_epoch + 1})"
+        epoch = (self._place_of_step_0 + step) // self._steps_per_epoch
+        return f"step {step + 1} (epoch {epoch + 1})"
 
 
 def _first_bad(column: np.ndarray, first: int) -> int | None:

@@ -97,6 +97,7 @@ class StandardTraining:
         self._evaluations: list[EvaluationRecord] = []
         self._monitor = LossMonitor(
             data.steps_per_epoch,
+            scalars.step,
             scalars.place_in_data(data.steps_per_epoch),
             skips=has_dynamic_scale(state.optimizer),
             epoch_sums=(scalars.progress.loss_sum, scalars.progress.loss_weight),
@@ -173,7 +174,7 @@ class StandardTraining:
 
     def _rewind(self) -> None:
         scalars, progress = self._state.scalars, self._state.scalars.progress
-        self._monitor.rewind(scalars.place_in_data(self._steps_per_epoch), (progress.loss_sum, progress.loss_weight))
+        self._monitor.rewind(scalars.step, (progress.loss_sum, progress.loss_weight))
 
     def _show_batch(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"

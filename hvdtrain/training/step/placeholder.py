@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.state.variables import unwrap
+from hvdtrain.state.structure import statistics_of
 
 
 def counted(tensor: Gradient, has_samples: tf.Tensor | float) -> Gradient:
@@ -37,14 +37,16 @@ def unmoved(variables: Collection[tf.Variable], has_samples: tf.Tensor | float) 
 
 
 def moved_by(model: Any, *, but: Collection[Any] = ()) -> list[tf.Variable]:
-    """Return what the forward pass of `model` changes in training, such as moving statistics: what no gradient moves.
+    """Return the statistics that the forward pass of `model` moves in training, such as BatchNorm's averages.
+
+    Integers, such as a count of calls, are none: nothing averages them, and they stay equal as every replica counts.
 
     Args:
         model: a built Keras model.
         but: layers that are left out.
     """
     layers = [layer for layer in model._flatten_layers() if layer not in but]
-    return [unwrap(variable) for layer in layers for variable in layer._non_trainable_variables]
+    return [variable for layer in layers for variable in statistics_of(layer)]
 
 
 def _always(has_samples: tf.Tensor | float) -> bool:

@@ -50,15 +50,30 @@ def check_a_placeholder_that_overflows_counts_for_nothing(world: World) -> None:
     assert error <= 1e-6, f"{error:.2e}"
 
 
+class Calls(keras.layers.Layer):
+    """Counts its calls in training, in 64 bits, which nobody averages."""
+
+    def build(self, input_shape: Any) -> None:
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int64")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.calls.assign_add(1)
+        return inputs
+
+
 def check_statistics_are_those_of_samples(world: World) -> None:
-    """The last batch has one sample: moving averages of the ranks without one stay where they are."""
+    """The last batch has one sample: moving averages of the ranks without one stay where they are.
+
+    A layer's count of calls goes on with the pass that they make all the same, so that ranks stay equal.
+    """
     x = np.random.default_rng(1).standard_normal((4 * world.size + 1, 5)).astype("float32")
     y = np.zeros(len(x), "int64")
     for own_step in (False, True):
-        norm = keras.layers.BatchNormalization(momentum=0.5)
+        norm, counter = keras.layers.BatchNormalization(momentum=0.5), Calls()
         keras.utils.set_random_seed(0)
         kind = WithOwnStep if own_step else keras.Sequential
-        model = kind([keras.Input((5,)), norm, keras.layers.Dense(3)])
+        model = kind([keras.Input((5,)), counter, norm, keras.layers.Dense(3)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.0), loss, backend=world.backend)
         trainer.fit((x, y), batch=4 * world.size, shuffle=False, verbose=False)
@@ -69,6 +84,7 @@ def check_statistics_are_those_of_samples(world: World) -> None:
                 mean = 0.5 * mean + 0.5 * x[-1]
             means.append(mean)
         np.testing.assert_allclose(norm.moving_mean, np.mean(means, axis=0), rtol=1e-5, atol=1e-6)
+        assert world.gather(str(int(counter.calls)).encode()) == [b"2"] * world.size
         assert world.same_everywhere(flat_bytes(model.get_weights()))
 
 
