@@ -131,14 +131,14 @@ class TrainState:
                 digest.update(value.tobytes())
         return digest.hexdigest()
 
-    def agreed_hash(self, backend: Backend, *, timeout: float = 600.0) -> str:
-        """Return the parameter hash after comparing it with every rank's.
+    def agreed_hash(self, backend: Backend, *, axis: str = "dp", timeout: float = 600.0) -> str:
+        """Return the parameter hash after comparing it along `axis` of the mesh, whose ranks hold the same parameters.
 
         Raises:
             LaunchError: the ranks' parameters differ.
         """
         mine = self.parameter_hash()
-        hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout)]
+        hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, axis=axis)]
         others = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
         if others:
             raise LaunchError(
