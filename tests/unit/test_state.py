@@ -193,7 +193,7 @@ class Answering(SingleBackend):
     def __init__(self, answers):
         self.answers = answers
 
-    def gather_bytes(self, payload, *, timeout):
+    def gather_bytes(self, payload, *, timeout, axis):
         return [payload if answer is None else answer for answer in self.answers]
 
 
