@@ -58,6 +58,8 @@ TWO_RANKS_UNDER_MPI_ONLY = {
     "parity.check_dense_sgd_float32",
     "parity.check_embedding_adam_float64",
     "parity.check_embedding_sgd_float32",
+    "state.check_an_epoch_that_is_resumed_reports_all_of_it",
+    "state.check_layers_that_are_unfrozen_between_two_fits",
     "update.check_groups_and_predivision",
     "update_rules.check_exclusions_by_variable_hold_for_slices",
     "update_rules.check_sharded_slots_with_everything_else",

@@ -202,11 +202,9 @@ def check_an_overflow_in_one_slice_is_skipped_by_all(world: World) -> None:
 
 
 def check_one_local_step_of_sgd_is_a_step_of_data_parallelism(world: World) -> None:
-    for kind in ("wide", "table"):
-        for dtype in ("float32", "float64"):
-            sgd = keras.optimizers.SGD(0.1)
-            trainer = trained(world, kind, sgd, dtype, local_steps=1)
-            assert_equal(trainer, reference(kind, keras.optimizers.SGD(0.1), dtype), dtype, kind)
+    for kind, dtype in (("wide", "float64"), ("table", "float32")):
+        trainer = trained(world, kind, keras.optimizers.SGD(0.1), dtype, local_steps=1)
+        assert_equal(trainer, reference(kind, keras.optimizers.SGD(0.1), dtype), dtype, kind)
 
 
 def local_reference(
@@ -298,7 +296,6 @@ def check_what_does_not_fit_is_refused(world: World) -> None:
     for options, words in (
         ({"zero": 1, "compression": "bf16"}, "--compression does not go with --zero"),
         ({"zero": 1, "local_steps": 2}, "leave out --zero or --local-steps"),
-        ({"local_steps": 2, "sync_batch_norm": True}, "--sync-batch-norm does not go with --local-steps"),
         ({"average_slots": True}, "--average-slots has no effect"),
     ):
         try:
