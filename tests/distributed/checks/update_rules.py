@@ -207,52 +207,43 @@ def check_one_local_step_of_sgd_is_a_step_of_data_parallelism(world: World) -> N
         assert_equal(trainer, reference(kind, keras.optimizers.SGD(0.1), dtype), dtype, kind)
 
 
-def local_reference(
-    world: World, optimizers: Sequence[Any], period: int, average_slots: bool
-) -> tuple[list[np.ndarray], float]:
-    """Emulate all ranks in this process: `period` steps each, then averages weighted by samples."""
-    models = [wide_model("float64", 0) for _ in range(world.size)]
+def local_reference(world: World, optimizers: Sequence[Any], period: int, average_slots: bool) -> list[np.ndarray]:
+    """Emulate all ranks in this process: `period` steps each, then averages by samples; epochs' ends consolidate."""
+    models = [wide_model("float64", 0) for _ in optimizers]
     for model, optimizer in zip(models, optimizers, strict=True):
         optimizer.build(model.trainable_variables)
+    weights = [model.trainable_variables for model in models]
+    slots = [optimizer.variables[2:] for optimizer in optimizers]  # behind iterations and learning rate
     counts, steps, per_epoch = np.zeros(world.size), 0, -(-SAMPLES // BATCH)
 
-    def average(*, slots: bool) -> None:
-        shares = counts / counts.sum() if counts.sum() else np.full(world.size, 1 / world.size)
-        groups = [list(zip(*(m.trainable_variables for m in models), strict=True))]
-        if slots:
-            kept = [o.variables[2:] for o in optimizers]
-            groups.append(list(zip(*kept, strict=True)))
-        for group in groups:
-            for same in group:
-                mean = sum(share * np.array(v) for share, v in zip(shares, same, strict=True))
-                for v in same:
-                    v.assign(mean)
+    def average(variables: Sequence[Sequence[Any]]) -> None:
+        shares = counts / counts.sum() if counts.any() else np.full(world.size, 1 / world.size)
+        for same in zip(*variables, strict=True):
+            mean = sum(share * np.array(variable) for share, variable in zip(shares, same, strict=True))
+            for variable in same:
+                variable.assign(mean)
 
-    for number, (inputs, targets) in enumerate(batches_of(*wide_data("float64"))):
+    for number, (inputs, targets) in enumerate(batches_of(*wide_data("float64")), 1):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             part = slice(rank * len(inputs) // world.size, (rank + 1) * len(inputs) // world.size)
-            x, y = inputs[part], targets[part]
             with tf.GradientTape() as tape:
-                mean = tf.reduce_mean(per_sample(y, model(x, training=True)))
+                mean = tf.reduce_mean(per_sample(targets[part], model(inputs[part], training=True)))
             gradients = tape.gradient(mean, [v.value for v in model.trainable_variables])
             optimizer.apply(gradients, model.trainable_variables)
-            counts[rank] += len(x)
+            counts[rank] += part.stop - part.start
         steps += 1
+        ends_epoch = number % per_epoch == 0
         if steps == period:
-            average(slots=average_slots)
-            steps, counts = 0, np.zeros(world.size)
-        if (number + 1) % per_epoch == 0:  # an epoch's end consolidates
+            average(weights)
+            if average_slots:
+                average(slots)
+            counts[:], steps = 0, 0
+        if ends_epoch:
             if steps:
-                average(slots=True)
-            elif not average_slots:
-                slots_only = [o.variables[2:] for o in optimizers]
-                for same in zip(*slots_only, strict=True):
-                    mean = sum(np.array(v) for v in same) / world.size
-                    for v in same:
-                        v.assign(mean)
-            steps, counts = 0, np.zeros(world.size)
-    spread = 0.0
-    return [np.array(w) for w in models[0].get_weights()], spread
+                average(weights)
+            average(slots)
+            counts[:], steps = 0, 0
+    return [np.array(weight) for weight in models[0].get_weights()]
 
 
 def check_local_steps_follow_their_definition(world: World) -> None:
@@ -266,7 +257,7 @@ def check_local_steps_follow_their_definition(world: World) -> None:
         x, y = wide_data("float64")
         trainer.fit((x, y), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, validation_data=(x, y))
         assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
-        expected, _ = local_reference(world, [momentum() for _ in range(world.size)], 3, average_slots)
+        expected = local_reference(world, [momentum() for _ in range(world.size)], 3, average_slots)
         error = relative_error(trainer.model.get_weights(), expected)
         assert error <= 1e-9, f"average_slots={average_slots}: {error:.2e}"
 
