@@ -193,15 +193,15 @@ class Shard:
 
     Args:
         whole: a Keras variable.
-        backend: the replicas; of n elements over r of them, the first n mod r have one more.
+        backend: the replicas; see `slice_length`.
     """
 
     def __init__(self, whole: Any, backend: Backend) -> None:
         self.whole = whole
         self.elements = int(tf.TensorShape(whole.shape).num_elements())
-        least, more = divmod(self.elements, backend.size)
-        self.begin = backend.index * least + min(backend.index, more)
-        self.end = self.begin + least + (backend.index < more)
+        length = slice_length(self.elements, backend.size)
+        self.begin = min(backend.index * length, self.elements)
+        self.end = min(self.begin + length, self.elements)
         self.master = keras.Variable(self.cut(), dtype=whole.dtype, trainable=True, name=whole.name)
         # Optimizers name their slots, and choose what decays, by the path and dims of the variable.
         self.master._path = whole.path
@@ -212,8 +212,13 @@ class Shard:
         return tf.reshape(self.whole.value, [-1])[self.begin : self.end]
 
 
+def slice_length(elements: int, replicas: int) -> int:
+    """Return the elements of a slice; the last ones may have fewer, or with very many replicas none."""
+    return -(-elements // replicas)
+
+
 class ScatterReducer(GradientReducer):
-    """Reduce-scatters the gradients of sharded variables, flat, and all-reduces the others.
+    """Reduces the gradients of sharded variables to this replica's slice, and all-reduces the others.
 
     Args:
         collectives: the replicas.
@@ -244,7 +249,18 @@ class ScatterReducer(GradientReducer):
         return reduced
 
     def _scattered(self, gradient: Gradient, name: str) -> tf.Tensor:
-        return self._exchange.reduce_scatter(tf.reshape(tf.convert_to_tensor(gradient), [-1]), name=name)
+        """Send each replica its slice and add up what came.
+
+        Between 2 ranks Open MPI's own reduce-scatter of 36 MB takes 28.7 ms, its all-to-all 8.2 (`bench collectives`).
+        """
+        flat = tf.reshape(tf.convert_to_tensor(gradient), [-1])
+        size, elements = self._exchange.size, flat.shape.num_elements()
+        length = slice_length(elements, size)
+        if length * size != elements:
+            flat = tf.pad(flat, [[0, length * size - elements]])
+        total = tf.add_n(tf.unstack(tf.reshape(self._exchange.all_to_all(flat, name=name), [size, length])))
+        mine = max(0, min(length, elements - self._exchange.index * length))
+        return total if mine == length else total[:mine]
 
 
 def _overflowing_together(gradients: Sequence[Gradient], norm: tf.Tensor) -> list[Gradient]:
