@@ -102,11 +102,10 @@ class ZeroUpdate(UpdateRule):
         tensors = {}
         for path, (slot, owner) in slot_tensors(self.optimizer, self._targets, self._paths).items():
             shard = None if owner is None else self._shards.get(id(self._variables[owner]))
-            place = slice(0, 0) if shard is None else slice(shard.begin, shard.end)
             tensors[f"optimizer/{path}"] = (
                 replicated_tensor(slot)
                 if shard is None
-                else NamedTensor(slot, (shard.elements,), (place,), replicated=False)
+                else NamedTensor(slot, (shard.elements,), (slice(shard.begin, shard.end),), replicated=False)
             )
         return tensors
 
