@@ -11,11 +11,10 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, per_replica
-from hvdtrain.data.datasets import DatasetTraining, evaluation_of_dataset
-from hvdtrain.data.given import AsMany, Given, check_given, content_of
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
-from hvdtrain.data.python_code import warn_of_python
-from hvdtrain.data.streams import (
+from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
+from hvdtrain.data.streams.given import AsMany, Given, check_given, content_of
+from hvdtrain.data.streams.python_batches import (
     GeneratorTraining,
     PyDatasetTraining,
     StreamEvaluation,
@@ -23,6 +22,7 @@ from hvdtrain.data.streams import (
     is_stream,
     mapped,
 )
+from hvdtrain.data.streams.python_code import warn_of_python
 
 
 def training_data(

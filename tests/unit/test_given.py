@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.given import AsMany, in_step
+from hvdtrain.data.streams.given import AsMany, in_step
 from hvdtrain.training.evaluation.predict import prediction_batches
 from hvdtrain.training.inputs import training_data, validation_batches
 from tests.unit.gathering import on_ranks

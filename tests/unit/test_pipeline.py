@@ -11,9 +11,9 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import per_replica, slice_batch, split_bounds
-from hvdtrain.data.datasets import DatasetTraining, count_batches, evaluation_of_dataset
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
+from hvdtrain.data.streams.dataset_batches import DatasetTraining, count_batches, evaluation_of_dataset
 from hvdtrain.training.inputs import training_data, validation_batches
 from tests.unit.gathering import on_ranks
 

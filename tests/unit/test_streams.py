@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data import streams
-from hvdtrain.data.ahead import ahead
-from hvdtrain.data.python_code import python_in
-from hvdtrain.data.streams import GeneratorTraining, PyDatasetTraining, StreamEvaluation, mapped
+from hvdtrain.data.streams import python_batches as streams
+from hvdtrain.data.streams.ahead import ahead
+from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, mapped
+from hvdtrain.data.streams.python_code import python_in
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.trainer import Trainer
 from tests.unit.gathering import on_ranks

@@ -13,9 +13,9 @@ import tensorflow as tf
 import hvdtrain
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.data import DataConfig
-from hvdtrain.data.datasets import DatasetTraining
 from hvdtrain.data.pipeline import SourceTraining
-from hvdtrain.data.streams import GeneratorTraining, PyDatasetTraining
+from hvdtrain.data.streams.dataset_batches import DatasetTraining
+from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining
 from hvdtrain.observability.events import BaseObserver
 from hvdtrain.runs.run_data import waiting_advice
 from hvdtrain.training.inputs import training_data

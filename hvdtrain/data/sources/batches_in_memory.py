@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.global_batches import standard
-from hvdtrain.data.streams import each_once, is_stream
+from hvdtrain.data.streams.global_batches import standard
+from hvdtrain.data.streams.python_batches import each_once, is_stream
 
 CHUNK = 256
 """Unbatched samples of a Dataset read at a time."""

@@ -10,7 +10,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.given import in_step
+from hvdtrain.data.streams.given import in_step
 from hvdtrain.training.inputs import validation_batches
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.step.replica_slice import replica_slice

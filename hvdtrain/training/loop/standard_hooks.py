@@ -7,8 +7,8 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.given import in_step
 from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.data.streams.given import in_step
 from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
 from hvdtrain.observability.summary import median_p90
 from hvdtrain.optim.precision import has_dynamic_scale

@@ -14,10 +14,10 @@ import keras
 import numpy as np
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.ahead import ahead
 from hvdtrain.data.batch import Batch, per_replica
-from hvdtrain.data.global_batches import Cut, Elements, standard
 from hvdtrain.data.order import Order
+from hvdtrain.data.streams.ahead import ahead
+from hvdtrain.data.streams.global_batches import Cut, Elements, standard
 from hvdtrain.runtime.warning import warn_on_first
 
 PREFETCH = 4
