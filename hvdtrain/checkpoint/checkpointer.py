@@ -12,7 +12,8 @@ from hvdtrain.checkpoint.agreement import on_every_rank
 from hvdtrain.checkpoint.commit import commit, remove_old
 from hvdtrain.checkpoint.drafts import Draft
 from hvdtrain.checkpoint.manifest import merged
-from hvdtrain.checkpoint.naming import complete, name_of
+from hvdtrain.checkpoint.naming import name_of
+from hvdtrain.checkpoint.selection import find_checkpoint
 from hvdtrain.checkpoint.snapshot import owned
 from hvdtrain.checkpoint.write import take_list, write_list, write_tensors
 from hvdtrain.config.errors import CheckpointError
@@ -20,7 +21,7 @@ from hvdtrain.state.named_tensors import NamedTensor
 
 
 class Checkpointer:
-    """Writes the training state to `folder/step-N` and keeps the newest ones; every rank calls it.
+    """Writes the training state to `folder/step-N` and keeps the newest ones and the best; every rank calls it.
 
     Each rank writes the tensors that it owns, and the list of them, into a hidden folder. When all have reported theirs
     to be on disk, the primary makes one manifest of the lists and renames the folder: a writer that is killed leaves
@@ -40,6 +41,11 @@ class Checkpointer:
     def save(self, step: int, tensors: Mapping[str, NamedTensor], scalars: Mapping[str, Any]) -> Path:
         """Write the state after `step` steps and return its folder.
 
+        Args:
+            step: finished steps.
+            tensors: the state, by path.
+            scalars: the rest of it. Of `best`, if there is one, the checkpoint of its `step` stays, whatever its age.
+
         Raises:
             CheckpointError: the disk is full or the folder cannot be written.
         """
@@ -55,23 +61,20 @@ class Checkpointer:
             raise
         for draft in drafts:
             draft.close()
-            remove_old(self._folder, final, self._keep)
+            best = scalars.get("best")
+            spared = {final} | ({self._folder / name_of(best["step"])} if best else set())
+            remove_old(self._folder, spared, self._keep)
         return final
 
-    def newest(self) -> Path:
-        """Return the newest complete checkpoint, as the primary sees it.
+    def find(self, which: str = "newest") -> Path:
+        """Return a checkpoint that the primary sees in the folder; see `find_checkpoint`.
 
         Raises:
             CheckpointError: there is none.
         """
 
         def look() -> str | None:
-            if not self._ranks.primary:
-                return None
-            found = complete(self._folder)
-            if not found:
-                raise CheckpointError(f"There is no complete checkpoint in {self._folder}.")
-            return str(found[-1])
+            return str(find_checkpoint(self._folder, which)) if self._ranks.primary else None
 
         return Path(on_every_rank(self._ranks, look)[0])
 

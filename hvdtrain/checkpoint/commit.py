@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,10 @@ def _show(draft: Path, final: Path) -> None:
             discard(replaced)
 
 
-def remove_old(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints, and never `newest`, which was just committed."""
+def remove_old(folder: Path, spared: Collection[Path], keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints and those that are `spared`."""
     for path in complete(folder)[:-keep]:
-        if path != newest:
+        if path not in spared:
             with contextlib.suppress(OSError):
                 discard(path)
     clear_leavings(folder)

@@ -14,6 +14,11 @@ def name_of(step: int) -> str:
     return f"{PREFIX}{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Return the step of the checkpoint at `path`."""
+    return int(path.name.removeprefix(PREFIX).removesuffix(REPLACED))
+
+
 def complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, the newest last."""
     found = []

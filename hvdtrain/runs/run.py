@@ -102,7 +102,7 @@ def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, A
     source = run_data(config, backend)
     trainer = run_trainer(config, source, backend)
     trainer.build_on(next(iter(source.validation)))
-    trainer.restore(Checkpointer(folder.checkpoints, backend=backend).newest())
+    trainer.restore(Checkpointer(folder.checkpoints, backend=backend).find())
     trainer.broadcast_state()
     outcome = trainer.evaluate_on(source.validation)
     figures = {
@@ -124,7 +124,7 @@ def _resume(trainer: Trainer, checkpoints: Checkpointer, identity: Identity, con
     """Restore the newest checkpoint, if its run had the same samples; return, on rank 0, a warning of the schedule."""
     first = trainer.backend.primary
     earlier = opened(path, "--resume")[1] if first else None
-    newest = checkpoints.newest()
+    newest = checkpoints.find()
     if earlier is not None:
         # Before the tensors are looked at: other data may make another model.
         check_samples(scalars_of(newest).get("data"), identity, config, earlier, path)
@@ -163,7 +163,8 @@ def left_out_line(bad: Sequence[str], file: str) -> str:
 def _plan(config: Config, steps_per_epoch: int) -> Plan:
     total = config.training.epochs * steps_per_epoch
     total = min(total, config.training.max_steps or total)
-    return Plan(total, config.observability.log_every, config.checkpoint.checkpoint_every)
+    checkpoint = config.checkpoint
+    return Plan(total, config.observability.log_every, checkpoint.checkpoint_every, checkpoint.best)
 
 
 def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:

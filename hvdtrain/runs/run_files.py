@@ -73,6 +73,7 @@ def summary_of_run(
         "peak_learning_rate": scaled_learning_rate(config.optim, config.data.batch),
         "resumed_from": resumed_from,
         **summary_of(result),
+        **({"best": state.scalars.best} if state.scalars.best else {}),
         "parameters": state.parameters(),
         "parameter_hash": state.agreed_hash(backend),
     }

@@ -38,6 +38,8 @@ class Scalars:
     """How many of them share the files of an epoch (--shard-by files); None where that does not matter."""
     left_out: dict[str, str] = field(default_factory=dict)
     """What is wrong with the samples of training that are left out (--on-bad-record), by number."""
+    best: dict[str, Any] | None = None
+    """The best epoch so far: `metric`, `mode`, `value`, and the `step` at its end; None where no best is kept."""
     progress: Progress = field(default_factory=Progress)
 
     def place(self, steps_per_epoch: int) -> int:

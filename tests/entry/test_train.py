@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 
+from hvdtrain.checkpoint.selection import find_checkpoint
 from tests.launching import hvdtrain
 
 pytestmark = pytest.mark.xdist_group("runs")  # one process makes the runs that these tests look at
@@ -133,9 +134,20 @@ def test_the_curves_are_a_picture(runs):
     assert len(png) > 10_000
 
 
+def test_the_best_epoch_is_kept_as_well(runs):
+    _, folder = runs("mpirun", 2)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    losses = {each["step"]: each["loss"] for each in map(json.loads, lines) if each["kind"] == "evaluation"}
+    best = min(losses, key=losses.get)
+    assert find_checkpoint(folder / "checkpoints", "best").name == f"step-{best:08d}"
+    expected = {"metric": "val_loss", "mode": "min", "value": pytest.approx(losses[best]), "step": best}
+    assert summary_of(folder)["best"] == expected
+
+
 def test_a_resumed_run_ends_like_one_at_a_stretch(runs, tmp_path):
     _, folder = runs("mpirun", 2)
     words = ("digits", "--epochs", "2", "--max-steps", "30", "--checkpoint-every", "10", "--run-dir", "run")
+    words += ("--keep-best", "none")
     first = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
     assert first.code == 0, first.text[-4000:]
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

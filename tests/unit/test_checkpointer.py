@@ -88,7 +88,7 @@ def test_the_newest_is_the_one_with_the_highest_step(folder):
     checkpointer = Checkpointer(folder, keep=9)
     for step in (100_000_000, 99_999_999, 5):
         checkpointer.save(step, named(variables()), {})
-    assert checkpointer.newest().name == "step-100000000"
+    assert checkpointer.find().name == "step-100000000"
 
 
 def test_the_newest_are_kept(folder):
@@ -97,7 +97,7 @@ def test_the_newest_are_kept(folder):
         checkpointer.save(step, named(variables(float(step))), {"step": step})
     assert names(folder) == ["step-00000002", "step-00000010"]
     fresh = variables()
-    assert restore(checkpointer.newest(), fresh) == {"step": 10}
+    assert restore(checkpointer.find(), fresh) == {"step": 10}
     assert values(fresh) == values(variables(10.0))
 
 
@@ -114,7 +114,7 @@ def test_what_somebody_else_put_there_stays_and_is_not_restored(folder, saved):
     (folder / "step-00000009").write_text("a file")
     (folder / "notes.txt").write_text("mine")
     checkpointer = Checkpointer(folder, keep=1)
-    assert checkpointer.newest() == saved
+    assert checkpointer.find() == saved
     checkpointer.save(4, named(variables()), {})
     assert names(folder) == ["notes.txt", "step-00000003-copy", "step-00000004", "step-00000009"]
 
@@ -132,11 +132,11 @@ def test_saving_over_a_step_replaces_it(folder, saved):
 
 def test_there_must_be_a_checkpoint(folder):
     with pytest.raises(CheckpointError, match=f"There is no complete checkpoint in {folder}"):
-        Checkpointer(folder).newest()
+        Checkpointer(folder).find()
     folder.mkdir()
     (folder / "step-00000001").mkdir()  # no manifest in it
     with pytest.raises(CheckpointError, match="There is no complete checkpoint"):
-        Checkpointer(folder).newest()
+        Checkpointer(folder).find()
 
 
 def flip(file, place):
@@ -304,7 +304,7 @@ def test_a_failure_keeps_the_only_checkpoint(folder, saved, monkeypatch):
                     Checkpointer(folder, keep=1).save(step, named(variables()), {})
             assert names(folder) == [saved.name]
     fresh = variables()
-    assert restore(Checkpointer(folder).newest(), fresh) == SCALARS
+    assert restore(Checkpointer(folder).find(), fresh) == SCALARS
     assert values(fresh) == values(variables(7.0))
 
 
@@ -480,7 +480,7 @@ def test_a_killed_writer_leaves_only_whole_checkpoints(killed, point):
     for path in sorted(folder.glob("step-*")):
         step = restore(path, fresh)["step"]
         assert set(fresh["v"].numpy()) == {2.0 if step == 3 else 1.0}
-    newest = restore(Checkpointer(folder).newest(), fresh)["step"]
+    newest = restore(Checkpointer(folder).find(), fresh)["step"]
     # Only what comes after the new checkpoint has its name can find it.
     assert newest == (3 if point.startswith(("removal", "second rename 1", "second rename 2")) else 2)
     # The next writer clears away what was left.

@@ -53,7 +53,7 @@ OTHER = Config(
     TrainingConfig(epochs=3, max_steps=11, seed=5, accumulate=2, precision="mixed_bfloat16", recompute=True, jit=True),
     ExchangeConfig("sum", "bf16", "dense", gradient_groups=3, predivide=2.0),
     UpdateConfig(local_steps=3, average_slots=True),
-    CheckpointConfig(checkpoint_every=4, keep=1),
+    CheckpointConfig(checkpoint_every=4, keep=1, keep_best="val_accuracy", keep_best_mode="max"),
     ObservabilityConfig(log_every=2, tensorboard=False, plots=False),
     RuntimeConfig(
         "multi_worker_mirrored", communication="ring", threads=2, pin=False, start_timeout=9.5, load_timeout=99.5

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.best import BestMetric
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.state.train_state import TrainState
@@ -21,6 +22,8 @@ class Plan:
     log_every: int = 10
     checkpoint_every: int | None = None
     """None: at the end of every epoch."""
+    best: BestMetric | None = None
+    """The metric whose best epoch is saved at its end as well."""
 
     @property
     def logged(self) -> When:

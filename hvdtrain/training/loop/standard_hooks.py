@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.given import in_step
@@ -88,8 +89,12 @@ class StandardTraining:
             prepare=factory.compile_for_callbacks,
             averaged_weights=actions.averaged_weights,
         )
-        # Metrics over whole epochs are for callbacks, and cost a pass in each step.
-        self._step = factory.train_step(state, rule, data.batch, epoch_metrics=self._callbacks is not None)
+        self._plan = plan
+        self._check_best(factory.metric_names(), validated=validation is not None)
+        # Metrics over whole epochs are for callbacks and for the best epoch, and cost a pass in each step.
+        best_in_training = plan.best is not None and not plan.best.name.startswith("val_")
+        epoch_metrics = self._callbacks is not None or best_in_training
+        self._step = factory.train_step(state, rule, data.batch, epoch_metrics=epoch_metrics)
         self._steps_per_epoch = data.steps_per_epoch
         self._actions = actions
         self._observers = observers
@@ -124,6 +129,8 @@ class StandardTraining:
             loop.add_hook(callbacks.agree, MEASURED)
         if self._actions.save is not None:
             loop.add_hook(self._save, plan.saved)
+            if plan.best is not None:
+                loop.add_hook(self._save_best, EPOCH_ENDS)
 
     def run(self) -> None:
         """Train as planned.
@@ -221,9 +228,37 @@ class StandardTraining:
         logs = {"loss": self._monitor.epoch_loss, **self._step.epoch_metrics()}
         if self._validation is not None:
             logs |= self._evaluate(step, self._validation)
+        self._note_best(step, logs)
         if self._callbacks is not None:
             self._callbacks.end_epoch(step.epoch, logs)
             self._rule.adopt_weights()
+
+    def _check_best(self, metrics: Iterable[str], *, validated: bool) -> None:
+        """Refuse a metric of the best epoch that no epoch will have; forget a best epoch by another metric.
+
+        Raises:
+            ConfigError: naming those that there will be.
+        """
+        scalars, best = self._state.scalars, self._plan.best
+        known = [f"{prefix}{name}" for prefix in ("", "val_")[: 1 + validated] for name in ("loss", *metrics)]
+        if best is not None and best.name not in known:
+            more = "" if validated else " Those that begin with val_ need validation data."
+            raise ConfigError(
+                f"The best epoch is chosen by a metric of this training. Received: {best.name!r}. It has "
+                f"{', '.join(known)}.{more}"
+            )
+        kind = best and (best.name, best.mode)
+        if scalars.best is not None and kind != (scalars.best["metric"], scalars.best["mode"]):
+            scalars.best = None
+
+    def _note_best(self, step: StepEnd, logs: Mapping[str, float]) -> None:
+        """Let the state record this epoch as the best, if it is."""
+        best, scalars = self._plan.best, self._state.scalars
+        value = None if best is None else logs.get(best.name)
+        if best is None or value is None:
+            return
+        if best.improves(value, scalars.best["value"] if scalars.best else None):
+            scalars.best = {"metric": best.name, "mode": best.mode, "value": float(value), "step": step.number}
 
     def _evaluate(self, step: StepEnd, validation: Iterable[Batch]) -> dict[str, float]:
         """Evaluate, and return the figures with `val_` before their names."""
@@ -240,6 +275,12 @@ class StandardTraining:
         self._evaluations.append(record)
         self._observers.on_evaluation(record)
         return {f"val_{name}": value for name, value in figures.items()}
+
+    def _save_best(self, step: StepEnd) -> None:
+        """Save the best epoch, if it ends with this step and is not saved already."""
+        best = self._state.scalars.best
+        if best is not None and best["step"] == step.number and not self._plan.saved.due(step):
+            self._save(step)
 
     def _save(self, step: StepEnd) -> None:
         assert self._actions.save is not None, "added only where something is saved"

@@ -49,6 +49,9 @@ class StepFactory(Protocol):
     def update_rule(self) -> UpdateRule:
         """Return the rule that updates the model, which is built by now, with its optimizer built."""
 
+    def metric_names(self) -> list[str]:
+        """Return the names of the metrics besides the loss, once the model is built."""
+
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
         """Return the compiled step for global batches of `batch` samples."""
 
@@ -102,6 +105,10 @@ class CompiledStepFactory:
     def update_rule(self) -> UpdateRule:
         """See `StepFactory`."""
         return update_rule_for(self._backend, self._model, self._optimizer, self._options)
+
+    def metric_names(self) -> list[str]:
+        """See `StepFactory`."""
+        return [] if self._metrics is None else [bound.name for bound in self._metrics.bound]
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
         """See `StepFactory`."""
@@ -215,6 +222,10 @@ class KerasStepFactory:
     def update_rule(self) -> UpdateRule:
         """See `StepFactory`: the model's own step applies gradients, through the optimizer that exchanges them."""
         return UpdateRule(self._backend, self._model, self._optimizer.inner_optimizer)
+
+    def metric_names(self) -> list[str]:
+        """See `StepFactory`: those of the model's own steps."""
+        return [name for name in self._model.get_metrics_result() if name != "loss"]
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> KerasTrainStep:
         """See `StepFactory`."""

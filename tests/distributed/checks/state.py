@@ -41,7 +41,7 @@ def check_ranks_that_built_other_models_before_train_together(world: World) -> N
     files.save(1, trainer.state.named_tensors(), asdict(trainer.state.scalars))
     again = model_after_others(1, 5 + world.rank, keras.layers.Dropout(0.1))
     second = hvdtrain.Trainer(again, keras.optimizers.Adam(0.01), CROSSENTROPY, backend=world.backend)
-    second.restore(files.newest())
+    second.restore(files.find())
     assert flat_bytes(again.get_weights()) == flat_bytes(model.get_weights())
     assert [np.array(v).tolist() for v in second.optimizer.variables] == [
         np.array(v).tolist() for v in trainer.optimizer.variables
@@ -87,7 +87,7 @@ def check_an_epoch_that_is_resumed_reports_all_of_it(world: World) -> None:
         data = training_data(samples(), world.backend, batch=16, seed=5, shuffle=True, steps_per_epoch=None)
         trainer.build(data)
         if resume:
-            trainer.restore(files.newest())
+            trainer.restore(files.find())
         return trainer.train(data, Plan(steps), callbacks=[keras.callbacks.TerminateOnNaN()], **options)
 
     def save(state: Any) -> None:
@@ -138,7 +138,7 @@ def check_slices_are_saved_by_all_and_restored_by_any_number(world: World) -> No
         manifest = json.loads((path / "manifest.json").read_text())
         assert len(manifest["files"]) == world.size
     restored = slices_of(world.rank, world.size, filled=False)
-    assert restore(files.newest(), restored, world.backend) == {"step": 3}
+    assert restore(files.find(), restored, world.backend) == {"step": 3}
     assert holds_its_slices(restored)
     # Each rank by itself, as one of another number of ranks.
     alone = slices_of(0, 1, filled=False)
@@ -164,5 +164,5 @@ def check_a_failure_on_one_rank_is_that_of_all(world: World) -> None:
         else:
             raise AssertionError("slices with gaps were saved")
     restored = slices_of(world.rank, world.size, filled=False)
-    restore(files.newest(), restored, world.backend)
+    restore(files.find(), restored, world.backend)
     assert holds_its_slices(restored)
