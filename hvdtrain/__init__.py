@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hvdtrain.api import broadcast_variables, init, local_rank, rank, size
+    from hvdtrain.api import (
+        barrier,
+        broadcast_object,
+        broadcast_variables,
+        gather_object,
+        init,
+        is_initialized,
+        local_rank,
+        rank,
+        rank_zero_only,
+        size,
+    )
     from hvdtrain.gradients.accumulator import GradientAccumulator
     from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
     from hvdtrain.gradients.tape import DistributedGradientTape
@@ -31,12 +42,17 @@ _PUBLIC = {
     "Recompute": "hvdtrain.layers.recompute",
     "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
     "Trainer": "hvdtrain.training.trainer",
+    "barrier": "hvdtrain.api",
+    "broadcast_object": "hvdtrain.api",
     "broadcast_variables": "hvdtrain.api",
     "decaying_weights_only": "hvdtrain.optim.weight_decay",
+    "gather_object": "hvdtrain.api",
     "init": "hvdtrain.api",
+    "is_initialized": "hvdtrain.api",
     "learning_rate_schedule": "hvdtrain.optim.rates",
     "local_rank": "hvdtrain.api",
     "rank": "hvdtrain.api",
+    "rank_zero_only": "hvdtrain.api",
     "size": "hvdtrain.api",
 }
 
@@ -49,12 +65,17 @@ __all__ = [
     "Recompute",
     "SyncBatchNormalization",
     "Trainer",
+    "barrier",
+    "broadcast_object",
     "broadcast_variables",
     "decaying_weights_only",
+    "gather_object",
     "init",
+    "is_initialized",
     "learning_rate_schedule",
     "local_rank",
     "rank",
+    "rank_zero_only",
     "size",
 ]
 

@@ -2,10 +2,10 @@
 
 import atexit
 import sys
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import BackendName, CommunicationName, RuntimeConfig
@@ -13,7 +13,11 @@ from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.exits import UNCLEAR, ExitWatch
 from hvdtrain.runtime.failures import show_failure
 from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.objects import object_of_root, objects_of_all, wait_for_all
 from hvdtrain.runtime.session import Link, Session, current, has_session, open_link, open_session, set_current
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def init(
@@ -98,6 +102,67 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
     given = list(variables)
     tensors = [unwrap(variable) for variable in given]
     backend_for(current()).broadcast(dict(zip(unique_paths(given), tensors, strict=True)), root=root_rank)
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined its job by `init`."""
+    return has_session()
+
+
+def barrier(name: str = "", *, timeout: float | None = None) -> None:
+    """Wait until every rank has called it: what one rank did before it is done for all after it.
+
+    Args:
+        name: of this barrier; ranks that wait at barriers of different names are refused.
+        timeout: seconds to wait for the others; None: the `load_timeout` of `init`, an hour by default.
+
+    Raises:
+        LaunchError: a rank did not come in time; it is named.
+        ConfigError: a rank made another call.
+    """
+    wait_for_all(current(), name, timeout)
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, *, timeout: float | None = None) -> Any:
+    """Return on every rank the object of rank `root_rank`; what the others pass is not looked at.
+
+    Args:
+        obj: anything that pickle takes, of up to a GiB; `root_rank` gets back the object itself.
+        root_rank: the rank whose object it is, the same on every rank.
+        timeout: see `barrier`.
+
+    Raises:
+        LaunchError: a rank did not come in time; it is named.
+        ConfigError: a rank made another call, or the object cannot be sent; the same on every rank.
+    """
+    return object_of_root(current(), obj, root_rank, timeout)
+
+
+def gather_object(obj: Any, *, timeout: float | None = None) -> list[Any]:
+    """Return on every rank a list with the object of each rank, in rank order.
+
+    Args:
+        obj: anything that pickle takes, of up to a GiB on all ranks together.
+        timeout: see `barrier`.
+
+    Raises:
+        LaunchError: a rank did not come in time; it is named.
+        ConfigError: a rank made another call, or an object cannot be sent; the same on every rank.
+    """
+    return objects_of_all(current(), obj, timeout)
+
+
+def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Decorate a function so that only rank 0 runs it; on all other ranks it does nothing and returns None.
+
+    Nothing in it may wait for the other ranks (`fit`, `barrier`, `broadcast_object` …): they would not come.
+    """
+
+    @wraps(function)
+    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if rank() == 0 else None
+
+    return on_rank_zero
 
 
 def _fail(link: Link | None, error: BaseException) -> None:

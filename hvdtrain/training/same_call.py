@@ -9,14 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.averaging import innermost
-from hvdtrain.runtime.control.agreement import differences, encode_facts
+from hvdtrain.runtime.control.agreement import check_same_call, encode_call
 from hvdtrain.training.loop.keras_callbacks import that_change_training
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
-
-_CALL = "the call"
 
 
 def agree_on_call(
@@ -36,18 +33,8 @@ def agree_on_call(
     if backend.processes == 1:
         return
     told = {name: _described(value) for name, value in arguments.items()}
-    facts = encode_facts({_CALL: f"{call}()", **told, **(settings or {})})
-    everyone = backend.gather_bytes(facts, timeout=None)
-    try:
-        differing = differences(everyone)
-    except (ValueError, TypeError, AttributeError) as error:  # what another rank sent is no facts
-        raise ConfigError(
-            f"Every rank makes the same calls: {call}() was called, and another rank did something else."
-        ) from error
-    if differing and differing[0].startswith(_CALL):
-        raise ConfigError(f"Every rank makes the same calls. Received: {differing[0]}.")
-    if differing:
-        raise ConfigError(f"Every rank calls {call}() with the same arguments. Received: {'; '.join(differing)}.")
+    facts = encode_call(call, {**told, **(settings or {})})
+    check_same_call(backend.gather_bytes(facts, timeout=None), call)
 
 
 def settings_of(seed: int, options: StepOptions, optimizer: Any, callbacks: Sequence[Any]) -> dict[str, str]:

@@ -52,6 +52,12 @@ def test_an_exit_whose_code_cannot_be_seen_waits_for_ranks_that_still_work(endin
     assert "failed" not in outcome.text, outcome.text
 
 
+def test_a_rank_that_never_comes_to_a_barrier_is_named(tmp_path):
+    outcome = launch("mpirun", "never_comes", tmp_path)
+    assert outcome.code == 2, outcome.text
+    assert "hvdtrain.barrier(): No message from rank 1 of 2 within 2 s" in outcome.text, outcome.text
+
+
 @pytest.mark.parametrize("controller", BOTH)
 def test_the_cause_is_shown_where_a_peer_is_cut_off_long_before(controller, tmp_path):
     outcome = launch(controller, "shuts_down_first", tmp_path)

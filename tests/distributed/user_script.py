@@ -52,6 +52,13 @@ def all_leave_unclearly() -> None:
     raise SystemExit(0)
 
 
+def never_comes() -> None:
+    """Rank 1 is busy elsewhere while rank 0 waits for it at a barrier."""
+    if hvdtrain.rank() == 1:
+        time.sleep(60.0)
+    hvdtrain.barrier("data ready", timeout=2.0)
+
+
 def shuts_down_first() -> None:
     """Rank 1 fails, but tears Horovod down and cleans up for long before its error comes out."""
     if hvdtrain.rank() == 1:

@@ -36,12 +36,17 @@ def test_the_public_names_are_those_that_are_promised():
         "Recompute",
         "SyncBatchNormalization",
         "Trainer",
+        "barrier",
+        "broadcast_object",
         "broadcast_variables",
         "decaying_weights_only",
+        "gather_object",
         "init",
+        "is_initialized",
         "learning_rate_schedule",
         "local_rank",
         "rank",
+        "rank_zero_only",
         "size",
     }
     assert dir(hvdtrain) == sorted([*hvdtrain.__all__, "__version__"])
@@ -82,10 +87,13 @@ def test_the_version_is_that_of_the_package():
         hvdtrain.size,
         hvdtrain.local_rank,
         lambda: hvdtrain.broadcast_variables([]),
+        hvdtrain.barrier,
+        hvdtrain.broadcast_object,
+        lambda: hvdtrain.gather_object(1),
+        hvdtrain.rank_zero_only(lambda: 1),
         lambda: hvdtrain.DistributedGradientTape(),
         lambda: hvdtrain.Trainer(None, "sgd", "mse"),
     ],
-    ids=["rank", "size", "local_rank", "broadcast_variables", "DistributedGradientTape", "Trainer"],
 )
 def test_everything_else_needs_init_first(use):
     with pytest.raises(LaunchError, match=r"call hvdtrain\.init\(\) first"):

@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import TypeVar
 
 from hvdtrain.config import errors
-from hvdtrain.config.errors import LaunchError, UserError
+from hvdtrain.config.errors import ConfigError, LaunchError, UserError
 from hvdtrain.runtime.control.channel import ControlChannel, name_ranks
 
 T = TypeVar("T")
@@ -39,6 +39,36 @@ def agree(control: ControlChannel, facts: Mapping[str, str], *, timeout: float) 
     differing = differences(control.exchange(encode_facts(facts), timeout=timeout))
     if differing:
         raise LaunchError(f"The ranks of this job do not fit together: {'; '.join(differing)}.")
+
+
+_CALL = "the call"
+
+
+def encode_call(call: str, facts: Mapping[str, str]) -> bytes:
+    """Return a call and what must be the same of it on every rank, as `check_same_call` compares them."""
+    return encode_facts({_CALL: f"{call}()", **facts})
+
+
+def check_same_call(everyone: Sequence[bytes], call: str) -> None:
+    """Refuse ranks that do not make the same call with the same arguments.
+
+    Args:
+        everyone: what `encode_call` returned on each rank; more may follow after a newline.
+        call: this rank's.
+
+    Raises:
+        ConfigError: the same on every rank that makes a call, naming what differs, the values and the ranks.
+    """
+    try:
+        differing = differences([part.partition(b"\n")[0] for part in everyone])
+    except (ValueError, TypeError, AttributeError) as error:  # what another rank sent are no facts
+        raise ConfigError(
+            f"Every rank makes the same calls: {call}() was called, and another rank did something else."
+        ) from error
+    if differing and differing[0].startswith(_CALL):
+        raise ConfigError(f"Every rank makes the same calls. Received: {differing[0]}.")
+    if differing:
+        raise ConfigError(f"Every rank calls {call}() with the same arguments. Received: {'; '.join(differing)}.")
 
 
 def encode_facts(facts: Mapping[str, str]) -> bytes:

@@ -1,8 +1,8 @@
 """The control channel: how ranks talk to one another outside the collectives.
 
 It is up before any TensorFlow operation and needs neither TensorFlow nor Horovod, so that it still works
-while collectives hang: agreement at the start, failure reports, the end of the job. Messages are small
-(settings, tracebacks), they pass through rank 0, and no tensor travels here.
+while collectives hang: agreement at the start, failure reports, the end of the job. Messages pass
+through rank 0. Our own are small (settings, tracebacks); only a user's own script sends larger ones.
 """
 
 import os

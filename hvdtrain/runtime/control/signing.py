@@ -1,7 +1,7 @@
 """Signed messages between the ranks of a job, and the secret they are signed with.
 
-A message is bytes with an HMAC-SHA256 in front. It is never unpickled or evaluated, and it is not encrypted:
-nothing secret belongs into one.
+A message is bytes with an HMAC-SHA256 in front. It is never evaluated, and unpickled only where a script sends objects
+of its own (`runtime/objects.py`), after its MAC is checked. It is not encrypted: nothing secret belongs into one.
 """
 
 import contextlib

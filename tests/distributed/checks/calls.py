@@ -63,6 +63,42 @@ def check_arguments_that_differ_by_rank_are_refused(world: World) -> None:
     trainer.fit(DATA, batch=16, verbose=False)  # the ranks are in step still
 
 
+def check_objects_travel_between_the_ranks(world: World) -> None:
+    rank, size, last = world.rank, world.size, world.size - 1
+    config = {"rate": 0.1, "vocabulary": {"a": 1}, "data": np.arange(3)} if rank == last else None
+    received = hvdtrain.broadcast_object(config, root_rank=last)
+    assert received["vocabulary"] == {"a": 1}
+    assert received["data"].tolist() == [0, 1, 2]
+    assert hvdtrain.broadcast_object("only rank 0's" if rank == 0 else None) == "only rank 0's"
+    assert hvdtrain.gather_object((rank, "x" * rank)) == [(each, "x" * each) for each in range(size)]
+    large = np.random.default_rng(0).bytes(20_000_000)
+    assert hvdtrain.broadcast_object(large if rank == 0 else b"") == large
+    hvdtrain.barrier()
+    written = hvdtrain.rank_zero_only(lambda text: f"wrote {text}")
+    assert written("it") == ("wrote it" if rank == 0 else None)
+    assert hvdtrain.is_initialized()
+
+
+def check_objects_are_refused_by_all_ranks_where_one_is_wrong(world: World) -> None:
+    trainer, last = trainer_of(world), world.rank == world.size - 1
+
+    def fit_or_wait() -> Any:
+        return trainer.fit(DATA, batch=16, verbose=False) if last else hvdtrain.barrier()
+
+    said = refusal(world, fit_or_wait)
+    assert "the call is barrier() on rank 0" in said, said
+    assert "fit() on rank" in said, said
+    said = refusal(world, lambda: hvdtrain.barrier("loaded" if last else "saved"))
+    assert "name is 'loaded' on rank" in said or "name is 'saved' on rank" in said, said
+    said = refusal(world, lambda: hvdtrain.broadcast_object(1, root_rank=int(last)))
+    assert "root_rank is" in said, said
+    said = refusal(world, lambda: hvdtrain.broadcast_object(lambda: 1))
+    assert said.startswith("rank 0: hvdtrain.broadcast_object(): The object must be one that pickle takes"), said
+    said = refusal(world, lambda: hvdtrain.gather_object(open if not last else lambda: 1))
+    assert said.startswith(f"rank {world.size - 1}: hvdtrain.gather_object()"), said
+    hvdtrain.barrier("in step still")
+
+
 def check_calls_that_differ_by_rank_are_refused(world: World) -> None:
     trainer, last = trainer_of(world), world.rank == world.size - 1
     said = refusal(
