@@ -12,30 +12,35 @@ MIN_SECONDS_BETWEEN_LINES = 2.0
 """More step lines than this would hide the evaluations in a log."""
 
 
-def make_console(stream: TextIO | None = None, *, live: bool) -> BaseObserver:
+def make_console(stream: TextIO | None = None, *, live: bool, steps: bool = True) -> BaseObserver:
     """Return the live display if `live`, for a terminal that can move its cursor, else plain lines.
 
-    Both write to `stream`, by default standard output.
+    Both write to `stream`, by default standard output. Without `steps` the lines are those of epochs alone.
     """
     stream = sys.stdout if stream is None else stream
     if live:
         from hvdtrain.observability.live import LiveConsole
 
         return LiveConsole(stream)
-    return PlainConsole(stream)
+    return PlainConsole(stream, min_seconds=MIN_SECONDS_BETWEEN_LINES if steps else None)
 
 
 class PlainConsole(BaseObserver):
     """One line per logged step, at most every two seconds, and one per evaluation, written at once.
 
     Launchers put a prefix such as ``[1,0]<stdout>:`` before each line, so no line is ever overwritten.
+
+    Args:
+        stream: what is written to.
+        min_seconds: time between two lines of steps; None for lines of epochs alone.
+        clock: tells the time in seconds.
     """
 
     def __init__(
         self,
         stream: TextIO,
         *,
-        min_seconds: float = MIN_SECONDS_BETWEEN_LINES,
+        min_seconds: float | None = MIN_SECONDS_BETWEEN_LINES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
@@ -57,6 +62,8 @@ class PlainConsole(BaseObserver):
 
     def on_step(self, record: StepRecord) -> None:
         """Print the first step, and later ones at most every `min_seconds`."""
+        if self._min_seconds is None:
+            return
         now = self._clock()
         self._unsaid = record
         if self._last_line is None or now - self._last_line >= self._min_seconds:

@@ -38,6 +38,10 @@ class RunInfo:
     """Number of trainable parameters."""
     start_step: int = 0
     """Steps finished before this run, if it was resumed; else 0."""
+    begin_epoch: int = 0
+    """An epoch, from 0, from which the others are counted: the one under way at the start."""
+    begin_step: int = 0
+    """Steps finished before the first one of that epoch."""
     run_dir: Path | None = None
     """Folder of the run, if there is one."""
     accumulate: int = 1
@@ -66,8 +70,12 @@ class RunInfo:
 
     @property
     def epochs(self) -> int:
-        """Number of epochs, the last one possibly cut short."""
-        return math.ceil(self.total_steps / self.steps_per_epoch)
+        """Number of the last epoch, counted from 1; it may be cut short."""
+        return self.begin_epoch + math.ceil((self.total_steps - self.begin_step) / self.steps_per_epoch)
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch, from 0, of step `step`, counted from 1."""
+        return self.begin_epoch + max(0, step - 1 - self.begin_step) // self.steps_per_epoch
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Frame:
         yield Text(fitting(self._figures(), options.max_width), no_wrap=True)
 
     def _where(self) -> list[str]:
-        epoch = max(0, self.step - 1) // self._info.steps_per_epoch + 1
+        epoch = self._info.epoch_of(self.step) + 1
         parts = [
             f"step {wording.count_of(self.step, self._info.total_steps)}",
             f"epoch {wording.count_of(epoch, self._info.epochs)}",

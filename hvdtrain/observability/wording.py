@@ -41,15 +41,19 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
+def figures_of(values: Mapping[str, Any]) -> Figures:
+    """Return figures by name; those of several values, such as one per class, as their mean, like Keras' bar."""
+    return [(name, number(value.mean() if hasattr(value, "mean") else value)) for name, value in values.items()]
+
+
 def step_figures(record: StepRecord) -> Figures:
     """Return loss and training metrics."""
-    return [("loss", number(record.loss))] + [(name, number(value)) for name, value in record.metrics.items()]
+    return figures_of({"loss": record.loss, **record.metrics})
 
 
 def evaluation_figures(record: EvaluationRecord) -> Figures:
     """Return validation loss and metrics, with the prefix ``val_``."""
-    metrics = [(f"val_{name}", number(value)) for name, value in record.metrics.items()]
-    return [("val_loss", number(record.loss)), *metrics]
+    return figures_of({"val_loss": record.loss, **{f"val_{name}": value for name, value in record.metrics.items()}})
 
 
 def formatted(figures: Figures) -> list[str]:
@@ -113,7 +117,8 @@ def _option(name: str, value: Any) -> str:
 
 
 def _steps(info: RunInfo) -> str:
-    epochs = f"{plural(info.epochs, 'epoch')} of {info.steps_per_epoch:,}"
+    epochs = f"{plural(info.epochs - info.begin_epoch, 'epoch')} of {info.steps_per_epoch:,}"
+    epochs += f" from epoch {info.begin_epoch + 1} on" if info.begin_epoch else ""
     resumed = f", resumed after {info.start_step:,}" if info.start_step else ""
     return f"{info.total_steps:,}, {epochs}{resumed}"
 

@@ -1,53 +1,140 @@
-"""The arguments of `Trainer.fit`: what must be the same on every rank, and the data that they name."""
+"""The arguments of `Trainer.fit`, by Keras' names: what must be the same on every rank, and the data that they name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.state.scalars import Scalars
+from hvdtrain.training.data_arguments import (
+    check_counts,
+    combined,
+    first_batches,
+    global_batch,
+    is_arrays,
+    split_arrays,
+)
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
+from hvdtrain.training.loop.loop import Plan
+
+BATCH_SIZE = 32
+"""Samples per rank and step of arrays by default, as in Keras."""
+VALIDATION_BATCH = 256
+"""Samples per evaluation step over all ranks by default."""
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """The samples to train on, and how they are read."""
+
+    x: Any
+    y: Any
+    sample_weight: Any
+    class_weight: Mapping[int, float] | None
+    batch_size: int | None
+    batch: int | None
+    steps_per_epoch: int | None
+    shuffle: bool
+
+    def given(self) -> Any:
+        """Return the data as one argument; see `combined`."""
+        return combined(self.x, self.y, self.sample_weight)
+
+    def training(self, data: Any, backend: Backend, seed: int) -> TrainingData:
+        """Return the stream of this replica's batches of `data`; see `training_data`."""
+        return training_data(
+            with_class_weights(data, self.class_weight),
+            backend,
+            batch=global_batch(self.batch_size, self.batch, backend, BATCH_SIZE if is_arrays(data) else None),
+            seed=seed,
+            shuffle=bool(self.shuffle),
+            steps_per_epoch=self.steps_per_epoch,
+        )
+
+
+@dataclass(frozen=True)
+class ValidationArguments:
+    """The samples to evaluate, and after which epochs."""
+
+    validation_split: float
+    validation_data: Any
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_batch: int | None
+    validation_freq: int | Sequence[int]
+
+    def batches(self, data: Any, backend: Backend, batch_size: int | None) -> Iterable[Batch]:
+        """Return this replica's part of `data`, in batches of `batch_size` per rank by default."""
+        per_rank = self.validation_batch_size or (batch_size if self.validation_batch is None else None)
+        batch = global_batch(per_rank, self.validation_batch, backend) or VALIDATION_BATCH
+        return validation_batches(first_batches(data, self.validation_steps, batch), backend, batch=batch)
+
+    @property
+    def epochs(self) -> int | tuple[int, ...]:
+        """`validation_freq` as `Plan` takes it."""
+        freq = self.validation_freq
+        return int(freq) if isinstance(freq, int | np.integer) else tuple(int(epoch) for epoch in freq)
 
 
 @dataclass(frozen=True)
 class FitArguments:
     """Arguments of `Trainer.fit`, by its names; see there."""
 
-    dataset: Any
-    validation_data: Any
-    class_weight: Mapping[int, float] | None
-    batch: int | None
+    data: DataArguments
+    validation: ValidationArguments
     epochs: int
-    validation_batch: int
+    initial_epoch: int
     log_every: int
-    steps_per_epoch: int | None
-    shuffle: bool
+
+    def facts(self) -> dict[str, Any]:
+        """Return all arguments by name, to be compared over the ranks."""
+        own = {"epochs": self.epochs, "initial_epoch": self.initial_epoch, "log_every": self.log_every}
+        freq = {"validation_freq": str(self.validation.validation_freq)}
+        return {**vars(self.data), **vars(self.validation), **own, **freq}
 
     def check(self) -> None:
-        """Refuse numbers that are none.
+        """Refuse numbers that are none, and arguments that exclude one another.
 
         Raises:
             ConfigError: naming the argument.
         """
-        for name in ("epochs", "log_every", "validation_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1. Received: {getattr(self, name)}.")
+        facts = self.facts()
+        of_data = ("batch_size", "batch", "steps_per_epoch")
+        of_validation = ("validation_steps", "validation_batch_size", "validation_batch")
+        names = (*of_data, *of_validation, "epochs", "initial_epoch", "log_every")
+        check_counts({name: facts[name] for name in names}, {"initial_epoch": 0})
+        freq = self.validation.validation_freq
+        if not isinstance(freq, Sequence) and not (isinstance(freq, int | np.integer) and freq >= 1):
+            raise ConfigError(
+                f"validation_freq is a number of epochs, or a list of those to evaluate after. Received: {freq!r}."
+            )
 
-    def training(self, backend: Backend, seed: int) -> TrainingData:
-        """Return the stream of this replica's batches; see `training_data`."""
-        return training_data(
-            with_class_weights(self.dataset, self.class_weight),
-            backend,
-            batch=self.batch,
-            seed=seed,
-            shuffle=self.shuffle,
-            steps_per_epoch=self.steps_per_epoch,
+    def streams(self, backend: Backend, seed: int) -> tuple[TrainingData, Iterable[Batch] | None]:
+        """Return this replica's batches to train on and, if there are any, to evaluate.
+
+        Raises:
+            ConfigError: arguments that do not fit the kind of data.
+            DataError: data that cannot be used.
+        """
+        data, held_out = self.data.given(), combined(self.validation.validation_data)
+        if held_out is None and self.validation.validation_split:
+            data, held_out = split_arrays(data, self.validation.validation_split)
+        training = self.data.training(data, backend, seed)
+        if held_out is None:
+            return training, None
+        return training, self.validation.batches(held_out, backend, self.data.batch_size)
+
+    def plan(self, scalars: Scalars, steps_per_epoch: int) -> Plan:
+        """Return the plan of a training from `scalars` on, in which epochs count from `initial_epoch`."""
+        steps = max(0, self.epochs - self.initial_epoch) * steps_per_epoch
+        return Plan(
+            scalars.step + steps,
+            self.log_every,
+            validation_freq=self.validation.epochs,
+            epoch_offset=self.initial_epoch - scalars.epoch,
         )
-
-    def validation(self, backend: Backend) -> Iterable[Batch] | None:
-        """Return this replica's part of the validation data, None where there are none; see `validation_batches`."""
-        if self.validation_data is None:
-            return None
-        return validation_batches(self.validation_data, backend, batch=self.validation_batch)

@@ -6,13 +6,16 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, world_size
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
+from hvdtrain.observability.wording import figures_of, formatted, joined
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
 
@@ -30,6 +33,8 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
         steps_per_epoch=data.steps_per_epoch,
         parameters=state.parameters(),
         start_step=state.scalars.step,
+        begin_epoch=state.scalars.epoch + plan.epoch_offset,
+        begin_step=state.scalars.step - state.scalars.place(data.steps_per_epoch),
         accumulate=options.accumulate,
         learning_rate=_rate_of(state.optimizer),
         options=options.chosen(),
@@ -37,9 +42,39 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
     )
 
 
-def console_for(backend: Backend) -> Observer:
-    """Return what shows the progress on rank 0, and nothing elsewhere."""
-    return make_console(live=on_terminal(current().environment)) if backend.primary else BaseObserver()
+def console_for(backend: Backend, verbose: str | int = "auto") -> Observer:
+    """Return what shows the progress on rank 0, and nothing elsewhere.
+
+    Args:
+        backend: the replicas.
+        verbose: "auto" or 1 for a live display on a terminal and lines elsewhere, 2 for a line per epoch, 0 for none.
+
+    Raises:
+        ConfigError: another value.
+    """
+    check_verbose(verbose)
+    if not backend.primary or not verbose:
+        return BaseObserver()
+    if verbose == 2:
+        return make_console(live=False, steps=False)
+    return make_console(live=on_terminal(current().environment))
+
+
+def check_verbose(verbose: str | int) -> None:
+    """Refuse what is none of Keras' values.
+
+    Raises:
+        ConfigError: naming the value.
+    """
+    if verbose not in ("auto", 0, 1, 2):
+        raise ConfigError(f'verbose is "auto", 0, 1 or 2. Received: {verbose!r}.')
+
+
+def show_evaluation(outcome: Evaluation, backend: Backend, verbose: str | int) -> None:
+    """Print the figures of an evaluation on rank 0, unless `verbose` is 0."""
+    check_verbose(verbose)
+    if backend.primary and verbose:
+        print(joined("evaluation", *formatted(figures_of(outcome.as_dict()))), flush=True)
 
 
 def who_trains(backend: Backend) -> dict[str, Any]:

@@ -1,42 +1,26 @@
-"""The trainer: a model, an optimizer and a loss, trained over all replicas of a backend."""
+"""The trainer: a model, an optimizer and a loss, trained over all replicas of a backend.
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+This page is what scripts call; what it is made of is in `core.py`.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.backends.protocol import Backend
-from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint import restore
-from hvdtrain.data.batch import Batch
-from hvdtrain.data.pipeline import SourceTraining, TrainingData
-from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
-from hvdtrain.optim.averaging import averages_weights
-from hvdtrain.optim.precision import with_loss_scaling
-from hvdtrain.runtime.session import current
-from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.advice import Announcer
-from hvdtrain.training.assembly import built_model, built_optimizer, converted, refuse_instances
-from hvdtrain.training.engine import step_factory_for
+from hvdtrain.data.pipeline import SourceTraining
+from hvdtrain.training.core import TrainerCore
+from hvdtrain.training.data_arguments import check_counts, combined, first_batches, global_batch
 from hvdtrain.training.evaluation.evaluate import Evaluation
-from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.evaluation.predict import build_for, prediction_batches
-from hvdtrain.training.evaluation.same_weights import give_first_weights, weights_of
-from hvdtrain.training.fit_arguments import FitArguments
+from hvdtrain.training.fit_arguments import VALIDATION_BATCH, DataArguments, FitArguments, ValidationArguments
 from hvdtrain.training.inputs import validation_batches
-from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult, summary_of
-from hvdtrain.training.loop.standard_hooks import Actions, StandardTraining
-from hvdtrain.training.objective.compile_settings import Objective, merge_compile_settings
-from hvdtrain.training.options import step_options
-from hvdtrain.training.run_info import console_for, run_info
-from hvdtrain.training.same_call import agree_on_call, settings_of
-from hvdtrain.training.step.result import CompiledStep
-from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.run_info import console_for, show_evaluation
+from hvdtrain.training.same_call import agree_on_call
 
 
-class Trainer:
+class Trainer(TrainerCore):
     """Trains a Keras model on every rank of the session.
 
     Of a model that was compiled, the optimizer, the losses (with their weights) and the metrics (with the weighted
@@ -64,91 +48,58 @@ class Trainer:
         LaunchError: `hvdtrain.init()` was not called.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: Any = None,
-        loss: Any = None,
-        metrics: Any = None,
-        *,
-        loss_weights: Any = None,
-        weighted_metrics: Any = None,
-        seed: int = 0,
-        backend: Backend | None = None,
-        **options: Any,
-    ) -> None:
-        self.backend = backend or backend_for(current())
-        self.options = step_options(options)
-        self.options.check_backend(self.backend.name, self.backend.capabilities.lacks)
-        self.options.check_world(self.backend.size, current().environment.controller)
-        if self.backend.capabilities.needs_builders:
-            refuse_instances(self.backend.name, model, optimizer)
-        self._seed = seed
-        with self.backend.scope():
-            built = built_model(model, self.options)
-            chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
-            optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
-            self.model = converted(built, self.options)
-            self.optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
-        self.backend.prepare(self.optimizer)
-        self._factory = step_factory_for(self.backend, self.model, self.optimizer, objective, self.options)
-        self._rule: UpdateRule | None = None
-        self._state: TrainState | None = None
-        self._announcer = Announcer(self.backend, self.options, notes)
-        self._predictor = self._factory.predictor()
-
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule; it exists once the model's variables do."""
-        if self._rule is None:
-            with self.backend.scope():
-                self._rule = self._factory.update_rule()
-        return self._rule
-
-    @property
-    def state(self) -> TrainState:
-        """The training state; it exists once the model's variables do."""
-        if self._state is None:
-            with self.backend.scope():
-                self._state = TrainState(self.model, self.optimizer, self._seed, slots=self.rule.named_tensors)
-            self.backend.check_changing(self._state.changing())
-        return self._state
-
     def fit(
         self,
-        dataset: Any,
-        *,
-        batch: int | None = None,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
         epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Sequence[Any] | None = None,
+        validation_split: float = 0.0,
         validation_data: Any = None,
-        validation_batch: int = 256,
-        steps_per_epoch: int | None = None,
         shuffle: bool = True,
         class_weight: Mapping[int, float] | None = None,
-        callbacks: Sequence[Any] = (),
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Sequence[int] = 1,
+        *,
+        batch: int | None = None,
+        validation_batch: int | None = None,
         log_every: int = 10,
-        verbose: bool = True,
     ) -> FitResult:
-        """Train for `epochs` more passes over `dataset`; every rank calls it with the same arguments.
+        """Train until epoch `epochs`; arguments are those of `keras.Model.fit`, the same on every rank.
 
         Args:
-            dataset: `(inputs, targets[, sample_weight])` arrays, a tf.data.Dataset of such tuples, or a keras PyDataset
-                or generator function of batches over all ranks. The whole data on every rank: the trainer gives each
-                rank its part.
-            batch: samples per step over all ranks; None for a Dataset that is batched already.
-            epochs: passes over the data.
-            validation_data: evaluated after every epoch: arrays, or batches of a tf.data.Dataset, a PyDataset or a
-                generator function.
-            validation_batch: samples per evaluation step over all ranks, for arrays.
-            steps_per_epoch: needed for a Dataset that does not end.
-            shuffle: whether arrays are visited in a new order every epoch.
-            class_weight: what the samples of each class count, by label; they multiply sample weights.
+            x: inputs, as arrays or nests of arrays; or a tf.data.Dataset, a keras PyDataset or a generator function of
+                batches `(inputs, targets[, sample_weight])` over all ranks; or arrays as such a tuple. The whole data
+                on every rank: the trainer gives each rank its slice of each batch.
+            y: targets, where `x` are inputs alone.
+            batch_size: samples per step of each rank; 32 for arrays. Batches of a Dataset or generator stay as they
+                are, over all ranks.
+            epochs: number of the last epoch; with `initial_epoch=0`, how many are trained.
+            verbose: "auto" or 1 for a progress bar on a terminal and lines elsewhere, 2 for one line per epoch, 0 for
+                silence. Only rank 0 prints.
             callbacks: Keras callbacks. They run on every rank, with figures over all ranks, and those that write
                 files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor) on rank 0 only. Some ranks may have
                 none, but those that set weights or the learning rate are needed on all. One that looks at batches
                 costs each of them a small exchange.
+            validation_split: fraction of the arrays, their last samples, that is evaluated and not trained on.
+            validation_data: evaluated after each epoch: `(inputs, targets[, sample_weight])`, or batches as in `x`.
+            shuffle: whether arrays are visited in a new order every epoch.
+            class_weight: weight of the samples of each class, by label; multiplies sample weights.
+            sample_weight: weight of each sample, for arrays.
+            initial_epoch: epochs trained before this call; those of this call are counted from there.
+            steps_per_epoch: needed for a Dataset that does not end.
+            validation_steps: number of validation batches to evaluate; all of them by default.
+            validation_batch_size: samples per evaluation step of each rank; `batch_size` by default.
+            validation_freq: evaluate after every so many epochs, or after those in a list, counted from 1.
+            batch: samples per step over all ranks, in place of `batch_size`.
+            validation_batch: samples per evaluation step over all ranks, in place of `validation_batch_size`.
             log_every: steps between two logged steps.
-            verbose: show the progress on rank 0.
 
         Raises:
             ConfigError: a batch that does not divide among the ranks, options that do not fit, or ranks that call it
@@ -156,11 +107,24 @@ class Trainer:
             DataError: data that cannot be used.
             NonFiniteError: the loss became NaN or infinite.
         """
-        data_of_all = (dataset, validation_data, class_weight)
-        given = FitArguments(*data_of_all, batch, epochs, validation_batch, log_every, steps_per_epoch, shuffle)
-        self._agree("fit", vars(given), callbacks)
-        given.check()
-        data, validation = given.training(self.backend, self._seed), given.validation(self.backend)
+        arguments = FitArguments(
+            DataArguments(x, y, sample_weight, class_weight, batch_size, batch, steps_per_epoch, shuffle),
+            ValidationArguments(
+                validation_split,
+                validation_data,
+                validation_steps,
+                validation_batch_size,
+                validation_batch,
+                validation_freq,
+            ),
+            epochs,
+            initial_epoch,
+            log_every,
+        )
+        callbacks = callbacks or ()
+        self._agree("fit", arguments.facts(), callbacks)
+        arguments.check()
+        data, validation = arguments.streams(self.backend, self._seed)
         if isinstance(data, SourceTraining):
             self._factory.check(data.source)
         self.build(data)
@@ -168,8 +132,8 @@ class Trainer:
         self.broadcast_state()
         # A fit begins with an epoch of its own data; optimizer steps are counted on.
         self.state.scalars.begin_epoch()
-        plan = Plan(self.state.scalars.step + epochs * data.steps_per_epoch, log_every)
-        observers = console_for(self.backend) if verbose else BaseObserver()
+        plan = arguments.plan(self.state.scalars, data.steps_per_epoch)
+        observers = console_for(self.backend, verbose)
         try:
             result = self._train(data, plan, validation, observers, callbacks=callbacks)
             observers.on_end(summary_of(result))
@@ -177,39 +141,75 @@ class Trainer:
             observers.close()
         return result
 
-    def evaluate(self, dataset: Any, *, batch: int = 256) -> Evaluation:
-        """Return loss and metrics over `dataset` (arrays, or batches of any kind), each sample counted once.
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        *,
+        return_dict: bool = False,
+        batch: int | None = None,
+    ) -> Evaluation | dict[str, Any]:
+        """Return loss and metrics over all samples, each counted once; every rank passes the same arguments.
 
-        Every rank calls it with the same arguments; where they hold different weights, those of rank 0 count.
+        Where ranks hold different weights, those of rank 0 count.
+
+        Args:
+            x: as `fit` takes them.
+            y: targets, where `x` are inputs alone.
+            batch_size: samples per step of each rank, for arrays.
+            verbose: whether rank 0 prints the figures: "auto", 1 or 2; 0 for silence.
+            sample_weight: weight of each sample, for arrays.
+            steps: number of batches to evaluate; all of them by default.
+            return_dict: return loss and metrics as a dict, as Keras would.
+            batch: samples per step over all ranks, in place of `batch_size`; 256 by default.
+
+        Raises:
+            ConfigError: ranks that make another call, or with other arguments.
+            DataError: data that cannot be used.
         """
-        agree_on_call(self.backend, "evaluate", {"dataset": dataset, "batch": batch})
-        return self.evaluate_on(validation_batches(dataset, self.backend, batch=batch))
+        sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
+        agree_on_call(self.backend, "evaluate", {"x": x, "y": y, "sample_weight": sample_weight, **sizes})
+        check_counts(sizes)
+        size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
+        data = first_batches(combined(x, y, sample_weight), steps, size)
+        outcome = self.evaluate_on(validation_batches(data, self.backend, batch=size))
+        show_evaluation(outcome, self.backend, verbose)
+        return outcome.as_dict() if return_dict else outcome
 
-    def evaluate_on(self, batches: Iterable[Batch]) -> Evaluation:
-        """Do what `evaluate` does, on this replica's batches, which can be read more than once."""
-        for first in batches:
-            self.build_on(first)
-            break
-        self.rule.consolidate()
-        self._give_first_weights()
-        return self._evaluate(batches)
-
-    def predict(self, inputs: Any, *, batch: int = 256) -> Any:
-        """Return the model's outputs for `inputs`, in their order, as NumPy arrays on every rank.
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        *,
+        batch: int | None = None,
+    ) -> Any:
+        """Return the model's outputs for `x`, in its order, as NumPy arrays on every rank.
 
         Every rank calls it with the same arguments; where they hold different weights, those of rank 0 count.
 
         Args:
-            inputs: arrays [samples, …], a nest of them, or a batched tf.data.Dataset whose elements are inputs or
-                begin with them; the whole data on every rank.
-            batch: samples per step over all ranks, for arrays.
+            x: arrays [samples, …], a nest of them, or a batched tf.data.Dataset whose elements are inputs or begin
+                with them; the whole data on every rank.
+            batch_size: samples per step of each rank, for arrays.
+            verbose: nothing is printed; taken as `keras.Model.predict` does.
+            steps: number of batches to predict; all of them by default.
+            batch: samples per step over all ranks, in place of `batch_size`; 256 by default.
 
         Raises:
             ConfigError: ranks that make another call, or with other arguments.
             DataError: no inputs, or ranks that were given other inputs.
         """
-        agree_on_call(self.backend, "predict", {"inputs": inputs, "batch": batch})
-        batches = prediction_batches(inputs, self.backend, batch=batch)
+        sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
+        agree_on_call(self.backend, "predict", {"x": x, **sizes})
+        check_counts(sizes)
+        size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
+        batches = prediction_batches(x, self.backend, batch=size, steps=steps)
         if self.backend.processes > 1:
             build_for(self.model, batches)
         if self._rule is not None:
@@ -218,104 +218,9 @@ class Trainer:
         with self.averaged_weights():
             return self._predictor(batches)
 
-    def build(self, data: TrainingData) -> None:
-        """Create the variables of model and optimizer, if they are not there, and check loss and metrics."""
-        self.build_on(next(iter(data.batches(0))))
-
-    def build_on(self, batch: Batch) -> None:
-        """Do what `build` does, on a batch that is like those to come."""
-        self._factory.build(batch)
-        with self.backend.scope():
-            self.state.follow_model()
-            self.rule.follow_model()
-
-    def broadcast_state(self) -> None:
-        """Give every rank the tensors and scalars of rank 0; slices stay where they are."""
-        self.state.broadcast(self.backend)
-        self.rule.begin()
-
     def restore(self, path: Path) -> None:
         """Load the checkpoint at `path`; every rank calls it, and only rank 0 needs to see the folder."""
         state = self.state
         scalars = restore.restore(path, state.named_tensors(), self.backend, earlier_names=state.earlier_names())
         state.restore(scalars)
         self.rule.begin()
-
-    def train(
-        self,
-        data: TrainingData,
-        plan: Plan,
-        *,
-        validation: Iterable[Batch] | None = None,
-        observers: Observer | None = None,
-        info: RunInfo | None = None,
-        save: Callable[[TrainState], None] | None = None,
-        callbacks: Sequence[Any] = (),
-    ) -> FitResult:
-        """Broadcast the state of rank 0 and train until `plan.total_steps`.
-
-        Args:
-            data: this replica's batches.
-            plan: when to stop, log and save.
-            validation: evaluated after every epoch.
-            observers: told what happens; rank 0's only.
-            info: what the observers are told at the start.
-            save: writes the state; called on every rank.
-            callbacks: see `fit`. After `restore` they go on from what was saved of them.
-
-        Raises:
-            ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
-        """
-        sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
-        self._agree("train", {"plan": plan, **sizes, "validation": validation, "save": save}, callbacks)
-        self.broadcast_state()
-        return self._train(data, plan, validation, observers or BaseObserver(), info, save, callbacks)
-
-    def _train(
-        self,
-        data: TrainingData,
-        plan: Plan,
-        validation: Iterable[Batch] | None,
-        observers: Observer,
-        info: RunInfo | None = None,
-        save: Callable[[TrainState], None] | None = None,
-        callbacks: Sequence[Any] = (),
-    ) -> FitResult:
-        """Do what `train` does, from a state that is the same on every rank."""
-        begin = time.perf_counter()
-        info = info or run_info(self.backend, self.state, self.options, data, plan)
-        self._announcer.announce(info, self.state, observers, narrow_outputs=self._factory.narrow_outputs)
-        saving = None if save is None else lambda: save(self.state)
-        actions = Actions(self._evaluate, self.consolidate, self.averaged_weights, saving)
-        parts = (self.backend, self.state, self._factory, self.rule, data, plan)
-        training = StandardTraining(*parts, actions, observers, validation=validation, callbacks=callbacks)
-        training.run()
-        return training.result(wall_seconds=time.perf_counter() - begin)
-
-    def compiled_step(self, data: TrainingData) -> CompiledStep:
-        """Return the compiled step for batches of `data`, to be called by itself."""
-        return self._factory.train_step(self.state, self.rule, data.batch, epoch_metrics=False)
-
-    def consolidate(self) -> None:
-        """Make the model what is evaluated and saved; every rank calls it, and training goes on from there."""
-        self.rule.consolidate()
-        self.state.average_statistics(self.backend)
-
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Give the model the optimizer's averages of its weights (`use_ema=True`), as of the last `consolidate`."""
-        return nullcontext() if self._rule is None else self._rule.averaged_weights()
-
-    def _agree(self, call: str, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> None:
-        """Refuse a call that differs by rank, or one by trainers that do."""
-        settings = settings_of(self._seed, self.options, self.optimizer, callbacks)
-        agree_on_call(self.backend, call, arguments, settings)
-
-    def _give_first_weights(self) -> None:
-        """Give every rank what rank 0 would evaluate with, where ranks differ: the averages too, if there are any."""
-        averages = self.rule if averages_weights(self.optimizer) else None
-        if give_first_weights(weights_of(self.model, averages), self.backend) and self._rule is not None:
-            self._rule.adopt_weights()
-
-    def _evaluate(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        with self.averaged_weights():
-            return self._factory.evaluator()(batches, hooks)

@@ -1,7 +1,7 @@
 """Evaluation over all replicas: every sample counts once, whatever their number."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,35 @@ from hvdtrain.training.step.replica_slice import replica_slice
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss and the metrics over a whole data set."""
+    """The loss and the metrics over a whole data set.
+
+    By name, `outcome["accuracy"]`; in the order in which Keras returns them, `loss, accuracy = outcome`; the loss
+    alone, `float(outcome)`.
+    """
 
     loss: float
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return loss and metrics by name."""
+        return {"loss": self.loss, **self.metrics}
+
+    def keys(self) -> Iterable[str]:
+        """Return the names, the loss first."""
+        return self.as_dict().keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.as_dict()[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.as_dict().values())
+
+    def __len__(self) -> int:
+        return len(self.as_dict())
+
+    def __float__(self) -> float:
+        return self.loss
 
 
 class Evaluator:

@@ -11,6 +11,7 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
+from hvdtrain.training.data_arguments import first_batches
 from hvdtrain.training.inputs import validation_batches
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.step.replica_slice import replica_slice
@@ -55,19 +56,20 @@ def build_for(model: Any, batches: Iterable[Batch]) -> None:
         model(inputs_for(model, next(iter(batches)).inputs), training=False)
 
 
-def prediction_batches(data: Any, backend: Backend, *, batch: int) -> Iterable[Batch]:
+def prediction_batches(data: Any, backend: Backend, *, batch: int, steps: int | None = None) -> Iterable[Batch]:
     """Return this replica's part of inputs alone: arrays, a nest of them, or a batched tf.data.Dataset.
 
-    A Dataset may give `(inputs, …)`: what follows the inputs is left out.
+    A Dataset may give `(inputs, …)`: what follows the inputs is left out. `steps` batches are read, or all of them.
 
     Raises:
         DataError: ranks that were given other inputs.
     """
     if isinstance(data, tf.data.Dataset):
-        return validation_batches(data.map(_with_no_targets), backend, batch=batch, what="prediction")
+        named = first_batches(data.map(_with_no_targets), steps, batch)
+        return validation_batches(named, backend, batch=batch, what="prediction")
     count = len(tf.nest.flatten(data)[0])
     source = ArraySource((data, np.zeros(count, np.int32)), "inputs")
-    return validation_batches(source, backend, batch=batch, what="prediction")
+    return validation_batches(first_batches(source, steps, batch), backend, batch=batch, what="prediction")
 
 
 def _with_no_targets(*elements: Any) -> tuple[Any, tf.Tensor]:

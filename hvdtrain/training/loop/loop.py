@@ -24,6 +24,16 @@ class Plan:
     """None: at the end of every epoch."""
     best: BestMetric | None = None
     """The metric whose best epoch is saved at its end as well."""
+    validation_freq: int | tuple[int, ...] = 1
+    """Epochs between two evaluations, or the epochs that end with one, counted from 1."""
+    epoch_offset: int = 0
+    """Added to the state's count of epochs where an epoch is named: `fit` counts from its `initial_epoch`."""
+
+    def evaluates(self, epoch: int) -> bool:
+        """Tell whether `epoch`, from 0, ends with an evaluation."""
+        if isinstance(self.validation_freq, int):
+            return (epoch + 1) % self.validation_freq == 0
+        return epoch + 1 in self.validation_freq
 
     @property
     def logged(self) -> When:
@@ -45,6 +55,7 @@ class TrainingLoop:
         step: the compiled step.
         data: the batches.
         total_steps: the step with which training ends.
+        epoch_offset: see `Plan`.
         measured: when a step is measured and waited for; after the others nothing is.
     """
 
@@ -57,12 +68,14 @@ class TrainingLoop:
         *,
         total_steps: int,
         measured: list[When],
+        epoch_offset: int = 0,
     ) -> None:
         self._backend = backend
         self._state = state
         self._step = step
         self._data = data
         self._total = total_steps
+        self._epoch_offset = epoch_offset
         self._measured = measured
         self._first = state.scalars.step + 1
         self._hooks: list[tuple[When, Hook]] = []
@@ -119,7 +132,7 @@ class TrainingLoop:
         number, place = scalars.step + 1, scalars.place(steps_per_epoch)
         last = number == self._total
         ends_epoch = last or place + 1 == steps_per_epoch
-        step = StepEnd(number, scalars.epoch, place, number == self._first, ends_epoch, last)
+        step = StepEnd(number, scalars.epoch + self._epoch_offset, place, number == self._first, ends_epoch, last)
         step.measured = any(when.due(step) for when in self._measured)
         return step
 

@@ -84,7 +84,7 @@ class StandardTraining:
             callbacks,
             state.model,
             backend,
-            epochs=scalars.epoch + -(-steps_left // data.steps_per_epoch),
+            epochs=scalars.epoch + plan.epoch_offset + -(-steps_left // data.steps_per_epoch),
             steps=data.steps_per_epoch,
             prepare=factory.compile_for_callbacks,
             averaged_weights=actions.averaged_weights,
@@ -103,13 +103,21 @@ class StandardTraining:
         self._monitor = LossMonitor(
             data.steps_per_epoch,
             scalars.step,
-            scalars.place_in_data(data.steps_per_epoch),
+            scalars.place_in_data(data.steps_per_epoch) + plan.epoch_offset * data.steps_per_epoch,
             skips=has_dynamic_scale(state.optimizer),
             epoch_sums=(scalars.progress.loss_sum, scalars.progress.loss_weight),
         )
         # A saved step is measured: it is checked before, and no checkpoint holds what is not finite.
         measured = [plan.logged] if actions.save is None else [plan.logged, plan.saved]
-        self.loop = TrainingLoop(backend, state, self._step, data, total_steps=plan.total_steps, measured=measured)
+        self.loop = TrainingLoop(
+            backend,
+            state,
+            self._step,
+            data,
+            total_steps=plan.total_steps,
+            measured=measured,
+            epoch_offset=plan.epoch_offset,
+        )
         self._clock: StepClock = self.loop.clock
         self._waiting = WaitingWatch(backend, self._clock, data.remedy)
         self._add_hooks(plan)
@@ -223,11 +231,12 @@ class StandardTraining:
         """Evaluate what there is to evaluate, and tell the callbacks."""
         self._note_metrics()
         self._monitor.end_epoch()
-        if self._validation is not None or self._callbacks is not None:
+        validation = self._validation if self._plan.evaluates(step.epoch) else None
+        if validation is not None or self._callbacks is not None:
             self._actions.consolidate()
         logs = {"loss": self._monitor.epoch_loss, **self._step.epoch_metrics()}
-        if self._validation is not None:
-            logs |= self._evaluate(step, self._validation)
+        if validation is not None:
+            logs |= self._evaluate(step, validation)
         self._note_best(step, logs)
         if self._callbacks is not None:
             self._callbacks.end_epoch(step.epoch, logs)

@@ -51,10 +51,10 @@ def check_arguments_that_differ_by_rank_are_refused(world: World) -> None:
         "validation": ({"validation_data": mine(DATA, None)}, "validation_data is arrays on rank 0"),
         "classes": ({"class_weight": mine({0: 2.0}, {0: 3.0})}, "class_weight is [(0, 2.0)] on rank 0"),
         "callback": ({"callbacks": mine([stopping], [])}, "set weights or rates is EarlyStopping on rank 0"),
-        "kind": ({"dataset": mine(DATA, tf.data.Dataset.from_tensor_slices(DATA))}, "dataset is arrays on rank 0"),
+        "kind": ({"x": mine(DATA, tf.data.Dataset.from_tensor_slices(DATA))}, "x is arrays on rank 0"),
     }
     for name, (options, said) in cases.items():
-        arguments = {"dataset": DATA, "batch": 16, "verbose": False, **options}
+        arguments = {"x": DATA, "batch": 16, "verbose": False, **options}
         message = refusal(world, lambda arguments=arguments: trainer.fit(**arguments))  # type: ignore[misc]
         assert said in message, (name, message)
         assert f" on rank {world.size - 1}." in message, (name, message)

@@ -1,0 +1,196 @@
+"""`fit`, `evaluate` and `predict` take what Keras' take, and do what Keras does with it."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("session")
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((50, 5)).astype("float32")
+Y = np.argmax(X[:, :3], axis=1)
+WEIGHTS = RNG.random(50).astype("float32")
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def dense():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+
+
+def trainer_of(metrics=("accuracy",)):
+    return Trainer(dense(), keras.optimizers.SGD(0.1), LOSS, list(metrics))
+
+
+def compiled():
+    model = dense()
+    model.compile(keras.optimizers.SGD(0.1), LOSS, metrics=["accuracy"])
+    return model
+
+
+class Epochs(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.begun, self.ended = [], []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begun.append(epoch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.ended.append((epoch, sorted(logs)))
+
+
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [
+        ("fit", ["batch", "validation_batch", "log_every"]),
+        ("evaluate", ["batch"]),
+        ("predict", ["batch"]),
+    ],
+)
+def test_arguments_have_the_names_order_and_defaults_of_keras(method, own):
+    ours = inspect.signature(getattr(Trainer, method)).parameters
+    theirs = inspect.signature(getattr(keras.Model, method)).parameters
+    positional = [name for name, each in ours.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert positional == list(theirs)[: len(positional)]
+    assert all(ours[name].default == theirs[name].default for name in positional)
+    assert set(own) <= {name for name, each in ours.items() if each.kind is each.KEYWORD_ONLY}
+    if method == "fit":
+        assert len(positional) == len(theirs)
+
+
+# What Keras' users write, by position and by name; each trains as `Model.fit` does.
+CALLS = {
+    "positional": ((X, Y, 16, 2, 0), {}),
+    "lists and the default batch": ((X.tolist(), Y.tolist()), {"epochs": 2}),
+    "split with weights": ((X, Y), {"batch_size": 16, "validation_split": 0.3, "sample_weight": WEIGHTS, "epochs": 2}),
+    "from the third epoch": (
+        (X, Y),
+        {
+            **{"batch_size": 16, "initial_epoch": 2, "epochs": 5, "class_weight": {0: 2.0, 2: 0.5}},
+            **{"validation_data": (X[:9], Y[:9]), "validation_batch_size": 4, "validation_steps": 2},
+            "validation_freq": 2,
+        },
+    ),
+    "a dataset": (
+        (tf.data.Dataset.from_tensor_slices((X, Y)).batch(16),),
+        {"validation_data": (X[:9], Y[:9], WEIGHTS[:9]), "validation_freq": [1, 4], "epochs": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_fit_does_what_keras_does(call):
+    args, options = CALLS[call]
+    options = {"shuffle": False, "verbose": 0, **options}
+    if call == "positional":
+        options.pop("verbose")
+    keras_model, ours, seen = compiled(), trainer_of(), (Epochs(), Epochs())
+    keras_args = tuple(map(np.asarray, args)) if isinstance(args[0], list) else args
+    expected = keras_model.fit(*keras_args, callbacks=[seen[0]], **options)
+    found = ours.fit(*args, callbacks=[seen[1]], **options)
+    assert (seen[1].begun, seen[1].ended) == (seen[0].begun, seen[0].ended)
+    assert list(found.history) == list(expected.history)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(found.history[name], values, rtol=1e-5, err_msg=name)
+    for mine, theirs in zip(ours.model.get_weights(), keras_model.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_fit_counts_epochs_from_its_initial_epoch_and_steps_on():
+    trainer, epochs = trainer_of(), Epochs()
+    for initial, last in ((0, 2), (0, 1), (7, 9)):
+        result = trainer.fit(X, Y, 16, last, 0, [epochs], initial_epoch=initial)
+    assert epochs.begun == [0, 1, 0, 7, 8]
+    assert result.steps == 20
+
+
+def test_no_epochs_are_left_where_the_initial_one_is_the_last():
+    trainer, epochs = trainer_of(), Epochs()
+    result = trainer.fit(X, Y, epochs=3, initial_epoch=3, callbacks=[epochs], verbose=0)
+    assert (result.steps, epochs.begun, dict(result.history)) == (0, [], {})
+
+
+REFUSED = [
+    ({"batch_size": 8, "batch": 8}, "batch_size is per rank, and batch over all ranks: give one"),
+    ({"validation_batch_size": 8, "validation_batch": 8}, "validation_batch_size is per rank"),
+    ({"batch_size": 0}, r"batch_size must be a whole number of at least 1\. Received: 0"),
+    ({"batch_size": "16"}, r"batch_size must be a whole number .* Received: '16'"),
+    ({"epochs": 2.5}, "epochs must be a whole number"),
+    ({"initial_epoch": -1}, "initial_epoch must be a whole number of at least 0"),
+    ({"validation_split": 1.5}, "validation_split is a fraction between 0 and 1"),
+    ({"validation_split": 0.999}, "leaves one part without any"),
+    ({"validation_freq": 0}, "validation_freq is a number of epochs"),
+    ({"verbose": "loud"}, r"verbose is \"auto\", 0, 1 or 2\. Received: 'loud'"),
+    ({"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)}, "leave out y"),
+    (
+        {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), "y": None, "validation_split": 0.1},
+        "validation_split is for arrays",
+    ),
+    (
+        {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), "y": None, "sample_weight": WEIGHTS},
+        "leave out sample_weight",
+    ),
+    ({"y": None, "sample_weight": WEIGHTS}, "sample_weight needs targets"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+def test_what_does_not_fit_is_refused_by_name(options, said):
+    with pytest.raises(ConfigError, match=said):
+        trainer_of().fit(**{"x": X, "y": Y, "verbose": 0, **options})
+
+
+def batches():
+    for begin in range(0, 48, 8):
+        yield X[begin : begin + 8], Y[begin : begin + 8]
+
+
+class Batches(keras.utils.PyDataset):
+    num_batches = None
+
+    def __getitem__(self, number):
+        return X[8 * number : 8 * number + 8], Y[8 * number : 8 * number + 8]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [(X, Y), tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).repeat(), batches, Batches()],
+    ids=["arrays", "endless dataset", "generator function", "endless PyDataset"],
+)
+def test_steps_are_the_first_batches(data):
+    expected = trainer_of().evaluate(X[:24], Y[:24], verbose=0)
+    found = trainer_of().evaluate(data, steps=3, batch_size=8 if isinstance(data, tuple) else None, verbose=0)
+    assert list(found) == pytest.approx(list(expected), rel=1e-6)
+
+
+def test_evaluate_gives_what_keras_users_read(capsys):
+    trainer, model = trainer_of(), compiled()
+    expected = model.evaluate(X, Y, verbose=0, sample_weight=WEIGHTS)
+    loss, accuracy = trainer.evaluate(X, Y, 16, 0, WEIGHTS)
+    assert [loss, accuracy] == pytest.approx(expected, rel=1e-6)
+    assert capsys.readouterr().out == ""
+    outcome = trainer.evaluate(X, Y, sample_weight=WEIGHTS)
+    assert len(outcome) == 2
+    assert (outcome["loss"], outcome["accuracy"]) == (float(outcome), accuracy) == pytest.approx((loss, accuracy))
+    assert dict(outcome) == trainer.evaluate(X, Y, sample_weight=WEIGHTS, return_dict=True, verbose=0)
+    assert capsys.readouterr().out == f"evaluation  loss {loss:.4f}  accuracy {accuracy:.4f}\n"
+
+
+def test_predict_takes_what_keras_takes():
+    trainer = trainer_of()
+    expected = trainer.model.predict(X, verbose=0)
+    np.testing.assert_allclose(trainer.predict(X, 16, 0), expected, rtol=1e-6)
+    np.testing.assert_allclose(trainer.predict(X, batch_size=8, steps=3), expected[:24], rtol=1e-6)
+    endless = tf.data.Dataset.from_tensor_slices(X).batch(8).repeat()
+    np.testing.assert_allclose(trainer.predict(endless, steps=3), expected[:24], rtol=1e-6)
+    with pytest.raises(ConfigError, match="steps must be a whole number"):
+        trainer.predict(X, steps=0)
+    with pytest.raises(DataError, match="no samples"):
+        trainer.predict(X[:0])
