@@ -73,8 +73,8 @@ class ParameterServerBackend(NoOpCollectives):
         """
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ConfigError(
-                f"Dynamic loss scaling is not for --backend {self.name}, whose workers would change the scale while "
-                "others have yet to divide by it: use --precision mixed_bfloat16."
+                f"Dynamic loss scaling is not for --backend={self.name}, whose workers would change the scale while "
+                "others have yet to divide by it: use --precision=mixed_bfloat16."
             )
         optimizer._all_reduce_sum_gradients = list
 
@@ -132,7 +132,7 @@ class _Result:
             cause = self._first_error() or error
             if isinstance(cause, tf.errors.UnavailableError):
                 raise LaunchError(
-                    f"--backend parameter_server lost {lost_process(str(cause.message), self._roles)}: its process has "
+                    f"--backend=parameter_server lost {lost_process(str(cause.message), self._roles)}: its process has "
                     "ended, or cannot be reached."
                 ) from cause
             raise cause from None

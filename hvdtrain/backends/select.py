@@ -34,7 +34,7 @@ def current_exchange() -> Backend:
     backend = backend_for(current())
     if backend.capabilities.asynchronous:
         raise ConfigError(
-            f"The workers of --backend {backend.name} exchange nothing with one another, and only Trainer sends them "
-            "to work: in a loop of your own use --backend horovod."
+            f"The workers of --backend={backend.name} exchange nothing with one another, and only Trainer sends them "
+            "to work: in a loop of your own use --backend=horovod."
         )
     return backend

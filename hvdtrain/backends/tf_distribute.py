@@ -82,8 +82,8 @@ class StrategyBackend:
         """
         if self.name == "central_storage" and variables:
             raise ConfigError(
-                "--backend central_storage holds one copy of each variable, which no layer may change in its forward "
-                f"pass, as that of {next(iter(variables))} does. Use --backend mirrored."
+                "--backend=central_storage holds one copy of each variable, which no layer may change in its forward "
+                f"pass, as that of {next(iter(variables))} does. Use --backend=mirrored."
             )
 
     def _context(self, name: str) -> Any:
@@ -91,8 +91,8 @@ class StrategyBackend:
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self._strategy:
             raise ConfigError(
-                f"--backend {self.name} exchanges tensors only within its replicas, which Trainer runs: {name!r} was "
-                "to be exchanged outside of them. In a loop of your own use --backend horovod."
+                f"--backend={self.name} exchanges tensors only within its replicas, which Trainer runs: {name!r} was "
+                "to be exchanged outside of them. In a loop of your own use --backend=horovod."
             )
         return context
 
@@ -101,7 +101,7 @@ class StrategyBackend:
     ) -> tf.Tensor:
         """Reduce over the replicas."""
         if op == "adasum":
-            raise ConfigError(f"--reduce-op adasum is Horovod's: --backend {self.name} cannot do it.")
+            raise ConfigError(f"--reduce-op=adasum is Horovod's: --backend={self.name} cannot do it.")
         after = postscale / self.size if op == "average" else postscale
         total = self._context(name).all_reduce(tf.distribute.ReduceOp.SUM, _times(tensor, prescale))
         return _times(total, after)
@@ -122,7 +122,7 @@ class StrategyBackend:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"tf.distribute has no reduce-scatter: --backend {self.name} cannot exchange {name!r}.")
+        raise ConfigError(f"tf.distribute has no reduce-scatter: --backend={self.name} cannot exchange {name!r}.")
 
     def grouped_reduce_scatter(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
@@ -145,7 +145,7 @@ class StrategyBackend:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"tf.distribute has no all-to-all: --backend {self.name} cannot exchange {name!r}.")
+        raise ConfigError(f"tf.distribute has no all-to-all: --backend={self.name} cannot exchange {name!r}.")
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, axis: str = "dp") -> None:
         """Give every worker the values of `root`; the replicas of one process are always given the same."""

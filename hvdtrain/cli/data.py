@@ -2,7 +2,7 @@
 
 import sys
 
-from hvdtrain.config.errors import UserError
+from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.config.registry import resolve, suggestion
 from hvdtrain.runtime.launchers import detect_environment
 
@@ -34,5 +34,5 @@ def main(argv: list[str]) -> int:
             print(USAGE)
         else:
             error = UserError(f"data has no command {argv[0]!r}.{suggestion(argv[0], COMMANDS)}")
-            print(f"hvdtrain: error: {error}", file=sys.stderr)
+            print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
     return 0 if asked else 2

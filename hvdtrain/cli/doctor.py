@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hvdtrain.cli.script.report import lines_of, needs_hand, read_script
 from hvdtrain.cli.script.rewrite import difference, rewritten
-from hvdtrain.config.errors import UserError
+from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.diagnose import diagnose
 
@@ -57,7 +57,8 @@ def _read_script(path: Path, *, write: bool) -> int:
             print(difference(path, script.source, after), end="")
             path.write_bytes(after)
     except (UserError, OSError) as error:
-        print(f"hvdtrain: error: {error}", file=sys.stderr)
+        said = on_command_line(error.message) if isinstance(error, UserError) else error
+        print(f"hvdtrain: error: {said}", file=sys.stderr)
         return 2
     return 1 if needs_hand(script) else 0
 

@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from hvdtrain.config.errors import UserError
+from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.agreement import together
 from hvdtrain.runtime.control.channel import end_process
-from hvdtrain.runtime.failures import show_failure
+from hvdtrain.runtime.failures import FailFast, show_failure
 from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
 from hvdtrain.runtime.session import Link, Session, open_link, open_session, set_current
@@ -62,12 +62,12 @@ def run_linked(parse: Callable[[], T], action: Callable[[Link, T], None]) -> int
     link: Link | None = None
     try:
         environment = detect_environment()
-        link = open_link(timeout=LINK_TIMEOUT_S)
+        link = open_link(timeout=LINK_TIMEOUT_S, policy=FailFast(wording=on_command_line))
         action(link, together(link.control, parse, timeout=LINK_TIMEOUT_S))
     except BaseException as error:
         if environment is None:
             raise
-        code = link.fail(error) if link else show_failure(environment, error)
+        code = link.fail(error) if link else show_failure(environment, error, wording=on_command_line)
         if link is None and environment.size > 1:
             end_process(code)
         return code
@@ -92,7 +92,18 @@ def parse_errors_as_user_errors() -> Iterator[None]:
     except SystemExit as leave:
         if leave.code in (0, None):
             raise
+        mistake = _user_error_within(leave)
+        if mistake is not None:
+            raise mistake from None
         raise UserError(without_frame(said.getvalue())) from None
+
+
+def _user_error_within(leave: SystemExit) -> UserError | None:
+    """Return the error of an option dataclass that the parser met, None if the parser itself refused the words."""
+    met: BaseException | None = leave
+    while met is not None and not isinstance(met, UserError):
+        met = met.__cause__ or met.__context__
+    return met
 
 
 def without_frame(text: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hvdtrain.cli.launch import parse_errors_as_user_errors
-from hvdtrain.config.errors import UserError
+from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.runtime.failures import show_failure
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
@@ -38,4 +38,4 @@ def run_here(parse: Callable[[], T], action: Callable[[T], int]) -> int:
             request = parse()
         return action(request)
     except (UserError, KeyboardInterrupt) as error:
-        return show_failure(environment, error)
+        return show_failure(environment, error, wording=on_command_line)

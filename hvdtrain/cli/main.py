@@ -3,7 +3,7 @@
 import os
 import sys
 
-from hvdtrain.config.errors import UserError
+from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.config.registry import resolve, suggestion
 from hvdtrain.recipes.registry import RECIPES
 from hvdtrain.runtime.launchers import detect_environment
@@ -75,5 +75,5 @@ def _split(argv: list[str]) -> tuple[str | None, list[str]]:
 def _refuse(word: str) -> int:
     if detect_environment().rank == 0:
         error = UserError(f"There is no verb or recipe {word!r}.{suggestion(word, {**VERBS, **RECIPES})}")
-        print(f"hvdtrain: error: {error}", file=sys.stderr)
+        print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
     return 2

@@ -58,7 +58,7 @@ class DataConfig:
             raise ConfigError(f"--augment names one change twice. Received: {' '.join(self.augment)}.")
         if self.cache != "none" and self.tolerated:
             raise ConfigError(
-                "--cache keeps samples that can be read: it cannot be combined with --on-bad-record skip."
+                "--cache keeps samples that can be read: it cannot be combined with --on-bad-record=skip:N."
             )
 
     @property

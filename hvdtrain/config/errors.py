@@ -1,8 +1,42 @@
 """Errors that users can fix: messages name the cause, the value received and the option that fixes it."""
 
+import re
+
+_OPTION = re.compile(
+    r"(?P<other>\b(?:horovodrun|mpirun|srun|tar|docker run) -[^\s,;)]*)"  # a flag of another program stays as it is
+    r"|(?<![\w'\"`-])--(?P<name>[a-z][a-z-]*)(?:=(?P<value>\w(?:[\w.:+-]*\w)?))?"
+)
+ARGUMENTS = frozenset(
+    (
+        *("accumulate", "precision", "sync_batch_norm", "jit", "recompute", "clip_norm", "clip_value"),
+        *("reduce_op", "compression", "sparse_gradients", "gradient_groups", "predivide"),
+        *("zero", "local_steps", "average_slots"),
+        *("loss", "metrics", "optimizer", "seed", "batch", "epochs", "shuffle", "log_every"),
+        *("backend", "replicas", "communication", "parameter_servers", "threads", "pin"),
+        *("start_timeout", "load_timeout"),
+        *("learning_rate", "lr_scaling", "base_batch", "schedule", "warmup_steps"),
+        *("final_rate", "decay_power", "decay_at", "decay_factor"),
+    )
+)
+"""Options that scripts have too, as arguments of `Trainer`, `fit`, `init` and `learning_rate_schedule`."""
+_UNQUOTED = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?|True|False|None|[A-Z]")
+"""Values that Python takes without quotes, and placeholders (N)."""
+
 
 class UserError(ValueError):
-    """A user's mistake, shown as one message without a traceback."""
+    """A user's mistake, shown as one message without a traceback.
+
+    Messages are written with flags, `--accumulate` or `--precision=mixed_bfloat16`, and worded for whoever reads them:
+    `str()` for a script, which has arguments, and `on_command_line(error.message)` for the command line.
+    """
+
+    def __str__(self) -> str:
+        return in_script(self.message)
+
+    @property
+    def message(self) -> str:
+        """The message as it was written, to be worded later or to become part of another one."""
+        return str(self.args[0]) if self.args else ""
 
 
 class ConfigError(UserError):
@@ -23,3 +57,29 @@ class CheckpointError(UserError):
 
 class LaunchError(UserError):
     """The ranks of one job do not fit together, or the launcher is not usable."""
+
+
+def in_script(message: str) -> str:
+    """Word the options of a message as arguments: `accumulate`, `precision='mixed_bfloat16'`.
+
+    What only the command line has stays a flag.
+    """
+    return _OPTION.sub(_as_argument, message)
+
+
+def on_command_line(message: str) -> str:
+    """Word the options of a message as one types them: `--accumulate`, `--precision mixed_bfloat16`."""
+    return _OPTION.sub(_as_flag, message)
+
+
+def _as_argument(found: re.Match[str]) -> str:
+    name, value = (found["name"] or "").replace("-", "_"), found["value"]
+    if name not in ARGUMENTS:
+        return _as_flag(found)
+    if value is None:
+        return name
+    return f"{name}={value}" if _UNQUOTED.fullmatch(value) else f"{name}={value!r}"
+
+
+def _as_flag(found: re.Match[str]) -> str:
+    return found[0] if found["other"] else found[0].replace("=", " ", 1)

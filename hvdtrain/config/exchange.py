@@ -44,8 +44,8 @@ class ExchangeConfig:
             "--compression": self.compression != "none",
             "--gradient-groups": self.gradient_groups > 0,
             "--predivide": self.predivide != 1.0,
-            "--sparse-gradients gather": self.sparse_gradients == "gather",
+            "--sparse-gradients=gather": self.sparse_gradients == "gather",
         }
         for option, used in unfit.items():
             if used:
-                raise ConfigError(f"--reduce-op adasum reduces each whole gradient by itself: leave out {option}.")
+                raise ConfigError(f"--reduce-op=adasum reduces each whole gradient by itself: leave out {option}.")

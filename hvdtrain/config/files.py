@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, UserError
 from hvdtrain.config.run import Config
 
 
@@ -65,14 +65,15 @@ def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _lines(error: Any) -> list[str]:
+def _lines(invalid: Any) -> list[str]:
     lines = []
-    for problem in error.errors():
+    for problem in invalid.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
             lines.append(f"  {path}: there is no such option")
         else:
-            cause = problem["msg"].removeprefix("Value error, ").rstrip(".")
+            error = problem.get("ctx", {}).get("error")
+            cause = (error.message if isinstance(error, UserError) else problem["msg"]).rstrip(".")
             received = "" if "Received:" in cause else f" Received: {problem['input']!r}."
             lines.append(f"  {path}: {cause}.{received}")
     return lines

@@ -66,10 +66,10 @@ class OptimConfig(ClippingConfig):
         if self.base_batch is not None and self.base_batch < 1:
             raise ConfigError(f"--base-batch must be at least 1. Received: {self.base_batch}.")
         if self.lr_scaling == "none" and self.base_batch is not None:
-            raise ConfigError("--base-batch has no effect without --lr-scaling linear or sqrt: leave it out.")
+            raise ConfigError("--base-batch has no effect with --lr-scaling=none: leave it out.")
         if self.lr_scaling != "none" and self.base_batch is None:
             raise ConfigError(
-                f"--lr-scaling {self.lr_scaling} needs the batch that --learning-rate {self.learning_rate:g} was "
+                f"--lr-scaling={self.lr_scaling} needs the batch that --learning-rate={self.learning_rate:g} was "
                 "tuned for: add --base-batch."
             )
 
@@ -86,11 +86,11 @@ class OptimConfig(ClippingConfig):
         for name, schedules in SCHEDULES_OF.items():
             if self.schedule not in schedules and getattr(self, name) != getattr(OptimConfig, name):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} has no effect with --schedule {self.schedule}: leave it out, or use "
-                    f"--schedule {' or '.join(schedules)}."
+                    f"--{name.replace('_', '-')} has no effect with --schedule={self.schedule}: leave it out, or use "
+                    f"{' or '.join(f'--schedule={each}' for each in schedules)}."
                 )
         if self.schedule == "step" and not self.decay_at:
-            raise ConfigError("--schedule step needs to know where the rate falls: add --decay-at, such as 0.5 0.75.")
+            raise ConfigError("--schedule=step needs to know where the rate falls: add --decay-at, such as 0.5.")
 
     def _check_update(self) -> None:
         if self.weight_decay is not None and not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):

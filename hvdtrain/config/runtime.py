@@ -58,19 +58,19 @@ class RuntimeConfig:
                 raise ConfigError(f"--replicas must be at least 1. Received: {self.replicas}.")
             if self.backend not in WITH_REPLICAS:
                 raise ConfigError(
-                    f"--replicas is for --backend {' and '.join(WITH_REPLICAS)}: --backend {self.backend} does not "
-                    "take it."
+                    f"--replicas is for {' and '.join(f'--backend={each}' for each in WITH_REPLICAS)}: "
+                    f"--backend={self.backend} does not take it."
                 )
         if self.communication != "auto" and self.backend != "multi_worker_mirrored":
             raise ConfigError(
-                f"--communication is for --backend multi_worker_mirrored: --backend {self.backend} does not take it."
+                f"--communication is for --backend=multi_worker_mirrored: --backend={self.backend} does not take it."
             )
         if self.parameter_servers is not None:
             if self.parameter_servers < 1:
                 raise ConfigError(f"--parameter-servers must be at least 1. Received: {self.parameter_servers}.")
             if self.backend != "parameter_server":
                 raise ConfigError(
-                    f"--parameter-servers is for --backend parameter_server: --backend {self.backend} does not take it."
+                    f"--parameter-servers is for --backend=parameter_server: --backend={self.backend} does not take it."
                 )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads must be at least 1. Received: {self.threads}.")

@@ -46,7 +46,7 @@ def per_replica(batch: int, size: int) -> int:
         near = max(1, batch // size) * size
         raise ConfigError(
             f"A batch of {batch} samples does not divide among {size} ranks (batch is the global batch). "
-            f"Use --batch {near} or --batch {near + size}, or another number of ranks."
+            f"Use --batch={near} or --batch={near + size}, or another number of ranks."
         )
     return batch // size
 

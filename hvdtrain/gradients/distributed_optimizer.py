@@ -169,7 +169,6 @@ def refuse_exchange_of_microbatches(optimizer: Any, within: str) -> None:
         if optimizer.gradient_accumulation_steps:
             raise ConfigError(
                 "Keras' gradient_accumulation_steps would exchange the gradients of every microbatch: use "
-                "Trainer(..., accumulate=K), --accumulate K or hvdtrain.GradientAccumulator, which exchange once for K "
-                "microbatches."
+                "--accumulate=K or hvdtrain.GradientAccumulator, which exchange once for K microbatches."
             )
         optimizer = getattr(optimizer, "inner_optimizer", None)

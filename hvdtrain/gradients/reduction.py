@@ -35,18 +35,17 @@ class ReductionOptions(ExchangeConfig):
         if twice is not None:  # its gradient would be summed twice
             raise ConfigError(f"groups must not share a variable. Received: {twice!r} more than once.")
         if self.named_groups and self.reduce_op == "adasum":
-            raise ConfigError("--reduce-op adasum reduces each whole gradient by itself: leave out --gradient-groups.")
+            raise ConfigError("--reduce-op=adasum reduces each whole gradient by itself: leave out --gradient-groups.")
 
 
 ARGUMENTS = {
-    "--sparse-gradients gather": "sparse_as_dense=False",
-    "--reduce-op": "op",
-    "--compression": "compression",
-    "--gradient-groups": "groups",
-    "--sparse-gradients": "sparse_as_dense",
-    "--predivide": "gradient_predivide_factor",
+    "sparse_gradients='gather'": "sparse_as_dense=False",
+    "sparse_gradients": "sparse_as_dense",
+    "reduce_op": "op",
+    "gradient_groups": "groups",
+    "predivide": "gradient_predivide_factor",
 }
-"""Options on the command line -> what Horovod, and the tape and optimizer here, call them in scripts."""
+"""Arguments of Trainer -> what Horovod, and the tape and optimizer here, call them."""
 
 
 def reduction_options(
@@ -69,8 +68,8 @@ def reduction_options(
         )
     except ConfigError as error:
         text = str(error)
-        for flag, argument in ARGUMENTS.items():
-            text = text.replace(flag, argument)
+        for name, argument in ARGUMENTS.items():
+            text = text.replace(name, argument)
         raise ConfigError(text) from None
 
 

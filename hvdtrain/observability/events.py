@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from hvdtrain.config.errors import in_script
+
 
 @dataclass(frozen=True)
 class RunInfo:
@@ -52,6 +54,8 @@ class RunInfo:
     """Options of the step that differ from their defaults."""
     threads: int | None = None
     """Threads per operation on each rank, if known."""
+    wording: Callable[[str], str] = in_script
+    """Words the options in messages: as a script's arguments, or as flags of the command line."""
 
     processes: int | None = None
     """Number of processes; None: one per replica."""

@@ -24,9 +24,9 @@ class Clipping:
     """Bound on the size of each element."""
 
     def __post_init__(self) -> None:
-        for name, bound in (("norm", self.norm), ("value", self.value)):
+        for option, bound in (("--clip-norm", self.norm), ("--clip-value", self.value)):
             if bound is not None and not (math.isfinite(bound) and bound > 0):
-                raise ConfigError(f"--clip-{name} must be a positive number. Received: {bound}.")
+                raise ConfigError(f"{option} must be a positive number. Received: {bound}.")
         if self.norm is not None and self.value is not None:
             raise ConfigError("Clip by norm or by value, not both: leave out --clip-norm or --clip-value.")
 

@@ -18,7 +18,7 @@ NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 """The base class, and wrappers of optimizers."""
 REFUSED = {
     "schedulefreeadamw": "Keras computes it wrongly on TensorFlow: it takes the momentum after a step for the one "
-    "before it, and evaluates other weights than the averaged ones. --optimizer adamw with --ema comes near it"
+    "before it, and evaluates other weights than the averaged ones. --optimizer=adamw with --ema comes near it"
 }
 """Keras optimizers that are refused, with the reason."""
 OWN_OPTIONS = {

@@ -9,7 +9,7 @@ from hvdtrain.backends.protocol import Backend, world_size
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.manifest import scalars_of
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, on_command_line
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.identity import Identity, identity_of
@@ -233,6 +233,7 @@ def _info(
         run_dir=folder.path,
         options=trainer.options.chosen(),
         threads=session.plan.threads,
+        wording=on_command_line,
     )
 
 

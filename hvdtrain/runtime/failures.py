@@ -10,9 +10,9 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, TypeAlias
 
-from hvdtrain.config.errors import LaunchError, UserError
+from hvdtrain.config.errors import LaunchError, UserError, in_script
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel, end_process, flush_output, name_ranks
 from hvdtrain.runtime.launchers import Environment
@@ -29,6 +29,10 @@ _CUT_OFF = "cut-off"
 
 _REQUESTS_A_SECOND = 2000
 """Of all ranks together to the store of horovodrun, which answered 2,900 on 2 cores."""
+
+
+Wording: TypeAlias = Callable[[str], str]
+"""Words the options in a message: `hvdtrain.config.errors.in_script` or `on_command_line`."""
 
 
 class FailurePolicy(Protocol):
@@ -74,6 +78,8 @@ class FailFast:
     """Where errors are shown; standard error by default."""
     end: Callable[[int], object] = end_process
     """Ends this process, with an exit code, where it hangs after another rank's failure."""
+    wording: Wording = in_script
+    """How errors name options: as a script's arguments, or as flags of the command line."""
 
     def fail(self, control: ControlChannel, environment: Environment, error: BaseException) -> int:
         """Show ``error`` if this rank is the one to show it, and end the job.
@@ -81,14 +87,14 @@ class FailFast:
         In a job of several ranks it does not return: `ControlChannel.abort` ends it.
         """
         if control.size == 1:
-            return show_failure(environment, error, stream=self.stream)
+            return show_failure(environment, error, stream=self.stream, wording=self.wording)
         remark = ""
         if is_consequence(error):
             shows, remark = self._without_cause(control)
         else:
-            shows = self._shows(control, describe(error)[-_REPORTED_CHARACTERS:])
+            shows = self._shows(control, describe(error, self.wording)[-_REPORTED_CHARACTERS:])
         if shows:
-            show_failure(environment, error, stream=self.stream, remark=remark)
+            show_failure(environment, error, stream=self.stream, remark=remark, wording=self.wording)
         time.sleep(self.grace.output if shows else self.grace.silent)
         control.abort(exit_code(error))
 
@@ -144,7 +150,12 @@ def _unheard(control: ControlChannel) -> set[int]:
 
 
 def show_failure(
-    environment: Environment | None, error: BaseException, *, stream: TextIO | None = None, remark: str = ""
+    environment: Environment | None,
+    error: BaseException,
+    *,
+    stream: TextIO | None = None,
+    remark: str = "",
+    wording: Wording = in_script,
 ) -> int:
     """Show what ended the run, in one piece, so that the launcher does not mix it with other ranks' lines.
 
@@ -156,12 +167,13 @@ def show_failure(
         error: what ended the run.
         stream: where it is shown; standard error by default.
         remark: what is to be said instead of "failed".
+        wording: how a `UserError` names options: `in_script` or `on_command_line`.
 
     Returns:
         The exit code.
     """
     rank, size = (environment.rank, environment.size) if environment else (0, 1)
-    here, text = f"rank {rank} ({environment.hostname})" if environment else "", describe(error)
+    here, text = f"rank {rank} ({environment.hostname})" if environment else "", describe(error, wording)
     if isinstance(error, KeyboardInterrupt):
         line = f"hvdtrain: {text}"
     elif isinstance(error, UserError | ScriptExit):
@@ -176,11 +188,13 @@ def show_failure(
     return exit_code(error)
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, wording: Wording = in_script) -> str:
     """Return what is shown of ``error``, the same on every rank that makes it."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, UserError | ScriptExit):
+    if isinstance(error, UserError):
+        return wording(error.message)
+    if isinstance(error, ScriptExit):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
 

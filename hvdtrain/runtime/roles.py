@@ -37,7 +37,7 @@ def roles_of(config: RuntimeConfig, environment: Environment) -> Roles:
         return Roles(workers, servers)
     least = servers + 2
     raise LaunchError(
-        f"--backend parameter_server needs a chief, a worker and {_plural(servers)}: start at least {least} ranks "
+        f"--backend=parameter_server needs a chief, a worker and {_plural(servers)}: start at least {least} ranks "
         f"(mpirun -np {least} …){', or name fewer --parameter-servers' if servers > 1 else ''}. "
         f"Received: {environment.size}."
     )

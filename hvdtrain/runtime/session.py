@@ -116,7 +116,8 @@ class Session:
         except LaunchError as error:
             if timeout is not None:
                 raise
-            raise LaunchError(f"{error} Ranks that load their data for longer need more --load-timeout.") from error
+            advice = "Ranks that load their data for longer need more --load-timeout."
+            raise LaunchError(f"{error.message} {advice}") from error
         return [everyone[rank] for rank in members]
 
     def close(self, *, remark: str = "") -> None:
@@ -143,10 +144,10 @@ class Session:
 def wants_horovod(config: RuntimeConfig, environment: Environment) -> bool:
     """Resolve `--backend`: by itself it is horovod under a launcher and single elsewhere."""
     if config.backend in IN_ONE_PROCESS and environment.size > 1:
-        more = " and --replicas N" if config.backend in WITH_REPLICAS else ""
+        more = " and --replicas=N" if config.backend in WITH_REPLICAS else ""
         raise LaunchError(
-            f"--backend {config.backend} trains in one process, but {environment.launcher} started "
-            f"{environment.size}: each would train a model of its own. Use --backend horovod, or start one process"
+            f"--backend={config.backend} trains in one process, but {environment.launcher} started "
+            f"{environment.size}: each would train a model of its own. Use --backend=horovod, or start one process"
             f"{more}."
         )
     wanted = config.backend == "horovod" or (config.backend == "auto" and environment.launcher != "none")

@@ -85,7 +85,7 @@ def _devices(config: RuntimeConfig) -> list[str]:
     wanted = config.replicas or (len(known) if kind == "GPU" else DEFAULT_REPLICAS)
     if len(known) < wanted:
         raise LaunchError(
-            f"--backend {config.backend} needs {wanted} devices, and TensorFlow was in use before it could make them: "
+            f"--backend={config.backend} needs {wanted} devices, and TensorFlow was in use before it could make them: "
             "call hvdtrain.init() first."
         )
     return known[:wanted]
@@ -113,7 +113,7 @@ def _multi_worker(config: RuntimeConfig, environment: Environment, control: Cont
     import tensorflow as tf
 
     if config.communication == "nccl" and not tf.config.list_physical_devices("GPU"):
-        raise LaunchError("--communication nccl needs GPUs, and there is none: use --communication ring.")
+        raise LaunchError("--communication=nccl needs GPUs, and there is none: use --communication=ring.")
     tasks = workers_only(environment.size)
     os.environ[VARIABLE] = agreed_tf_config(control, environment, os.environ, tasks, timeout=timeout)
     carriers = tf.distribute.experimental.CommunicationImplementation
@@ -124,7 +124,7 @@ def _multi_worker(config: RuntimeConfig, environment: Environment, control: Cont
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     except RuntimeError as error:
         raise LaunchError(
-            f"--backend multi_worker_mirrored must be chosen before TensorFlow does any work ({error}): call "
+            f"--backend=multi_worker_mirrored must be chosen before TensorFlow does any work ({error}): call "
             "hvdtrain.init() first."
         ) from error
 

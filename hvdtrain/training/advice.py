@@ -38,7 +38,7 @@ class Announcer:
         observers.on_start(info)
         lines = advice(info, self._options, compression_cost=self._compression_cost, narrow_outputs=narrow_outputs)
         for line in [*self._notes, *lines]:
-            observers.on_message(line)
+            observers.on_message(info.wording(line))
 
 
 def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narrow_outputs: bool) -> list[str]:
@@ -54,7 +54,7 @@ def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narr
     if options.precision == "mixed_float16" and not tf.config.list_logical_devices("GPU"):
         lines.append(
             "warning: CPUs compute fp16 by converting each number: a small CNN took 300 times as long. "
-            "Use --precision mixed_bfloat16."
+            "Use --precision=mixed_bfloat16."
         )
     if narrow_outputs:
         lines.append(

@@ -44,7 +44,7 @@ def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
     for name, (given, kind) in kinds.items():
         if isinstance(given, kind):
             raise ConfigError(
-                f"--backend {backend} makes variables for its replicas itself: give Trainer a function that builds the "
+                f"--backend={backend} makes variables for its replicas itself: give Trainer a function that builds the "
                 f"{name}, such as lambda: {type(given).__name__}(...). Received: the {name} {given.name!r}."
             )
 
@@ -72,7 +72,7 @@ def check_layers(model: Any, options: StepOptions) -> None:
     if options.reduce_op == "adasum":
         raise ConfigError(
             "Adasum combines gradients of one rank each, and SyncBatchNormalization "
-            f"{synchronized[0].name!r} gives every rank a part of the others': leave out --reduce-op adasum."
+            f"{synchronized[0].name!r} gives every rank a part of the others': leave out --reduce-op=adasum."
         )
 
 

@@ -58,9 +58,9 @@ class StepOptions(UpdateConfig, ExchangeConfig, ClippingConfig, StepConfig):
         if self.reduce_op != "adasum" or size == 1:
             return
         if controller != "mpi":
-            raise ConfigError("--reduce-op adasum needs MPI: start with mpirun, or horovodrun --mpi.")
+            raise ConfigError("--reduce-op=adasum needs MPI: start with mpirun, or horovodrun --mpi.")
         if size & (size - 1):
-            raise ConfigError(f"--reduce-op adasum needs 2, 4, 8 … ranks. Received: {size}.")
+            raise ConfigError(f"--reduce-op=adasum needs 2, 4, 8 … ranks. Received: {size}.")
 
     def check_backend(self, name: str, lacks: Collection[str]) -> None:
         """Refuse what the backend `name` cannot do: options that it `lacks`, and Adasum where one is compression.
@@ -70,10 +70,10 @@ class StepOptions(UpdateConfig, ExchangeConfig, ClippingConfig, StepConfig):
         """
         given = next((option for option in self.chosen() if option in lacks), None)
         if given is None and lacks and self.reduce_op == "adasum":
-            given = "reduce_op adasum"
+            given = "reduce_op=adasum"
         if given is not None:
             raise ConfigError(
-                f"--{given.replace('_', '-')} is not for --backend {name}: leave it out, or use --backend horovod."
+                f"--{given.replace('_', '-')} is not for --backend={name}: leave it out, or use --backend=horovod."
             )
 
     def chosen(self) -> dict[str, Any]:
@@ -115,5 +115,5 @@ def _line(detail: Any) -> str:
     name = ".".join(str(key) for key in detail["loc"])
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
-        return str(cause)
+        return cause.message
     return f"{name}: {detail['msg']}. Received: {detail['input']!r}."

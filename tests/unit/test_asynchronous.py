@@ -202,13 +202,13 @@ def test_a_layer_that_would_draw_twice_is_refused():
     def build():
         return keras.Sequential([keras.Input((5,)), Recompute(keras.layers.Dense(3))])
 
-    with pytest.raises(ConfigError, match=r"hvdtrain\.Recompute is not for --backend served"):
+    with pytest.raises(ConfigError, match=r"hvdtrain\.Recompute is not for backend='served'"):
         Trainer(build, "sgd", CROSSENTROPY, backend=Served(1))
 
 
 def test_workers_exchange_nothing_in_a_loop_of_ones_own(monkeypatch):
     monkeypatch.setattr("hvdtrain.backends.select.backend_for", lambda session: Served(2))
-    with pytest.raises(ConfigError, match="The workers of --backend served exchange nothing with one another"):
+    with pytest.raises(ConfigError, match="The workers of backend='served' exchange nothing with one another"):
         current_exchange()
 
 
@@ -237,5 +237,5 @@ def test_who_is_gone_is_named(message, said):
         def join(self):
             raise tf.errors.UnavailableError(None, None, message)
 
-    with pytest.raises(LaunchError, match=f"--backend parameter_server lost .*{said}: its process has ended"):
+    with pytest.raises(LaunchError, match=f"backend='parameter_server' lost .*{said}: its process has ended"):
         _Result(Gone(), Gone(), Roles(2, 2)).fetch()

@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.cli import evaluate, train
 from hvdtrain.cli.main import USAGE, VERBS, main
 from hvdtrain.cli.train import Files, parse
-from hvdtrain.config.errors import CheckpointError, ConfigError, UserError
+from hvdtrain.config.errors import CheckpointError, ConfigError, UserError, on_command_line
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
@@ -39,7 +39,7 @@ def said(*argv):
 def said_in_lines(*argv):
     with pytest.raises(UserError) as raised:
         parse([str(word) for word in argv])
-    return str(raised.value)
+    return on_command_line(raised.value.message)
 
 
 # -- train: recipe < --config < flags --
@@ -134,6 +134,11 @@ def test_a_mistake_on_the_command_line_is_explained(argv, parts):
     text = said(*argv)
     for part in parts:
         assert part in text
+
+
+def test_a_value_that_is_refused_is_not_wrapped_in_the_parsers_words():
+    assert said("--epochs", "0") == "--epochs must be at least 1. Received: 0."
+    assert said("--accumulate", "0") == "--accumulate must be at least 1. Received: 0."
 
 
 def test_the_explanation_is_plain_text_even_for_what_looks_like_a_terminal(monkeypatch):
@@ -252,7 +257,7 @@ def test_evaluate_reads_the_run_but_not_where_it_was_trained(run_dir):
 def test_evaluate_explains_mistakes(argv, part):
     with pytest.raises(UserError) as raised:
         evaluate.parse(argv)
-    assert part in str(raised.value)
+    assert part in on_command_line(raised.value.message)
 
 
 # -- verbs --

@@ -104,8 +104,8 @@ def test_the_code_of_a_script_that_left_is_the_jobs():
 
 
 def test_the_same_mistake_of_all_ranks_is_shown_by_rank_0_alone():
-    shown, codes = fail([ConfigError("--batch 7 does not divide") for _ in range(3)])
-    assert shown == ["hvdtrain: error: --batch 7 does not divide\n", "", ""]
+    shown, codes = fail([ConfigError("--batch=7 does not divide") for _ in range(3)])
+    assert shown == ["hvdtrain: error: batch=7 does not divide\n", "", ""]
     assert codes == [2, 2, 2]
 
 

@@ -53,11 +53,11 @@ def test_a_rank_that_loads_for_long_is_waited_for(session, meet):
 
 @pytest.mark.parametrize("meet", MEETINGS.values(), ids=MEETINGS)
 def test_a_rank_that_loads_for_too_long_is_named_with_the_option(session, meet):
-    with pytest.raises(LaunchError, match=r"from rank 1 of 2 within 60 s.* need more --load-timeout"):
+    with pytest.raises(LaunchError, match=r"from rank 1 of 2 within 60 s.* need more load_timeout"):
         meet(backend(session, seconds=3000.0, load_timeout=60.0))
 
 
 def test_other_meetings_have_their_own_time(session):
     with pytest.raises(LaunchError) as raised:
         backend(session, seconds=30.0, load_timeout=3600.0).gather_bytes(b"", timeout=10.0)
-    assert "--load-timeout" not in str(raised.value)
+    assert "load_timeout" not in str(raised.value)

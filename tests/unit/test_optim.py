@@ -115,7 +115,7 @@ def test_muon_is_given_its_list_of_layers_and_one_decay():
         (OptimConfig("sgd", {"momentum": 2.0}), "The optimizer 'sgd' cannot be built: "),
         (OptimConfig("lars", {"momentum": 2.0}), "The momentum of LARS must lie in [0, 1]. Received: 2.0."),
         (OptimConfig("adam", {"clipnorm": 1.0, "clipvalue": 1.0}), "The optimizer 'adam' cannot be built: "),
-        (OptimConfig("sgd", {"learning_rate": 0.1}), "The learning rate is an option of its own: use --learning-rate."),
+        (OptimConfig("sgd", {"learning_rate": 0.1}), "The learning rate is an option of its own: use learning_rate."),
         (
             OptimConfig("adamw", {"weight_decay": 0.1}, weight_decay=0.2),
             "--weight-decay and the argument 'weight_decay' of the optimizer 'adamw' do the same: leave out one of ",
@@ -126,12 +126,12 @@ def test_muon_is_given_its_list_of_layers_and_one_decay():
         ),
         (OptimConfig("adam", {"use_ema": True}, ema=0.9), "--ema and the argument 'use_ema' of the optimizer 'adam'"),
         (OptimConfig("adam", {"ema_momentum": 0.5}, ema=0.9), "--ema and the argument 'ema_momentum' of the optimizer"),
-        (OptimConfig("adam", {"clipnorm": 1.0}, clip_norm=1.0), "--clip-norm and the argument 'clipnorm' of the"),
+        (OptimConfig("adam", {"clipnorm": 1.0}, clip_norm=1.0), "clip_norm and the argument 'clipnorm' of the"),
         (
             OptimConfig("adam", {"global_clipnorm": 1.0}, clip_norm=1.0),
-            "--clip-norm and the argument 'global_clipnorm'",
+            "clip_norm and the argument 'global_clipnorm'",
         ),
-        (OptimConfig("adam", {"clipvalue": 1.0}, clip_value=1.0), "--clip-value and the argument 'clipvalue' of the"),
+        (OptimConfig("adam", {"clipvalue": 1.0}, clip_value=1.0), "clip_value and the argument 'clipvalue' of the"),
     ],
 )
 def test_what_makes_no_optimizer_is_refused(config, cause):

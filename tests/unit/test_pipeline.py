@@ -148,11 +148,11 @@ def test_a_batch_that_divides(batch, size, part):
 
 
 @pytest.mark.parametrize(
-    ("batch", "size", "advice"), [(64, 3, "63 or --batch 66"), (2, 4, "4 or --batch 8"), (7, 2, "6 or --batch 8")]
+    ("batch", "size", "advice"), [(64, 3, "63 or batch=66"), (2, 4, "4 or batch=8"), (7, 2, "6 or batch=8")]
 )
 def test_a_batch_that_does_not_divide_is_refused_with_those_that_do(batch, size, advice):
     cause = f"A batch of {batch} samples does not divide among {size} ranks (batch is the global batch)."
-    with pytest.raises(ConfigError, match=re.escape(f"{cause} Use --batch {advice}, or another number of ranks.")):
+    with pytest.raises(ConfigError, match=re.escape(f"{cause} Use batch={advice}, or another number of ranks.")):
         per_replica(batch, size)
     with pytest.raises(ConfigError, match="does not divide"):
         array_training(100, batch, size=size)

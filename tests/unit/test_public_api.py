@@ -104,9 +104,9 @@ def test_everything_else_needs_init_first(use):
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        ({"threads": 0}, "--threads must be at least 1"),
-        ({"start_timeout": 0.0}, "--start-timeout must be positive"),
-        ({"load_timeout": 0.0}, "--load-timeout must be positive"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"start_timeout": 0.0}, "start_timeout must be positive"),
+        ({"load_timeout": 0.0}, "load_timeout must be positive"),
     ],
 )
 def test_init_refuses_bad_options_and_leaves_no_session(options, cause):

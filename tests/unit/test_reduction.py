@@ -235,14 +235,14 @@ def test_adasum_leaves_the_arithmetic_to_the_exchange():
 
 
 def test_adasum_of_rows_is_refused():
-    with pytest.raises(ConfigError, match=r"op adasum .*: leave out sparse_as_dense=False"):
+    with pytest.raises(ConfigError, match=r"op='adasum' .*: leave out sparse_as_dense=False"):
         reduce_on(1, rows, ["table"], op="adasum", sparse_as_dense=False)
     reduce_on(1, rows, ["table"], op="adasum", sparse_as_dense=True)
 
 
 # -- options --
 
-ADASUM = "op adasum reduces each whole gradient by itself:"
+ADASUM = "op='adasum' reduces each whole gradient by itself:"
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ def test_ranks_that_leave_no_worker_are_refused(size, servers, least):
 
 
 def test_servers_are_for_the_backend_that_has_them():
-    with pytest.raises(ConfigError, match=r"--parameter-servers is for .*--backend horovod does not take it"):
+    with pytest.raises(ConfigError, match=r"parameter_servers is for .*backend='horovod' does not take it"):
         RuntimeConfig("horovod", parameter_servers=1)
-    with pytest.raises(ConfigError, match=r"--parameter-servers must be at least 1\. Received: 0"):
+    with pytest.raises(ConfigError, match=r"parameter_servers must be at least 1\. Received: 0"):
         RuntimeConfig("parameter_server", parameter_servers=0)
 
 

@@ -48,7 +48,7 @@ def test_every_schedule_warms_up_alike_and_goes_on_from_the_peak(options):
 
 @pytest.mark.parametrize(("total", "warmup"), [(1, 1), (5, 5), (5, 50)])
 def test_a_warm_up_as_long_as_the_run_is_refused(total, warmup):
-    with pytest.raises(ConfigError, match=f"--warmup-steps {warmup} leaves nothing of the run's {total} steps"):
+    with pytest.raises(ConfigError, match=f"warmup_steps={warmup} leaves nothing of the run's {total} steps"):
         rates(total, range(total), warmup_steps=warmup)
 
 
@@ -117,7 +117,7 @@ def test_shares_are_of_the_run_with_its_warm_up():
 
 
 def test_a_fall_within_the_warm_up_is_refused():
-    cause = "--decay-at 0.1 is step 10 of 100, before the warm-up of --warmup-steps 20 ends."
+    cause = "decay_at=0.1 is step 10 of 100, before the warm-up of warmup_steps=20 ends."
     with pytest.raises(ConfigError, match=re.escape(cause)):
         rates(100, [0], schedule="step", decay_at=(0.1, 0.5), warmup_steps=20)
 
@@ -229,9 +229,9 @@ def test_a_public_rate_follows_the_batch():
         ({"lr_scaling": "lineer"}, "Unknown lr_scaling 'lineer'. Perhaps you meant: linear."),
         ({"lr_scaling": "linear", "base_batch": 8}, "lr_scaling and batch go together. Received: lr_scaling='linear'"),
         ({"batch": 8}, "lr_scaling and batch go together. Received: lr_scaling='none', batch=8."),
-        ({"lr_scaling": "linear", "batch": 8}, "add --base-batch"),
-        ({"warmup_steps": 40}, "--warmup-steps 40 leaves nothing of the run's 40 steps at the full rate."),
-        ({"decay_power": 2.0}, "--decay-power has no effect with --schedule constant"),
+        ({"lr_scaling": "linear", "batch": 8}, "add base_batch"),
+        ({"warmup_steps": 40}, "warmup_steps=40 leaves nothing of the run's 40 steps at the full rate."),
+        ({"decay_power": 2.0}, "decay_power has no effect with schedule='constant'"),
     ],
 )
 def test_a_public_schedule_that_cannot_be_is_refused(options, cause):

@@ -95,23 +95,23 @@ class OwnStepOfNorms(OwnStep):
     ("options", "said"),
     [
         ({"acumulate": 2}, "Trainer takes no option 'acumulate'. Perhaps you meant: accumulate."),
-        ({"accumulate": 0}, "--accumulate must be at least 1. Received: 0."),
-        ({"clip_norm": 0.0}, "--clip-norm must be a positive number. Received: 0.0."),
-        ({"clip_value": float("nan")}, "--clip-value must be a positive number. Received: nan."),
+        ({"accumulate": 0}, "accumulate must be at least 1. Received: 0."),
+        ({"clip_norm": 0.0}, "clip_norm must be a positive number. Received: 0.0."),
+        ({"clip_value": float("nan")}, "clip_value must be a positive number. Received: nan."),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "Clip by norm or by value, not both"),
-        ({"gradient_groups": -1}, "--gradient-groups must not be negative. Received: -1."),
-        ({"predivide": 0.0}, "--predivide must be a positive number. Received: 0.0."),
-        ({"reduce_op": "adasum", "compression": "bf16"}, "by itself: leave out --compression"),
-        ({"reduce_op": "adasum", "gradient_groups": 2}, "by itself: leave out --gradient-groups"),
-        ({"reduce_op": "adasum", "predivide": 2.0}, "by itself: leave out --predivide"),
-        ({"reduce_op": "adasum", "sparse_gradients": "gather"}, "by itself: leave out --sparse-gradients gather"),
-        ({"jit": True, "sync_batch_norm": True}, "--jit cannot hold the exchange of --sync-batch-norm"),
-        ({"jit": True, "recompute": True}, "XLA merges the second forward pass of --recompute with the first"),
+        ({"gradient_groups": -1}, "gradient_groups must not be negative. Received: -1."),
+        ({"predivide": 0.0}, "predivide must be a positive number. Received: 0.0."),
+        ({"reduce_op": "adasum", "compression": "bf16"}, "by itself: leave out compression"),
+        ({"reduce_op": "adasum", "gradient_groups": 2}, "by itself: leave out gradient_groups"),
+        ({"reduce_op": "adasum", "predivide": 2.0}, "by itself: leave out predivide"),
+        ({"reduce_op": "adasum", "sparse_gradients": "gather"}, "by itself: leave out sparse_gradients='gather'"),
+        ({"jit": True, "sync_batch_norm": True}, "jit cannot hold the exchange of sync_batch_norm"),
+        ({"jit": True, "recompute": True}, "XLA merges the second forward pass of recompute with the first"),
         ({"model": synchronized, "jit": True}, "XLA cannot hold the exchange of SyncBatchNormalization 'norm'"),
         ({"model": synchronized, "reduce_op": "adasum"}, "SyncBatchNormalization 'norm' gives every rank a part"),
         ({"sync_batch_norm": True}, "has no effect: the model has no BatchNormalization layer"),
-        ({"recompute": True}, "--recompute saves nothing on Sequential"),
-        ({"model": Subclassed, "recompute": True}, "--recompute cuts Functional and Sequential models into segments"),
+        ({"recompute": True}, "recompute saves nothing on Sequential"),
+        ({"model": Subclassed, "recompute": True}, "recompute cuts Functional and Sequential models into segments"),
         ({"model": OwnStep, "recompute": True}, "OwnStep has a step of its own, in which recompute can do nothing"),
         ({"model": OwnStepOfNorms}, "a step of its own, in which SyncBatchNormalization can do nothing"),
         ({"model": OwnStep, "accumulate": 2}, "OwnStep has a step of its own, in which accumulate can do nothing"),
@@ -147,7 +147,7 @@ def test_a_built_model_keeps_its_precision():
 
 @pytest.mark.parametrize(
     ("size", "controller", "said"),
-    [(2, "gloo", "--reduce-op adasum needs MPI"), (6, "mpi", "--reduce-op adasum needs 2, 4, 8 … ranks. Received: 6.")],
+    [(2, "gloo", "reduce_op='adasum' needs MPI"), (6, "mpi", "reduce_op='adasum' needs 2, 4, 8 … ranks. Received: 6.")],
 )
 def test_adasum_needs_mpi_and_a_power_of_two(size, controller, said):
     with pytest.raises(ConfigError, match=said):
@@ -172,9 +172,9 @@ def test_a_microbatch_is_the_batch_by_ranks_and_pieces(batch, replicas, accumula
 
 
 def test_a_microbatch_must_divide():
-    with pytest.raises(ConfigError, match=r"The 32 samples .* 64 do not divide into 3 .*--batch 60 or --batch 66"):
+    with pytest.raises(ConfigError, match=r"The 32 samples .* 64 do not divide into 3 .*batch=60 or batch=66"):
         per_microbatch(64, 2, 3)
-    with pytest.raises(ConfigError, match="--accumulate must be at least 1"):
+    with pytest.raises(ConfigError, match="accumulate must be at least 1"):
         per_microbatch(64, 2, 0)
 
 
@@ -533,13 +533,13 @@ def test_what_is_slow_or_does_nothing_is_said():
     assert said_of({}) == ""
     assert said_of({}, per_replica_batch=4).startswith("warning: 4 samples at a time on each rank are too few")
     assert "What helps: a smaller --accumulate, a larger --batch" in said_of({}, accumulate=8)
-    assert "--compression bf16 makes the exchange 2.5x as slow" in said_of({"compression": "bf16"}, cost=2.5)
+    assert "--compression=bf16 makes the exchange 2.5x as slow" in said_of({"compression": "bf16"}, cost=2.5)
     alone = {"compression": "bf16", "predivide": 2.0, "sync_batch_norm": True, "clip_norm": 1.0}
     assert said_of(alone, world_size=1) == (
         "note: one process exchanges nothing: --compression, --predivide, --sync-batch-norm have no effect."
     )
     assert "outputs have 16 bits" in said_of({}, outputs=True)
-    assert "Use --precision mixed_bfloat16." in said_of({"precision": "mixed_float16"})
+    assert "Use --precision=mixed_bfloat16." in said_of({"precision": "mixed_float16"})
     assert said_of({"precision": "mixed_bfloat16"}) == ""
 
 

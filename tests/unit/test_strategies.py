@@ -21,25 +21,25 @@ def opened(backend, **options):
 @pytest.mark.parametrize("backend", IN_ONE_PROCESS)
 def test_backends_of_one_process_refuse_more_of_them(backend):
     two = replace(ALONE, launcher="mpirun", size=2)
-    with pytest.raises(LaunchError, match=f"--backend {backend} trains in one process, but mpirun started 2"):
+    with pytest.raises(LaunchError, match=f"backend='{backend}' trains in one process, but mpirun started 2"):
         wants_horovod(RuntimeConfig(backend), two)
     assert not wants_horovod(RuntimeConfig(backend), ALONE)
 
 
 @pytest.mark.parametrize("backend", ["horovod", "single", "one_device", "multi_worker_mirrored", "tpu", "auto"])
 def test_replicas_are_for_backends_that_have_them_in_one_process(backend):
-    with pytest.raises(ConfigError, match=f"--replicas is for .*--backend {backend} does not take it"):
+    with pytest.raises(ConfigError, match=f"replicas is for .*backend='{backend}' does not take it"):
         RuntimeConfig(backend, replicas=2)
 
 
 @pytest.mark.parametrize("backend", ["horovod", "mirrored", "auto"])
 def test_what_workers_send_over_is_for_workers(backend):
-    with pytest.raises(ConfigError, match=f"--communication is for .*--backend {backend} does not take it"):
+    with pytest.raises(ConfigError, match=f"communication is for .*backend='{backend}' does not take it"):
         RuntimeConfig(backend, communication="ring")
 
 
 def test_no_replicas_are_none():
-    with pytest.raises(ConfigError, match=r"--replicas must be at least 1\. Received: 0"):
+    with pytest.raises(ConfigError, match=r"replicas must be at least 1\. Received: 0"):
         RuntimeConfig("mirrored", replicas=0)
 
 
@@ -62,7 +62,7 @@ def test_a_tpu_that_cannot_be_reached_is_named(monkeypatch):
 
 
 def test_nccl_without_gpus_is_refused():
-    with pytest.raises(LaunchError, match="--communication nccl needs GPUs"):
+    with pytest.raises(LaunchError, match="communication='nccl' needs GPUs"):
         opened("multi_worker_mirrored", communication="nccl")
 
 

@@ -97,7 +97,7 @@ def test_elementwise_optimizers_train_alike_with_and_without_slices(kind):
     [
         (keras.optimizers.Lamb(), "Lamb may look at whole ones: use one of SGD, Adam"),
         (keras.optimizers.Adafactor(), "Adafactor may look at whole ones"),
-        (keras.optimizers.SGD(clipnorm=1.0), r"SGD\(clipnorm=…\) would see slices under --zero: use --clip-norm"),
+        (keras.optimizers.SGD(clipnorm=1.0), r"SGD\(clipnorm=…\) would see slices under zero: use clip_norm"),
         (keras.optimizers.SGD(global_clipnorm=1.0), r"SGD\(global_clipnorm=…\) would see slices"),
     ],
 )
@@ -115,7 +115,7 @@ def test_an_optimizer_with_slots_is_refused():
 
 
 def test_local_steps_take_no_loss_scale():
-    with pytest.raises(ConfigError, match="--local-steps leaves each rank a loss scale of its own"):
+    with pytest.raises(ConfigError, match="local_steps leaves each rank a loss scale of its own"):
         rule_of(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), local_steps=2)
 
 
@@ -123,16 +123,16 @@ def test_local_steps_take_no_loss_scale():
     ("options", "words"),
     [
         ({"zero": 2}, "zero: Input should be 0 or 1"),
-        ({"local_steps": 0}, "--local-steps must be at least 1. Received: 0."),
-        ({"average_slots": True}, "--average-slots has no effect without --local-steps"),
-        ({"zero": 1, "local_steps": 2}, "leave out --zero or --local-steps"),
-        ({"zero": 1, "reduce_op": "adasum"}, "--reduce-op adasum does not go with --zero"),
-        ({"zero": 1, "compression": "fp16"}, "--compression does not go with --zero"),
-        ({"zero": 1, "gradient_groups": 2}, "--gradient-groups does not go with --zero"),
-        ({"zero": 1, "predivide": 2.0}, "--predivide does not go with --zero"),
-        ({"zero": 1, "sparse_gradients": "gather"}, "--sparse-gradients gather does not go with --zero"),
-        ({"local_steps": 2, "reduce_op": "sum"}, "--reduce-op sum does not go with --local-steps"),
-        ({"local_steps": 2, "sync_batch_norm": True}, "--sync-batch-norm does not go with --local-steps"),
+        ({"local_steps": 0}, "local_steps must be at least 1. Received: 0."),
+        ({"average_slots": True}, "average_slots has no effect without local_steps"),
+        ({"zero": 1, "local_steps": 2}, "leave out zero or local_steps"),
+        ({"zero": 1, "reduce_op": "adasum"}, "reduce_op='adasum' does not go with zero"),
+        ({"zero": 1, "compression": "fp16"}, "compression does not go with zero"),
+        ({"zero": 1, "gradient_groups": 2}, "gradient_groups does not go with zero"),
+        ({"zero": 1, "predivide": 2.0}, "predivide does not go with zero"),
+        ({"zero": 1, "sparse_gradients": "gather"}, "sparse_gradients='gather' does not go with zero"),
+        ({"local_steps": 2, "reduce_op": "sum"}, "reduce_op='sum' does not go with local_steps"),
+        ({"local_steps": 2, "sync_batch_norm": True}, "sync_batch_norm does not go with local_steps"),
     ],
 )
 def test_options_that_exclude_one_another_are_refused(options, words):

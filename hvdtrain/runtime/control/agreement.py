@@ -148,7 +148,7 @@ def _attempt(action: Callable[[], T]) -> tuple[list[T], UserError | None]:
 
 def _encode_error(error: UserError | None) -> bytes:
     """Encode an error as the JSON of [class name, message], and no error as that of an empty list."""
-    return json.dumps([] if error is None else [type(error).__name__, str(error)]).encode()
+    return json.dumps([] if error is None else [type(error).__name__, error.message]).encode()
 
 
 def _common_error(outcomes: Sequence[Sequence[str]]) -> UserError:

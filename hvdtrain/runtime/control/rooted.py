@@ -178,7 +178,7 @@ class RootedChannel:
         try:
             parts = self._gather(sequence, payload, timeout, deadline, on_wait)
         except LaunchError as error:
-            self._publish(sequence, _Answer("failed", text=str(error)).encode(), range(1, self.size))
+            self._publish(sequence, _Answer("failed", text=error.message).encode(), range(1, self.size))
             raise
         done = _Answer("done", lengths=[len(part) for part in parts])
         self._publish(sequence, done.encode(parts), range(1, self.size))

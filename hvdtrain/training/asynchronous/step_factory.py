@@ -30,7 +30,7 @@ class AsynchronousStepFactory(CompiledStepFactory):
         super().__init__(backend, model, optimizer, objective, options)
         if any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
             raise ConfigError(
-                f"hvdtrain.Recompute is not for --backend {backend.name}: leave it out, or use --backend horovod."
+                f"hvdtrain.Recompute is not for --backend={backend.name}: leave it out, or use --backend=horovod."
             )
         self._workers = backend.workers
 

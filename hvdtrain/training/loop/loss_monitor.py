@@ -116,7 +116,7 @@ class LossMonitor:
         if loss_scale is not None and loss_scale < MIN_LOSS_SCALE:
             raise NonFiniteError(
                 f"The loss scale fell to {loss_scale:g} by {self._place(self._read - 1)}, and gradients overflow "
-                "still: a lower --learning-rate, --clip-norm or --precision mixed_bfloat16 may help."
+                "still: a lower --learning-rate, --clip-norm or --precision=mixed_bfloat16 may help."
             )
 
     def _cause(self, bad_loss: int | None) -> str:
@@ -129,7 +129,7 @@ class LossMonitor:
             )
         return (
             f"Parameters became NaN or infinite by {self._place(self._read - 1)}, with sound data and a finite "
-            "loss: a lower --learning-rate may help, and --log-every 1 shows the step."
+            "loss: a lower --learning-rate may help, and --log-every=1 shows the step."
         )
 
     def _place(self, step: int) -> str:

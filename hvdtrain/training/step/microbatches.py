@@ -23,7 +23,7 @@ def per_microbatch(batch: int, replicas: int, accumulate: int) -> int:
         near = max(1, batch // unit) * unit
         raise ConfigError(
             f"The {mine} samples that a rank takes of a batch of {batch} do not divide into {accumulate} microbatches. "
-            f"Use --batch {near} or --batch {near + unit}, or another --accumulate."
+            f"Use --batch={near} or --batch={near + unit}, or another --accumulate."
         )
     return mine // accumulate
 

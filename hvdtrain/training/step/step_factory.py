@@ -181,8 +181,8 @@ class KerasStepFactory:
         }
         if backend.capabilities.needs_builders:
             raise ConfigError(
-                f"{type(model).__name__} has a step of its own, which --backend {backend.name} cannot run: use "
-                "--backend horovod, or single."
+                f"{type(model).__name__} has a step of its own, which --backend={backend.name} cannot run: use "
+                "--backend=horovod, or --backend=single."
             )
         for name, used in unfit.items():
             if used:

@@ -46,11 +46,11 @@ class LocalUpdate(UpdateRule):
     def check(cls, options: StepOptions, optimizer: Any) -> None:
         """See `UpdateRule`."""
         unfit = {
-            f"--reduce-op {options.reduce_op}": options.reduce_op != "average",
+            f"--reduce-op={options.reduce_op}": options.reduce_op != "average",
             "--compression": options.compression != "none",
             "--gradient-groups": options.gradient_groups > 0,
             "--predivide": options.predivide != 1.0,
-            f"--sparse-gradients {options.sparse_gradients}": options.sparse_gradients != "auto",
+            f"--sparse-gradients={options.sparse_gradients}": options.sparse_gradients != "auto",
             # Ranks owe one another gradients of the shared statistics, which nobody adds up between two averages.
             "--sync-batch-norm": options.sync_batch_norm,
         }
@@ -58,7 +58,7 @@ class LocalUpdate(UpdateRule):
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ConfigError(
                 "--local-steps leaves each rank a loss scale of its own, which an average of the weights cannot mend: "
-                "use --precision mixed_bfloat16 in place of mixed_float16."
+                "use --precision=mixed_bfloat16 in place of mixed_float16."
             )
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:

@@ -57,11 +57,11 @@ class ZeroUpdate(UpdateRule):
     def check(cls, options: StepOptions, optimizer: Any) -> None:
         """See `UpdateRule`."""
         unfit = {
-            "--reduce-op adasum": options.reduce_op == "adasum",
+            "--reduce-op=adasum": options.reduce_op == "adasum",
             "--compression": options.compression != "none",
             "--gradient-groups": options.gradient_groups > 0,
             "--predivide": options.predivide != 1.0,
-            "--sparse-gradients gather": options.sparse_gradients == "gather",
+            "--sparse-gradients=gather": options.sparse_gradients == "gather",
         }
         options.refuse_with("--zero", unfit)
         _check_elementwise(optimizer)

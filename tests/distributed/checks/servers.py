@@ -17,15 +17,15 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError, NonFiniteError
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "--accumulate": {"accumulate": 2},
-    "--reduce-op": {"reduce_op": "sum"},
-    "--compression": {"compression": "bf16"},
-    "--sparse-gradients": {"sparse_gradients": "dense"},
-    "--gradient-groups": {"gradient_groups": 2},
-    "--predivide": {"predivide": 2.0},
-    "--sync-batch-norm": {"sync_batch_norm": True},
-    "--jit": {"jit": True},
-    "--recompute": {"recompute": True},
+    "accumulate": {"accumulate": 2},
+    "reduce_op": {"reduce_op": "sum"},
+    "compression": {"compression": "bf16"},
+    "sparse_gradients": {"sparse_gradients": "dense"},
+    "gradient_groups": {"gradient_groups": 2},
+    "predivide": {"predivide": 2.0},
+    "sync_batch_norm": {"sync_batch_norm": True},
+    "jit": {"jit": True},
+    "recompute": {"recompute": True},
 }
 
 
@@ -159,10 +159,10 @@ def check_a_workers_error_is_the_chiefs(world: World) -> None:
 def check_what_is_refused(world: World) -> None:
     name = world.backend.name
     for option, given in REFUSED.items():
-        with pytest.raises(ConfigError, match=f"{option} is not for --backend {name}"):
+        with pytest.raises(ConfigError, match=f"{option} is not for backend='{name}'"):
             hvdtrain.Trainer(classifier, "sgd", CROSSENTROPY, backend=world.backend, **given)
     half = lambda: classifier(keras.layers.Dense(8))  # noqa: E731
-    with pytest.raises(ConfigError, match="Dynamic loss scaling is not for --backend parameter_server"):
+    with pytest.raises(ConfigError, match="Dynamic loss scaling is not for backend='parameter_server'"):
         hvdtrain.Trainer(half, "sgd", CROSSENTROPY, backend=world.backend, precision="mixed_float16")
     with pytest.raises(ConfigError, match="give Trainer a function that builds the model"):
         hvdtrain.Trainer(classifier(), "sgd", CROSSENTROPY, backend=world.backend)
@@ -171,7 +171,7 @@ def check_what_is_refused(world: World) -> None:
         def train_step(self, data: Any) -> Any:
             return {}
 
-    with pytest.raises(ConfigError, match=f"OwnStep has a step of its own, which --backend {name} cannot run"):
+    with pytest.raises(ConfigError, match=f"OwnStep has a step of its own, which backend='{name}' cannot run"):
         hvdtrain.Trainer(OwnStep, "sgd", CROSSENTROPY, backend=world.backend)
     with pytest.raises(ConfigError, match="exchange nothing with one another"):
         hvdtrain.DistributedGradientTape()

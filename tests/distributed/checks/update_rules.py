@@ -285,9 +285,9 @@ def check_local_steps_exchange_nothing_between_averages(world: World) -> None:
 
 def check_what_does_not_fit_is_refused(world: World) -> None:
     for options, words in (
-        ({"zero": 1, "compression": "bf16"}, "--compression does not go with --zero"),
-        ({"zero": 1, "local_steps": 2}, "leave out --zero or --local-steps"),
-        ({"average_slots": True}, "--average-slots has no effect"),
+        ({"zero": 1, "compression": "bf16"}, "compression does not go with zero"),
+        ({"zero": 1, "local_steps": 2}, "leave out zero or local_steps"),
+        ({"average_slots": True}, "average_slots has no effect"),
     ):
         try:
             hvdtrain.Trainer(wide_model("float32", 0), "sgd", per_sample, backend=world.backend, **options)
