@@ -80,6 +80,8 @@ ELSEWHERE = {
     "max-steps": "a run's length",
     "eval-batch": "a run's data",
     "keep": "a run's checkpoints",
+    "keep-best": "a run's checkpoints",
+    "keep-best-mode": "a run's checkpoints",
     "checkpoint-every": "a run's checkpoints",
     "weight-decay": "the optimizer of a run",
     "query-gpu": "nvidia-smi",
@@ -94,9 +96,6 @@ ELSEWHERE = {
 
 def test_every_message_that_a_script_may_meet_names_arguments():
     """In rooms that scripts reach, a flag is an argument of scripts too, or one that only a run can be about."""
-    rooms = [
-        path for path in PACKAGE.rglob("*.py") if not path.relative_to(PACKAGE).as_posix().startswith(COMMAND_LINE_ONLY)
-    ]
     strange = {
         f"{place}: --{flag}"
         for path in files(*COMMAND_LINE_ONLY)
