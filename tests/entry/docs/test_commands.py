@@ -1,0 +1,153 @@
+"""The commands of the documentation, as printed."""
+
+import os
+import re
+
+import pytest
+
+from tests.entry.docs.pages import PAGES, blocks_of, commands_of, text_of
+from tests.launching import has_launcher, hvdtrain, run
+
+NOT_RUN = {
+    "launch/setup.sh": "tests/entry/test_setup.py",
+    "launch/train.sh": "tests/entry/test_setup.py",
+    "launch/test.sh": "this is it",
+    "launch/train.sh -np 4 digits --epochs 3": "tests/entry/test_setup.py",
+    "source launch/env.sh": "tests/entry/test_setup.py",
+    "horovodrun -np 2 python -m hvdtrain digits": "tests/entry/test_launch.py, with fewer steps",
+    "mpirun -np 2 python -m hvdtrain digits": "tests/entry/test_launch.py, with fewer steps",
+    "horovodrun --gloo -np 2 python script.py": "as with MPI; tests/distributed has Gloo",
+    "mpirun -np 2 python script.py": "test_snippets.py runs the pages under mpirun",
+    "pip install -e .": "launch/setup.sh does it",
+    "pip install 'tf_keras>=2.21,<2.22'": "it is among the test packages",
+    "python -m hvdtrain doctor --script train.py": "tests/entry/test_migration.py",
+    "python -m hvdtrain doctor --script train.py --write": "tests/entry/test_migration.py",
+    "python -m hvdtrain cifar10 --data-args path photos.tar.gz validation 500": "tests/entry/test_data.py",
+    "python -m hvdtrain data pack photos.tar.gz packed --validation 500": "tests/entry/test_data_pack.py",
+    "python -m hvdtrain cifar10 --data tfrecord --data-args path packed --cache file": "tests/entry/test_data_pack.py",
+    "python -m hvdtrain data inspect packed": "tests/entry/test_data_pack.py",
+    "python -m hvdtrain data bench cifar10": "tests/entry/test_data.py",
+    "python -m hvdtrain bench --models resnet20 lm --rounds 5": "takes minutes; tests/entry/test_bench.py, small",
+    "python -m hvdtrain bench collectives --sizes 1KB 1MB 100MB": "tests/entry/test_bench.py, small",
+    "python -m hvdtrain bench compare bench/2026-11-21-2-cores bench/2026-11-22-2-cores": "tests/entry/test_bench.py",
+    "python -m hvdtrain bench --autotune": "tests/entry/test_bench.py, small",
+    "python -m hvdtrain digits --backend mirrored --replicas 2": "tests/entry/test_backends.py",
+    "horovodrun -np 2 python -m hvdtrain digits --backend multi_worker_mirrored --communication ring": (
+        "tests/entry/test_backends.py"
+    ),
+    "mpirun -np 4 python -m hvdtrain digits --backend parameter_server": "tests/entry/test_backends.py, 3 ranks",
+    "horovodrun -np 6 python -m hvdtrain digits --backend parameter_server --parameter-servers 2": (
+        "too many ranks for 2 cores; tests/distributed has several servers"
+    ),
+    "horovodrun -np 4 python -m hvdtrain digits --zero 1": "tests/entry/test_update_rules.py, 2 ranks",
+    "horovodrun -np 4 python -m hvdtrain digits --local-steps 8": "tests/entry/test_update_rules.py, 2 ranks",
+}
+"""Commands that no test of this file runs, and where they are run instead."""
+RUN = {
+    "horovodrun -np 2 python script.py",
+    "python -m hvdtrain train --model mypkg.mymodel:build --data mypkg.mydata:build --model-args width 64",
+    "horovodrun -np 2 python -m hvdtrain digits --epochs 3",
+    "python -m hvdtrain train digits --help",
+    "python -m hvdtrain recipes",
+    "horovodrun -np 2 python -m hvdtrain digits --epochs 2 --run-dir run",
+    "horovodrun -np 2 python -m hvdtrain evaluate run",
+    "python -m hvdtrain --resume run --epochs 3",
+    "python -m hvdtrain doctor",
+    "python -m hvdtrain env",
+}
+
+
+def shell(command, cwd, timeout=150):
+    """Run a command as a user types it."""
+    name = command.split()[0]
+    if name in ("horovodrun", "mpirun") and not has_launcher(name):
+        pytest.skip(f"{name} is not installed")
+    job = run(["bash", "-c", command], cwd=cwd, timeout=timeout)
+    assert job.code == 0, job.text[-4000:]
+    return job
+
+
+def follow(page, folder):
+    """Do what a page says from its top to its bottom, each Python block as a script; return what was printed."""
+    out = []
+    for block in blocks_of(page):
+        if block.file:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text)
+        elif block.language == "python":
+            (folder / "snippet.py").write_text(block.text)
+            out.append(shell("python snippet.py", folder).out)
+        else:
+            out += [shell(command, folder).out for command in block.commands]
+    return out
+
+
+def test_every_command_is_run_or_says_where():
+    printed = {command for page in PAGES for command in commands_of(page)}
+    assert printed - RUN - NOT_RUN.keys() == set(), "add it to RUN and a test, or to NOT_RUN"
+    assert (RUN | NOT_RUN.keys()) - printed == set(), "no page prints it any more"
+
+
+def test_the_readmes_script_trains(tmp_path):
+    (script,) = (block for block in blocks_of("README.md", "python") if "Trainer" in block.text)
+    assert len([line for line in script.text.splitlines() if line.strip()]) <= 20
+    (tmp_path / "script.py").write_text(script.text)
+    job = shell("horovodrun -np 2 python script.py", tmp_path)
+    accuracies = re.findall(r"epoch 5/5  .*val_accuracy (\d\.\d+)", job.out)
+    assert len(accuracies) == 1, job.out
+    assert float(accuracies[0]) > 0.85
+
+
+def test_the_options_page_from_its_top_to_its_bottom(tmp_path):
+    for block in blocks_of("docs/options.md", "python"):
+        (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / block.file).write_text(block.text)
+    out = follow("docs/options.md", tmp_path)
+    accuracy = float(re.search(r"^validation +accuracy (\d\.\d+)", out[-1], re.MULTILINE)[1])
+    assert accuracy > 0.5
+    assert re.search(r"^digits  +\S", out[2], re.MULTILINE), "recipes"
+
+
+def test_after_training_from_its_top_to_its_bottom(tmp_path):
+    _, evaluated, resumed, loaded = follow("docs/after_training.md", tmp_path)
+    assert "val_accuracy" in evaluated
+    assert "epoch 3/3" in resumed
+    assert float(loaded.split()[-1]) > 0.8
+
+
+def test_env_and_doctor(tmp_path):
+    env = shell("python -m hvdtrain env", tmp_path)
+    for word in ("hvdtrain", "Python", "TensorFlow", "Horovod"):
+        assert word.lower() in env.out.lower()
+    doctor = shell("python -m hvdtrain doctor", tmp_path, timeout=300)
+    assert "failed" not in doctor.out.splitlines()[-1] or "0 failed" in doctor.out
+    for word in ("gloo", "mpi"):
+        assert word in doctor.out.lower()
+
+
+def test_help_comes_once_from_many_ranks(tmp_path):
+    job = hvdtrain("mpirun", 2, "--help", cwd=tmp_path)
+    assert job.code == 0
+    assert job.out.count("usage:") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("env -i /bin/bash -c 'horovodrun -np 2 true'", "horovodrun: command not found"),
+        ("mpirun -np 999 true", "There are not enough slots available in the system"),
+        (
+            "env -u OMPI_ALLOW_RUN_AS_ROOT -u OMPI_ALLOW_RUN_AS_ROOT_CONFIRM mpirun -np 2 true",
+            "mpirun has detected an attempt to run as root.",
+        ),
+    ],
+)
+def test_launchers_say_what_troubleshooting_lists(tmp_path, command, message):
+    if "as root" in message and os.geteuid() != 0:
+        pytest.skip("is said to root only")
+    if "mpirun" in message + command and not has_launcher("mpirun"):
+        pytest.skip("mpirun is not installed")
+    job = run(["bash", "-c", command], cwd=tmp_path, timeout=30)
+    assert job.code != 0
+    assert " ".join(message.split()) in " ".join(job.text.split())
+    assert f"`{message}`" in text_of("docs/troubleshooting.md")

@@ -1,0 +1,117 @@
+"""README.md and docs/ are complete, and what they name exists."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+from hvdtrain.cli.main import VERBS
+from hvdtrain.config.run import Config
+from tests.entry.docs.pages import PAGES, ROOT, text_of
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+LINKED_FROM = [*PAGES, "CONTRIBUTING.md"]
+
+
+def prose_of(page):
+    """A page without its fenced blocks, in which brackets are no links and # begins no heading."""
+    return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(page):
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short():
+    assert len(text_of("README.md").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", LINKED_FROM)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(prose_of(page)):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        goal = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert goal.exists(), target
+        if anchor:
+            assert anchor in anchors_of(str(goal.relative_to(ROOT))), target
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = {target.partition("#")[0] for target in LINK.findall(prose_of("README.md"))}
+    assert [page for page in PAGES if page != "README.md" and page not in linked] == []
+
+
+def options_of(section):
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from options_of(value)
+        else:
+            yield f"--{field.name.replace('_', '-')}"
+
+
+def test_every_option_is_documented():
+    text = text_of("docs/options.md")
+    options = {*options_of(Config("digits")), "--run-dir", "--config", "--resume"} - {"--recipe"}
+    assert len(options) > 50
+    assert sorted(option for option in options if not re.search(rf"`[^`]*{option}\b(?!-)", text)) == []
+
+
+def test_every_verb_is_documented():
+    text = text_of("docs/options.md")
+    assert [verb for verb in VERBS if not re.search(rf"^\| `{verb}\b", text, re.MULTILINE)] == []
+
+
+def test_every_public_name_is_documented():
+    text = "".join(map(text_of, PAGES))
+    assert [name for name in hvdtrain.__all__ if not re.search(rf"hvdtrain\.{name}\b", text)] == []
+
+
+# --- messages -----------------------------------------------------------------------------------------------
+
+OF_OTHERS = (
+    "horovodrun: command",
+    "mpirun has",
+    "There are not enough",
+    "ModuleNotFoundError",
+    "libmpi",
+    "One or more",
+)
+OF_OTHERS += ("Requested to", "exited on signal", "Exit code", "ResourceExhausted")
+"""How messages of other programs begin."""
+
+
+def listed_messages():
+    rows = re.findall(r"^\| (`.*?) \| ", text_of("docs/troubleshooting.md"), re.MULTILINE)
+    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+
+
+def messages_in_the_code():
+    """All texts in the sources; a placeholder is a NUL character."""
+    for path in Path(hvdtrain.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_at_least_twenty_messages_are_listed():
+    assert len(listed_messages()) >= 20
+
+
+def test_our_listed_messages_exist():
+    code = "\n".join(messages_in_the_code())
+    ours = [message for message in listed_messages() if not message.startswith(OF_OTHERS)]
+    assert len(ours) >= 12
+    for message in ours:
+        parts = [part.strip(" .") for part in message.split("…")]
+        missing = [part for part in parts if part and part not in code]
+        assert missing == [], message
