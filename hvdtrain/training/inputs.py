@@ -1,7 +1,7 @@
 """What `fit` and `evaluate` accept as data, brought into the form that the loop reads."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -12,17 +12,20 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
-from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
+from hvdtrain.data.streams.dataset_batches import Change, DatasetTraining, evaluation_of_dataset
+from hvdtrain.data.streams.first_pass import FirstPass
 from hvdtrain.data.streams.given import AsMany, Given, check_given, content_of
 from hvdtrain.data.streams.python_batches import (
     GeneratorTraining,
     PyDatasetTraining,
     StreamEvaluation,
-    first_batch,
     is_stream,
     mapped,
+    opened,
 )
 from hvdtrain.data.streams.python_code import warn_of_python
+from hvdtrain.data.streams.sharded_dataset import ShardedDataset, sharded
+from hvdtrain.runtime.warning import warn_on_first
 
 
 def training_data(
@@ -45,7 +48,7 @@ def training_data(
     """
     if is_stream(data):
         return _stream(data, backend, batch, seed, shuffle, steps_per_epoch)
-    if isinstance(data, tf.data.Dataset):
+    if isinstance(data, tf.data.Dataset | WeightedDataset):
         return _dataset(data, backend, batch, steps_per_epoch)
     if batch is None:
         raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
@@ -64,19 +67,56 @@ def _given_arrays(source: ArraySource, batch: int) -> Given:
 
 
 def _dataset(
-    data: tf.data.Dataset, backend: Backend, batch: int | None, steps_per_epoch: int | None
+    data: "tf.data.Dataset | WeightedDataset", backend: Backend, batch: int | None, steps_per_epoch: int | None
 ) -> DatasetTraining:
+    data, change = data if isinstance(data, WeightedDataset) else (data, None)
     if backend.primary:
         warn_of_python(data)
     dataset = data if batch is None else data.batch(batch)
-    first = _first(dataset)
+    first, shards = _first_and_shards(data, dataset, backend)
     size = batch or _samples(first)
     per_replica(size, backend.size)
-    training = DatasetTraining(
-        dataset, batch=size, index=backend.process, size=backend.processes, steps_per_epoch=steps_per_epoch
-    )
-    _check_same_batches("a Dataset", first, training, backend, "Give shuffle() a seed", _length(dataset))
-    return training
+
+    def training(shards: ShardedDataset | None) -> DatasetTraining:
+        place = {"index": backend.process, "size": backend.processes}
+        return DatasetTraining(
+            dataset, batch=size, steps_per_epoch=steps_per_epoch, shards=shards, change=change, **place
+        )
+
+    sliced = training(shards)
+    length = _length(dataset)
+    facts = {"sharded": shards is not None}
+    everyone = _check_same_batches("a Dataset", first, sliced, backend, "Give shuffle() a seed", length, **facts)
+    if shards is not None and not all(given.sharded for given in everyone):
+        return training(None)
+    return sliced
+
+
+def _first_and_shards(
+    data: tf.data.Dataset, dataset: tf.data.Dataset, backend: Backend
+) -> tuple[tuple[Any, ...], ShardedDataset | None]:
+    """Return the first global batch of `dataset`, and the dataset sharded at its source where that is possible.
+
+    Args:
+        data: what the user gave.
+        dataset: the same in batches.
+        backend: the replicas.
+    """
+    shards = sharded(dataset, backend.processes, owner=data)
+    if shards is None:
+        return _first(dataset), None
+    try:
+        first, alike = shards.compare(backend.process, backend.processes)
+    except tf.errors.OpError:
+        return _first(dataset), None  # it says which sample cannot be read
+    if not alike:
+        warn_on_first(
+            "The maps of the dataset give other samples when they are called again: every rank calls them for all "
+            "samples, and not for its own only.",
+            stacklevel=2,
+        )
+        return _first(dataset), None
+    return _checked(first), shards
 
 
 def _stream(
@@ -84,7 +124,7 @@ def _stream(
 ) -> TrainingData:
     if batch is not None:
         raise ConfigError(f"The data come in batches already: leave out batch. Received: batch={batch}.")
-    first = first_batch(data)
+    first, batches = opened(data)
     size = _samples(first)
     per_replica(size, backend.size)
     place = {"batch": size, "index": backend.process, "size": backend.processes}
@@ -92,20 +132,31 @@ def _stream(
     if isinstance(data, keras.utils.PyDataset):
         training = PyDatasetTraining(data, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch, **place)
     else:
-        training = GeneratorTraining(data, steps_per_epoch=steps_per_epoch, **place)
+        training = GeneratorTraining(data, steps_per_epoch=steps_per_epoch, opened=batches, **place)
     _check_same_batches(_kind(data), first, training, backend, "Draw from generators with a seed")
     return training
 
 
 def _check_same_batches(
-    kind: str, first: tuple[Any, ...], data: TrainingData, backend: Backend, cure: str, length: int | None = None
-) -> None:
+    kind: str,
+    first: tuple[Any, ...],
+    data: TrainingData,
+    backend: Backend,
+    cure: str,
+    length: int | None = None,
+    **facts: bool,
+) -> list[Given]:
     """Refuse batches that differ by rank, as far as the first one and their number tell.
 
     The number is `length` where it is known: an epoch of another one may have the same steps on every rank.
     """
     size = data.steps_per_epoch if length is None else length
-    check_given(lambda: Given(kind, data.batch, size, content_of(first)), backend, "training", cure)
+    first_pass: FirstPass | None = getattr(data, "first_pass", None)
+    facts["kept"] = first_pass is not None and first_pass.kept
+    everyone = check_given(lambda: Given(kind, data.batch, size, content_of(first), **facts), backend, "training", cure)
+    if first_pass is not None and not all(given.kept for given in everyone):
+        first_pass.drop()  # all ranks go on with the same pass
+    return everyone
 
 
 def _length(dataset: tf.data.Dataset) -> int | None:
@@ -120,6 +171,13 @@ def _kind(stream: Any) -> str:
 
 def _samples(batch: tuple[Any, ...]) -> int:
     return len(tf.nest.flatten(batch)[0])
+
+
+class WeightedDataset(NamedTuple):
+    """A Dataset, and what gives its samples their weights: applied to the samples of a rank, not to all."""
+
+    dataset: tf.data.Dataset
+    change: Change
 
 
 def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> Any:
@@ -143,7 +201,7 @@ def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> A
     if is_stream(data):
         return mapped(data, lambda *elements: _weighted(elements, table))
     if isinstance(data, tf.data.Dataset):
-        return data.map(lambda *elements: _weighted(elements, table))
+        return WeightedDataset(data, lambda *elements: _weighted(elements, table))
     elements = data.elements if isinstance(data, ArraySource) else tuple(data)
     return tf.nest.map_structure(np.asarray, _weighted(elements, table))
 
@@ -180,10 +238,10 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
     if is_stream(data):
         stream = StreamEvaluation(data, index=index, size=size)
         count = data.num_batches if isinstance(data, keras.utils.PyDataset) else None
-        return _alike(_kind(data), stream, lambda: first_batch(data), count, backend, what)
+        return _alike(_kind(data), stream, lambda: opened(data)[0], count, backend, what)
     if isinstance(data, tf.data.Dataset):
-        first = _first(data)
-        batches = evaluation_of_dataset(data, index=index, size=size)
+        first, shards = _first_and_shards(data, data, backend)
+        batches = evaluation_of_dataset(data, index=index, size=size, shards=shards)
         return _alike("a Dataset", batches, lambda: first, _length(data), backend, what)
     source = data if isinstance(data, ArraySource) else ArraySource(data, f"{what} data")
     check_given(lambda: _given_arrays(source, batch), backend, what)
@@ -218,10 +276,19 @@ def _alike(
 
 
 def _first(dataset: tf.data.Dataset) -> tuple[Any, ...]:
-    for elements in dataset.take(1):
-        if not isinstance(elements, tuple) or len(elements) not in (2, 3):
-            raise DataError("The dataset must give (inputs, targets) or (inputs, targets, sample_weight).")
-        if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(elements)):
-            raise DataError("The dataset is not batched: pass fit(…, batch=N), the samples per step over all ranks.")
-        return elements
-    raise DataError("The dataset is empty.")
+    return _checked(next(iter(dataset.take(1)), None))
+
+
+def _checked(batch: Any) -> tuple[Any, ...]:
+    """Return a first global batch; None where there is none.
+
+    Raises:
+        DataError: it is none, or has another structure.
+    """
+    if batch is None:
+        raise DataError("The dataset is empty.")
+    if not isinstance(batch, tuple) or len(batch) not in (2, 3):
+        raise DataError("The dataset must give (inputs, targets) or (inputs, targets, sample_weight).")
+    if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(batch)):
+        raise DataError("The dataset is not batched: pass fit(…, batch=N), the samples per step over all ranks.")
+    return batch

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.streams import python_batches as streams
+from hvdtrain.data.streams import first_pass
 from hvdtrain.data.streams.ahead import ahead
 from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, mapped
 from hvdtrain.data.streams.python_code import python_in
@@ -278,6 +278,8 @@ def test_a_generator_function_is_called_for_every_epoch():
 
     data = gen_training(batches)
     assert (data.steps_per_epoch, calls) == (4, [0])  # counted
+    assert taken(data, 4) == EPOCH
+    assert calls == [0]  # the first epoch is the pass that counted
     assert taken(data, 8) == EPOCH * 2
     assert len(calls) >= 3
     data = gen_training(batches, steps_per_epoch=4)
@@ -302,7 +304,7 @@ def test_a_generator_that_ends_within_an_epoch_is_an_error():
 
 
 def test_long_counting_is_told_of(monkeypatch):
-    monkeypatch.setattr(streams, "COUNTING_S", 0.0)
+    monkeypatch.setattr(first_pass, "COUNTING_S", 0.0)
     with pytest.warns(
         UserWarning, match="generator is being read to count its batches, .* pass steps_per_epoch"
     ) as told:

@@ -1,20 +1,25 @@
 """Training and evaluation on a user's tf.data.Dataset of global batches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.batch import Batch, per_replica, slice_batch
+from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_batch
 from hvdtrain.data.pipeline import PREFETCH, no_autograph
+from hvdtrain.data.streams.first_pass import FirstPass
+from hvdtrain.data.streams.sharded_dataset import ShardedDataset
+
+Change = Callable[..., tuple[Any, ...]]
+"""Takes `(inputs, targets[, sample_weight])` of any samples and returns what takes their place, row by row."""
 
 
 class DatasetTraining:
     """Training on a user's tf.data.Dataset of global batches, of which each replica takes its slice.
 
     Every rank reads the whole dataset, so its order must be the same on all of them: give `shuffle` a seed, or
-    call `hvdtrain.init()` before the dataset is made.
+    call `hvdtrain.init()` before the dataset is made. Where it is sharded, samples of other ranks are not mapped.
 
     Args:
         dataset: elements `(inputs, targets[, sample_weight])` with a batch dim, finite or repeated.
@@ -22,6 +27,8 @@ class DatasetTraining:
         index: this replica's index among `size`.
         size: number of replicas.
         steps_per_epoch: required if the dataset is infinite; counted if None.
+        shards: the same dataset, sharded at its source; None where it cannot be.
+        change: applied to this replica's samples.
     """
 
     remedy = (
@@ -30,23 +37,47 @@ class DatasetTraining:
     )
 
     def __init__(
-        self, dataset: tf.data.Dataset, *, batch: int, index: int, size: int, steps_per_epoch: int | None = None
+        self,
+        dataset: tf.data.Dataset,
+        *,
+        batch: int,
+        index: int,
+        size: int,
+        steps_per_epoch: int | None = None,
+        shards: ShardedDataset | None = None,
+        change: Change | None = None,
     ) -> None:
         per_replica(batch, size)
         self.batch = batch
-        self.steps_per_epoch = steps_per_epoch or count_batches(dataset)
-        self._dataset = dataset
-        self._one_shape = all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
         self._index = index
         self._size = size
+        self._one_shape = all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
+        slices = self._cut(dataset) if shards is None else shards.slices(index, size)
+        self._slices = slices if change is None else slices.map(no_autograph(lambda batch: _changed(change, batch)))
+        self.first_pass: FirstPass | None = None
+        """The pass that counted the batches, where one had to."""
+        self.steps_per_epoch = steps_per_epoch or self._count(dataset, shards)
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
-        stream = self._dataset.repeat().skip(start_step)
-        return map(self._with_static_values, stream.map(no_autograph(self._cut)).prefetch(PREFETCH))
+        if self.first_pass is not None and self.first_pass.kept and start_step < self.steps_per_epoch:
+            yield from map(self._with_static_values, self.first_pass.take(start_step))
+            start_step = 0
+        yield from map(self._with_static_values, self._slices.repeat().skip(start_step).prefetch(PREFETCH))
 
-    def _cut(self, *elements: Any) -> Batch:
-        return slice_batch(elements, self._index, self._size)
+    def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return dataset.map(no_autograph(lambda *elements: slice_batch(elements, self._index, self._size)))
+
+    def _count(self, dataset: tf.data.Dataset, shards: ShardedDataset | None) -> int:
+        count = known_length(dataset)
+        if count is None and shards is not None:
+            count = shards.count()
+        if count is None:
+            self.first_pass = FirstPass(self._slices.prefetch(PREFETCH), "The dataset")
+            count = self.first_pass.count
+        if count == 0:
+            raise DataError("The dataset is empty.")
+        return count
 
     def _with_static_values(self, batch: Batch) -> Batch:
         """Replace tensors by Python values that hold for all full batches, if their shapes are static."""
@@ -55,26 +86,30 @@ class DatasetTraining:
         return batch._replace(has_samples=1.0, global_samples=self.batch)
 
 
-def count_batches(dataset: tf.data.Dataset) -> int:
-    """Return the number of elements of `dataset`, reading it if its cardinality is unknown.
+def known_length(dataset: tf.data.Dataset) -> int | None:
+    """Return the number of elements of `dataset` if it is known without reading it.
 
     Raises:
         ConfigError: it never ends.
-        DataError: it is empty.
     """
     count = int(dataset.cardinality())
     if count == tf.data.INFINITE_CARDINALITY:
         raise ConfigError("The dataset never ends: pass steps_per_epoch.")
-    if count == tf.data.UNKNOWN_CARDINALITY:
-        count = int(dataset.reduce(tf.constant(0, tf.int64), lambda total, *_: total + 1))
-    if count == 0:
-        raise DataError("The dataset is empty.")
-    return count
+    return None if count == tf.data.UNKNOWN_CARDINALITY else count
 
 
-def evaluation_of_dataset(dataset: tf.data.Dataset, *, index: int, size: int) -> tf.data.Dataset:
-    """Return this replica's slice of every batch of a user's finite dataset."""
+def evaluation_of_dataset(
+    dataset: tf.data.Dataset, *, index: int, size: int, shards: ShardedDataset | None = None
+) -> tf.data.Dataset:
+    """Return this replica's slice of every batch of a user's finite dataset; see `DatasetTraining`."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ConfigError("The validation dataset never ends: use take().")
+    if shards is not None:
+        return shards.slices(index, size).prefetch(PREFETCH)
     cut = dataset.map(no_autograph(lambda *elements: slice_batch(elements, index, size)))
     return cut.prefetch(PREFETCH)
+
+
+def _changed(change: Change, batch: Batch) -> Batch:
+    weights = () if batch.sample_weight is None else (batch.sample_weight,)
+    return as_batch(change(batch.inputs, batch.targets, *weights), batch.has_samples, batch.global_samples)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -28,10 +28,14 @@ class Given:
     """Samples of arrays, batches of anything else; None where nobody knows before they are read."""
     content: str
     """A hash of arrays, or of the first batch of anything else."""
+    sharded: bool = field(default=False, compare=False)
+    """Whether this rank can read a part of the samples only."""
+    kept: bool = field(default=False, compare=False)
+    """Whether this rank keeps the batches of a first pass."""
 
 
-def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: str = "") -> None:
-    """Refuse data that differ by rank; every rank calls it.
+def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: str = "") -> list[Given]:
+    """Refuse data that differ by rank, and return what each was given; every rank calls it.
 
     Args:
         given: tells what this rank was given; not called where there is one process.
@@ -43,12 +47,14 @@ def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: s
         DataError: the same on every rank, naming one that differs, and in what.
     """
     if backend.processes == 1:
-        return
+        return []
     payload = json.dumps(asdict(given())).encode()
-    first, *others = (Given(**json.loads(part)) for part in backend.gather_bytes(payload, timeout=None))
+    everyone = [Given(**json.loads(part)) for part in backend.gather_bytes(payload, timeout=None)]
+    first, *others = everyone
     for rank, other in enumerate(others, start=1):
         if other != first:
             raise DataError(_difference(first, other, rank, what, cure))
+    return everyone
 
 
 def content_of(batch: tuple[Any, ...]) -> str:

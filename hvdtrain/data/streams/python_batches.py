@@ -5,7 +5,6 @@ Every rank reads whole batches and takes its slice, so the batches must be the s
 
 import inspect
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -17,12 +16,11 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.order import Order
 from hvdtrain.data.streams.ahead import ahead
+from hvdtrain.data.streams.first_pass import FirstPass
 from hvdtrain.data.streams.global_batches import Cut, Elements, standard
 from hvdtrain.runtime.warning import warn_on_first
 
 PREFETCH = 4
-COUNTING_S = 20.0
-"""Counting that takes longer is reported."""
 BatchFunction = Callable[[], Iterable[Any]]
 
 
@@ -39,19 +37,20 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, keras.utils.PyDataset) or inspect.isgeneratorfunction(data) or inspect.isfunction(data)
 
 
-def first_batch(data: Any) -> Elements:
-    """Return the first global batch of a stream, as arrays.
+def opened(data: Any) -> tuple[Elements, Iterator[Any]]:
+    """Return the first global batch of a stream, as arrays, and its batches from this one on.
 
     Raises:
         DataError: the stream is empty, or does not yield batches.
     """
-    if isinstance(data, keras.utils.PyDataset):
-        if data.num_batches == 0:
-            raise DataError(f"{_name(data)} holds no batches.")
-        return standard(data[0], _name(data))
-    for elements in _call(data):
-        return standard(elements, _name(data))
-    raise DataError(f"{_name(data)} gives no batches.")
+    batches = iter(each_once(data)) if not _is_endless(data) else map(data.__getitem__, itertools.count())
+    for elements in batches:
+        return standard(elements, _name(data)), itertools.chain([elements], batches)
+    raise DataError(f"{_name(data)} {'holds' if isinstance(data, keras.utils.PyDataset) else 'gives'} no batches.")
+
+
+def _is_endless(data: Any) -> bool:
+    return isinstance(data, keras.utils.PyDataset) and data.num_batches is None
 
 
 def mapped(data: Any, change: Callable[..., Elements]) -> Any:
@@ -150,7 +149,7 @@ class GeneratorTraining:
     """Training batches of a generator function; see `TrainingData`.
 
     The function is called again when its generator ends, which must be at the end of an epoch. Resuming skips the
-    batches that were trained on.
+    batches before, which the generator makes once more.
 
     Args:
         function: yields global batches `(inputs, targets[, sample_weight])`, the same on all ranks.
@@ -158,6 +157,7 @@ class GeneratorTraining:
         index: this replica's index among `size`.
         size: number of replicas.
         steps_per_epoch: required for infinite generators; else counted by reading all batches once.
+        opened: the batches of a first call; None: it has not been called.
 
     Raises:
         ConfigError: the batch does not divide among the replicas.
@@ -167,22 +167,39 @@ class GeneratorTraining:
     remedy = "What helps: a keras.utils.PyDataset with workers=…, which makes several batches at a time."
 
     def __init__(
-        self, function: BatchFunction, *, batch: int, index: int, size: int, steps_per_epoch: int | None = None
+        self,
+        function: BatchFunction,
+        *,
+        batch: int,
+        index: int,
+        size: int,
+        steps_per_epoch: int | None = None,
+        opened: Iterator[Any] | None = None,
     ) -> None:
         per_replica(batch, size)
         self.batch = batch
-        self.steps_per_epoch = steps_per_epoch or _count(function)
-        self._counted = steps_per_epoch is None
         self._function = function
         self._cut = Cut(batch, index, size, _name(function))
+        elements = _call(function) if opened is None else opened
+        if steps_per_epoch is not None:
+            # Of a pass that is not counted, the first batch alone is kept: the model is built on it.
+            elements = itertools.islice(elements, 1)
+        self.first_pass = FirstPass(map(self._cut, elements), _name(function))
+        """The pass that counted the batches; its batches are those of the first epoch."""
+        if not self.first_pass.count:
+            raise DataError(f"{_name(function)} gives no batches.")
+        self.steps_per_epoch = steps_per_epoch or self.first_pass.count
+        self._counted = steps_per_epoch is None
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
         # If each call yields one epoch, earlier ones need not be read.
         skipped = start_step % self.steps_per_epoch if self._counted else start_step
+        if skipped < self.first_pass.count and self.first_pass.kept:
+            yield from self.first_pass.take(skipped)
+            skipped = 0 if self._counted else 1
         elements = itertools.islice(self._elements(), skipped, None)
-        tasks = itertools.repeat(lambda: self._cut(next(elements)))
-        return ahead(tasks, limit=PREFETCH)
+        yield from ahead(itertools.repeat(lambda: self._cut(next(elements))), limit=PREFETCH)
 
     def _elements(self) -> Iterator[Any]:
         """Yield the batches of repeated calls.
@@ -262,23 +279,6 @@ def _call(function: BatchFunction) -> Iterator[Any]:
             f"{_name(function)} must be a generator function of global batches. It returned: {type(returned).__name__}."
         )
     return iter(returned)
-
-
-def _count(function: BatchFunction) -> int:
-    """Count the batches of one call, with a warning if that takes long: an infinite generator never ends."""
-    begin, warned, count = time.monotonic(), False, 0
-    for _ in _call(function):
-        count += 1
-        if not warned and time.monotonic() - begin > COUNTING_S:
-            warned = True
-            warn_on_first(
-                f"{_name(function)} is being read to count its batches, {count} so far: pass steps_per_epoch, which it "
-                "needs if it does not end.",
-                stacklevel=2,
-            )
-    if not count:
-        raise DataError(f"{_name(function)} gives no batches.")
-    return count
 
 
 def _name(data: Any) -> str:

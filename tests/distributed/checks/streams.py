@@ -86,3 +86,31 @@ def check_data_that_differ_by_rank_are_refused(world: World) -> None:
             refused = str(error)
         assert ("rank 1" in refused.lower()) == (world.size > 1), (name, refused)
         assert world.same_everywhere(refused.encode()), name
+
+
+def check_a_dataset_is_mapped_by_the_rank_that_trains_on_it(world: World) -> None:
+    """Each rank decodes its own samples, and the ranks train as one process does on the whole batches."""
+    x, y = dense_data("float64")
+    called = []
+
+    def decode(row: Any, target: Any, number: Any) -> tuple[Any, Any]:
+        def read(row: np.ndarray, number: np.ndarray) -> np.ndarray:
+            called.append(int(number))
+            return row
+
+        return tf.ensure_shape(tf.numpy_function(read, [row, number], tf.float64, stateful=False), row.shape), target
+
+    order = np.random.default_rng(0).permutation(SAMPLES)
+    listed = tf.data.Dataset.from_tensor_slices((x[order], y[order], order))
+    weights = []
+    for data, options in ((listed.map(decode).batch(BATCH), {}), ((x[order], y[order]), {"batch": BATCH})):
+        trainer = hvdtrain.Trainer(
+            dense_model("float64", world.rank), keras.optimizers.SGD(0.1), per_sample, backend=world.backend
+        )
+        trainer.fit(data, epochs=2, shuffle=False, verbose=False, **options)
+        assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+        weights.append(trainer.model.get_weights())
+    assert moved(weights[1], dense_model("float64", 0).get_weights()) > 1e-2
+    assert relative_error(*weights) <= 1e-9
+    # The first batch is compared with that of the whole dataset.
+    assert len(set(called)) <= SAMPLES // world.size + BATCH, sorted(called)

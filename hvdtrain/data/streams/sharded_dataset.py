@@ -1,0 +1,152 @@
+"""A user's tf.data.Dataset of global batches, sharded at its source: each rank maps only the samples that it trains on.
+
+Which samples form a global batch, and their order, stay what the dataset says: `source.map(decode).batch(n)` becomes
+windows of n elements of the source, the rank's rows of each window, `decode`, and batches of these rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.data.batch import Batch, as_batch, slice_batch, slice_bounds_of_tensor
+from hvdtrain.data.pipeline import no_autograph
+from hvdtrain.data.streams.deferred_maps import ORDERS, PASSING, Deferred, deferred, in_place, mapped, reordered
+
+BATCHES = frozenset({"_BatchDataset", "_ParallelBatchDataset"})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of each global batch that a replica takes."""
+
+    batch: int
+    """Samples of a full global batch."""
+    index: int
+    size: int
+
+
+class ShardedDataset:
+    """A dataset of global batches whose samples are mapped on one replica only.
+
+    Args:
+        dataset: elements `(inputs, targets[, sample_weight])`, batched.
+        batch: the dataset that forms the batches, itself or below what changes their order only.
+        above: what changes the order of the batches, from the outside in.
+        samples: the elements below `batch`.
+    """
+
+    def __init__(
+        self, dataset: tf.data.Dataset, batch: tf.data.Dataset, above: list[tf.data.Dataset], samples: Deferred
+    ) -> None:
+        self._dataset = dataset
+        self._batch = batch
+        self._above = above
+        self._samples = samples
+        self.batch = int(batch._batch_size)
+        self._drop = bool(batch._drop_remainder)
+        self._made: dict[tuple[int, int], tf.data.Dataset] = {}
+
+    def slices(self, index: int, size: int) -> tf.data.Dataset:
+        """Return replica `index`'s slices of the batches, as `Batch`es."""
+        if (index, size) not in self._made:
+            batches = self._rows(self._samples, Shard(self.batch, index, size), drop=self._drop)
+            for dataset in reversed(self._above):
+                batches = reordered(dataset, batches)
+            self._made[index, size] = batches.with_options(self._dataset.options())
+        return self._made[index, size]
+
+    def compare(self, index: int, size: int) -> tuple[Any, bool]:
+        """Compare a slice with that of the whole dataset, on a few elements of its source.
+
+        Returns:
+            A global batch of these elements, None if there are none; and whether the slice is a part of it.
+        """
+        cached: dict[int, tf.data.Dataset] = {}
+
+        def few(base: tf.data.Dataset) -> tf.data.Dataset:
+            # Read once for both sides, as a shuffle gives another order to each reader.
+            if id(base) not in cached:
+                cached[id(base)] = base.take(self.batch).cache()
+                cached[id(base)].reduce(0, lambda count, *_: count + 1)  # a cache holds what was read to its end
+            return cached[id(base)]
+
+        below = self._batch._input_dataset
+        whole = in_place(below, few).batch(self.batch).take(1)
+        mine = self._rows(deferred(below, few), Shard(self.batch, index, size)).take(1)
+        for elements, batch in zip(whole, mine, strict=True):
+            parts = elements if isinstance(elements, tuple) else (elements,)
+            return elements, _equal(slice_batch(parts, index, size), batch)
+        return None, True
+
+    def count(self) -> int:
+        """Return the number of batches, without mapping a sample."""
+        windows = self._samples.elements.map(lambda *_: 0).batch(self.batch, drop_remainder=self._drop)
+        for dataset in reversed(self._above):
+            windows = reordered(dataset, windows)
+        return int(windows.reduce(tf.constant(0, tf.int64), lambda total, _: total + 1))
+
+    def _rows(self, samples: Deferred, shard: Shard, *, drop: bool = False) -> tf.data.Dataset:
+        is_tuple = type(samples.elements.element_spec) is tuple
+        if shard.size == 1:
+            whole = mapped(samples.elements, samples).batch(shard.batch, drop_remainder=drop)
+            return whole.map(no_autograph(lambda *elements: slice_batch(elements, 0, 1)))
+        windows = samples.elements.window(shard.batch, drop_remainder=drop)
+        rows = windows.flat_map(
+            no_autograph(lambda *window: _rows(window if is_tuple else window[0], shard, is_tuple=is_tuple))
+        )
+        rows = mapped(rows, lambda row: (samples(row[0]), *row[1:]))
+        # Every window but the last gives as many rows: a batch holds the rows of one window.
+        return rows.batch(shard.batch // shard.size).map(no_autograph(_as_batch))
+
+
+def sharded(dataset: tf.data.Dataset, size: int, *, owner: tf.data.Dataset | None = None) -> ShardedDataset | None:
+    """Return `dataset` sharded at its source among `size` replicas; None where there is nothing to gain, or no way.
+
+    There is a way where what makes the samples ends in maps that depend on nothing but their element (no random
+    numbers but stateless ones, no Python but `numpy_function(stateful=False)`), with shuffle, repeat, take, skip,
+    prefetch and zip around them, and `batch` behind them; after `batch` only what changes the order of the batches.
+
+    Args:
+        dataset: global batches.
+        size: number of replicas.
+        owner: the dataset that a user gave, by default `dataset`: it keeps what is returned, so that a later training
+            goes on with the next order of its shuffles, as it would with the dataset itself.
+    """
+    known = vars(dataset if owner is None else owner).setdefault("_hvdtrain_sharded", {})
+    above = []
+    batch = dataset
+    while type(batch).__name__ in PASSING | ORDERS:
+        above.append(batch)
+        batch = batch._input_dataset
+    if type(batch).__name__ not in BATCHES or int(batch._batch_size) % size:
+        return None
+    key = (int(batch._batch_size), size)
+    if key not in known:
+        samples = deferred(batch._input_dataset)
+        known[key] = ShardedDataset(dataset, batch, above, samples) if samples.functions else None
+    found: ShardedDataset | None = known[key]
+    return found
+
+
+def _rows(window: Any, shard: Shard, *, is_tuple: bool) -> tf.data.Dataset:
+    """Return a replica's rows of a window, a nest of datasets, each with what `Batch` says of all of them."""
+    rows = window if isinstance(window, tf.data.Dataset) else tf.data.Dataset.zip(window)
+    total = rows.cardinality()
+    first, last, has_samples = slice_bounds_of_tensor(total, shard.index, shard.size)
+    kept = rows.skip(first).take(last - first)
+    return kept.map(no_autograph(lambda *row: (row if is_tuple else row[0], has_samples, total)))
+
+
+def _as_batch(elements: tuple[Any, ...], has_samples: tf.Tensor, total: tf.Tensor) -> Batch:
+    return as_batch(elements, has_samples[0], tf.cast(total[0], tf.int32))
+
+
+def _equal(one: Batch, other: Batch) -> bool:
+    pairs = zip(tf.nest.flatten(tuple(one)), tf.nest.flatten(tuple(other)), strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_has_nan(a)) for a, b in pairs)
+
+
+def _has_nan(part: Any) -> bool:
+    return np.asarray(part).dtype.kind in "fc"
