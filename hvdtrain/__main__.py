@@ -2,7 +2,7 @@
 
 import sys
 
-from hvdtrain.cli.main import main
+from hvdtrain.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run())

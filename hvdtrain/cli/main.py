@@ -3,9 +3,11 @@
 import os
 import sys
 
+from hvdtrain import __version__
 from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.config.registry import resolve, suggestion
 from hvdtrain.recipes.registry import RECIPES
+from hvdtrain.runtime.control.agreement import installed_versions
 from hvdtrain.runtime.launchers import detect_environment
 
 VERBS = {
@@ -16,11 +18,12 @@ VERBS = {
     "recipes": "hvdtrain.cli.recipes:main",
     "env": "hvdtrain.cli.env:main",
     "doctor": "hvdtrain.cli.doctor:main",
+    "completion": "hvdtrain.cli.completion:main",
 }
 DISTRIBUTED = ("train", "evaluate", "data", "bench")
 
 USAGE = """\
-usage: python -m hvdtrain [VERB] [RECIPE] [--option value ...]
+usage: python -m hvdtrain [VERB] [RECIPE] [--option value ...]      or: hvdtrain ...
 
 Verbs:
   train [RECIPE]       train a model (the default verb; the default recipe is digits)
@@ -31,16 +34,26 @@ Verbs:
   recipes              list the recipes
   env                  print what belongs into a bug report
   doctor               check the installation, part by part
+  completion SHELL     print a script that completes hvdtrain in bash, zsh or fish
 
 Several processes:
   horovodrun -np 4 python -m hvdtrain [...]
   mpirun -np 4 python -m hvdtrain [...]
 
-"python -m hvdtrain VERB --help" shows the options of a verb."""
+"python -m hvdtrain VERB --help" shows a verb's options, --version the versions."""
+
+
+def run() -> int:
+    """Run the command line of this process, as the command `hvdtrain` does, and return the exit code."""
+    return main(sys.argv[1:])
 
 
 def main(argv: list[str]) -> int:
     """Run the verb in `argv` (default: train) and return the exit code."""
+    if argv[:1] in (["--version"], ["-V"]):
+        if detect_environment().rank == 0:
+            print(version_line())
+        return 0
     verb, rest = _split(argv)
     if verb is None:
         # Every rank would print the same.
@@ -59,6 +72,13 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
+
+
+def version_line() -> str:
+    """Return the version of hvdtrain, and those of what it runs on."""
+    names = {"python": "Python", "tensorflow": "TensorFlow", "keras": "Keras", "horovod": "Horovod"}
+    versions = installed_versions()
+    return f"hvdtrain {__version__} ({', '.join(f'{name} {versions[key]}' for key, name in names.items())})"
 
 
 def _split(argv: list[str]) -> tuple[str | None, list[str]]:

@@ -1,9 +1,6 @@
 """`train`: train a recipe, or resume a run."""
 
-import difflib
-import io
 import sys
-from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +8,14 @@ from typing import Annotated
 import tyro
 
 from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
+from hvdtrain.cli.options import Option, options_of, refuse_unknown, sections_of
+from hvdtrain.cli.train_help import group_help, overview, wrapped
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, UserError, on_command_line
 from hvdtrain.config.files import apply_values, digest, read_values
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, with_arguments_of, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.recipes.registry import DEFAULT, RECIPES, recipe
+from hvdtrain.recipes.registry import DEFAULT, recipe
 from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
@@ -63,6 +62,7 @@ def parse(argv: list[str]) -> Request:
         UserError: an unknown recipe or option, a wrong type, or an invalid file.
     """
     name, flags = _recipe_name(argv)
+    refuse_unknown(flags, known_options())
     with parse_errors_as_user_errors():
         files, rest = tyro.cli(Files, args=flags, return_unknown_args=True, add_help=False)
     base = _base(name, files)
@@ -74,6 +74,12 @@ def parse(argv: list[str]) -> Request:
         config = replace(config, data=replace(config.data, data_args=merged))
         _check_resume(base, config, files)
     return Request(config, files)
+
+
+def known_options() -> dict[str, Option]:
+    """Return all options of a run, by flag."""
+    of_config = (option for section in sections_of(Config("")).values() for option in options_of(section))
+    return {option.flag: option for option in (*options_of(Files), *of_config, options_of(Config)[0])}
 
 
 def _recipe_name(argv: list[str]) -> tuple[str | None, list[str]]:
@@ -175,31 +181,28 @@ def _train(session: Session, request: Request) -> None:
 
 
 def _help(argv: list[str]) -> int:
-    """Print the options with the recipe's values, on rank 0 only."""
-    name, _ = _recipe_name(argv)
-    if name is not None and name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
-        print(
-            f"hvdtrain: error: Unknown recipe {name!r}." + (f" Perhaps you meant: {near[0]}." if near else ""),
-            file=sys.stderr,
-        )
-        return 2
+    """Print the options, or those of the group after --help, with the recipe's values; on rank 0 only."""
+    name, flags = _recipe_name(argv)
     if detect_environment().rank > 0:
         return 0
-    for kind in ("files", "config"):
-        text = io.StringIO()
-        try:
-            with redirect_stdout(text):
-                if kind == "files":
-                    tyro.cli(Files, args=["--help"], prog="python -m hvdtrain train [RECIPE]")
-                else:
-                    _parse_config(recipe(name or DEFAULT), ["--help"])
-        except SystemExit:
-            print(text.getvalue())
-    own = _arguments(recipe(name or DEFAULT))
+    try:
+        config = recipe(name or DEFAULT)
+        group = _group_asked_for(flags)
+        print(overview(config, Files, name) if group is None else group_help(config, group))
+    except UserError as error:
+        print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
+        return 2
+    own = _arguments(config)
     if own:
-        print(f"This recipe's own arguments: {own}")
+        print("\n".join(wrapped(f"This recipe's own arguments: {own}")))
     return 0
+
+
+def _group_asked_for(flags: list[str]) -> str | None:
+    """Return the word after --help."""
+    place = next(place for place, word in enumerate(flags) if word in ("-h", "--help"))
+    after = flags[place + 1 : place + 2]
+    return after[0] if after and not after[0].startswith("-") else None
 
 
 def _arguments(config: Config) -> str:

@@ -114,8 +114,8 @@ def test_another_model_data_source_or_optimizer_does_not_get_the_recipes_argumen
     [
         (["digit"], ["Unknown recipe 'digit'. Perhaps you meant: digits."]),
         (["zzz"], ["Unknown recipe 'zzz'. Available: bert_mini, ", ", digits, "]),
-        (["--epoch", "3"], ["Unrecognized options: --epoch", "Perhaps you meant: --epochs INT"]),
-        (["--learning-rat=3"], ["Unrecognized options: --learning-rat", "Perhaps you meant: --learning-rate FLOAT"]),
+        (["--epoch", "3"], ["There is no option '--epoch'. Perhaps you meant: --epochs INT"]),
+        (["--learning-rat=3"], ["There is no option '--learning-rat'. Perhaps you meant: --learning-rate FLOAT"]),
         (["digits", "extra"], ["Unrecognized options: extra"]),
         (["--epochs", "three"], ["--epochs", "'three'"]),
         (["--epochs", "2.5"], ["--epochs", "'2.5'"]),
@@ -141,15 +141,10 @@ def test_a_value_that_is_refused_is_not_wrapped_in_the_parsers_words():
     assert said("--accumulate", "0") == "--accumulate must be at least 1. Received: 0."
 
 
-def test_the_explanation_is_plain_text_even_for_what_looks_like_a_terminal(monkeypatch):
+def test_the_parsers_explanation_is_plain_text_even_for_what_looks_like_a_terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert said_in_lines("--epoch", "3").splitlines() == [
-        "Unrecognized options: --epoch, 3",
-        "Perhaps you meant:",
-        "    --epochs INT",
-        "        Passes over the training samples. (default: 10)",
-        "For full helptext, run python -m hvdtrain train --help",
-    ]
+    text = said_in_lines("--epochs", "three")
+    assert not set("\x1b│╭╰") & set(text)
 
 
 def test_an_unknown_key_in_the_file_is_named_with_its_path(tmp_path):
@@ -353,7 +348,7 @@ def test_the_options_help_shows_the_recipes_own_arguments_as_one_would_type_them
 def test_the_options_help_shows_the_recipes_own_values(capsys):
     assert main(["digits", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("--resume", "--run-dir", "--config", "--batch INT", "(default: 64)", "(default: 0.002)", "cosine"):
+    for part in ("--resume", "--run-dir", "--config", "--batch INT", "[64]", "[0.002]"):
         assert part in text
 
 
