@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 
@@ -115,3 +116,13 @@ def test_our_listed_messages_exist():
         parts = [part.strip(" .") for part in message.split("…")]
         missing = [part for part in parts if part and part not in code]
         assert missing == [], message
+
+
+def test_horovods_listed_messages_exist():
+    found = importlib.util.find_spec("horovod")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("Horovod is not installed")
+    library = b"".join(path.read_bytes() for path in Path(found.submodule_search_locations[0]).rglob("mpi_lib*.so"))
+    listed = [message for message in listed_messages() if message.startswith(("One or more", "Requested to"))]
+    assert len(listed) == 2
+    assert all(message.encode() in library for message in listed)

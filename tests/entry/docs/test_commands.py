@@ -115,6 +115,13 @@ def test_after_training_from_its_top_to_its_bottom(tmp_path):
     assert float(loaded.split()[-1]) > 0.8
 
 
+def test_the_backends_page_trains(tmp_path):
+    (snippet,) = blocks_of("docs/backends.md", "python")
+    (tmp_path / "snippet.py").write_text(snippet.text)
+    losses = re.findall(r"val_loss (\d+\.\d+)", shell("python snippet.py", tmp_path).out)
+    assert float(losses[-1]) < float(losses[0])
+
+
 def test_env_and_doctor(tmp_path):
     env = shell("python -m hvdtrain env", tmp_path)
     for word in ("hvdtrain", "Python", "TensorFlow", "Horovod"):

@@ -13,6 +13,7 @@ from tests.launching import launcher, run
 pytestmark = pytest.mark.xdist_group("docs")  # one process runs the pages that these tests look at
 
 ELSEWHERE = {
+    "docs/backends.md": "several replicas in one process, without a launcher: test_commands.py",
     "docs/migration.md": "each block is a script of its own: tests/entry/test_migration.py",
     "docs/options.md": "files of a package, trained by a command: test_commands.py",
     "docs/after_training.md": "loads what its commands trained: test_commands.py",
