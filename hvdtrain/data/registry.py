@@ -3,6 +3,7 @@
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.registry import check_arguments, resolve
 from hvdtrain.config.user_code import is_user_code
+from hvdtrain.data.preprocessing import Preprocessing
 from hvdtrain.data.sources.user_data import user_splits
 from hvdtrain.data.splits import DataSplits
 
@@ -24,6 +25,14 @@ SOURCES = {
 }
 
 
+LIKE_A_RUN = {
+    "csv": "hvdtrain.data.sources.table:load_like",
+    "masked_text": "hvdtrain.data.sources.masked_text:load_like",
+    "text": "hvdtrain.data.sources.text:load_like",
+}
+"""Sources that learn from their training samples, and how they load others for the model of a run."""
+
+
 def load_splits(config: DataConfig, seed: int = 0) -> DataSplits:
     """Load the training and validation samples that `config` names.
 
@@ -40,4 +49,24 @@ def load_splits(config: DataConfig, seed: int = 0) -> DataSplits:
     load = resolve("dataset", config.data, SOURCES)
     check_arguments("dataset", config.data, load, config.data_args)
     splits: DataSplits = load(**config.data_args)
+    return splits
+
+
+def load_like(config: DataConfig, trained: Preprocessing, classes: int | None, seed: int = 0) -> DataSplits:
+    """Load the samples that `config` names with the vocabularies, tokenizer … of a run on data from the same source.
+
+    Args:
+        config: data source and arguments.
+        trained: what the run was trained with.
+        classes: its number of classes.
+        seed: as in `load_splits`.
+
+    Raises:
+        ConfigError: unknown source or argument; see `user_splits`.
+        DataError: the data cannot be used.
+    """
+    if config.data not in LIKE_A_RUN:
+        return load_splits(config, seed)
+    check_arguments("dataset", config.data, resolve("dataset", config.data, SOURCES), config.data_args)
+    splits: DataSplits = resolve("dataset", config.data, LIKE_A_RUN)(trained, classes, **config.data_args)
     return splits

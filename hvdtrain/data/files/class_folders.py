@@ -9,6 +9,7 @@ import numpy as np
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.files.blobs import Blobs
+from hvdtrain.data.files.locations import is_there
 from hvdtrain.data.files.tar_members import files_within
 from hvdtrain.data.files.unpacked import seekable
 from hvdtrain.data.files.walking import files_below
@@ -88,6 +89,35 @@ def scan(path: Path) -> Found:
         classes=classes,
         splits=np.array(splits),
     )
+
+
+def images_at(paths: Sequence[Path]) -> tuple[Blobs, list[str]]:
+    """Find images in files, folders (recursively) and tar files, without regard to class folders.
+
+    Args:
+        paths: image files, folders and tar files; those in a folder or tar file are sorted by name.
+
+    Returns:
+        The encoded images, and the path of each: those in a tar file begin with the file's.
+
+    Raises:
+        DataError: a path does not exist, or holds no images.
+    """
+    pieces: list[_Piece] = []
+    for path in paths:
+        if not is_there(path):
+            raise DataError(f"There is no {path.absolute()}.")
+        here = _in_folder(path) if path.is_dir() else _in_tar(path) if is_tar(path) else [_whole(path)]
+        if not here:
+            raise DataError(f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}).")
+        named = (_Piece(PurePosixPath(path) / piece.name, piece.file, piece.offset, piece.length) for piece in here)
+        pieces += sorted(named, key=lambda piece: piece.name)
+    names = [str(piece.name) for piece in pieces]
+    return _blobs(pieces, names=names.__getitem__, known_as=names), names
+
+
+def _whole(path: Path) -> _Piece:
+    return _Piece(PurePosixPath(), path, 0, _length(path))
 
 
 def _in_folder(path: Path) -> list[_Piece]:

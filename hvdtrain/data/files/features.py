@@ -8,6 +8,7 @@
     targets: image/class/label
     sample_weight: weight
     classes: 10
+    class_names: [airplane, automobile, …]
     name: image/filename
 
 `features` maps the features of a record (a tf.train.Example) to their kinds:
@@ -21,7 +22,8 @@
 `shape` defaults to [], for images to [null, null, 3]; int64 and float32 are cast to `dtype` if there is one.
 `inputs` and `targets` are a feature, or several as {name of the model's input: feature}. uint8 inputs are pixels:
 they become float32 in [0, 1] after augmentation. With `classes`, integer targets are labels, and one outside of
-[0, classes) is an error. `sample_weight` and `name` (the record's name in messages) are optional.
+[0, classes) is an error. `class_names`, in the order of the labels, `sample_weight` and `name` (the record's name in
+messages) are optional.
 """
 
 import os
@@ -60,6 +62,7 @@ class Description:
     targets: str | dict[str, str]
     sample_weight: str | None = None
     classes: int | None = None
+    class_names: tuple[str, ...] | None = None
     name: str | None = None
 
     @property
@@ -122,6 +125,12 @@ def _check(description: Description, path: Path) -> None:
         raise _refusal(path, f"trains on {error.args[0]!r}, which is none of its features ({known}).") from None
     if description.classes is not None and description.classes < 1:
         raise _refusal(path, f"needs at least 1 class. Received: classes: {description.classes}.")
+    if description.class_names is not None and len(description.class_names) != description.classes:
+        raise _refusal(
+            path,
+            f"must give each class a name. Received: classes: {description.classes}, and "
+            f"{len(description.class_names)} class_names.",
+        )
     for key, feature in used.items():
         if feature.kind == "image" and (len(feature.dims) != 3 or feature.dims[2] not in (1, 3, 4) or feature.dtype):
             raise _refusal(

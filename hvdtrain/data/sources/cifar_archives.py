@@ -23,6 +23,7 @@ import numpy as np
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.files.tar_members import members
+from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.held_out import array_parts, check_range
 from hvdtrain.data.sources.numpy_pickle import read_pickle
@@ -71,7 +72,34 @@ def load(*, path: str = "", labels: str = "fine", validation: int = 0) -> DataSp
 
     held_out = part((layout.test,)) if layout.test in files else None
     parts = array_parts(part(layout.train), held_out, validation=validation, name=str(place))
-    return DataSplits(parts[0], parts[1], (SIDE, SIDE, CHANNELS), CLASSES[layout.data_set][labels], finish=to_unit)
+    classes = CLASSES[layout.data_set][labels]
+    return DataSplits(
+        parts[0],
+        parts[1],
+        (SIDE, SIDE, CHANNELS),
+        classes,
+        finish=to_unit,
+        preprocessing=Preprocessing(_class_names(place, files, labels, classes), ImageInputs(SIDE, SIDE, CHANNELS)),
+        held_out=held_out is None,
+    )
+
+
+def _class_names(place: Path, files: dict[str, bytes], labels: str, classes: int) -> tuple[str, ...] | None:
+    """Return the names of the classes in the files' list of them; None without one."""
+    for name in (f"{labels}_label_names.txt", "batches.meta.txt"):
+        if name in files:
+            found = files[name].decode("utf-8", "replace").split()
+            return tuple(found) if len(found) == classes else None
+    for name, key in (("meta", f"{labels}_label_names"), ("batches.meta", "label_names")):
+        content = read_pickle(files[name], f"{place}, {name}") if name in files else None
+        values = {_text(k): v for k, v in content.items()} if isinstance(content, dict) else {}
+        if isinstance(values.get(key), list) and len(values[key]) == classes:
+            return tuple(map(_text, values[key]))
+    return None
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _from_binary(data: bytes, where: str, data_set: str, labels: str) -> Part:
@@ -134,6 +162,8 @@ LAYOUTS = (
     Layout("CIFAR-100", ("train",), "test", _from_pickle),
 )
 NAMES = {name for layout in LAYOUTS for name in (*layout.train, layout.test)}
+LISTS = {"batches.meta.txt", "batches.meta", "fine_label_names.txt", "coarse_label_names.txt", "meta"}
+"""Files with the names of the classes."""
 
 
 def _layout(place: Path, files: dict[str, bytes]) -> Layout:
@@ -160,14 +190,14 @@ def is_cifar(path: Path) -> bool:
         DataError: it cannot be read, or is not a tar file.
     """
     if path.is_dir():
-        return any(_files_in(path))
+        return any(file.name in NAMES for file in _files_in(path))
     with _opened(path) as archive:
         return any(_name(member) in NAMES for member in islice(archive, MOST_MEMBERS))
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
     files = sorted([*folder.glob("*"), *folder.glob("*/*")])
-    return (file for file in files if file.name in NAMES and file.is_file())
+    return (file for file in files if file.name in NAMES | LISTS and file.is_file())
 
 
 def _in_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -181,7 +211,7 @@ def _in_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
 def _in_tar(path: Path) -> Iterator[tuple[str, bytes]]:
     with _opened(path) as archive:
         for member in members(archive, path):
-            if _name(member) in NAMES and member.isreg():
+            if _name(member) in NAMES | LISTS and member.isreg():
                 content: Any = archive.extractfile(member)
                 yield _name(member), content.read()
 

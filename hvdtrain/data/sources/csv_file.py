@@ -1,10 +1,13 @@
-"""Reads CSV files into columns of numbers, or of texts encoded as integers."""
+"""Reads CSV files, or lines of JSON objects, into columns of numbers, or of texts encoded as integers."""
 
 import csv
+import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +18,36 @@ MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 NO_TEXT = -1
 """Code of a missing text."""
 ROWS_AT_A_TIME = 65536
+JSON_LINES = (".jsonl", ".ndjson")
+"""Ends of the names of files that hold one JSON object in each line: {"COLUMN": value, …}."""
+
+
+@dataclass(frozen=True)
+class TextInMemory:
+    """A text that is read like a file.
+
+    Args:
+        text: its contents.
+        name: its name in messages.
+    """
+
+    text: str
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def suffix(self) -> str:
+        """What a file of such contents would end in."""
+        return JSON_LINES[0] if self.text.lstrip().startswith("{") else ".csv"
+
+    def open(self, encoding: str, newline: str) -> io.StringIO:
+        """Return the text as an open file."""
+        return io.StringIO(self.text, newline=newline)
+
+
+Readable = Path | TextInMemory
 
 
 @dataclass
@@ -39,7 +72,7 @@ class Table:
     """The rows of CSV files with the same columns, concatenated."""
 
     columns: dict[str, Column]
-    files: list[Path]
+    files: list[Readable]
     lines: list[np.ndarray]
     """For each file, [rows]: the line on which each row ends, from 1."""
 
@@ -65,8 +98,8 @@ class Table:
         return Table(columns, self.files + other.files, self.lines + other.lines)
 
 
-def header_of(path: Path, delimiter: str) -> list[str]:
-    """Return the names of the columns, in the first line.
+def header_of(path: Readable, delimiter: str) -> list[str]:
+    """Return the names of the columns, in the first line or the first object.
 
     Raises:
         DataError: the file cannot be read, is empty, or names a column twice.
@@ -81,11 +114,11 @@ def header_of(path: Path, delimiter: str) -> list[str]:
     return names
 
 
-def read_table(path: Path, wanted: Mapping[str, Column], delimiter: str) -> Table:
+def read_table(path: Readable, wanted: Mapping[str, Column], delimiter: str) -> Table:
     """Read the columns `wanted`.
 
     Args:
-        path: the file; its first line names the columns.
+        path: the file; its first line names the columns, or each line is a JSON object (.jsonl).
         wanted: columns by name, whose kind and text codes may be set already.
         delimiter: character between two values.
 
@@ -150,7 +183,7 @@ def is_number(text: str) -> bool:
     return True
 
 
-def _chunks(path: Path, delimiter: str, width: int) -> Iterator[list[tuple[int, list[str]]]]:
+def _chunks(path: Readable, delimiter: str, width: int) -> Iterator[list[tuple[int, list[str]]]]:
     """Yield lines and values of the rows below the header, in chunks."""
     rows = _rows(path, delimiter)
     next(rows, None)
@@ -161,8 +194,11 @@ def _chunks(path: Path, delimiter: str, width: int) -> Iterator[list[tuple[int, 
         yield part
 
 
-def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row that is not blank, and the line on which it ends."""
+def _rows(path: Readable, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the header and each row that is not blank, and the line on which it ends."""
+    if path.suffix.lower() in JSON_LINES:
+        yield from _json_rows(path)
+        return
     line = 0
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -175,3 +211,29 @@ def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"{path}, after line {line}: it is no CSV file in UTF-8, or damaged: {error}.") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _json_rows(path: Readable) -> Iterator[tuple[int, list[str]]]:
+    """Yield the keys of the first object as a header, then the values of each; a missing key is an empty text."""
+    names: list[str] | None = None
+    line = 0
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for line, text in enumerate(file, 1):
+                if not text.strip():
+                    continue
+                values = json.loads(text)
+                if not isinstance(values, dict):
+                    raise DataError(f"{path}, line {line}: it must be a JSON object. Received: {text.strip()[:80]!r}.")
+                if names is None:
+                    names = list(values)
+                    yield 0, names
+                yield line, [_json_text(values.get(name)) for name in names]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}, line {line}: it is no JSON, or damaged: {error}.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _json_text(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -7,10 +7,12 @@ import numpy as np
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.data.subset import hold_out
 
 VALIDATION_SAMPLES = 360
+WHITE = 16.0
 
 
 def load() -> DataSplits:
@@ -20,10 +22,17 @@ def load() -> DataSplits:
         DataError: scikit-learn is not installed.
     """
     rows = np.loadtxt(_file(), delimiter=",", dtype=np.float32)
-    images = (rows[:, :-1] / 16.0).reshape(-1, 8, 8, 1)
+    images = (rows[:, :-1] / WHITE).reshape(-1, 8, 8, 1)
     labels = rows[:, -1].astype(np.int32)
     train, validation = hold_out(ArraySource((images, labels), "digits"), VALIDATION_SAMPLES, labels)
-    return DataSplits(train=train, validation=validation, sample_shape=(8, 8, 1), classes=10)
+    return DataSplits(
+        train=train,
+        validation=validation,
+        sample_shape=(8, 8, 1),
+        classes=10,
+        preprocessing=Preprocessing(tuple("0123456789"), image=ImageInputs(8, 8, 1, white=WHITE)),
+        held_out=True,
+    )
 
 
 def _file() -> Path:

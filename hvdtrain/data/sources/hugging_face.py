@@ -55,14 +55,16 @@ def load(
     columns = list(splits[train_split].column_names)
     if not (inputs and target):
         raise ConfigError(f"hf needs --data-args inputs COLUMN target COLUMN. There are: {', '.join(columns)}.")
-    known = classes or getattr(splits[train_split].features.get(target), "num_classes", None)
+    label = splits[train_split].features.get(target)
+    known = classes or getattr(label, "num_classes", None)
 
     def source(split: str) -> RowSource:
         return source_of(
             splits[split], inputs=inputs.split(","), target=target, classes=known, name=f"{name or path} ({split})"
         )
 
-    return row_splits(source(train_split), source(chosen) if chosen else None, validation=validation, classes=known)
+    held, names = source(chosen) if chosen else None, getattr(label, "names", None)
+    return row_splits(source(train_split), held, validation=validation, classes=known, class_names=names)
 
 
 def source_of(

@@ -16,6 +16,7 @@ import numpy as np
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.files.locations import find_data
+from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.data.source import input_shape
 from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.held_out import array_parts, check_range
@@ -49,7 +50,16 @@ def load(*, path: str = "", prefix: str = "", validation: int = 0, classes: int 
     labels = [part[1] for part in (train, held_out) if part is not None]
     parts = array_parts(train, held_out, validation=validation, name=str(folder))
     known = classes or 1 + max(int(array.max()) for array in labels)
-    return DataSplits(parts[0], parts[1], input_shape(parts[0]), known, finish=to_unit)
+    shape = input_shape(parts[0])
+    return DataSplits(
+        parts[0],
+        parts[1],
+        shape,
+        known,
+        finish=to_unit,
+        preprocessing=Preprocessing(image=ImageInputs(*shape)),
+        held_out=held_out is None,
+    )
 
 
 def read_idx(file: Path, dims: int) -> np.ndarray:

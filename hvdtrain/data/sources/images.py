@@ -10,10 +10,14 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.blobs import Blobs
 from hvdtrain.data.files.class_folders import Found, scan
 from hvdtrain.data.files.locations import find_data
+from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, listed_numbers
 from hvdtrain.data.source import Source
-from hvdtrain.data.sources.decoding import all_decoded, to_unit
+from hvdtrain.data.sources.decoding import all_decoded, finish_of
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.data.subset import Subset, hold_out
+
+HELD = ("validation", "test")
+"""Splits to validate on, in the order of preference."""
 
 
 class ImageSource:
@@ -26,6 +30,7 @@ class ImageSource:
         size: height and width to resize the centre square of every image to; 0: no resizing, all must have the
             size of the first.
         channels: 1 for grey, 3 for colour.
+        shape: height, width and channels to resize the centre of every image to, in place of `size`.
 
     Raises:
         DataError: the first image cannot be decoded.
@@ -34,7 +39,16 @@ class ImageSource:
     finite = True
     heavy = True
 
-    def __init__(self, blobs: Blobs, labels: np.ndarray, name: str, *, size: int = 0, channels: int = 3) -> None:
+    def __init__(
+        self,
+        blobs: Blobs,
+        labels: np.ndarray,
+        name: str,
+        *,
+        size: int = 0,
+        channels: int = 3,
+        shape: tuple[int, int, int] | None = None,
+    ) -> None:
         self.name = name
         self.size = len(blobs)
         self.file_of = blobs.file_of
@@ -42,13 +56,14 @@ class ImageSource:
         self._labels = np.asarray(labels, np.int32)
         self._resize = size
         self._channels = channels
-        shape = (size, size, channels) if size else self._first_shape()
+        self._as_they_are = shape is None and not size
+        shape = shape or ((size, size, channels) if size else self._first_shape())
         self.spec = (tf.TensorSpec(shape, tf.uint8), tf.TensorSpec([], tf.int32))
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         """See `Source`."""
         encoded = self._blobs.tensor(numbers)
-        images = all_decoded(encoded, self.spec[0], resize=self._resize, name="the image")
+        images = all_decoded(encoded, self.spec[0], resize=not self._as_they_are, name="the image")
         return images, tf.gather(self._labels, numbers)
 
     def describe(self, number: int) -> str:
@@ -75,7 +90,15 @@ class ImageSource:
             raise DataError(f"{self.describe(0)}: the image cannot be decoded ({error.message.strip()}).") from None
 
 
-def load(*, path: str = "", validation: int = 0, image_size: int = 0, channels: int = 3) -> DataSplits:
+def load(
+    *,
+    path: str = "",
+    validation: int = 0,
+    image_size: int = 0,
+    channels: int = 3,
+    mean: str | float | None = None,
+    std: str | float | None = None,
+) -> DataSplits:
     """Load images [height, width, channels] in [0, 1] and the indices of their class folders.
 
     Args:
@@ -84,6 +107,8 @@ def load(*, path: str = "", validation: int = 0, image_size: int = 0, channels: 
         validation: images to hold out if there is no validation folder; 0: one in ten.
         image_size: height and width to resize all to; 0 if they have one size.
         channels: 1 for grey, 3 for colour.
+        mean: subtracted from the values in [0, 1]: a number, or one for each channel, separated by commas.
+        std: what they are divided by, after that; likewise.
 
     Raises:
         DataError: `path` does not exist, or cannot be used.
@@ -96,12 +121,30 @@ def load(*, path: str = "", validation: int = 0, image_size: int = 0, channels: 
     found = scan(find_data(path))
     source = ImageSource(found.blobs, found.labels, str(found.path), size=image_size, channels=channels)
     train, held = split(source, found, validation)
-    return DataSplits(train, held, tuple(source.spec[0].shape), len(found.classes), finish=to_unit)
+    shape = tuple(source.spec[0].shape)
+    means, stds = listed_numbers("mean", mean, channels), listed_numbers("std", std, channels)
+    if 0 in stds:
+        raise ConfigError(f"--data-args std divides the pixels: it must not be 0. Received: {std!r}.")
+    image = ImageInputs(shape[0], shape[1], shape[2], mean=means, std=stds)
+    return DataSplits(
+        train,
+        held,
+        shape,
+        len(found.classes),
+        finish=finish_of(image),
+        preprocessing=Preprocessing(tuple(found.classes), image=image),
+        held_out=has_no_validation(found),
+    )
+
+
+def has_no_validation(found: Found) -> bool:
+    """Whether there is no folder of validation images."""
+    return not np.isin(found.splits, HELD).any()
 
 
 def split(source: Source, found: Found, validation: int) -> tuple[Subset, Subset]:
     """Return training and validation samples: by their folders, or with `validation` held out, stratified by class."""
-    for held in ("validation", "test"):
+    for held in HELD:
         if (found.splits == held).any():
             if validation:
                 raise ConfigError(f"{found.path} has images for {held}: leave out --data-args validation.")

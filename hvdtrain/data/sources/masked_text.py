@@ -15,7 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.data.sources.text import gather_windows, read_tokens, windows_in
+from hvdtrain.data.preprocessing import Preprocessing
+from hvdtrain.data.sources.text import TokenizedText, gather_windows, read_tokens, same_windows, windows_in
+from hvdtrain.data.sources.tokenizers import described
 from hvdtrain.data.splits import DataSplits
 
 IGNORED = -1
@@ -52,18 +54,51 @@ def load(
         ConfigError: arguments out of range, or a missing package.
         DataError: no text, or one that is too short.
     """
+    _check(chosen, copies)
+    return _splits(read_tokens(path, tokenizer, length, validation, vocabulary), tokenizer, length, chosen, copies)
+
+
+def load_like(
+    trained: Preprocessing,
+    classes: int | None,
+    *,
+    path: str = "",
+    tokenizer: str = "",
+    length: int = 0,
+    validation: float = 0.1,
+    vocabulary: int = 0,
+    chosen: float = 0.15,
+    copies: int = 10,
+) -> DataSplits:
+    """Load another text for the model of a run; see `hvdtrain.data.sources.text.load_like`.
+
+    Raises:
+        ConfigError: another tokenizer or length, or arguments out of range.
+        DataError: no text, or one with characters that the run's has not.
+    """
+    _check(chosen, copies)
+    known = same_windows(trained, tokenizer, length)
+    text = read_tokens(path, known.tokenizer, known.length, validation, vocabulary, known)
+    return _splits(text, known.tokenizer, known.length, chosen, copies)
+
+
+def _check(chosen: float, copies: int) -> None:
     if not 0 < chosen <= 1 or copies < 1:
         raise ConfigError(
             "masked_text needs a share of chosen places in (0, 1] and at least one copy. "
             f"Received: chosen={chosen}, copies={copies}."
         )
-    text = read_tokens(path, tokenizer, length, validation, vocabulary)
+
+
+def _splits(text: TokenizedText, tokenizer: str, length: int, chosen: float, copies: int) -> DataSplits:
     size, positions = text.tokenizer.size, max(1, round(chosen * length))
     return DataSplits(
         train=MaskedSource(text.train, length, size, positions, f"{text.name} (training)", copies=copies),
         validation=MaskedSource(text.validation, length, size, positions, f"{text.name} (validation)"),
         sample_shape=(length,),
         classes=size + 1,
+        preprocessing=Preprocessing(text=described(tokenizer, text.tokenizer, length, masked=True)),
+        held_out=True,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.files.locations import find_data
+from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.data.source import input_shape
 from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.held_out import array_parts, check_range, is_labels
@@ -57,8 +58,16 @@ def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits
         if classes and elements is not None:
             _check_labels(place, elements[1], classes)
     parts = array_parts(train, held_out, validation=validation, name=str(place))
-    finish = to_unit if _are_pixels(train[0]) else None
-    return DataSplits(parts[0], parts[1], input_shape(parts[0]), classes or classes_of(list(parts)), finish=finish)
+    shape, pixels = input_shape(parts[0]), _are_pixels(train[0])
+    return DataSplits(
+        parts[0],
+        parts[1],
+        shape,
+        classes or classes_of(list(parts)),
+        finish=to_unit if pixels else None,
+        preprocessing=Preprocessing(image=ImageInputs(*shape) if pixels else None),
+        held_out=held_out is None,
+    )
 
 
 def _read(place: Path) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
+from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.data.source import Source, input_shape
 from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.held_out import check_range
@@ -138,7 +139,14 @@ def split_for_validation(splits: Collection[str]) -> str:
     return next((name for name in ("validation", "test") if name in splits), "")
 
 
-def row_splits(train: RowSource, held: RowSource | None, *, validation: int, classes: int | None) -> DataSplits:
+def row_splits(
+    train: RowSource,
+    held: RowSource | None,
+    *,
+    validation: int,
+    classes: int | None,
+    class_names: Sequence[str] | None = None,
+) -> DataSplits:
     """Return training and validation samples of rows.
 
     Args:
@@ -146,6 +154,7 @@ def row_splits(train: RowSource, held: RowSource | None, *, validation: int, cla
         held: the validation rows; None if there are none.
         validation: rows to hold out if there are none; 0: one in ten.
         classes: number of classes, if the target is a label.
+        class_names: their names, if the data set has any.
 
     Raises:
         ConfigError: both `validation` and `held`.
@@ -158,4 +167,14 @@ def row_splits(train: RowSource, held: RowSource | None, *, validation: int, cla
     parts: tuple[Source, Source] = (train, held) if held else hold_out(train, validation)
     inputs = train.spec[0]
     pixels = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8 and inputs.shape.rank == 3
-    return DataSplits(parts[0], parts[1], input_shape(train), classes, finish=to_unit if pixels else None)
+    names = tuple(class_names) if class_names is not None and len(class_names) == classes else None
+    shape = input_shape(train)
+    return DataSplits(
+        parts[0],
+        parts[1],
+        shape,
+        classes,
+        finish=to_unit if pixels else None,
+        preprocessing=Preprocessing(names, image=ImageInputs(*shape) if pixels else None),
+        held_out=held is None,
+    )

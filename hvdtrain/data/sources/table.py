@@ -21,9 +21,11 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.files.locations import find_data
+from hvdtrain.data.preprocessing import Preprocessing
 from hvdtrain.data.source import input_shape
 from hvdtrain.data.sources.csv_file import Column, Table, header_of, read_table
 from hvdtrain.data.sources.held_out import check_range, held_out_numbers
+from hvdtrain.data.sources.table_inputs import check_present, encoded, learned
 from hvdtrain.data.splits import DataSplits
 
 FORMS = ("auto", "dict", "array")
@@ -78,18 +80,104 @@ def load(
     if validation_path:
         # Column kinds and text codes come from the training file.
         table = table.followed_by(read_table(find_data(validation_path), table.columns, between))
-    _check_missing(table, target, missing)
-    targets, known = _targets(table, target, task, classes)
+    check_present(table, (*names, target), missing, never=target)
+    targets, known, texts_of_labels = _targets(table, target, task, classes)
     if validation_path:
         parts = np.arange(own_rows), np.arange(own_rows, table.rows)
     else:
         parts = held_out_numbers(table.rows, validation, None if known is None else targets, str(file))
-    nest = _inputs([table.columns[name] for name in names], parts[0], inputs, missing, vocabulary)
+    description = learned(
+        [table.columns[name] for name in names], parts[0], inputs, missing, vocabulary, target, between
+    )
+    nest = encoded(table.columns, description)
+    preprocessing = Preprocessing(texts_of_labels, table=description)
+    return _split(file, nest, targets, parts, known, preprocessing, bool(validation_path))
+
+
+def _split(
+    file: Path,
+    nest: Any,
+    targets: np.ndarray,
+    parts: tuple[np.ndarray, np.ndarray],
+    classes: int | None,
+    preprocessing: Preprocessing,
+    has_validation: bool,
+) -> DataSplits:
     train, held = (
         ArraySource(_rows((nest, targets), rows), f"{file} ({what})")
         for rows, what in zip(parts, ("training", "validation"), strict=True)
     )
-    return DataSplits(train, held, input_shape(train), known)
+    return DataSplits(
+        train, held, input_shape(train), classes, preprocessing=preprocessing, held_out=not has_validation
+    )
+
+
+def load_like(
+    trained: Preprocessing,
+    classes: int | None,
+    *,
+    path: str = "",
+    target: str = "",
+    delimiter: str = "",
+    validation: int = 0,
+    validation_path: str = "",
+    **_: Any,
+) -> DataSplits:
+    """Load other rows for the model of a run: with its columns, vocabularies, labels and value of missing numbers.
+
+    Args:
+        trained: what the run was trained with.
+        classes: its number of classes; None: the target is a number to regress.
+        path: as in `load`; so are the arguments below, of which those that the run has settled do nothing.
+        target: the run's, or "".
+        delimiter: as in `load`; "": the run's.
+        validation: as in `load`.
+        validation_path: as in `load`.
+
+    Raises:
+        ConfigError: another target.
+        DataError: a file lacks a column, or has a label that the run does not know.
+    """
+    inputs = trained.table
+    assert inputs is not None, "asked by the caller"
+    if target not in ("", inputs.target):
+        raise ConfigError(f"The run's target is {inputs.target!r}. Received: target={target!r}. Leave it out.")
+    between = _delimiter(delimiter or inputs.delimiter)
+    files = [find_data(place) for place in (path, validation_path) if place]
+    numeric = trained.class_names is None
+    kinds = {column.name: column.vocabulary is None for column in inputs.columns} | {inputs.target: numeric}
+    wanted = {name: Column(name, kind) for name, kind in kinds.items()}
+    tables = [read_table(file, wanted, between) for file in files]
+    table = tables[0] if len(tables) == 1 else tables[0].followed_by(tables[1])
+    check_present(table, wanted, inputs.missing, never=inputs.target)
+    targets = _known_targets(table, inputs.target, classes, trained.class_names)
+    parts = (
+        (np.arange(tables[0].rows), np.arange(tables[0].rows, table.rows))
+        if validation_path
+        else held_out_numbers(table.rows, validation, None if classes is None else targets, str(files[0]))
+    )
+    return _split(files[0], encoded(table.columns, inputs), targets, parts, classes, trained, bool(validation_path))
+
+
+def _known_targets(table: Table, target: str, classes: int | None, names: tuple[str, ...] | None) -> np.ndarray:
+    """Return labels [rows] int32 of the classes of a run, or numbers [rows, 1] float32."""
+    column = table.columns[target]
+    if classes is None:
+        return column.values[:, np.newaxis].astype(np.float32)
+    labels = column.values
+    if names is not None:
+        number = {name: place for place, name in enumerate(names)}
+        codes = np.array([number.get(text, -1) for text in column.texts])
+        strange = np.flatnonzero(codes[column.values] < 0)
+        if len(strange):
+            text = list(column.texts)[int(column.values[strange[0]])]
+            raise DataError(
+                f"{table.describe(int(strange[0]))}: the run was not trained on the label {text!r}. It knows: "
+                f"{', '.join(names[:20])}."
+            )
+        labels = codes[column.values]
+    check_range(labels.astype(np.int64), classes, table.describe)
+    return labels.astype(np.int32)
 
 
 def _chosen(
@@ -111,27 +199,23 @@ def _chosen(
     return chosen, texts
 
 
-def _check_missing(table: Table, target: str, missing: float | None) -> None:
-    for name, column in table.columns.items():
-        places = column.missing()
-        if len(places) and (missing is None or name == target):
-            fix = "" if name == target else " --data-args missing 0 would make it 0."
-            raise DataError(f"{table.describe(int(places[0]))}: the column {name!r} has no value.{fix}")
-
-
-def _targets(table: Table, target: str, task: str, classes: int) -> tuple[np.ndarray, int | None]:
-    """Return labels [rows] int32 and the number of classes, or numbers [rows, 1] float32 and None."""
+def _targets(
+    table: Table, target: str, task: str, classes: int
+) -> tuple[np.ndarray, int | None, tuple[str, ...] | None]:
+    """Return labels [rows] int32, the number of classes and their texts, or numbers [rows, 1] float32 and None."""
+    texts: tuple[str, ...] | None = None
     column = table.columns[target]
     if not column.numeric:
         if task == "regression":
             raise ConfigError(f"The target {target!r} of {table.files[0]} is no number: it cannot be regressed.")
-        labels, found = _sorted_labels(table, column)
+        labels, texts = _sorted_labels(table, column)
+        found = len(texts)
     else:
         fractions = np.flatnonzero(column.values % 1 != 0)
         if task == "regression" or (task == "auto" and len(fractions)):
             if classes:
                 raise ConfigError(f"The target {target!r} of {table.files[0]} is no label: leave out classes.")
-            return column.values[:, np.newaxis].astype(np.float32), None
+            return column.values[:, np.newaxis].astype(np.float32), None, None
         if len(fractions):
             row = int(fractions[0])
             raise DataError(f"{table.describe(row)}: the label {column.values[row]:g} is no whole number.")
@@ -139,10 +223,10 @@ def _targets(table: Table, target: str, task: str, classes: int) -> tuple[np.nda
         found = int(labels.max()) + 1
     known = classes or found
     check_range(labels.astype(np.int64), max(known, 1), table.describe)
-    return labels.astype(np.int32), known
+    return labels.astype(np.int32), known, texts if texts is not None and len(texts) == known else None
 
 
-def _sorted_labels(table: Table, column: Column) -> tuple[np.ndarray, int]:
+def _sorted_labels(table: Table, column: Column) -> tuple[np.ndarray, tuple[str, ...]]:
     """Encode label texts in sorted order; refuse a text that only the validation file has."""
     first = column.values[: len(table.lines[0])]
     own = [text for text, number in column.texts.items() if number <= first.max()]
@@ -151,34 +235,7 @@ def _sorted_labels(table: Table, column: Column) -> tuple[np.ndarray, int]:
         text = list(column.texts)[int(column.values[strange[0]])]
         raise DataError(f"{table.describe(int(strange[0]))}: the label {text!r} is not in {table.files[0]}.")
     places = {text: place for place, text in enumerate(sorted(own))}
-    return np.array([places[text] for text in own])[column.values], len(own)
-
-
-def _inputs(columns: Sequence[Column], train: np.ndarray, form: str, missing: float | None, vocabulary: int) -> Any:
-    """Return the arrays of the input columns over all rows, with vocabularies from the rows `train`."""
-    filled = np.nan if missing is None else missing
-    numbers = [np.where(np.isnan(c.values), filled, c.values) for c in columns if c.numeric]
-    texts = [_categories(c.values, train, vocabulary) for c in columns if not c.numeric]
-    if form == "array" and numbers and texts:
-        raise ConfigError("inputs array takes columns of one kind: name them with columns, or take inputs dict.")
-    blocks = {}
-    if numbers:
-        blocks["numeric"] = np.stack(numbers, axis=1).astype(np.float32)
-    if texts:
-        blocks["categorical"] = np.stack(texts, axis=1)
-    return blocks if form == "dict" or len(blocks) == 2 else next(iter(blocks.values()))
-
-
-def _categories(values: np.ndarray, train: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Return int32 ids [rows]: from 1 on for values in the rows `train`, 0 for others."""
-    found, counts = np.unique(values[train], return_counts=True)
-    found, counts = found[found >= 0], counts[found >= 0]
-    if vocabulary:
-        # Ties are broken by first appearance, which is the order of the codes.
-        found = np.sort(found[np.argsort(-counts, kind="stable")][: max(vocabulary - 1, 0)])
-    ids = np.zeros(values.max(initial=0) + 2, np.int32)  # the last place is that of a missing text, -1
-    ids[found] = np.arange(1, len(found) + 1)
-    return ids[values]
+    return np.array([places[text] for text in own])[column.values], tuple(sorted(own))
 
 
 def _rows(nest: Any, rows: np.ndarray) -> Any:

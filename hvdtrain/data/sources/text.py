@@ -14,8 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.preprocessing import Preprocessing, TextInputs
 from hvdtrain.data.sources.corpus import read_corpus
-from hvdtrain.data.sources.tokenizers import Tokenizer, make_tokenizer
+from hvdtrain.data.sources.tokenizers import Tokenizer, described, make_tokenizer, tokenizer_of
 from hvdtrain.data.splits import DataSplits
 
 
@@ -36,12 +37,68 @@ def load(
         ConfigError: arguments out of range, or a missing package.
         DataError: no text, or one that is too short.
     """
-    text = read_tokens(path, tokenizer, length, validation, vocabulary)
+    return _splits(read_tokens(path, tokenizer, length, validation, vocabulary), tokenizer, length)
+
+
+def load_like(
+    trained: Preprocessing,
+    classes: int | None,
+    *,
+    path: str = "",
+    tokenizer: str = "",
+    length: int = 0,
+    validation: float = 0.1,
+    vocabulary: int = 0,
+) -> DataSplits:
+    """Load another text for the model of a run: with its tokenizer, in windows of its length.
+
+    Args:
+        trained: what the run was trained with.
+        classes: its number of tokens.
+        path: as in `load`.
+        tokenizer: the run's, or "".
+        length: the run's, or 0.
+        validation: as in `load`.
+        vocabulary: without effect, as the vocabulary is the run's.
+
+    Raises:
+        ConfigError: another tokenizer or length.
+        DataError: no text, or one with characters that the run's has not.
+    """
+    known = same_windows(trained, tokenizer, length)
+    text = read_tokens(path, known.tokenizer, known.length, validation, vocabulary, known)
+    return _splits(text, known.tokenizer, known.length)
+
+
+def same_windows(trained: Preprocessing, tokenizer: str, length: int) -> TextInputs:
+    """Return the windows that a run was trained on.
+
+    Args:
+        trained: what the run was trained with.
+        tokenizer: the run's, or "".
+        length: the run's, or 0.
+
+    Raises:
+        ConfigError: another tokenizer or length.
+    """
+    known = trained.text
+    assert known is not None, "asked by the caller"
+    if tokenizer not in ("", known.tokenizer) or length not in (0, known.length):
+        raise ConfigError(
+            f"The run was trained on windows of {known.length} tokens by the tokenizer {known.tokenizer}: other text "
+            f"is read likewise. Received: tokenizer={tokenizer!r}, length={length}. Leave them out."
+        )
+    return known
+
+
+def _splits(text: "TokenizedText", tokenizer: str, length: int) -> DataSplits:
     return DataSplits(
         train=TokenSource(text.train, length, f"{text.name} (training)"),
         validation=TokenSource(text.validation, length, f"{text.name} (validation)"),
         sample_shape=(length,),
         classes=text.tokenizer.size,
+        preprocessing=Preprocessing(text=described(tokenizer, text.tokenizer, length)),
+        held_out=True,
     )
 
 
@@ -93,8 +150,10 @@ class TokenizedText:
     tokenizer: Tokenizer
 
 
-def read_tokens(path: str, tokenizer: str, length: int, validation: float, vocabulary: int) -> TokenizedText:
-    """Read and tokenize a text; the arguments are those of `load`.
+def read_tokens(
+    path: str, tokenizer: str, length: int, validation: float, vocabulary: int, known: TextInputs | None = None
+) -> TokenizedText:
+    """Read and tokenize a text; the arguments are those of `load`, and `known` describes the tokenizer of a run.
 
     Raises:
         ConfigError: arguments that cannot work, or a missing package.
@@ -104,7 +163,11 @@ def read_tokens(path: str, tokenizer: str, length: int, validation: float, vocab
         raise ConfigError(f"--data-args length must be at least 1. Received: {length}.")
     corpus = read_corpus(path, validation, utf8=tokenizer != "bytes")
     whole = corpus.train + corpus.validation
-    made = make_tokenizer(tokenizer, train=corpus.train, whole=whole, vocabulary=vocabulary)
+    made = (
+        make_tokenizer(tokenizer, train=corpus.train, whole=whole, vocabulary=vocabulary)
+        if known is None
+        else tokenizer_of(known)
+    )
     return TokenizedText(corpus.name, made.encode(corpus.train), made.encode(corpus.validation), made)
 
 

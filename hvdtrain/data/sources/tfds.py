@@ -68,7 +68,8 @@ def load(
         )
 
     held = source(_rows(package, name, folder, chosen), chosen) if chosen else None
-    return row_splits(source(train, train_split), held, validation=validation, classes=known)
+    names = getattr(info.features[columns[-1]], "names", None) if columns[-1] in info.features else None
+    return row_splits(source(train, train_split), held, validation=validation, classes=known, class_names=names)
 
 
 def _rows(package: Any, name: str, folder: str | None, split: str) -> Any:

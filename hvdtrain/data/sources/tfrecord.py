@@ -12,6 +12,7 @@ from hvdtrain.data.files.features import FILE_NAME, Description, read_descriptio
 from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.files.packed_folder import is_packed, read_packed, refuse_changed
 from hvdtrain.data.files.tfrecord_index import Records, record_files, records_of
+from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.data.source import Source, input_shape
 from hvdtrain.data.sources.decoding import to_unit
 from hvdtrain.data.sources.tfrecord_source import TFRecordSource, held
@@ -51,7 +52,25 @@ def load(
 
     train, held = _split(source, parts, validation)
     finish = to_unit if any(spec.dtype == tf.uint8 for spec in tf.nest.flatten(train.spec[0])) else None
-    return DataSplits(train, held, input_shape(train), description.classes, finish=finish)
+    inputs, names = train.spec[0], description.class_names or _packed_names(path, description.classes)
+    pixels = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8 and inputs.shape.rank == 3
+    return DataSplits(
+        train,
+        held,
+        input_shape(train),
+        description.classes,
+        finish=finish,
+        preprocessing=Preprocessing(names, image=ImageInputs(*inputs.shape) if pixels else None),
+        held_out=_held(parts) is None,
+    )
+
+
+def _packed_names(path: str, classes: int | None) -> tuple[str, ...] | None:
+    """Return the class names of a folder that `data pack` made; None for other files."""
+    if _is_pattern(path) or not is_packed(find_data(path)):
+        return None
+    names = tuple(read_packed(find_data(path)).classes)
+    return names if len(names) == classes else None
 
 
 def _split(
@@ -74,7 +93,7 @@ def _held(parts: Collection[str]) -> str | None:
 
 def _parts(path: str) -> dict[str, Records]:
     """Return the records by split; `train` is never empty."""
-    if not re.search(r"[*?\[]", path) and is_packed(find_data(path)):
+    if not _is_pattern(path) and is_packed(find_data(path)):
         packed = read_packed(find_data(path))
         refuse_changed(packed)
         return {split: packed.records(split) for split in packed.splits}
@@ -83,6 +102,10 @@ def _parts(path: str) -> dict[str, Records]:
     for file in files:
         parts.setdefault(_split_of(file), []).append(file)
     return {name: records_of(mine) for name, mine in (parts if "train" in parts else {"train": files}).items()}
+
+
+def _is_pattern(path: str) -> bool:
+    return re.search(r"[*?\[]", path) is not None
 
 
 def _split_of(file: Path) -> str:

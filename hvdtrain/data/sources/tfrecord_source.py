@@ -134,7 +134,7 @@ class TFRecordSource:
         """Decode the feature `key` of records [n, …] into tensors of its spec."""
         feature, spec = self._used[key], self._specs[key]
         if feature.kind == "image":
-            return all_decoded(entries, spec, resize=self._resize, name=f"the image {key!r}")
+            return all_decoded(entries, spec, resize=bool(self._resize), name=f"the image {key!r}")
         if feature.kind == "bytes":
             return _raw(key, entries, spec)
         return tf.cast(entries, spec.dtype)

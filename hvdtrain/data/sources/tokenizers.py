@@ -12,6 +12,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.data.files.locations import cache_folder
 from hvdtrain.data.files.unpacked import made_once
+from hvdtrain.data.preprocessing import TextInputs
 from hvdtrain.data.sources.extras import optional_package
 
 NAMES = ("bytes", "chars", "sentencepiece")
@@ -60,6 +61,11 @@ class CharTokenizer:
         self._alphabet = np.unique(_code_points(text))
 
     @property
+    def alphabet(self) -> str:
+        """All characters, in the order of their tokens."""
+        return self.decode(range(self.size))
+
+    @property
     def size(self) -> int:
         """See `Tokenizer`."""
         return len(self._alphabet)
@@ -90,6 +96,7 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, model: Path) -> None:
+        self.model = model
         self._processor = _package().SentencePieceProcessor(model_file=str(model))
         self._newline = self._processor.piece_to_id("<0x0A>")
 
@@ -134,6 +141,29 @@ def make_tokenizer(name: str, *, train: bytes, whole: bytes, vocabulary: int = 0
             "tokenizer sentencepiece."
         )
     return ByteTokenizer() if name == "bytes" else CharTokenizer(whole)
+
+
+def described(name: str, tokenizer: Tokenizer, length: int, *, masked: bool = False) -> TextInputs:
+    """Return the description of windows of `length` tokens that the tokenizer `name` makes."""
+    alphabet = tokenizer.alphabet if isinstance(tokenizer, CharTokenizer) else ""
+    model = str(tokenizer.model) if isinstance(tokenizer, SentencePieceTokenizer) else ""
+    return TextInputs(name, length, masked, alphabet, model)
+
+
+def tokenizer_of(text: TextInputs) -> Tokenizer:
+    """Return the tokenizer that `text` describes.
+
+    Raises:
+        ConfigError: a missing package.
+        DataError: its file is missing.
+    """
+    if text.tokenizer == "bytes":
+        return ByteTokenizer()
+    if text.tokenizer == "chars":
+        return CharTokenizer(text.alphabet.encode())
+    if not Path(text.model).is_file():
+        raise DataError(f"The tokenizer's file {text.model} is missing: text cannot be encoded without it.")
+    return SentencePieceTokenizer(Path(text.model))
 
 
 def smallest_type(size: int) -> type[np.integer[Any]]:

@@ -1,5 +1,6 @@
 """A user's own data, returned by a function named MODULE:FUNCTION."""
 
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -7,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.errors import DataError
+from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.user_code import arguments_for, load_function
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.sources.batches_in_memory import gives_batches, in_memory
@@ -23,16 +24,31 @@ def user_splits(config: DataConfig, seed: int) -> DataSplits:
     It returns `(train, validation)`, each `(inputs, targets)` or `(inputs, targets, sample_weight)` of arrays or nests
     of arrays, or a tf.data.Dataset, PyDataset or generator of such tuples, which is read once; or it returns a
     `DataSplits`. It is called on every rank with `config.data_args`, and with `seed` if it has a parameter of that
-    name. Python's, NumPy's and TensorFlow's generators are seeded, so that they draw the same on all ranks.
+    name. Python's, NumPy's and TensorFlow's generators are seeded, so that they draw the same on all ranks. Its
+    attribute `classes`, if any, holds the names of the labels 0, 1, ….
 
     Raises:
-        ConfigError: no such function, or one that does not accept the arguments.
+        ConfigError: no such function, one that does not accept the arguments, or another number of names than labels.
         DataError: it returns something else, or data that cannot be used.
     """
     function = load_function(OPTION, config.data)
     arguments = arguments_for(OPTION, config.data, function, {"seed": seed}, config.data_args)
     keras.utils.set_random_seed(seed)
-    return splits_of(function(**arguments), config.data)
+    splits = splits_of(function(**arguments), config.data)
+    names = getattr(function, "__dict__", {}).get("classes")
+    return splits if names is None else _with_names(splits, names, config.data)
+
+
+def _with_names(splits: DataSplits, names: Any, name: str) -> DataSplits:
+    """Name the labels of `splits`; there may be more names than labels that occur."""
+    texts = tuple(names) if isinstance(names, tuple | list) else ()
+    fits = splits.classes is not None and len(texts) >= splits.classes
+    if not fits or not all(isinstance(text, str) for text in texts) or len(set(texts)) < len(texts):
+        raise ConfigError(
+            f"{OPTION} {name}: its attribute classes must be a list of different names, one for each of the "
+            f"{splits.classes or 'integer'} labels. Received: {names!r}."
+        )
+    return replace(splits, classes=len(texts), preprocessing=replace(splits.preprocessing, class_names=texts))
 
 
 def splits_of(returned: Any, name: str) -> DataSplits:
