@@ -82,6 +82,13 @@ def shows_help(parser: argparse.ArgumentParser, argv: list[str]) -> bool:
     return asked
 
 
+def positive(text: str) -> int:
+    """Return an argument that is a whole number from 1 on, for `argparse`."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1. Received: {text!r}.")
+    return int(text)
+
+
 @contextlib.contextmanager
 def parse_errors_as_user_errors() -> Iterator[None]:
     """Convert the error that a command-line parser prints on exit to a UserError."""

@@ -16,6 +16,8 @@ from hvdtrain.config.files import apply_values, digest, read_values
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, with_arguments_of, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes.registry import DEFAULT, recipe
+from hvdtrain.runs.folder import RunFolder
+from hvdtrain.runs.places import check_located, given_here, located, start_folder
 from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
@@ -46,6 +48,8 @@ class Request:
 
     config: Config
     files: Files
+    start: Path | None = None
+    """Folder in which relative paths of the configuration begin; None: the working folder."""
 
 
 def main(argv: list[str]) -> int:
@@ -65,7 +69,8 @@ def parse(argv: list[str]) -> Request:
     refuse_unknown(flags, known_options())
     with parse_errors_as_user_errors():
         files, rest = tyro.cli(Files, args=flags, return_unknown_args=True, add_help=False)
-    base = _base(name, files)
+    start = _start(files)
+    base = located(_base(name, files), start)
     with parse_errors_as_user_errors():
         config = _parse_config(base, rest)
     if files.resume is not None:
@@ -73,7 +78,16 @@ def parse(argv: list[str]) -> Request:
         merged = {**base.data.data_args, **config.data.data_args}
         config = replace(config, data=replace(config.data, data_args=merged))
         _check_resume(base, config, files)
-    return Request(config, files)
+    if start is not None:
+        config = check_located(given_here(base, config), start)
+    return Request(config, files, start)
+
+
+def _start(files: Files) -> Path | None:
+    """Return the folder in which the run was started whose configuration is taken over."""
+    if files.resume is not None:
+        return start_folder(RunFolder(files.resume))
+    return None if files.config_file is None else start_folder(RunFolder(files.config_file.parent))
 
 
 def known_options() -> dict[str, Option]:
@@ -177,7 +191,7 @@ def _train(session: Session, request: Request) -> None:
 
     timeout = request.config.runtime.start_timeout
     path = Path(on_first(session.control, choose_folder, timeout=timeout).decode())
-    train(session, request.config, path, resume=request.files.resume is not None)
+    train(session, request.config, path, resume=request.files.resume is not None, start=request.start)
 
 
 def _help(argv: list[str]) -> int:

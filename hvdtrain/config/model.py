@@ -1,10 +1,13 @@
 """Options of the model."""
 
 from dataclasses import field
+from typing import Literal
 
 from hvdtrain.config.section import section
 
 Scalar = bool | int | float | str
+OutputKind = Literal["logits", "probabilities", "binary_logits", "binary_probabilities", "values"]
+"""What a model returns: logits or probabilities of the classes, those of the label 1, or values."""
 
 
 @section

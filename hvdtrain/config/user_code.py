@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.errors import ConfigError
@@ -85,6 +86,12 @@ def arguments_for(
     return arguments
 
 
+def import_from(folder: Path) -> None:
+    """Search modules in `folder` first."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def _import(option: str, module_name: str) -> Any:
     """Import a module as `python -m` would from here."""
     folder = os.getcwd()
@@ -97,9 +104,15 @@ def _import(option: str, module_name: str) -> Any:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"{option} {module_name}:…: there is no module {error.name!r}. Modules are searched from the working "
-            f"folder, {folder}, and in the environment.{_neighbour(error.name, folder)}"
+            f"{option} {module_name}:…: there is no module {error.name!r}. Modules are searched {_first(folder)}from "
+            f"the working folder, {folder}, and in the environment.{_neighbour(error.name, folder)}"
         ) from None
+
+
+def _first(folder: str) -> str:
+    """Name the folder that is searched before the working folder, if there is one."""
+    first = sys.path[0] if sys.path else ""
+    return f"from {first}, " if first not in ("", folder) and os.path.isdir(first) else ""
 
 
 def _neighbour(module_name: str, folder: str) -> str:

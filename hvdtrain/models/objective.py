@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.model import OutputKind
 from hvdtrain.config.registry import suggestion
 from hvdtrain.config.user_code import is_user_code, load_attribute
 
@@ -75,6 +76,56 @@ def check_probabilities(model: keras.Model, loss: Any) -> None:
             'give it activation="softmax" (or "sigmoid"), or the loss from_logits=True: --loss MODULE:ATTRIBUTE takes '
             "a loss object of your own."
         )
+
+
+def output_kind(model: keras.Model, loss: Any, classes: int | None) -> OutputKind:
+    """Return what the outputs of `model` are, by its loss, or by its last activation if the loss does not say.
+
+    Args:
+        model: a built model.
+        loss: its loss; a dict or list of several makes `values`.
+        classes: number of classes; None if the targets are no labels.
+    """
+    loss = _resolved(loss)
+    kind = type(loss) if isinstance(loss, keras.losses.Loss) else _function(loss)
+    name = _snake(getattr(kind, "__name__", ""))
+    logits, activation = _from_logits(loss), _last_activation(model)
+    if name.startswith("binary"):
+        return "binary_logits" if logits else "binary_probabilities"
+    if logits is None:
+        logits = activation is keras.activations.linear
+    if classes is None or isinstance(loss, dict | list | tuple) or _last_dim(model) not in (None, classes):
+        return "values"
+    if "crossentropy" in name or "kl_divergence" in name or activation is keras.activations.softmax:
+        return "logits" if logits else "probabilities"
+    if str(getattr(kind, "__module__", "")).startswith("keras."):
+        return "values"
+    return "logits" if logits else "probabilities"
+
+
+def _from_logits(loss: Any) -> bool | None:
+    """Return whether a loss takes logits; None if it does not say."""
+    stated = loss.keywords.get("from_logits") if isinstance(loss, functools.partial) else None
+    stated = _config_of(_function(loss)).get("from_logits") if stated is None else stated
+    return stated if isinstance(stated, bool) else None
+
+
+def _function(loss: Any) -> Any:
+    return loss.func if isinstance(loss, functools.partial) else loss
+
+
+def _last_dim(model: keras.Model) -> int | None:
+    """Return the last dim of the only output; None if it is not known, and 0 for several outputs."""
+    try:
+        shape = model.output_shape
+    except (AttributeError, ValueError):  # a model of the user's own class
+        return None
+    return shape[-1] if isinstance(shape, tuple) and shape and not isinstance(shape[0], tuple) else 0
+
+
+def _last_activation(model: keras.Model) -> Any:
+    layers = getattr(model, "layers", [])
+    return getattr(layers[-1], "activation", None) if layers else None
 
 
 def _named(option: str, kind: str, name: str, get: Callable[[str], Any], known: Callable[[], list[str]]) -> Any:

@@ -38,8 +38,18 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def preprocessing(self) -> Path:
+        """How data are prepared for the model, and what its outputs are."""
+        return self.path / "preprocessing.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The sentencepiece model of a text's tokens."""
+        return self.path / "tokenizer.model"
+
+    @property
     def evaluation(self) -> Path:
-        """The results of the last `evaluate`."""
+        """The results of the last `evaluate` on the run's own validation data."""
         return self.path / "evaluation.json"
 
     @property

@@ -1,11 +1,11 @@
-"""A run from its configuration: what `train` and `evaluate` do on every rank."""
+"""A run from its configuration: what `train` does on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.backends.protocol import Backend, world_size
+from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.manifest import scalars_of
@@ -19,11 +19,11 @@ from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, Observers, RunInfo
 from hvdtrain.observability.jsonl import JsonlWriter
-from hvdtrain.observability.summary import write_json
 from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.optim.scaling import describe_rate
+from hvdtrain.runs.describe import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
 from hvdtrain.runs.resume import check_samples, settle_processes, stretched_schedule
 from hvdtrain.runs.run_data import RunData, run_data
@@ -37,7 +37,9 @@ from hvdtrain.training.run_info import who_trains
 from hvdtrain.training.trainer import Trainer
 
 
-def train(session: Session, config: Config, path: Path, *, resume: bool = False) -> dict[str, Any]:
+def train(
+    session: Session, config: Config, path: Path, *, resume: bool = False, start: Path | None = None
+) -> dict[str, Any]:
     """Train as `config` says, write the run's folder, and return its summary (the same on every rank).
 
     Args:
@@ -45,6 +47,7 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
         config: the whole configuration, the same on every rank.
         path: the run's folder; rank 0 makes it once everything else is there, and writes into it.
         resume: go on from the newest checkpoint in it.
+        start: the folder in which relative paths of `config` begin; None: the working folder.
 
     Raises:
         UserError: options, data or a checkpoint that cannot be used.
@@ -71,7 +74,9 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
     info = _info(config, session, backend, data, plan, trainer, folder)
     try:
         if first:
-            write_start(folder, config)
+            loss = model_family(config.model).loss()
+            description = describe_run(config.data, source.splits, trainer.model, loss)
+            write_start(folder, config, description, start or Path.cwd())
         if stretched is not None:
             observers.on_message(stretched)
         result = trainer.train(
@@ -90,34 +95,6 @@ def train(session: Session, config: Config, path: Path, *, resume: bool = False)
     finally:
         observers.close()
     return summary
-
-
-def evaluate(session: Session, config: Config, folder: RunFolder) -> dict[str, Any]:
-    """Evaluate the newest checkpoint in `folder` on its recipe's validation data, distributed over all ranks.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it does not fit the configuration.
-    """
-    backend = backend_for(session)
-    source = run_data(config, backend)
-    trainer = run_trainer(config, source, backend)
-    trainer.build_on(next(iter(source.validation)))
-    trainer.restore(Checkpointer(folder.checkpoints, backend=backend).find())
-    trainer.broadcast_state()
-    outcome = trainer.evaluate_on(source.validation)
-    figures = {
-        "recipe": config.recipe,
-        "step": trainer.state.scalars.step,
-        "world_size": world_size(backend),
-        "val_loss": outcome.loss,
-        **{f"val_{name}": value for name, value in outcome.metrics.items()},
-        "parameter_hash": trainer.state.agreed_hash(backend),
-    }
-    if config.data.tolerated:
-        figures |= _bad_records(source)
-    if backend.primary:
-        write_json(folder.evaluation, figures)
-    return figures
 
 
 def _resume(trainer: Trainer, checkpoints: Checkpointer, identity: Identity, config: Config, path: Path) -> str | None:
@@ -174,20 +151,37 @@ def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
         ConfigError: options that do not fit.
         DataError: data that do not fit the model.
     """
-    family, splits = model_family(config.model), source.splits
+    splits = source.splits
+    trainer = trainer_for(config, splits.sample_shape, splits.classes, backend, _schedule_steps(config, source))
+    check_shapes(trainer.model, splits, model_family(config.model).loss())
+    return trainer
+
+
+def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backend, steps: int) -> Trainer:
+    """Return the trainer of what `config` names, for any data of that shape.
+
+    Args:
+        config: of the run.
+        shape: shape of one input, or a nest of shapes.
+        classes: number of classes; None if the targets are no labels.
+        backend: the replicas.
+        steps: what the schedule of the learning rate spans.
+
+    Raises:
+        ConfigError: options that do not fit.
+    """
+    family = model_family(config.model)
     seed, loss = config.training.seed, family.loss()
     metrics = "weighted_metrics" if config.data.tolerated else "metrics"  # what is left out weighs nothing
-    trainer = Trainer(
-        lambda: build_model(config.model, splits.sample_shape, splits.classes, seed),
-        lambda: build_optimizer(config.optim, _schedule_steps(config, source), config.data.batch),
+    return Trainer(
+        lambda: build_model(config.model, shape, classes, seed),
+        lambda: build_optimizer(config.optim, steps, config.data.batch),
         soft_label_loss(config.data, loss),
         seed=seed,
         backend=backend,
         **{metrics: soft_label_metrics(config.data, family.metrics())},
         **_step_options(config),
     )
-    check_shapes(trainer.model, splits, loss)
-    return trainer
 
 
 def _schedule_steps(config: Config, source: RunData) -> int:

@@ -16,6 +16,7 @@ from hvdtrain.data.batch import per_replica
 from hvdtrain.data.cached import cached
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
+from hvdtrain.data.source import Source
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.training.objective.soft_labels import has_soft_labels
 from hvdtrain.training.step.microbatches import per_microbatch
@@ -47,12 +48,31 @@ def run_data(config: Config, backend: Backend) -> RunData:
     """
     per_replica(config.data.batch, backend.size)
     per_microbatch(config.data.batch, backend.size, config.training.accumulate)
-    splits = load_splits(config.data, config.training.seed)
-    if is_user_code(config.data.data) or splits.train.heavy or "path" in config.data.data_args:
-        check_same_data(splits, backend)  # what is made by us is the same everywhere
+    splits = loaded_splits(config, backend)
     loaded, where = splits, config.data.cache
     splits = replace(splits, train=cached(splits.train, where), validation=cached(splits.validation, where))
     return RunData(splits, loaded, _training(config, splits, backend), _validation(config.data, splits, backend))
+
+
+def loaded_splits(config: Config, backend: Backend) -> DataSplits:
+    """Load the data of `config`, the same on every rank; every rank calls it.
+
+    Raises:
+        ConfigError: options of the data that do not fit.
+        DataError: data that cannot be used, or that differ by rank.
+    """
+    return check_loaded(config.data, load_splits(config.data, config.training.seed), backend)
+
+
+def check_loaded(config: DataConfig, splits: DataSplits, backend: Backend) -> DataSplits:
+    """Return `splits` once it is known that all ranks loaded the same; every rank calls it.
+
+    Raises:
+        DataError: they differ by rank.
+    """
+    if is_user_code(config.data) or splits.train.heavy or "path" in config.data_args:
+        check_same_data(splits, backend)  # what is made by us is the same everywhere
+    return splits
 
 
 def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTraining:
@@ -101,12 +121,17 @@ def input_advice(config: DataConfig, *, heavy: bool) -> str:
 
 
 def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> SourceEvaluation:
+    return evaluation_of(splits.validation, config, splits, backend)
+
+
+def evaluation_of(source: Source, config: DataConfig, splits: DataSplits, backend: Backend) -> SourceEvaluation:
+    """Return this replica's batches of `source`, to be evaluated like the validation samples of `splits`."""
     options = _read_options(config, splits)
     if has_soft_labels(config):
         # Loss and metrics take one kind of targets: convert hard labels to soft ones.
         options = replace(options, finish=_on_shares(options, splits.classes))
     return SourceEvaluation(
-        splits.validation,
+        source,
         batch=config.eval_batch,
         index=backend.process,
         size=backend.processes,

@@ -1,6 +1,7 @@
 """Files of a run's folder: configuration, environment, model, curves and summary."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend, world_size
@@ -11,6 +12,7 @@ from hvdtrain.observability.plots import draw_curves
 from hvdtrain.observability.summary import write_json
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.scaling import scaled_learning_rate
+from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
@@ -18,10 +20,18 @@ from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.trainer import Trainer
 
 
-def write_start(folder: RunFolder, config: Config) -> None:
-    """Write the configuration and the environment, before the first step."""
+def write_start(folder: RunFolder, config: Config, description: RunDescription, start: Path) -> None:
+    """Write the configuration, the environment and the description of the model, before the first step.
+
+    Args:
+        folder: of the run.
+        config: as it was declared.
+        description: how to use the model.
+        start: the folder in which relative paths of the configuration begin.
+    """
     folder.config.write_text(to_yaml(config), encoding="utf-8")
-    write_json(folder.environment, collect_environment())
+    write_json(folder.environment, {"folder": str(start), **collect_environment()})
+    write_description(folder, description)
 
 
 def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:

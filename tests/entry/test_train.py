@@ -15,8 +15,8 @@ SUMMARY_KEYS = {
     "samples_per_second", "step_ms", "wall_seconds", "parameters", "parameter_hash",
 }  # fmt: skip
 FILES = {
-    "config.yaml", "env.json", "metrics.jsonl", "summary.json", "checkpoints", "tensorboard", "model.keras",
-    "curves.png",
+    "config.yaml", "env.json", "preprocessing.json", "metrics.jsonl", "summary.json", "checkpoints", "tensorboard",
+    "model.keras", "curves.png",
 }  # fmt: skip
 WORLDS = [
     ("none", 1),

@@ -243,10 +243,10 @@ def test_evaluate_reads_the_run_but_not_where_it_was_trained(run_dir):
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        ([], "the following arguments are required: run_dir"),
+        ([], "the following arguments are required: RUN"),
         (["no/such/run"], "evaluate no/such/run: there is no run"),
         (["run", "--backend", "mpi"], "invalid choice: 'mpi'"),
-        (["run", "--batch", "3"], "unrecognized arguments: --batch 3"),
+        (["run", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
     ],
 )
 def test_evaluate_explains_mistakes(argv, part):

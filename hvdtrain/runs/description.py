@@ -1,0 +1,120 @@
+"""The description of a trained model that the run's folder keeps: its inputs, its outputs, and how to prepare data.
+
+`preprocessing.json` holds it; a sentencepiece tokenizer lies beside it.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config.errors import CheckpointError
+from hvdtrain.config.model import OutputKind
+from hvdtrain.data.preprocessing import Preprocessing
+from hvdtrain.observability.summary import write_json
+from hvdtrain.runs.folder import RunFolder
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """What must be known of a trained model to use it."""
+
+    data: str
+    """The data source that the run was trained on."""
+    inputs: Any
+    """Dtype and shape of one input of the model: {"dtype": …, "shape": […]}, or a dict or list of such."""
+    classes: int | None
+    """Number of classes; None if the targets were no labels."""
+    outputs: OutputKind
+    """What the model returns."""
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+
+    @property
+    def sample_shape(self) -> Any:
+        """Shape of one input: a tuple, or a nest of them like the inputs."""
+        return map_signature(lambda leaf: tuple(leaf["shape"]), self.inputs)
+
+    def name_of(self, label: int) -> str:
+        """Return the name of a label, or its number if it has none."""
+        names = self.preprocessing.class_names
+        return str(label) if names is None else names[label]
+
+
+def map_signature(function: Any, signature: Any) -> Any:
+    """Apply `function` to every {"dtype": …, "shape": …} of a nest."""
+    if isinstance(signature, list):
+        return tuple(map_signature(function, part) for part in signature)
+    if isinstance(signature.get("dtype"), str) and isinstance(signature.get("shape"), list):
+        return function(signature)
+    return {name: map_signature(function, part) for name, part in signature.items()}
+
+
+def write_description(folder: RunFolder, description: RunDescription) -> None:
+    """Write the description, and copy the tokenizer's file: the run does not depend on a cache."""
+    preprocessing = description.preprocessing
+    text = preprocessing.text
+    if text is not None and text.model:
+        if Path(text.model) != folder.tokenizer:
+            shutil.copyfile(text.model, folder.tokenizer)
+        preprocessing = replace(preprocessing, text=replace(text, model=folder.tokenizer.name))
+    # The kind repeats what follows, for readers of the file.
+    head = {"format": FORMAT, "kind": preprocessing.kind}
+    write_json(folder.preprocessing, {**head, **asdict(replace(description, preprocessing=preprocessing))})
+
+
+def read_description(folder: RunFolder) -> RunDescription | None:
+    """Return the description in a run's folder; None if an earlier version wrote the run.
+
+    Raises:
+        CheckpointError: it is damaged, or of a later version.
+    """
+    import pydantic
+
+    if not folder.preprocessing.is_file():
+        return None
+    try:
+        content = json.loads(folder.preprocessing.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise CheckpointError(
+                f"{folder.preprocessing} has format {content['format']}; this version of hvdtrain reads {FORMAT}."
+            )
+        values = {name: value for name, value in content.items() if name not in ("format", "kind")}
+        description: RunDescription = pydantic.TypeAdapter(RunDescription).validate_python(values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder.preprocessing} is damaged: {error}.") from None
+    return _with_tokenizer(description, folder)
+
+
+def described(folder: RunFolder, verb: str) -> RunDescription:
+    """Return the description in a run's folder.
+
+    Args:
+        folder: the run.
+        verb: who asks, for the message.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    description = read_description(folder)
+    if description is None:
+        raise CheckpointError(
+            f"{verb} {folder.path}: there is no {folder.preprocessing.name} in it, which says how to prepare data for "
+            f"the model: an earlier version of hvdtrain wrote the run. `python -m hvdtrain evaluate {folder.path}` "
+            "writes it, from the data that the run was trained on."
+        )
+    return description
+
+
+def _with_tokenizer(description: RunDescription, folder: RunFolder) -> RunDescription:
+    """Make the path of the tokenizer's file absolute."""
+    preprocessing = description.preprocessing
+    text = preprocessing.text
+    if text is None or not text.model:
+        return description
+    text = replace(text, model=str(folder.path / text.model))
+    return replace(description, preprocessing=replace(preprocessing, text=text))

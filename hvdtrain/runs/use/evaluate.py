@@ -1,0 +1,202 @@
+"""Evaluation of a run's checkpoint, on its own validation data or on others: what `evaluate` does on every rank."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend, world_size
+from hvdtrain.backends.select import backend_for
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import CheckpointError, DataError
+from hvdtrain.config.run import Config
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.pipeline import SourceEvaluation
+from hvdtrain.data.preprocessing import label_mapping
+from hvdtrain.data.registry import load_like
+from hvdtrain.data.shapes import check_shapes
+from hvdtrain.data.sources.decoding import finish_of
+from hvdtrain.data.splits import DataSplits
+from hvdtrain.models.registry import model_family
+from hvdtrain.observability.summary import write_json
+from hvdtrain.runs.describe import describe_run
+from hvdtrain.runs.description import RunDescription, read_description, write_description
+from hvdtrain.runs.folder import RunFolder
+from hvdtrain.runs.run import trainer_for
+from hvdtrain.runs.run_data import check_loaded, evaluation_of, loaded_splits
+from hvdtrain.runs.use.model import ANY_STEPS
+from hvdtrain.runtime.session import Session
+
+SplitName = Literal["validation", "train", "all"]
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What is evaluated."""
+
+    checkpoint: str = "newest"
+    """`newest`, `best`, or the number of a step."""
+    other_data: bool = False
+    """Whether the configuration names other data than the run's."""
+    split: SplitName | None = None
+    """None: the validation samples, or all samples of other data that have none of their own."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Figures of an evaluation, and the file that holds them."""
+
+    figures: dict[str, Any]
+    file: Path
+
+
+def evaluate(session: Session, config: Config, folder: RunFolder, options: EvaluateOptions) -> Evaluated:
+    """Evaluate a checkpoint in `folder` on the data of `config`, distributed over all ranks.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it does not fit the configuration.
+        DataError: the data do not fit the model, or have classes that it does not know.
+    """
+    backend = backend_for(session)
+    description = read_description(folder)
+    if description is None and options.other_data:
+        raise CheckpointError(_no_description(folder))
+    splits = _splits(config, description, options, backend)
+    split, batches = _batches(config.data, splits, options, backend)
+    shape = splits.sample_shape if description is None else description.sample_shape
+    trainer = trainer_for(config, shape, splits.classes, backend, ANY_STEPS)
+    check_shapes(trainer.model, splits, model_family(config.model).loss())
+    trainer.build_on(next(iter(batches)))
+    trainer.restore(Checkpointer(folder.checkpoints, backend=backend).find(options.checkpoint))
+    trainer.broadcast_state()
+    outcome = trainer.evaluate_on(batches)
+    figures = {
+        "recipe": config.recipe,
+        "step": trainer.state.scalars.step,
+        "world_size": world_size(backend),
+        "checkpoint": options.checkpoint,
+        "data": config.data.data,
+        "data_args": config.data.data_args,
+        "split": split,
+        "samples": batches.samples,
+        "val_loss": outcome.loss,
+        **{f"val_{name}": value for name, value in outcome.metrics.items()},
+        "parameter_hash": trainer.state.agreed_hash(backend),
+    }
+    if config.data.tolerated:
+        figures |= {"bad_records": len(batches.bad), "left_out": batches.bad}
+    file = _file(folder, figures, options)
+    if backend.primary:
+        if description is None:
+            loss = model_family(config.model).loss()
+            write_description(folder, describe_run(config.data, splits, trainer.model, loss))
+        write_json(file, figures)
+    return Evaluated(figures, file)
+
+
+class Batches:
+    """The evaluation batches of several sources, one after another."""
+
+    def __init__(self, parts: Sequence[SourceEvaluation], samples: int) -> None:
+        self.samples = samples
+        """Over all ranks."""
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this replica's batches of each source in turn."""
+        for part in self._parts:
+            yield from part
+
+    @property
+    def bad(self) -> list[str]:
+        """What is wrong with each sample that was left out."""
+        return [text for part in self._parts for _, text in sorted(part.bad.found.items())]
+
+
+def _splits(
+    config: Config, description: RunDescription | None, options: EvaluateOptions, backend: Backend
+) -> DataSplits:
+    """Load the data of `config`, prepared as the run's were; every rank calls it."""
+    seed = config.training.seed
+    if description is None:
+        return loaded_splits(config, backend)
+    same_source = config.data.data == description.data
+    trained = description.preprocessing
+    splits = load_like(config.data, trained, description.classes, seed) if same_source else None
+    splits = loaded_splits(config, backend) if splits is None else check_loaded(config.data, splits, backend)
+    return _as_trained(splits, description) if options.other_data else splits
+
+
+def _as_trained(splits: DataSplits, description: RunDescription) -> DataSplits:
+    """Return other data with the labels of the run, and with its mean and std."""
+    mine, theirs = description.preprocessing, splits.preprocessing
+    finish = splits.finish
+    if finish is not None and mine.image is not None and theirs.image is not None:
+        finish = finish_of(mine.image)
+    labels = label_mapping(theirs.class_names, mine.class_names, lambda: splits.validation.name)
+    if labels is not None:
+        finish = _with_labels(finish, labels)
+    elif None not in (splits.classes, description.classes) and splits.classes > description.classes:  # type: ignore[operator]
+        raise DataError(
+            f"{splits.validation.name} has labels of {splits.classes} classes; the run was trained on "
+            f"{description.classes}. See --data-args."
+        )
+    preprocessing = replace(theirs, class_names=mine.class_names)
+    return replace(splits, finish=finish, classes=description.classes, preprocessing=preprocessing)
+
+
+def _with_labels(finish: Any, labels: Sequence[int]) -> Any:
+    """Return `finish` with labels replaced by those of the run."""
+
+    def renumbered(inputs: Any, targets: Any, *rest: Any) -> tuple[Any, ...]:
+        elements = (inputs, targets, *rest) if finish is None else finish(inputs, targets, *rest)
+        return elements[0], tf.cast(tf.gather(tf.constant(labels), elements[1]), elements[1].dtype), *elements[2:]
+
+    return renumbered
+
+
+def _batches(
+    config: DataConfig, splits: DataSplits, options: EvaluateOptions, backend: Backend
+) -> tuple[SplitName, Batches]:
+    """Return the split that is evaluated, and this replica's batches of it."""
+    split = options.split or ("all" if options.other_data and splits.held_out else "validation")
+    sources = {"validation": [splits.validation], "train": [splits.train], "all": [splits.train, splits.validation]}
+    parts = [evaluation_of(source, config, splits, backend) for source in sources[split]]
+    return split, Batches(parts, sum(source.size for source in sources[split]))
+
+
+def _no_description(folder: RunFolder) -> str:
+    return (
+        f"evaluate {folder.path}: an earlier version of hvdtrain wrote the run, and there is no "
+        f"{folder.preprocessing.name} in it, by which other data would be prepared. Without --data and --data-args, "
+        "evaluate writes it, from the data that the run was trained on."
+    )
+
+
+def _file(folder: RunFolder, figures: dict[str, Any], options: EvaluateOptions) -> Path:
+    """Return the file for the figures: `evaluation.json`, or one named after what else was evaluated."""
+    words = [] if options.checkpoint == "newest" else [f"step-{options.checkpoint}".replace("step-best", "best")]
+    if options.other_data:
+        path = str(figures["data_args"].get("path", ""))
+        words.append(Path(path).name.split(".")[0] or figures["data"])
+    if options.split is not None:
+        words.append(options.split)
+    if not words:
+        return folder.evaluation
+    stem = re.sub(r"[^\w.-]+", "-", "-".join(["evaluation", *words]))
+    names = (f"{stem}{number}.json" for number in ("", *(f"-{count}" for count in range(2, 1000))))
+    return next(folder.path / name for name in names if _is_of(folder.path / name, figures))
+
+
+def _is_of(file: Path, figures: dict[str, Any]) -> bool:
+    """Whether a file is new, or holds an earlier evaluation of the same data: that one is replaced."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return not file.exists()
+    return all(content.get(name) == figures[name] for name in ("data", "data_args", "split"))
