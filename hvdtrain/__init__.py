@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hvdtrain.optim.precision import LossScaleOptimizer
     from hvdtrain.optim.rates import learning_rate_schedule
     from hvdtrain.optim.weight_decay import decaying_weights_only
+    from hvdtrain.runs.use.loaded import LoadedRun, load_run
     from hvdtrain.training.trainer import Trainer
 
 _PUBLIC = {
@@ -38,6 +39,7 @@ _PUBLIC = {
     "DistributedOptimizer": "hvdtrain.gradients.distributed_optimizer",
     "GradientAccumulator": "hvdtrain.gradients.accumulator",
     "LARS": "hvdtrain.optim.lars",
+    "LoadedRun": "hvdtrain.runs.use.loaded",
     "LossScaleOptimizer": "hvdtrain.optim.precision",
     "Recompute": "hvdtrain.layers.recompute",
     "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
@@ -50,6 +52,7 @@ _PUBLIC = {
     "init": "hvdtrain.api",
     "is_initialized": "hvdtrain.api",
     "learning_rate_schedule": "hvdtrain.optim.rates",
+    "load_run": "hvdtrain.runs.use.loaded",
     "local_rank": "hvdtrain.api",
     "rank": "hvdtrain.api",
     "rank_zero_only": "hvdtrain.api",
@@ -61,6 +64,7 @@ __all__ = [
     "DistributedOptimizer",
     "GradientAccumulator",
     "LARS",
+    "LoadedRun",
     "LossScaleOptimizer",
     "Recompute",
     "SyncBatchNormalization",
@@ -73,6 +77,7 @@ __all__ = [
     "init",
     "is_initialized",
     "learning_rate_schedule",
+    "load_run",
     "local_rank",
     "rank",
     "rank_zero_only",

@@ -113,3 +113,41 @@ def train_all(controller: str, size: int, commands: Sequence[Sequence[str]], *, 
     words = [sys.executable, "-c", TRAIN_ALL, json.dumps([list(command) for command in commands])]
     job = run([*launcher(controller, size), *words], cwd=cwd, timeout=timeout)
     assert job.code == 0, job.text[-4000:]
+
+
+USE_ALL = """
+import importlib, json, sys
+import hvdtrain
+hvdtrain.init()
+from hvdtrain.config.errors import UserError, on_command_line
+from hvdtrain.runtime.session import current
+commands, mistaken = json.loads(sys.argv[1])
+for verb, *words in commands:
+    module = importlib.import_module(f"hvdtrain.cli.{verb}")
+    try:
+        getattr(module, f"_{verb}")(current(), module.parse(words))
+    except UserError as error:
+        if not mistaken:
+            raise
+        print("ERROR", json.dumps(on_command_line(error.message)))
+    else:
+        assert not mistaken, words
+"""
+
+
+def use_all(controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 150) -> str:
+    """Run several command lines of evaluate, predict and generate in the same processes; return what was printed."""
+    job = run([*launcher(controller, size), *_use(commands, mistaken=False)], cwd=cwd, timeout=timeout)
+    assert job.code == 0, job.text[-4000:]
+    return job.out
+
+
+def errors_of(commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 150) -> list[str]:
+    """Run several command lines of these verbs, which must all fail, in one process; return their messages."""
+    job = run(_use(commands, mistaken=True), cwd=cwd, timeout=timeout)
+    assert job.code == 0, job.text[-4000:]
+    return [json.loads(line.removeprefix("ERROR ")) for line in job.out.splitlines() if line.startswith("ERROR ")]
+
+
+def _use(commands: Sequence[Sequence[str]], *, mistaken: bool) -> list[str]:
+    return [sys.executable, "-c", USE_ALL, json.dumps([[list(command) for command in commands], mistaken])]

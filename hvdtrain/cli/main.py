@@ -13,6 +13,7 @@ from hvdtrain.runtime.launchers import detect_environment
 VERBS = {
     "train": "hvdtrain.cli.train:main",
     "evaluate": "hvdtrain.cli.evaluate:main",
+    "predict": "hvdtrain.cli.predict:main",
     "data": "hvdtrain.cli.data:main",
     "bench": "hvdtrain.cli.bench:main",
     "recipes": "hvdtrain.cli.recipes:main",
@@ -20,14 +21,15 @@ VERBS = {
     "doctor": "hvdtrain.cli.doctor:main",
     "completion": "hvdtrain.cli.completion:main",
 }
-DISTRIBUTED = ("train", "evaluate", "data", "bench")
+DISTRIBUTED = ("train", "evaluate", "predict", "data", "bench")
 
 USAGE = """\
 usage: python -m hvdtrain [VERB] [RECIPE] [--option value ...]      or: hvdtrain ...
 
 Verbs:
   train [RECIPE]       train a model (the default verb; the default recipe is digits)
-  evaluate RUN_DIR     evaluate the newest checkpoint of a run on its validation data
+  evaluate RUN         evaluate a checkpoint of a run on its validation data, or on other data
+  predict RUN PATH|-   predict images, rows of a table or arrays with the model of a run
   data pack|inspect|bench
                        pack class folders into TFRecords, look at data, measure their speed
   bench                compare backends, hand-written loops and collectives, with a report

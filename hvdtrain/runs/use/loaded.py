@@ -1,0 +1,123 @@
+"""A trained run in Python: its model, with what it takes to prepare data for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.config.errors import CheckpointError, DataError
+from hvdtrain.config.user_code import is_user_code, load_attribute
+from hvdtrain.data.prediction.arrays import arrays_as_they_are
+from hvdtrain.data.prediction.images import image_files, pixels
+from hvdtrain.data.prediction.samples import PredictionSamples, inputs_of
+from hvdtrain.data.prediction.tables import rows_in_memory, table_rows
+from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
+from hvdtrain.runs.description import RunDescription, described
+from hvdtrain.runs.folder import RunFolder, opened
+from hvdtrain.runs.places import located, start_folder
+from hvdtrain.runs.use.outputs import readable_outputs
+from hvdtrain.training.objective.outputs import inputs_for
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A finished run."""
+
+    folder: Path
+    """The folder of the run."""
+    model: keras.Model
+    """The trained model (`model.keras`); it takes inputs that are prepared already."""
+    description: RunDescription
+    """The contents of `preprocessing.json`."""
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names of the classes in the order of the model's outputs, numbers if they have none; None without classes."""
+        count = self.description.classes
+        return None if count is None else [self.description.name_of(label) for label in range(count)]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of a language model.
+
+        Raises:
+            DataError: the run is of something else.
+        """
+        text = self.description.preprocessing.text
+        if text is None:
+            raise DataError(f"The run {self.folder} is not of text: it has no tokenizer.")
+        return tokenizer_of(text)
+
+    def preprocess(self, data: Any) -> Any:
+        """Return raw data as inputs of the model, prepared as in training.
+
+        Args:
+            data: of images, paths of files and folders, or pixels [samples, height, width, channels] as in the
+                training data (0 to 255); of a table, the path of a CSV file, a list of dicts, a dict of columns or a
+                DataFrame; of text, a str, which becomes tokens [n]; else arrays.
+
+        Raises:
+            DataError: data that do not fit.
+        """
+        if self.description.preprocessing.text is not None:
+            if not isinstance(data, str):
+                raise DataError(f"The run is of text: preprocess takes a str. Received: {type(data).__name__}.")
+            return self.tokenizer.encode(data.encode()).astype(np.int32)
+        return inputs_of(self._samples(data))
+
+    def predict(self, data: Any, *, batch_size: int = 64) -> Any:
+        """Return predictions for raw data: probabilities [samples, classes], or the model's values.
+
+        Args:
+            data: as `preprocess` takes them.
+            batch_size: samples per step.
+
+        Raises:
+            DataError: data that do not fit, or a language model, which generates text.
+        """
+        if self.description.preprocessing.text is not None:
+            raise DataError("The run is of text: `generate` continues a text; predict takes no text.")
+        inputs = inputs_for(self.model, self.preprocess(data))
+        return readable_outputs(self.model.predict(inputs, batch_size=batch_size, verbose=0), self.description)
+
+    def _samples(self, data: Any) -> PredictionSamples:
+        preprocessing = self.description.preprocessing
+        if preprocessing.table is not None:
+            file = Path(data) if isinstance(data, str | Path) else rows_in_memory(data)
+            return table_rows(file, preprocessing.table)
+        if preprocessing.image is None:
+            return arrays_as_they_are(data, self.description.inputs, "the array given")
+        if _are_paths(data):
+            paths = [data] if isinstance(data, str | Path) else data
+            return image_files([Path(path) for path in paths], preprocessing.image)
+        return pixels(np.asarray(data), preprocessing.image, "the array given")
+
+
+def load_run(folder: str | Path) -> LoadedRun:
+    """Load the model of a finished run, to use it in Python; neither Horovod nor `hvdtrain.init()` is needed.
+
+    Args:
+        folder: the folder of the run.
+
+    Raises:
+        CheckpointError: no run is there, it is not finished, or an earlier version of hvdtrain wrote it.
+    """
+    run = RunFolder(Path(folder))
+    _, config = opened(run.path, "load_run")
+    description = described(run, "load_run")
+    if not run.model.is_file():
+        raise CheckpointError(
+            f"load_run {run.path}: the run is not finished, it has no {run.model.name}: --resume goes on with it."
+        )
+    located(config, start_folder(run))
+    if is_user_code(config.model.model):
+        load_attribute("--model", config.model.model)  # registers layers of the user's own
+    return LoadedRun(run.path, keras.models.load_model(run.model, compile=False), description)
+
+
+def _are_paths(data: Any) -> bool:
+    several = isinstance(data, Sequence) and len(data) > 0 and all(isinstance(path, str | Path) for path in data)
+    return isinstance(data, str | Path) or several
