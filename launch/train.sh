@@ -46,6 +46,6 @@ while [ $# -gt 0 ]; do
 done
 
 "$LAUNCH/setup.sh"
-# shellcheck source=launch/env.sh
-. "$LAUNCH/env.sh"
+# shellcheck source=/dev/null
+. "$LAUNCH/../.venv/bin/activate"
 exec horovodrun -np "$ranks" ${controller[@]+"${controller[@]}"} python -m hvdtrain "$@"

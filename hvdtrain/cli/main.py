@@ -19,6 +19,7 @@ VERBS = {
     "recipes": "hvdtrain.cli.recipes:main",
     "env": "hvdtrain.cli.env:main",
     "doctor": "hvdtrain.cli.doctor:main",
+    "setup": "hvdtrain.cli.setup:main",
     "completion": "hvdtrain.cli.completion:main",
 }
 DISTRIBUTED = ("train", "evaluate", "predict", "data", "bench")
@@ -36,6 +37,7 @@ Verbs:
   recipes              list the recipes
   env                  print what belongs into a bug report
   doctor               check the installation, part by part
+  setup                build Horovod into the active environment
   completion SHELL     print a script that completes hvdtrain in bash, zsh or fish
 
 Several processes:

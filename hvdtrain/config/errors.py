@@ -59,6 +59,10 @@ class LaunchError(UserError):
     """The ranks of one job do not fit together, or the launcher is not usable."""
 
 
+class SetupError(UserError):
+    """Something that building or installing Horovod needs is missing, or a step of it failed."""
+
+
 def in_script(message: str) -> str:
     """Word the options of a message as arguments: `accumulate`, `precision='mixed_bfloat16'`.
 

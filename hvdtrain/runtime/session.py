@@ -154,7 +154,7 @@ def wants_horovod(config: RuntimeConfig, environment: Environment) -> bool:
     if wanted and importlib.util.find_spec("horovod") is None:
         raise LaunchError(
             "Horovod is not installed in this environment, and more than one process needs it. "
-            "launch/setup.sh builds it against the installed TensorFlow."
+            "Run: python -m hvdtrain setup"
         )
     return wanted
 

@@ -101,7 +101,7 @@ def _start_horovod(environment: Environment, mesh: Mesh) -> "dict[str, AxisColle
         import horovod.tensorflow as hvd
     except ImportError as error:
         raise LaunchError(
-            f"Horovod does not load with the installed TensorFlow ({error}). launch/setup.sh builds it anew; "
+            f"Horovod does not load with the installed TensorFlow ({error}). python -m hvdtrain setup builds it anew; "
             "python -m hvdtrain doctor shows what does not fit."
         ) from error
     if environment.launcher == "none":

@@ -24,18 +24,25 @@ install_with() {
     fi
 }
 
-# run_logged LOG COMMAND...: silent, unless it fails; then what matters of its output is shown
-run_logged() {
-    local log="$LOGS/$1" failed=0
-    shift
-    set -m # a process group of its own: an interrupted setup ends compilers and ranks too
-    "$@" >"$log" 2>&1 </dev/null &
+# run_job COMMAND...: in a process group of its own, so that an interrupted setup ends all that it started
+run_job() {
+    local code=0
+    set -m
+    "$@" </dev/null &
     job=$!
     set +m
-    wait "$job" || failed=1
+    wait "$job" || code=$?
     job=
-    if [ "$failed" = 1 ]; then show_failure "$log" >&2; fi
-    return "$failed"
+    return "$code"
+}
+
+# run_logged LOG COMMAND...: silent, unless it fails; then what matters of its output is shown
+run_logged() {
+    local log="$LOGS/$1"
+    shift
+    run_job "$@" >"$log" 2>&1 && return
+    show_failure "$log" >&2
+    return 1
 }
 
 # The first errors, which hold the cause but may be far up in a compiler's output, and the end.
@@ -67,5 +74,3 @@ take_lock() {
     say "another setup is at work here: waiting for it"
     flock 9
 }
-
-hash_of() { sha256sum | cut -c1-12; }

@@ -172,4 +172,4 @@ def test_without_horovod_one_process_trains_and_two_say_what_is_missing(tmp_path
     two = hvdtrain("mpirun", 2, "--epochs", "1", "--run-dir", "b", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert two.code != 0
     assert two.err.count("Horovod is not installed") == 1
-    assert "launch/setup.sh" in two.err
+    assert "python -m hvdtrain setup" in two.err

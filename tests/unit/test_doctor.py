@@ -203,7 +203,7 @@ class TestProcess:
 LONG = failed(
     "2 ranks, Gloo",
     "exit code 1\n" + "a library could not be loaded " * 6 + "\n/a/very/long/path" + "/folder" * 20,
-    "source launch/env.sh, or load the MPI module that Horovod was built with; or: horovodrun --gloo",
+    "source .venv/bin/activate, or load the MPI module that Horovod was built with; or: horovodrun --gloo",
 )
 
 
@@ -216,15 +216,17 @@ class TestCommand:
 
     def test_exit_code_and_verdict(self, found: list[Check], capsys: pytest.CaptureFixture[str]) -> None:
         assert doctor.main([]) == 0
-        found.append(warning("Horovod", "not installed", "launch/setup.sh"))
+        found.append(warning("Horovod", "not installed", "python -m hvdtrain setup"))
         assert doctor.main([]) == 0
-        assert capsys.readouterr().out.endswith("                        fix: launch/setup.sh\n1 to look at, 1 ok\n")
+        assert capsys.readouterr().out.endswith(
+            "                        fix: python -m hvdtrain setup\n1 to look at, 1 ok\n"
+        )
         found.append(failed("Keras", "2.15", "pip install keras"))
         assert doctor.main([]) == 1
         assert capsys.readouterr().out.splitlines() == [
             "ok       Python         3.11.9",
             "warning  Horovod        not installed",
-            "                        fix: launch/setup.sh",
+            "                        fix: python -m hvdtrain setup",
             "failed   Keras          2.15",
             "                        fix: pip install keras",
             "1 failed, 1 to look at, 1 ok",

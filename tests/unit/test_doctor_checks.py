@@ -84,7 +84,7 @@ class TestSoftware:
     )
     def test_horovod(self, change: dict[str, Any], status: str, detail: str) -> None:
         check = software.check_horovod(HOROVOD | change, TENSORFLOW)
-        assert (check.status, "launch/setup.sh" in check.fix) == (status, status != "ok")
+        assert (check.status, software.SETUP in check.fix) == (status, status != "ok")
         assert detail in check.detail
 
     @pytest.mark.parametrize(

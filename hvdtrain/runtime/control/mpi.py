@@ -172,7 +172,7 @@ def _load_mpi(environment: Environment) -> Any:
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"{environment.launcher} started this job over MPI, but mpi4py cannot be loaded ({error}). "
-            "Run launch/setup.sh, or: pip install mpi4py"
+            "Run: python -m hvdtrain setup"
         ) from error
     told, seen = (environment.rank, environment.size), (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     if told != seen:

@@ -11,6 +11,8 @@ from typing import Any
 
 from hvdtrain.runtime.diagnosis.check import Check, failed, ok
 from hvdtrain.runtime.diagnosis.process import Outcome, run
+from hvdtrain.runtime.diagnosis.software import SETUP
+from hvdtrain.runtime.python_environment import activate
 
 TIMEOUT = 120.0
 """Seconds that two ranks get to import TensorFlow and reduce; 8 are usual."""
@@ -23,7 +25,7 @@ def check_gloo(*, timeout: float = TIMEOUT) -> Check:
     """Reduce over two ranks that horovodrun starts with Gloo."""
     horovodrun = _beside_python("horovodrun")
     if horovodrun is None:
-        return failed("2 ranks, Gloo", "horovodrun is not on PATH", "source launch/env.sh, or launch/setup.sh")
+        return failed("2 ranks, Gloo", "horovodrun is not on PATH", f"{activate()}, or {SETUP}")
     return check_ranks("gloo", [horovodrun, "--gloo", "-np", "2"], timeout=timeout)
 
 
@@ -40,7 +42,7 @@ def check_ranks(controller: str, launcher: Sequence[str], *, timeout: float = TI
     try:
         outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
     except OSError as error:
-        return failed(name, f"{launcher[0]}: {error.strerror}", "source launch/env.sh, or launch/setup.sh")
+        return failed(name, f"{launcher[0]}: {error.strerror}", f"{activate()}, or {SETUP}")
     report = find_report(outcome.output)
     if outcome.returncode == 0 and report and report["ok"]:
         return _check_report(name, controller, report)
@@ -51,7 +53,7 @@ def _check_report(name: str, controller: str, report: Mapping[str, Any]) -> Chec
     """Check that the sum that came out right is one over two ranks and this controller."""
     if report["size"] != 2:
         detail = f"{report['size']} rank instead of 2: launcher and Horovod belong to different MPI libraries"
-        return failed(name, detail, "launch/setup.sh, with the mpirun on PATH that is to start the ranks")
+        return failed(name, detail, f"{SETUP}, with the mpirun on PATH that is to start the ranks")
     if report["controller"] != controller:
         return failed(name, f"the ranks spoke {report['controller']}", "unset HOROVOD_CONTROLLER")
     return ok(name, "an all-reduce adds up")

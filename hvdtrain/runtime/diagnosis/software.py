@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
 from hvdtrain.runtime.diagnosis.probe import Finding
 from hvdtrain.runtime.diagnosis.process import first_line, run
+from hvdtrain.runtime.python_environment import activate
 
-SETUP = "launch/setup.sh"
+SETUP = "python -m hvdtrain setup"
+"""Builds Horovod into the active environment."""
 TENSORFLOW = "2.21"
 """Release of TensorFlow that hvdtrain is made for."""
 HOROVOD = "0.28.1"
-"""Release of Horovod that launch/setup.sh builds; there is no later one."""
+"""Release of Horovod that setup builds; there is no later one."""
 
 _MAKERS = {"Open MPI": "Open MPI", "MPICH": "(?:MPICH Version|HYDRA build details)", "Intel MPI": "Intel"}
 """What comes before the version where an MPI's library or its mpirun introduces itself."""
@@ -22,14 +24,16 @@ def check_python(version: Sequence[int] = sys.version_info[:3]) -> Check:
     """Check that this Python is one that TensorFlow and hvdtrain run on."""
     text = ".".join(map(str, version))
     if not (3, 11) <= tuple(version[:2]) <= (3, 13):
-        return failed("Python", f"{text}; 3.11 to 3.13 are supported", f"PYTHON=python3.11 {SETUP}")
+        return failed(
+            "Python", f"{text}; 3.11 to 3.13 are supported", "make the environment with Python 3.11, 3.12 or 3.13"
+        )
     untested = "" if version[1] == 11 else "; hvdtrain is tested on 3.11 only"
     return ok("Python", text + untested)
 
 
 def check_tensorflow(found: Finding) -> Check:
     """Check that TensorFlow imports, and that it is the right release."""
-    name, fix = "TensorFlow", f"{SETUP}, or: pip install 'tensorflow~={TENSORFLOW}.0'"
+    name, fix = "TensorFlow", f"pip install 'tensorflow~={TENSORFLOW}.0'"
     if found.get("missing"):
         return failed(name, "not installed", fix)
     if "error" in found:
@@ -92,7 +96,7 @@ def check_mpi(horovod: Finding, mpi4py: Finding) -> Check:
         return failed(
             "MPI",
             "mpirun is not on PATH or does not start, but Horovod is built with MPI",
-            "source launch/env.sh, or load the MPI module that Horovod was built with; or: horovodrun --gloo",
+            f"{activate()}, or load the MPI module that Horovod was built with; or: horovodrun --gloo",
         )
     if "library" not in mpi4py:
         detail = "mpi4py is not installed" if mpi4py.get("missing") else f"mpi4py: {mpi4py.get('error')}"
@@ -114,7 +118,7 @@ def _compare_mpi(mpirun: str, library: str) -> Check:
     ours, theirs = mpi_identity(library), mpi_identity(mpirun)
     what = f"mpirun of {theirs or 'unknown make'}, mpi4py on {ours or 'unknown make'}"
     if ours and theirs and ours != theirs:
-        fix = f"source launch/env.sh, so that the mpirun of {ours} comes first on PATH"
+        fix = f"{activate()}, so that the mpirun of {ours} comes first on PATH"
         return failed("MPI", what, fix)
     return ok("MPI", f"{ours} (mpirun and mpi4py)" if ours and ours == theirs else what)
 

@@ -1,0 +1,94 @@
+"""Builds Horovod's wheel from its unmodified sources, for the TensorFlow of an environment."""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.config.errors import SetupError
+from hvdtrain.installation.fingerprint import output_of
+from hvdtrain.installation.mpi import Mpi
+from hvdtrain.installation.pip import Pip
+from hvdtrain.installation.requirements import check_build_tools, check_disk
+from hvdtrain.installation.steps import Steps
+from hvdtrain.installation.wheel import COMPILE_SCRIPT, find_wheel
+from hvdtrain.runtime.diagnosis.software import HOROVOD
+from hvdtrain.runtime.python_environment import PythonEnvironment
+
+BUILD_TOOLS = ("setuptools==69.5.1", "wheel")
+"""What Horovod's setup.py needs; it is of the age of this setuptools. The environment's own stays as it is."""
+
+CMAKE = "4.4.4"
+"""Release of PyPI's CMake that is used where PATH has none of 3.17 or newer."""
+
+COMPILER_MEMORY = 1_500_000
+"""Kilobytes that some of Horovod's files take to compile."""
+
+
+def build_wheel(environment: PythonEnvironment, mpi: Mpi, work: Path, steps: Steps, pip: Pip) -> Path:
+    """Build Horovod in the folder `work` and return its wheel.
+
+    Raises:
+        SetupError: tools or disk space are missing, or the build failed.
+    """
+    check_build_tools(os.environ)
+    check_disk(environment)
+    tools, wheels = work / "build-tools", work / "wheel"
+    pip.install_into(tools, BUILD_TOOLS, what="the tools that build Horovod")
+    cmake = _cmake_folder(work, os.environ, pip)
+    jobs = build_jobs()
+    # Without --no-cache-dir pip silently takes a wheel that it built for another TensorFlow.
+    words = ("--verbose", "--no-cache-dir", "--no-build-isolation", "--no-deps", "--no-binary", "horovod")
+    steps.run(
+        f"building Horovod {HOROVOD} for this TensorFlow (about 3 minutes of one core's time, on {jobs} cores)",
+        pip.command("wheel", *words, "--wheel-dir", str(wheels), f"horovod=={HOROVOD}"),
+        log="horovod.log",
+        failure="Horovod's build failed",
+        environ=build_environment(os.environ, mpi, work, cmake) | {"PYTHONPATH": str(tools)},
+    )
+    built = find_wheel(wheels)
+    if built is None:
+        raise SetupError(f"pip built no wheel of Horovod (its output: {environment.notes}/log/horovod.log).")
+    return built
+
+
+def build_environment(environ: Mapping[str, str], mpi: Mpi, work: Path, cmake: Path | None) -> dict[str, str]:
+    """Return the environment variables of the build."""
+    # Horovod's CMake runs every compiler through the ccache that it finds on PATH: it finds our script first.
+    launcher = work / "launcher"
+    launcher.mkdir(parents=True)
+    shutil.copyfile(COMPILE_SCRIPT, launcher / "ccache")
+    (launcher / "ccache").chmod(0o755)
+    path = os.pathsep.join(str(folder) for folder in (launcher, cmake, environ["PATH"]) if folder)
+    # HOROVOD_CPU_OPERATIONS is meant for the run; in the build it would become the default of the wheel.
+    kept = {name: value for name, value in environ.items() if name != "HOROVOD_CPU_OPERATIONS"}
+    return kept | {
+        "PATH": path,
+        "TMPDIR": str(work),
+        # The wheel must find PyPI's MPI in whichever environment it is installed, hence a path relative to itself.
+        "LDFLAGS": f"{environ.get('LDFLAGS', '')} -Wl,-rpath,\\$ORIGIN/../../../..",
+        "MAKEFLAGS": f"-j{build_jobs()}",
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "HOROVOD_WITHOUT_MPI" if mpi.kind == "none" else "HOROVOD_WITH_MPI": "1",
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+    }
+
+
+def _cmake_folder(work: Path, environ: Mapping[str, str], pip: Pip) -> Path | None:
+    """Return a folder with a CMake that can build Horovod; None where the one on PATH can."""
+    version = re.search(rb"(\d+)\.(\d+)", output_of(["cmake", "--version"], PATH=environ["PATH"]))
+    if version and (int(version[1]), int(version[2])) >= (3, 17):
+        return None
+    pip.install_into(work / "cmake", [f"cmake=={CMAKE}"], what=f"CMake {CMAKE}")
+    return work / "cmake" / "cmake" / "data" / "bin"
+
+
+def build_jobs() -> int:
+    """Return how many compilers run at once: as many as cores, but only what fits into the free memory."""
+    free = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), flags=re.MULTILINE)
+    fit = int(free[1]) // COMPILER_MEMORY if free else 1
+    return max(1, min(len(os.sched_getaffinity(0)), fit))

@@ -1,0 +1,58 @@
+"""pip of an environment, as setup uses it."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdtrain.installation.steps import Steps
+from hvdtrain.runtime.python_environment import PythonEnvironment
+
+
+class Pip:
+    """Installs packages; an installation that was cut short is repeated by the next one."""
+
+    def __init__(self, environment: PythonEnvironment, steps: Steps, work: Path):
+        self._environment, self._steps = environment, steps
+        self._installing = environment.notes / "installing-packages"
+        # The user's own settings of pip stay in force, but for --user, which a venv refuses.
+        self._environ = os.environ | {"PIP_USER": "0", "TMPDIR": str(work)}
+
+    def command(self, verb: str, *words: str) -> list[str]:
+        """Return the command line of a verb of pip."""
+        return [str(self._environment.python), "-m", "pip", verb, "--disable-pip-version-check", *words]
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an earlier installation was cut short: half a package may look installed."""
+        return self._installing.exists()
+
+    def install(self, requirements: Sequence[str], *, what: str) -> None:
+        """Install packages and their dependencies into the environment."""
+        again = ["--force-reinstall"] if self.was_interrupted else []
+        self._installing.touch()
+        self._install([*again, *requirements], what)
+        self._installing.unlink()
+
+    def install_wheel(self, wheel: Path, *, what: str) -> None:
+        """Install a wheel over whatever version there is, without looking at any index."""
+        self._install(["--no-deps", "--no-index", "--force-reinstall", str(wheel)], what)
+
+    def install_into(self, folder: Path, requirements: Sequence[str], *, what: str) -> None:
+        """Install packages into a folder of their own, without their dependencies."""
+        self._install(["--no-deps", "--only-binary", ":all:", "--target", str(folder), *requirements], what)
+
+    def _install(self, words: Sequence[str], what: str) -> None:
+        self._run(self.command("install", "--progress-bar", "off", *words), f"installing {what}")
+
+    def uninstall(self, package: str) -> None:
+        """Remove a package from the environment."""
+        self._run(self.command("uninstall", "--yes", package), f"removing {package}")
+
+    def _run(self, command: list[str], what: str) -> None:
+        self._steps.run(
+            f"{what} (a few seconds)",
+            command,
+            log="pip.log",
+            failure=f"{what} failed",
+            environ=self._environ,
+        )

@@ -1,0 +1,79 @@
+"""The steps of an installation: each is announced, timed and logged, and stopped with everything it started."""
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.config.errors import SetupError
+from hvdtrain.runtime.diagnosis.process import kill_tree
+
+_CAUSE = re.compile(r"CMake Error|fatal error|[Ee]rror: |ERROR: ")
+"""Starts the lines of a compiler's or of pip's output that hold the cause."""
+
+
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(f"setup: {text}", flush=True)
+
+
+def install_with(apt: str, dnf: str) -> str:
+    """Return the command that installs packages on this machine, by their names for apt and for dnf."""
+    if shutil.which("apt-get"):
+        return f"sudo apt-get install {apt}"
+    if shutil.which("dnf"):
+        return f"sudo dnf install {dnf}"
+    return f"install {apt} with your system's package manager"
+
+
+class Steps:
+    """Runs commands whose output goes to a log file each."""
+
+    def __init__(self, logs: Path):
+        self._logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def run(self, what: str, command: Sequence[str], *, log: str, failure: str, environ: Mapping[str, str]) -> None:
+        """Announce and run `command`.
+
+        Args:
+            what: what it does, and how long that takes.
+            command: program and arguments.
+            log: name of the file for its output.
+            failure: what a failure means, as a sentence without its full stop.
+            environ: the command's environment.
+
+        Raises:
+            SetupError: it failed; the message shows the lines of its output that hold the cause.
+        """
+        say(what)
+        begin = time.monotonic()
+        path = self._logs / log
+        if _run_logged(command, path, environ) != 0:
+            raise SetupError(f"{failure} (the whole output: {path}):\n{excerpt(path.read_text(errors='replace'))}")
+        say(f"  done in {time.monotonic() - begin:.0f} s")
+
+
+def _run_logged(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> int:
+    """Run `command` and return its exit code; if this is interrupted, nothing of it goes on."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, process_group=0
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            kill_tree(process.pid)
+            process.wait()
+            raise
+
+
+def excerpt(output: str) -> str:
+    """Return the first errors, which may be far up in a compiler's output, with what follows them, and the end."""
+    lines = output.splitlines()
+    hits = (number for number, line in enumerate(lines) if _CAUSE.search(line))
+    near = dict.fromkeys(line for hit in hits for line in range(hit, min(hit + 5, len(lines))))
+    causes = [lines[number] for number in list(near)[:20]]
+    return "\n".join([*causes, "... the last lines:", *lines[-10:]])
