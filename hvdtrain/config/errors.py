@@ -47,6 +47,10 @@ class DataError(UserError):
     """Input data that cannot be used."""
 
 
+class NoSamplesError(DataError):
+    """Input data without a single sample."""
+
+
 class NonFiniteError(UserError):
     """The loss became NaN or infinite; the message names the step."""
 

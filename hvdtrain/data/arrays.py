@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.config.errors import DataError
+from hvdtrain.config.errors import DataError, NoSamplesError
 
 
 class ArraySource:
@@ -30,7 +30,7 @@ class ArraySource:
             raise DataError(f"The arrays of {name} differ in length: {', '.join(map(str, sorted(lengths)))} samples.")
         self.size = lengths.pop()
         if self.size == 0:
-            raise DataError(f"{name} holds no samples.")
+            raise NoSamplesError(f"{name} holds no samples.")
         self.name = name
         self.heavy = False
         self.finite = all(_is_finite(array) for array in tf.nest.flatten(arrays[:2]))

@@ -24,6 +24,9 @@ class Batch(NamedTuple):
     """Samples of the global batch."""
     finite: bool | None = None
     """True if inputs and targets are known to hold neither NaN nor infinite values; None if that was not checked."""
+    nominal: bool | None = None
+    """True if `global_samples` counts a full batch on every replica, which some may not have: the step then divides by
+    the weights that were added up."""
 
 
 def split_bounds(total: Any, index: int, size: int) -> tuple[Any, Any]:

@@ -31,13 +31,21 @@ class Announcer:
         self._notes = notes
         self._compression_cost: float | None = None
 
-    def announce(self, info: RunInfo, state: TrainState, observers: Observer, *, narrow_outputs: bool) -> None:
-        """Announce a run; every rank calls it, as what compression costs is tried once."""
+    def announce(
+        self,
+        info: RunInfo,
+        state: TrainState,
+        observers: Observer,
+        notes: Sequence[str] = (),
+        *,
+        narrow_outputs: bool,
+    ) -> None:
+        """Announce a run, with `notes` of its data; every rank calls it, as what compression costs is tried once."""
         if self._compression_cost is None:
             self._compression_cost = compression_cost(self._backend, state.parameters(), self._options.compression)
         observers.on_start(info)
         lines = advice(info, self._options, compression_cost=self._compression_cost, narrow_outputs=narrow_outputs)
-        for line in [*self._notes, *lines]:
+        for line in [*self._notes, *notes, *lines]:
             observers.on_message(info.wording(line))
 
 

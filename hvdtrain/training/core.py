@@ -152,7 +152,8 @@ class TrainerCore:
         """Do what `train` does, from a state that is the same on every rank."""
         begin = time.perf_counter()
         info = info or run_info(self.backend, self.state, self.options, data, plan)
-        self._announcer.announce(info, self.state, observers, narrow_outputs=self._factory.narrow_outputs)
+        notes = getattr(data, "notes", ())
+        self._announcer.announce(info, self.state, observers, notes, narrow_outputs=self._factory.narrow_outputs)
         saving = None if save is None else lambda: save(self.state)
         actions = Actions(self._evaluate, self.consolidate, self.averaged_weights, saving)
         parts = (self.backend, self.state, self._factory, self.rule, data, plan)

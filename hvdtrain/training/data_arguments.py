@@ -69,6 +69,19 @@ def check_counts(counts: Mapping[str, Any], least: Mapping[str, int] | None = No
             )
 
 
+def check_shard(shard: Any) -> None:
+    """Refuse another value of `shard` than None and "rank".
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if shard not in (None, "rank"):
+        raise ConfigError(
+            'shard is None, where every rank is given all samples, or "rank", where each is given its own part. '
+            f"Received: {shard!r}."
+        )
+
+
 def global_batch(batch_size: int | None, batch: int | None, backend: Backend, default: int | None = None) -> int | None:
     """Return the samples of a step over all ranks.
 

@@ -13,14 +13,15 @@ from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.data_arguments import (
     check_counts,
+    check_shard,
     combined,
-    first_batches,
     global_batch,
     is_arrays,
     split_arrays,
 )
-from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
+from hvdtrain.training.inputs import training_data, with_class_weights
 from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.rank_inputs import evaluation_data, rank_training_data
 
 BATCH_SIZE = 32
 """Samples per rank and step of arrays by default, as in Keras."""
@@ -40,6 +41,7 @@ class DataArguments:
     batch: int | None
     steps_per_epoch: int | None
     shuffle: bool
+    shard: str | None
 
     def given(self) -> Any:
         """Return the data as one argument; see `combined`."""
@@ -47,7 +49,8 @@ class DataArguments:
 
     def training(self, data: Any, backend: Backend, seed: int) -> TrainingData:
         """Return the stream of this replica's batches of `data`; see `training_data`."""
-        return training_data(
+        read = training_data if self.shard is None else rank_training_data
+        return read(
             with_class_weights(data, self.class_weight),
             backend,
             batch=global_batch(self.batch_size, self.batch, backend, BATCH_SIZE if is_arrays(data) else None),
@@ -68,11 +71,11 @@ class ValidationArguments:
     validation_batch: int | None
     validation_freq: int | Sequence[int]
 
-    def batches(self, data: Any, backend: Backend, batch_size: int | None) -> Iterable[Batch]:
+    def batches(self, data: Any, backend: Backend, batch_size: int | None, shard: str | None = None) -> Iterable[Batch]:
         """Return this replica's part of `data`, in batches of `batch_size` per rank by default."""
         per_rank = self.validation_batch_size or (batch_size if self.validation_batch is None else None)
         batch = global_batch(per_rank, self.validation_batch, backend) or VALIDATION_BATCH
-        return validation_batches(first_batches(data, self.validation_steps, batch), backend, batch=batch)
+        return evaluation_data(data, backend, batch=batch, steps=self.validation_steps, shard=shard)
 
     @property
     def epochs(self) -> int | tuple[int, ...]:
@@ -106,6 +109,7 @@ class FitArguments:
         facts = self.facts()
         of_data = ("batch_size", "batch", "steps_per_epoch")
         of_validation = ("validation_steps", "validation_batch_size", "validation_batch")
+        check_shard(self.data.shard)
         names = (*of_data, *of_validation, "epochs", "initial_epoch", "log_every")
         check_counts({name: facts[name] for name in names}, {"initial_epoch": 0})
         freq = self.validation.validation_freq
@@ -127,7 +131,7 @@ class FitArguments:
         training = self.data.training(data, backend, seed)
         if held_out is None:
             return training, None
-        return training, self.validation.batches(held_out, backend, self.data.batch_size)
+        return training, self.validation.batches(held_out, backend, self.data.batch_size, self.data.shard)
 
     def plan(self, scalars: Scalars, steps_per_epoch: int) -> Plan:
         """Return the plan of a training from `scalars` on, in which epochs count from `initial_epoch`."""

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
@@ -286,7 +286,7 @@ def _checked(batch: Any) -> tuple[Any, ...]:
         DataError: it is none, or has another structure.
     """
     if batch is None:
-        raise DataError("The dataset is empty.")
+        raise NoSamplesError("The dataset is empty.")
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         raise DataError("The dataset must give (inputs, targets) or (inputs, targets, sample_weight).")
     if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(batch)):

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import restore
-from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.training.core import TrainerCore
-from hvdtrain.training.data_arguments import check_counts, combined, first_batches, global_batch
+from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch
 from hvdtrain.training.evaluation.evaluate import Evaluation
-from hvdtrain.training.evaluation.predict import build_for, prediction_batches
+from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
 from hvdtrain.training.fit_arguments import VALIDATION_BATCH, DataArguments, FitArguments, ValidationArguments
-from hvdtrain.training.inputs import validation_batches
 from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.rank_inputs import evaluation_data
 from hvdtrain.training.run_info import console_for, show_evaluation
 from hvdtrain.training.same_call import agree_on_call
 
@@ -70,6 +69,7 @@ class Trainer(TrainerCore):
         batch: int | None = None,
         validation_batch: int | None = None,
         log_every: int = 10,
+        shard: str | None = None,
     ) -> FitResult:
         """Train until epoch `epochs`; arguments are those of `keras.Model.fit`, the same on every rank.
 
@@ -100,6 +100,8 @@ class Trainer(TrainerCore):
             batch: samples per step over all ranks, in place of `batch_size`.
             validation_batch: samples per evaluation step over all ranks, in place of `validation_batch_size`.
             log_every: steps between two logged steps.
+            shard: "rank" if each rank is given its own part of the data (validation data too), in arrays or in batches
+                of its own; None if every rank is given all of them.
 
         Raises:
             ConfigError: a batch that does not divide among the ranks, options that do not fit, or ranks that call it
@@ -108,7 +110,7 @@ class Trainer(TrainerCore):
             NonFiniteError: the loss became NaN or infinite.
         """
         arguments = FitArguments(
-            DataArguments(x, y, sample_weight, class_weight, batch_size, batch, steps_per_epoch, shuffle),
+            DataArguments(x, y, sample_weight, class_weight, batch_size, batch, steps_per_epoch, shuffle, shard),
             ValidationArguments(
                 validation_split,
                 validation_data,
@@ -125,8 +127,9 @@ class Trainer(TrainerCore):
         self._agree("fit", arguments.facts(), callbacks)
         arguments.check()
         data, validation = arguments.streams(self.backend, self._seed)
-        if isinstance(data, SourceTraining):
-            self._factory.check(data.source)
+        source = getattr(data, "source", None)
+        if source is not None:
+            self._factory.check(source)
         self.build(data)
         # Rank 0 may be the only one that restored a checkpoint: the plan is made from its state.
         self.broadcast_state()
@@ -152,6 +155,7 @@ class Trainer(TrainerCore):
         *,
         return_dict: bool = False,
         batch: int | None = None,
+        shard: str | None = None,
     ) -> Evaluation | dict[str, Any]:
         """Return loss and metrics over all samples, each counted once; every rank passes the same arguments.
 
@@ -166,17 +170,20 @@ class Trainer(TrainerCore):
             steps: number of batches to evaluate; all of them by default.
             return_dict: return loss and metrics as a dict, as Keras would.
             batch: samples per step over all ranks, in place of `batch_size`; 256 by default.
+            shard: as `fit` takes it.
 
         Raises:
             ConfigError: ranks that make another call, or with other arguments.
             DataError: data that cannot be used.
         """
         sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
-        agree_on_call(self.backend, "evaluate", {"x": x, "y": y, "sample_weight": sample_weight, **sizes})
+        given = {"x": x, "y": y, "sample_weight": sample_weight, "shard": shard}
+        agree_on_call(self.backend, "evaluate", {**given, **sizes})
         check_counts(sizes)
+        check_shard(shard)
         size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
-        data = first_batches(combined(x, y, sample_weight), steps, size)
-        outcome = self.evaluate_on(validation_batches(data, self.backend, batch=size))
+        data = combined(x, y, sample_weight)
+        outcome = self.evaluate_on(evaluation_data(data, self.backend, batch=size, steps=steps, shard=shard))
         show_evaluation(outcome, self.backend, verbose)
         return outcome.as_dict() if return_dict else outcome
 
@@ -188,6 +195,7 @@ class Trainer(TrainerCore):
         steps: int | None = None,
         *,
         batch: int | None = None,
+        shard: str | None = None,
     ) -> Any:
         """Return the model's outputs for `x`, in its order, as NumPy arrays on every rank.
 
@@ -200,22 +208,26 @@ class Trainer(TrainerCore):
             verbose: nothing is printed; taken as `keras.Model.predict` does.
             steps: number of batches to predict; all of them by default.
             batch: samples per step over all ranks, in place of `batch_size`; 256 by default.
+            shard: "rank" if each rank is given inputs of its own: it gets the outputs for these alone.
 
         Raises:
             ConfigError: ranks that make another call, or with other arguments.
             DataError: no inputs, or ranks that were given other inputs.
         """
         sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
-        agree_on_call(self.backend, "predict", {"x": x, **sizes})
+        agree_on_call(self.backend, "predict", {"x": x, "shard": shard, **sizes})
         check_counts(sizes)
+        check_shard(shard)
         size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
-        batches = prediction_batches(x, self.backend, batch=size, steps=steps)
+        batches = prediction_batches(x, self.backend, batch=size, steps=steps, shard=shard)
         if self.backend.processes > 1:
             build_for(self.model, batches)
         if self._rule is not None:
             self._rule.consolidate()
         self._give_first_weights()
         with self.averaged_weights():
+            if shard is not None and self.backend.processes > 1:
+                return own_outputs(self.model, batches)
             return self._predictor(batches)
 
     def restore(self, path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import ConfigError, NoSamplesError
 from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_batch
 from hvdtrain.data.pipeline import PREFETCH, no_autograph
 from hvdtrain.data.streams.first_pass import FirstPass
@@ -76,7 +76,7 @@ class DatasetTraining:
             self.first_pass = FirstPass(self._slices.prefetch(PREFETCH), "The dataset")
             count = self.first_pass.count
         if count == 0:
-            raise DataError("The dataset is empty.")
+            raise NoSamplesError("The dataset is empty.")
         return count
 
     def _with_static_values(self, batch: Batch) -> Batch:

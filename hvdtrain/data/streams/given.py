@@ -9,11 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import DataError
+from hvdtrain.config.errors import DataError, NoSamplesError
+from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
 
 WHOLE = "Every rank is given all of them, and the trainer takes the rank's part of each batch"
-_CURE = f"{WHOLE}: leave out slices such as x[rank::size] or shard()."
+OWN = 'If each rank is to train on its own part, pass shard="rank".'
+_CURE = f"{WHOLE}: leave out slices such as x[rank::size] or shard(). {OWN}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,15 @@ def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: s
         if other != first:
             raise DataError(_difference(first, other, rank, what, cure))
     return everyone
+
+
+def same_arrays(data: Any, backend: Backend) -> bool:
+    """Whether every rank was given the same arrays; every rank calls it."""
+    try:
+        mine = ArraySource(data).fingerprint() if not isinstance(data, ArraySource) else data.fingerprint()
+    except NoSamplesError:
+        mine = b""
+    return len(set(backend.gather_bytes(mine, timeout=None))) == 1 and mine != b""
 
 
 def content_of(batch: tuple[Any, ...]) -> str:
@@ -125,11 +136,11 @@ def _difference(first: Given, other: Given, rank: int, what: str, cure: str) -> 
     if arrays:
         return (
             f"The {what} samples of rank {rank} are not those of rank 0. {WHOLE}: a slice for each rank, such as "
-            "x[rank::size], would lose the rest."
+            f"x[rank::size], would lose the rest. {OWN}"
         )
     return (
         f"Rank {rank} reads the {what} data in another order than rank 0, so samples would be lost and repeated. "
-        f"{cure}, or call hvdtrain.init() before they are made, and leave out shard()."
+        f"{cure}, or call hvdtrain.init() before they are made, and leave out shard(). {OWN}"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.order import Order
 from hvdtrain.data.streams.ahead import ahead
@@ -46,7 +46,7 @@ def opened(data: Any) -> tuple[Elements, Iterator[Any]]:
     batches = iter(each_once(data)) if not _is_endless(data) else map(data.__getitem__, itertools.count())
     for elements in batches:
         return standard(elements, _name(data)), itertools.chain([elements], batches)
-    raise DataError(f"{_name(data)} {'holds' if isinstance(data, keras.utils.PyDataset) else 'gives'} no batches.")
+    raise NoSamplesError(f"{_name(data)} {'holds' if isinstance(data, keras.utils.PyDataset) else 'gives'} no batches.")
 
 
 def _is_endless(data: Any) -> bool:

@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.training.data_arguments import first_batches
 from hvdtrain.training.inputs import validation_batches
 from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.rank_inputs import own_evaluation_data
 from hvdtrain.training.step.replica_slice import replica_slice
 
 
@@ -56,7 +56,22 @@ def build_for(model: Any, batches: Iterable[Batch]) -> None:
         model(inputs_for(model, next(iter(batches)).inputs), training=False)
 
 
-def prediction_batches(data: Any, backend: Backend, *, batch: int, steps: int | None = None) -> Iterable[Batch]:
+def own_outputs(model: Any, batches: Iterable[Batch]) -> Any:
+    """Return the outputs [samples, …] for this rank's own batches, without the other ranks."""
+    call = tf.function(
+        lambda batch: model(inputs_for(model, batch.inputs), training=False), autograph=False, reduce_retracing=True
+    )
+    parts = []
+    for batch in batches:
+        outputs = call(batch)
+        rows = None if float(batch.has_samples) else 0
+        parts.append(tf.nest.map_structure(lambda tensor, end=rows: tensor[:end].numpy(), outputs))
+    return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def prediction_batches(
+    data: Any, backend: Backend, *, batch: int, steps: int | None = None, shard: str | None = None
+) -> Iterable[Batch]:
     """Return this replica's part of inputs alone: arrays, a nest of them, or a batched tf.data.Dataset.
 
     A Dataset may give `(inputs, …)`: what follows the inputs is left out. `steps` batches are read, or all of them.
@@ -65,11 +80,12 @@ def prediction_batches(data: Any, backend: Backend, *, batch: int, steps: int | 
         DataError: ranks that were given other inputs.
     """
     if isinstance(data, tf.data.Dataset):
-        named = first_batches(data.map(_with_no_targets), steps, batch)
-        return validation_batches(named, backend, batch=batch, what="prediction")
-    count = len(tf.nest.flatten(data)[0])
-    source = ArraySource((data, np.zeros(count, np.int32)), "inputs")
-    return validation_batches(first_batches(source, steps, batch), backend, batch=batch, what="prediction")
+        given: Any = data.map(_with_no_targets)
+    else:
+        given = data, np.zeros(len(tf.nest.flatten(data)[0]), np.int32)
+    if shard is not None and backend.processes > 1:
+        return own_evaluation_data(given, backend, batch=batch, steps=steps, what="prediction")
+    return validation_batches(first_batches(given, steps, batch), backend, batch=batch, what="prediction")
 
 
 def _with_no_targets(*elements: Any) -> tuple[Any, tf.Tensor]:

@@ -71,11 +71,11 @@ class ForwardBackward:
         """
         if not self._jit:
             return self._both(batch, within)
-        tensors = batch[:-1]
+        tensors = batch[:5]
         uniform: list[bool] = []
 
         def compiled(*parts: Any) -> tuple[Any, ...]:
-            local, outputs = self._both(Batch(*parts, batch.finite), within)  # type: ignore[call-arg]
+            local, outputs = self._both(Batch(*parts, batch.finite, batch.nominal), within)  # type: ignore[call-arg]
             uniform.append(local.uniform)
             return local.gradients, local.totals, local.expected_weight, outputs
 
@@ -106,7 +106,7 @@ class ForwardBackward:
         gradients = tape.gradient(part.total, list(self._state.trainable.values()), output_gradients=seed)
         gradients = [counted(gradient, batch.has_samples) for gradient in gradients]
         totals = counted(tf.stack([part.total, part.weight, tf.cast(poison, dtype)]), batch.has_samples)
-        return LocalGradients(gradients, totals, expected_weight, part.uniform), outputs
+        return LocalGradients(gradients, totals, expected_weight, part.uniform and not batch.nominal), outputs
 
 
 def zero_if_finite(tensors: list[Any]) -> tf.Tensor:

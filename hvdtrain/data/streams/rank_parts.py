@@ -1,0 +1,189 @@
+"""Data of which each rank was given its own part (`shard="rank"`): as many steps on every rank, whatever it holds.
+
+Batches are those of each rank, and a step trains on one of every rank. A rank that has fewer goes on with placeholders,
+which do not count, until the last rank is done; so which samples form a step depends on how they were divided.
+"""
+
+import base64
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import DataError
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.pipeline import TrainingData
+
+NOTE = (
+    'note: shard="rank": each rank trains on its own data. Which samples form a step depends on the number of ranks, '
+    "and training can be resumed on this number only."
+)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks hold together."""
+
+    steps: int
+    """Steps of a pass: as many as the rank with the most has."""
+    rows: int
+    """Samples of a rank's full batch."""
+    placeholder: Batch
+    """A sample that does not count, for steps in which this rank has none."""
+
+
+class RankTraining:
+    """Training on this rank's own batches; see `TrainingData`.
+
+    Args:
+        mine: this rank's batches; None: it has none.
+        agreed: what all ranks hold.
+        size: number of ranks.
+    """
+
+    notes = (NOTE,)
+
+    def __init__(self, mine: TrainingData | None, agreed: Agreed, size: int) -> None:
+        self.batch = agreed.rows * size
+        self.steps_per_epoch = agreed.steps
+        self.remedy = "" if mine is None else mine.remedy
+        self.source = getattr(mine, "source", None)
+        """The samples of this rank, where they are in memory."""
+        self._mine = mine
+        self._agreed = agreed
+
+    def batches(self, start_step: int) -> Iterator[Batch]:
+        """See `TrainingData.batches`."""
+        epoch, within = divmod(start_step, self.steps_per_epoch)
+        held = 0 if self._mine is None else self._mine.steps_per_epoch
+        own = iter(()) if self._mine is None else self._mine.batches(epoch * held + min(within, held))
+        while True:
+            for step in range(within, self.steps_per_epoch):
+                yield counted_by_weight(next(own), self._agreed.rows, self.batch) if step < held else self._none()
+            within = 0
+
+    def _none(self) -> Batch:
+        return self._agreed.placeholder._replace(global_samples=tf.constant(self.batch))
+
+
+class RankEvaluation:
+    """Evaluation of this rank's own batches, as many on every rank."""
+
+    def __init__(self, mine: Iterable[Batch], agreed: Agreed) -> None:
+        self._mine = mine
+        self._agreed = agreed
+
+    def __iter__(self) -> Iterator[Batch]:
+        left = self._agreed.steps
+        for batch in self._mine:
+            left -= 1
+            yield batch
+        for _ in range(left):
+            yield self._agreed.placeholder
+
+
+def agree_on_parts(first: Batch | None, steps: int, backend: Backend, what: str) -> Agreed:
+    """Return what all ranks hold, of which each tells its own; every rank calls it.
+
+    Args:
+        first: this rank's first batch, None if it has none.
+        steps: its batches.
+        backend: the replicas.
+        what: which data they are: training, validation or prediction.
+
+    Raises:
+        DataError: no rank has a sample, or the samples of two ranks do not have one structure.
+    """
+    facts = {"steps": steps, "rows": rows_of(first), "kinds": _kinds(first)}
+    everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(facts).encode(), timeout=None)]
+    holders = [rank for rank, other in enumerate(everyone) if other["steps"]]
+    if not holders:
+        raise DataError(f'No rank has {what} samples: with shard="rank" each is given its own part of them.')
+    giver = holders[0]
+    for rank in holders:
+        if everyone[rank]["kinds"] != everyone[giver]["kinds"]:
+            raise DataError(
+                f"The {what} samples of all ranks must have one structure. Received: {everyone[giver]['kinds']} on "
+                f"rank {giver} and {everyone[rank]['kinds']} on rank {rank}."
+            )
+    row = None if first is None else _row(first)
+    if len(holders) < len(everyone):
+        # A rank without samples runs another's, which does not count.
+        sent = backend.gather_bytes(b"" if row is None else _encoded(row), timeout=None)
+        row = _decoded(sent[giver]) if row is None else row
+    assert row is not None, "some rank has samples"
+    placeholder = Batch(*row, tf.constant(0.0), tf.constant(1), None, nominal=True)
+    return Agreed(max(other["steps"] for other in everyone), max(other["rows"] for other in everyone), placeholder)
+
+
+def counted_by_weight(batch: Batch, rows: int, total: int) -> Batch:
+    """Return a rank's own batch as its part of a step whose number of samples is not known beforehand.
+
+    Args:
+        batch: this rank's samples.
+        rows: samples of a rank's full batch.
+        total: samples of a step in which all ranks have a full batch.
+
+    Raises:
+        DataError: the batch is larger than a full one.
+    """
+    held = rows_of(batch)
+    if held > rows:
+        raise DataError(
+            f'With shard="rank" the first batch of a rank is its largest. Received: {held} samples in a later one, and '
+            f"at most {rows} in the first ones."
+        )
+    if held == rows:
+        return batch._replace(has_samples=1.0, global_samples=total, nominal=True)
+    return batch._replace(has_samples=tf.constant(1.0), global_samples=tf.constant(total), nominal=True)
+
+
+def rows_of(batch: Batch | None) -> int:
+    """Return the samples of a rank's own batch."""
+    return 0 if batch is None else int(tf.nest.flatten(batch.inputs)[0].shape[0])
+
+
+def _row(batch: Batch) -> tuple[Any, Any, Any]:
+    """Return the first sample [1, …] of a batch."""
+    parts = batch.inputs, batch.targets, batch.sample_weight
+    return tuple(tf.nest.map_structure(lambda t: None if t is None else t[:1], part) for part in parts)
+
+
+def _kinds(batch: Batch | None) -> str:
+    """Return the nest of dtypes and numbers of dims of a batch."""
+    if batch is None:
+        return ""
+    parts = (batch.inputs, batch.targets, batch.sample_weight)
+    return str(tf.nest.map_structure(lambda t: None if t is None else f"{t.dtype.name}[{t.shape.rank} dims]", parts))
+
+
+def _encoded(nest: Any) -> bytes:
+    return json.dumps(_written(nest)).encode()
+
+
+def _decoded(text: bytes) -> Any:
+    return _read(json.loads(text))
+
+
+def _written(nest: Any) -> Any:
+    if nest is None:
+        return None
+    if isinstance(nest, dict):
+        return {"dict": [[key, _written(value)] for key, value in nest.items()]}
+    if isinstance(nest, list | tuple):
+        return [_written(value) for value in nest]
+    octets = base64.b64encode(tf.io.serialize_tensor(nest).numpy()).decode()
+    return {"dtype": tf.as_dtype(nest.dtype).name, "tensor": octets}
+
+
+def _read(written: Any) -> Any:
+    if written is None:
+        return None
+    if isinstance(written, list):
+        return tuple(map(_read, written))
+    if "dict" in written:
+        return {key: _read(value) for key, value in written["dict"]}
+    return tf.io.parse_tensor(tf.constant(base64.b64decode(written["tensor"])), tf.as_dtype(written["dtype"]))

@@ -1,0 +1,169 @@
+"""Data of which each rank is given its own part (`shard="rank"`), of any length."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks.parity import dense_data, dense_model, per_sample
+from world import World, flat_bytes, moved, plain_training, relative_error
+
+import hvdtrain
+from hvdtrain.config.errors import DataError, UserError
+
+ROWS = 8
+Arrays = tuple[np.ndarray, ...]
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of a rank's arrays, in their order."""
+
+    def __init__(self, part: Arrays) -> None:
+        super().__init__()
+        self.part = part
+
+    def __len__(self) -> int:
+        return -(-len(self.part[0]) // ROWS)
+
+    def __getitem__(self, number: int) -> Arrays:
+        return tuple(array[number * ROWS : (number + 1) * ROWS] for array in self.part)
+
+
+def generator(part: Arrays) -> Callable[[], Any]:
+    def batches() -> Any:
+        yield from (Batches(part)[number] for number in range(len(Batches(part))))
+
+    return batches
+
+
+def dataset(part: Arrays) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(part)
+
+
+def ends(world: World, *, empty: bool = False) -> list[int]:
+    """Where the parts end: the first rank has most samples, the last few or none."""
+    held = [37, 0 if empty else 11, 20, 3][: world.size]
+    return [0, *np.cumsum(held).tolist()]
+
+
+def parts(world: World, dtype: str = "float64", *, empty: bool = False) -> list[Arrays]:
+    x, y = dense_data(dtype)
+    bounds = ends(world, empty=empty)
+    return [(x[begin:end], y[begin:end]) for begin, end in itertools.pairwise(bounds)]
+
+
+def steps_of(held: Sequence[Arrays], epochs: int) -> list[Arrays]:
+    """What the ranks train on together, step by step."""
+    count = max(len(Batches(part)) for part in held)
+    steps = [[Batches(part)[step] for part in held if step < len(Batches(part))] for step in range(count)]
+    return [tuple(np.concatenate(arrays) for arrays in zip(*step, strict=True)) for step in steps] * epochs
+
+
+def trainer_of(world: World, dtype: str = "float64", **options: Any) -> hvdtrain.Trainer:
+    return hvdtrain.Trainer(
+        dense_model(dtype, world.rank), keras.optimizers.SGD(0.1), per_sample, backend=world.backend, **options
+    )
+
+
+def check_parts_of_any_length_train_as_one_process_does(world: World) -> None:
+    held = parts(world)
+    mine = held[world.rank]
+    batched = {"shuffle": False, "shard": "rank", "epochs": 2, "verbose": 0}
+    forms: dict[str, tuple[Any, dict[str, Any]]] = {
+        "arrays": (mine, {"batch_size": ROWS}),
+        "samples of a dataset": (dataset(mine), {"batch": ROWS * world.size}),
+        "batches of a dataset": (dataset(mine).batch(ROWS), {}),
+        "PyDataset": (Batches(mine), {}),
+        "generator": (generator(mine), {}),
+    }
+    expected = plain_training(dense_model("float64", 0), keras.optimizers.SGD(0.1), per_sample, steps_of(held, 2))
+    assert moved(expected, dense_model("float64", 0).get_weights()) > 1e-2
+    whole = tuple(np.concatenate(arrays) for arrays in zip(*held, strict=True))
+    for name, (data, options) in forms.items():
+        trainer = trainer_of(world)
+        trainer.fit(data, **options, **batched)
+        weights = trainer.model.get_weights()
+        assert relative_error(weights, expected) <= 1e-9, (name, relative_error(weights, expected))
+        assert world.same_everywhere(flat_bytes(weights)), name
+        found = trainer.evaluate(data if "batch" not in options else mine, batch_size=ROWS, shard="rank", verbose=0)
+        alike = trainer.evaluate(whole, batch=ROWS * world.size, verbose=0)
+        np.testing.assert_allclose(found.loss, alike.loss, rtol=1e-9, err_msg=name)
+
+
+def check_a_rank_without_samples_takes_part(world: World) -> None:
+    """With accumulation, weights of the samples, and in both dtypes."""
+    for dtype, bound in (("float64", 1e-9), ("float32", 1e-6)):
+        held = parts(world, dtype, empty=True)
+        mine = held[world.rank]
+        expected = plain_training(dense_model(dtype, 0), keras.optimizers.SGD(0.1), per_sample, steps_of(held, 2))
+        for data in (mine, dataset(mine).batch(ROWS), generator(mine)):
+            trainer = trainer_of(world, dtype, accumulate=2)
+            sizes = {"batch_size": ROWS} if isinstance(data, tuple) else {}
+            trainer.fit(data, epochs=2, shuffle=False, shard="rank", verbose=0, **sizes)
+            assert relative_error(trainer.model.get_weights(), expected) <= bound, (dtype, type(data))
+            assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+
+
+def check_predictions_are_those_of_the_own_inputs(world: World) -> None:
+    trainer = trainer_of(world)
+    for empty in (False, True):
+        mine = parts(world, empty=empty)[world.rank][0]
+        found = trainer.predict(mine, batch_size=ROWS, shard="rank")
+        assert found.shape == (len(mine), 1) or found.shape[0] == len(mine)
+        if len(mine):
+            np.testing.assert_allclose(found, trainer.model(mine).numpy(), rtol=1e-12)
+    same = trainer.predict(dense_data("float64")[0][:10], shard="rank")
+    assert len(same) == 10, "inputs that are the same on every rank are each rank's own, too"
+
+
+def check_validation_parts_count_each_sample_once(world: World) -> None:
+    held = parts(world)
+    mine = held[world.rank]
+    whole = tuple(np.concatenate(arrays) for arrays in zip(*held, strict=True))
+    losses = []
+    for validation in (mine, whole, dataset(mine).batch(5)):
+        trainer = trainer_of(world)
+        result = trainer.fit(
+            mine, batch_size=ROWS, epochs=1, shuffle=False, shard="rank", verbose=0, validation_data=validation
+        )
+        losses.append(result.evaluations[-1].loss)
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-9)
+
+
+def check_endless_parts_need_steps(world: World) -> None:
+    mine = parts(world)[world.rank]
+    endless = dataset(mine).repeat().batch(ROWS)
+    trainer = trainer_of(world)
+    result = trainer.fit(endless, epochs=2, steps_per_epoch=3, shard="rank", verbose=0)
+    assert result.steps == 6
+    assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+    refused = _refused(lambda: trainer.fit(endless, shard="rank", verbose=0))
+    assert "pass steps_per_epoch" in refused
+
+
+def check_parts_that_do_not_go_together_are_refused_on_every_rank(world: World) -> None:
+    x, y = parts(world)[world.rank]
+    other = (x, y.astype("float32") if world.rank == 1 else y)
+    nothing = (x[:0], y[:0])
+    cases: dict[str, Any] = {
+        "must have one structure": other,
+        "No rank has training samples": nothing,
+    }
+    for said, data in cases.items():
+        refused = _refused(lambda data=data: trainer_of(world).fit(data, batch_size=ROWS, shard="rank", verbose=0))
+        assert said in refused, refused
+        assert world.same_everywhere(refused.encode())
+    refused = _refused(lambda: trainer_of(world).fit((x, y), batch_size=ROWS, shard="ranks", verbose=0))
+    assert "Received: 'ranks'" in refused
+    refused = _refused(lambda: trainer_of(world).fit((x, y), batch_size=ROWS, verbose=0))
+    assert 'pass shard="rank"' in refused, refused
+
+
+def _refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    raise DataError("it was taken")
