@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         rank_zero_only,
         size,
     )
+    from hvdtrain.config.checkpoint import Checkpoint
     from hvdtrain.gradients.accumulator import GradientAccumulator
     from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
     from hvdtrain.gradients.tape import DistributedGradientTape
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
 
 _PUBLIC = {
+    "Checkpoint": "hvdtrain.config.checkpoint",
     "DistributedGradientTape": "hvdtrain.gradients.tape",
     "DistributedOptimizer": "hvdtrain.gradients.distributed_optimizer",
     "GradientAccumulator": "hvdtrain.gradients.accumulator",
@@ -60,6 +62,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Checkpoint",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "GradientAccumulator",

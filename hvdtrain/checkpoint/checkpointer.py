@@ -1,6 +1,7 @@
 """Checkpoints in numbered folders that appear whole or not at all."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from hvdtrain.checkpoint.agreement import on_every_rank
 from hvdtrain.checkpoint.commit import commit, remove_old
 from hvdtrain.checkpoint.drafts import Draft
 from hvdtrain.checkpoint.manifest import merged
-from hvdtrain.checkpoint.naming import name_of
+from hvdtrain.checkpoint.naming import complete, name_of, step_of
 from hvdtrain.checkpoint.selection import find_checkpoint
 from hvdtrain.checkpoint.snapshot import owned
-from hvdtrain.checkpoint.write import take_list, write_list, write_tensors
+from hvdtrain.checkpoint.write import refuse_unshared, take_list, write_list, write_tensors
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.train_state import TrainState
 
 
 class Checkpointer:
@@ -29,11 +31,11 @@ class Checkpointer:
 
     Args:
         folder: where the checkpoints are; created when the first is saved.
-        keep: how many of the newest stay.
+        keep: how many of the newest stay; None: all.
         backend: the ranks that hold the state; None: this process alone.
     """
 
-    def __init__(self, folder: Path, keep: int = 3, backend: Backend | None = None) -> None:
+    def __init__(self, folder: Path, keep: int | None = 3, backend: Backend | None = None) -> None:
         self._folder = folder
         self._keep = keep
         self._ranks: Any = backend if backend is not None else NoOpCollectives()
@@ -65,6 +67,47 @@ class Checkpointer:
             spared = {final} | ({self._folder / name_of(best["step"])} if best else set())
             remove_old(self._folder, spared, self._keep)
         return final
+
+    def save_state(self, state: TrainState) -> Path:
+        """Do `save` for all of a training state."""
+        return self.save(state.scalars.step, state.named_tensors(), asdict(state.scalars))
+
+    def prepare(self, step: int, tensors: Mapping[str, NamedTensor]) -> None:
+        """Check that a training from `step` on can save here; called on every rank before the first step.
+
+        Raises:
+            CheckpointError: the folder cannot be written, holds checkpoints of later steps, or is not one that all
+                ranks share where they have to.
+        """
+
+        def attempt() -> str | None:
+            try:
+                if not self._ranks.primary:
+                    return None
+                drafts.append(Draft(self._folder, name_of(step)))
+                (drafts[0].path / "writable").write_bytes(b" ")
+                return str(drafts[0].path)
+            except OSError as error:
+                raise CheckpointError(f"Checkpoints cannot be written to {self._folder}: {error}") from error
+
+        drafts: list[Draft] = []
+        try:
+            path = Path(on_every_rank(self._ranks, attempt)[0])
+            shared = all(tensor.replicated for tensor in tensors.values())
+            on_every_rank(self._ranks, lambda: None if shared else refuse_unshared(path))
+        finally:
+            for draft in drafts:
+                draft.give_up()
+        on_every_rank(self._ranks, lambda: self._refuse_later(step) if self._ranks.primary else None)
+
+    def _refuse_later(self, step: int) -> None:
+        later = [step_of(path) for path in complete(self._folder) if step_of(path) > step]
+        if later:
+            raise CheckpointError(
+                f"A training saves to a folder of its own. Received: {self._folder}, which holds the checkpoint of "
+                f"step {later[-1]}, in a training that begins at step {step}. Go on from it, by "
+                f"trainer.resume({str(self._folder)!r}) before fit, or name another folder."
+            )
 
     def find(self, which: str = "newest") -> Path:
         """Return a checkpoint that the primary sees in the folder; see `find_checkpoint`.

@@ -45,9 +45,9 @@ def _show(draft: Path, final: Path) -> None:
             discard(replaced)
 
 
-def remove_old(folder: Path, spared: Collection[Path], keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints and those that are `spared`."""
-    for path in complete(folder)[:-keep]:
+def remove_old(folder: Path, spared: Collection[Path], keep: int | None) -> None:
+    """Remove all but the `keep` newest checkpoints and those that are `spared`; None keeps all."""
+    for path in complete(folder)[:-keep] if keep else []:
         if path not in spared:
             with contextlib.suppress(OSError):
                 discard(path)

@@ -12,6 +12,8 @@ import numpy as np
 from hvdtrain.checkpoint.snapshot import Owned
 from hvdtrain.config.errors import CheckpointError
 
+_SHARED = "with sharded tensors the folder of checkpoints must be one that all ranks share."
+
 Entries = dict[str, list[Any]]
 """By path: dtype, global shape, bounds of the slice, file, offset and SHA-256."""
 
@@ -62,10 +64,17 @@ def take_list(file: Path) -> tuple[Entries, int]:
             return entries, size
     except FileNotFoundError:
         pass
-    raise CheckpointError(
-        f"{file.name} was written by another rank and is not in {file.parent.parent}: with sharded tensors the folder "
-        "of checkpoints must be one that all ranks share."
-    )
+    raise CheckpointError(f"{file.name} was written by another rank and is not in {file.parent.parent}: {_SHARED}")
+
+
+def refuse_unshared(draft: Path) -> None:
+    """Refuse a folder of checkpoints of which this rank does not see `draft`, which the primary has made in it.
+
+    Raises:
+        CheckpointError: naming the folder.
+    """
+    if not draft.is_dir():
+        raise CheckpointError(f"What rank 0 writes to {draft.parent} is not seen here: {_SHARED}")
 
 
 def _list_of(file: Path) -> Path:

@@ -1,5 +1,8 @@
 """Options of checkpoints."""
 
+import os
+from dataclasses import dataclass
+
 from hvdtrain.config.best import BestMetric, ModeName, best_metric
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.section import section
@@ -32,3 +35,55 @@ class CheckpointConfig:
         if self.keep_best == "none":
             return None
         return best_metric(self.keep_best, self.keep_best_mode, option="--keep-best-mode")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoints that `Trainer.fit(checkpoint=…)` saves: the whole training state, whole or not at all.
+
+    Args:
+        folder: where they are saved, as `folder/step-N`; only rank 0 needs to see it.
+        every: save every this many optimizer steps; None saves at the end of every epoch. The end of training always
+            saves.
+        keep: number of newest checkpoints to keep.
+        best: keep the checkpoint of the epoch with the best value of this metric as well, such as `"val_loss"`; None
+            keeps only the newest.
+        mode: whether the lowest (`"min"`) or the highest (`"max"`) value is best; `"auto"` infers it from the name.
+
+    Raises:
+        ConfigError: a value that is none of its option's.
+    """
+
+    folder: str | os.PathLike[str]
+    every: int | None = None
+    keep: int = 3
+    best: str | None = None
+    mode: ModeName = "auto"
+
+    def __post_init__(self) -> None:
+        if not os.fspath(self.folder):
+            raise ConfigError("Checkpoint(folder) must be the path of a folder. Received: an empty one.")
+        for name, value in {"every": self.every, "keep": self.keep}.items():
+            if value is not None and (not hasattr(value, "__index__") or value < 1):
+                raise ConfigError(f"Checkpoint({name}=…) must be at least 1. Received: {value!r}.")
+        if self.best is None and self.mode != "auto":
+            raise ConfigError(f"Checkpoint(mode={self.mode!r}) needs a metric: add best=METRIC, such as 'val_loss'.")
+        _ = self.metric
+
+    @property
+    def metric(self) -> BestMetric | None:
+        """The metric of the best checkpoint; None where none is kept."""
+        return None if self.best is None else best_metric(self.best, self.mode, option="Checkpoint(mode=…)")
+
+
+def checkpoint_of(given: Checkpoint | str | os.PathLike[str] | None) -> Checkpoint | None:
+    """Return what the argument `checkpoint` of `fit` stands for: a folder alone takes the defaults.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(given, str | os.PathLike):
+        return Checkpoint(given)
+    if given is None or isinstance(given, Checkpoint):
+        return given
+    raise ConfigError(f"checkpoint is an hvdtrain.Checkpoint, or the path of a folder. Received: {given!r}.")

@@ -1,7 +1,7 @@
 """A run from its configuration: what `train` does on every rank."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -249,4 +249,4 @@ def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
 
 def _save(checkpoints: Checkpointer, state: Any, data: SourceTraining) -> None:
     state.scalars.left_out = {str(number): text for number, text in data.bad.found.items()}
-    checkpoints.save(state.scalars.step, state.named_tensors(), asdict(state.scalars))
+    checkpoints.save_state(state)

@@ -29,6 +29,8 @@ class Scalars:
     """Finished optimizer steps, on whatever data."""
     epoch: int = 0
     """Finished passes over the data."""
+    epochs_before: int = 0
+    """Passes over the data that came before epoch 0 of this training; below 0 where `fit` began later than there."""
     step_in_epoch: int | None = 0
     """Finished steps of the epoch under way; None in checkpoints of earlier versions, whose steps tell."""
     seed: int = 0
@@ -40,6 +42,8 @@ class Scalars:
     """What is wrong with the samples of training that are left out (--on-bad-record), by number."""
     best: dict[str, Any] | None = None
     """The best epoch so far: `metric`, `mode`, `value`, and the `step` at its end; None where no best is kept."""
+    stopped: bool = False
+    """Whether a callback ended the training."""
     progress: Progress = field(default_factory=Progress)
 
     def place(self, steps_per_epoch: int) -> int:
@@ -58,10 +62,17 @@ class Scalars:
         self.step += 1
         self.epoch, self.step_in_epoch = self.epoch + place // steps_per_epoch, place % steps_per_epoch
 
-    def begin_epoch(self) -> None:
-        """Go to the beginning of the epoch under way, forgetting what was counted in it; the step count stays."""
+    def begin_training(self, initial_epoch: int = 0) -> None:
+        """Begin a new training with the next epoch, which is its `initial_epoch`; steps are counted on."""
         self.step_in_epoch = 0
-        self.progress = Progress(callbacks=self.progress.callbacks)
+        self.epochs_before = self.epoch - initial_epoch
+        self.best, self.stopped, self.data = None, False, None
+        self.progress = Progress()
+
+    @property
+    def epoch_of_training(self) -> int:
+        """Finished epochs of this training, from its epoch 0 on."""
+        return self.epoch - self.epochs_before
 
 
 def scalars_from(saved: Mapping[str, Any]) -> Scalars:

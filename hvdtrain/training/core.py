@@ -117,7 +117,7 @@ class TrainerCore:
         validation: Iterable[Batch] | None = None,
         observers: Observer | None = None,
         info: RunInfo | None = None,
-        save: Callable[[TrainState], None] | None = None,
+        save: Callable[[TrainState], object] | None = None,
         callbacks: Sequence[Any] = (),
     ) -> FitResult:
         """Broadcast the state of rank 0 and train until `plan.total_steps`.
@@ -146,7 +146,7 @@ class TrainerCore:
         validation: Iterable[Batch] | None,
         observers: Observer,
         info: RunInfo | None = None,
-        save: Callable[[TrainState], None] | None = None,
+        save: Callable[[TrainState], object] | None = None,
         callbacks: Sequence[Any] = (),
     ) -> FitResult:
         """Do what `train` does, from a state that is the same on every rank."""

@@ -134,11 +134,12 @@ class FitArguments:
         return training, self.validation.batches(held_out, backend, self.data.batch_size, self.data.shard)
 
     def plan(self, scalars: Scalars, steps_per_epoch: int) -> Plan:
-        """Return the plan of a training from `scalars` on, in which epochs count from `initial_epoch`."""
-        steps = max(0, self.epochs - self.initial_epoch) * steps_per_epoch
+        """Return the plan of what is left of the training that `scalars` is in: up to `epochs`, or until it stopped."""
+        left = (self.epochs - scalars.epoch_of_training) * steps_per_epoch - scalars.place(steps_per_epoch)
+        steps = 0 if scalars.stopped else max(0, left)
         return Plan(
             scalars.step + steps,
             self.log_every,
             validation_freq=self.validation.epochs,
-            epoch_offset=self.initial_epoch - scalars.epoch,
+            epoch_offset=-scalars.epochs_before,
         )

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.control.agreement import check_same_call, encode_call
 from hvdtrain.training.loop.keras_callbacks import that_change_training
@@ -54,6 +55,8 @@ def _described(value: Any) -> str:
         return repr(value)
     if isinstance(value, Plan):
         return repr(Plan(**{name: _plain(each) for name, each in vars(value).items()}))
+    if isinstance(value, Checkpoint):
+        return repr(value)
     if isinstance(value, Mapping) and not any(hasattr(each, "shape") and each.shape for each in value.values()):
         return repr(sorted(((_plain(key), _plain(each)) for key, each in value.items()), key=str))
     if isinstance(value, tf.data.Dataset):

@@ -4,22 +4,23 @@ This page is what scripts call; what it is made of is in `core.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
-from hvdtrain.checkpoint import restore
-from hvdtrain.training.core import TrainerCore
+from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
+from hvdtrain.training.backup import agreed_backup, without_backup
 from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
 from hvdtrain.training.fit_arguments import VALIDATION_BATCH, DataArguments, FitArguments, ValidationArguments
 from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.rank_inputs import evaluation_data
+from hvdtrain.training.resumable import ResumableTrainer, nothing_left, refuse_both, with_checkpoints
 from hvdtrain.training.run_info import console_for, show_evaluation
 from hvdtrain.training.same_call import agree_on_call
 
 
-class Trainer(TrainerCore):
+class Trainer(ResumableTrainer):
     """Trains a Keras model on every rank of the session.
 
     Of a model that was compiled, the optimizer, the losses (with their weights) and the metrics (with the weighted
@@ -70,6 +71,7 @@ class Trainer(TrainerCore):
         validation_batch: int | None = None,
         log_every: int = 10,
         shard: str | None = None,
+        checkpoint: Checkpoint | str | PathLike[str] | None = None,
     ) -> FitResult:
         """Train until epoch `epochs`; arguments are those of `keras.Model.fit`, the same on every rank.
 
@@ -102,8 +104,13 @@ class Trainer(TrainerCore):
             log_every: steps between two logged steps.
             shard: "rank" if each rank is given its own part of the data (validation data too), in arrays or in batches
                 of its own; None if every rank is given all of them.
+            checkpoint: where and when to save the training state: `hvdtrain.Checkpoint(folder, …)`, or the folder
+                alone. A training that was interrupted goes on after `trainer.resume(folder)`. In place of both,
+                `BackupAndRestore(folder)` among the callbacks saves every epoch, goes on by itself, and removes the
+                folder at the end.
 
         Raises:
+            CheckpointError: checkpoints cannot be saved, or a resumed training has other data.
             ConfigError: a batch that does not divide among the ranks, options that do not fit, or ranks that call it
                 with different arguments.
             DataError: data that cannot be used.
@@ -123,25 +130,32 @@ class Trainer(TrainerCore):
             initial_epoch,
             log_every,
         )
-        callbacks = callbacks or ()
-        self._agree("fit", arguments.facts(), callbacks)
+        callbacks, backup = without_backup(callbacks or ())
+        saved = checkpoint_of(checkpoint)
+        self._agree("fit", {**arguments.facts(), "checkpoint": saved}, callbacks)
         arguments.check()
+        backup = agreed_backup(backup, self.backend)
+        if backup is not None:
+            refuse_both(saved, backup)
+            saved = backup.checkpoint
         data, validation = arguments.streams(self.backend, self._seed)
         source = getattr(data, "source", None)
         if source is not None:
             self._factory.check(source)
         self.build(data)
-        # Rank 0 may be the only one that restored a checkpoint: the plan is made from its state.
-        self.broadcast_state()
-        # A fit begins with an epoch of its own data; optimizer steps are counted on.
-        self.state.scalars.begin_epoch()
-        plan = arguments.plan(self.state.scalars, data.steps_per_epoch)
+        goes_on = self._begin_fit(data, initial_epoch, backup, described_data=saved is not None)
+        save = None if saved is None else self._checkpointer(saved).save_state
+        plan = with_checkpoints(arguments.plan(self.state.scalars, data.steps_per_epoch), saved)
         observers = console_for(self.backend, verbose)
         try:
-            result = self._train(data, plan, validation, observers, callbacks=callbacks)
+            if goes_on and plan.total_steps == self.state.scalars.step:
+                observers.on_message(nothing_left(self.state.scalars))
+            result = self._train(data, plan, validation, observers, save=save, callbacks=callbacks)
             observers.on_end(summary_of(result))
         finally:
             observers.close()
+        if backup is not None and self.backend.primary:
+            backup.finish()
         return result
 
     def evaluate(
@@ -220,8 +234,9 @@ class Trainer(TrainerCore):
         check_shard(shard)
         size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
         batches = prediction_batches(x, self.backend, batch=size, steps=steps, shard=shard)
-        if self.backend.processes > 1:
+        if self.backend.processes > 1 or self._pending is not None:
             build_for(self.model, batches)
+        self._load_pending()
         if self._rule is not None:
             self._rule.consolidate()
         self._give_first_weights()
@@ -229,10 +244,3 @@ class Trainer(TrainerCore):
             if shard is not None and self.backend.processes > 1:
                 return own_outputs(self.model, batches)
             return self._predictor(batches)
-
-    def restore(self, path: Path) -> None:
-        """Load the checkpoint at `path`; every rank calls it, and only rank 0 needs to see the folder."""
-        state = self.state
-        scalars = restore.restore(path, state.named_tensors(), self.backend, earlier_names=state.earlier_names())
-        state.restore(scalars)
-        self.rule.begin()

@@ -28,6 +28,7 @@ def test_importing_the_package_imports_neither_tensorflow_nor_horovod():
 
 def test_the_public_names_are_those_that_are_promised():
     assert set(hvdtrain.__all__) == {
+        "Checkpoint",
         "DistributedGradientTape",
         "DistributedOptimizer",
         "GradientAccumulator",

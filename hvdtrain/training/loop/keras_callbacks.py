@@ -250,8 +250,8 @@ class KerasCallbacks(EvaluationHooks):
 def _check(callback: Any) -> None:
     if isinstance(callback, _callbacks.BackupAndRestore):
         raise ConfigError(
-            "BackupAndRestore would restore rank 0 alone: a run is continued from a checkpoint, "
-            "`python -m hvdtrain --resume RUN_DIR`."
+            "BackupAndRestore would restore rank 0 alone here: Trainer.fit takes it, or trainer.resume(folder) before "
+            "training goes on from a checkpoint."
         )
     if isinstance(callback, _callbacks.SwapEMAWeights):
         raise ConfigError(

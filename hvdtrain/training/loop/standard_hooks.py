@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.given import in_step
@@ -16,6 +15,7 @@ from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
+from hvdtrain.training.loop.best_epoch import begin_best, note_best
 from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.data_wait import WaitingWatch
 from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, Outcome, StepEnd
@@ -37,7 +37,7 @@ class Actions:
     """Makes the model and the optimizer hold what is evaluated and saved."""
     averaged_weights: Callable[[], AbstractContextManager[None]]
     """Gives the model the optimizer's averages of its weights inside a context."""
-    save: Callable[[], None] | None
+    save: Callable[[], object] | None
     """Saves the state; None where nothing is saved."""
 
 
@@ -90,7 +90,7 @@ class StandardTraining:
             averaged_weights=actions.averaged_weights,
         )
         self._plan = plan
-        self._check_best(factory.metric_names(), validated=validation is not None)
+        begin_best(plan.best, scalars, factory.metric_names(), validated=validation is not None)
         # Metrics over whole epochs are for callbacks and for the best epoch, and cost a pass in each step.
         best_in_training = plan.best is not None and not plan.best.name.startswith("val_")
         epoch_metrics = self._callbacks is not None or best_in_training
@@ -237,37 +237,10 @@ class StandardTraining:
         logs = {"loss": self._monitor.epoch_loss, **self._step.epoch_metrics()}
         if validation is not None:
             logs |= self._evaluate(step, validation)
-        self._note_best(step, logs)
+        note_best(self._plan.best, self._state.scalars, step.number, logs)
         if self._callbacks is not None:
             self._callbacks.end_epoch(step.epoch, logs)
             self._rule.adopt_weights()
-
-    def _check_best(self, metrics: Iterable[str], *, validated: bool) -> None:
-        """Refuse a metric of the best epoch that no epoch will have; forget a best epoch by another metric.
-
-        Raises:
-            ConfigError: naming those that there will be.
-        """
-        scalars, best = self._state.scalars, self._plan.best
-        known = [f"{prefix}{name}" for prefix in ("", "val_")[: 1 + validated] for name in ("loss", *metrics)]
-        if best is not None and best.name not in known:
-            more = "" if validated else " Those that begin with val_ need validation data."
-            raise ConfigError(
-                f"The best epoch is chosen by a metric of this training. Received: {best.name!r}. It has "
-                f"{', '.join(known)}.{more}"
-            )
-        kind = best and (best.name, best.mode)
-        if scalars.best is not None and kind != (scalars.best["metric"], scalars.best["mode"]):
-            scalars.best = None
-
-    def _note_best(self, step: StepEnd, logs: Mapping[str, float]) -> None:
-        """Let the state record this epoch as the best, if it is."""
-        best, scalars = self._plan.best, self._state.scalars
-        value = None if best is None else logs.get(best.name)
-        if best is None or value is None:
-            return
-        if best.improves(value, scalars.best["value"] if scalars.best else None):
-            scalars.best = {"metric": best.name, "mode": best.mode, "value": float(value), "step": step.number}
 
     def _evaluate(self, step: StepEnd, validation: Iterable[Batch]) -> dict[str, float]:
         """Evaluate, and return the figures with `val_` before their names."""
@@ -297,6 +270,7 @@ class StandardTraining:
         if not step.ends_epoch:
             self._note_metrics()
         progress.callbacks = [] if self._callbacks is None else self._callbacks.states()
+        self._state.scalars.stopped = step.outcome is Outcome.STOP
         self._actions.consolidate()
         self._actions.save()
         progress.callbacks, progress.metrics = [], {}

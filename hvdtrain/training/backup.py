@@ -1,0 +1,100 @@
+"""Keras' BackupAndRestore, done by our own checkpoints: what Keras saves would be restored on rank 0 alone."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.checkpoint.commit import discard
+from hvdtrain.checkpoint.naming import complete
+from hvdtrain.config.checkpoint import Checkpoint
+from hvdtrain.config.errors import CheckpointError, ConfigError
+
+TIMEOUT_S = 600.0
+"""Ranks come to it together, right after they have compared the arguments of `fit`."""
+
+
+@dataclass(frozen=True)
+class Backup:
+    """A folder of checkpoints from which `fit` goes on, and which it removes when it has finished."""
+
+    folder: str
+    every: int | None
+    """Steps between two checkpoints; None: one at the end of every epoch."""
+    keep: int
+    removed: bool
+    """Whether it is removed at the end (`delete_checkpoint`)."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What `fit` saves."""
+        return Checkpoint(self.folder, self.every, self.keep)
+
+    def refuse_foreign(self) -> None:
+        """Refuse a folder of what Keras' own `fit` has saved; called on the rank that sees it.
+
+        Raises:
+            CheckpointError: naming the file.
+        """
+        found = Path(self.folder) / "latest.weights.h5"
+        if found.exists():
+            raise CheckpointError(
+                f"BackupAndRestore goes on from what hvdtrain has saved. Received: {found}, by Keras' own fit(). Load "
+                "it with model.load_weights() and name another backup_dir, or remove it."
+            )
+
+    def finish(self) -> None:
+        """Remove the checkpoints, if they are to be; called on the rank that sees them. Other files stay."""
+        if self.removed:
+            for path in complete(Path(self.folder)):
+                discard(path)
+            with suppress(OSError):  # it is not empty
+                Path(self.folder).rmdir()
+
+
+def without_backup(callbacks: Sequence[Any]) -> tuple[list[Any], Backup | None]:
+    """Return the other callbacks, and what the BackupAndRestore among them asks for.
+
+    Raises:
+        ConfigError: there are two of them, or one that never saves.
+    """
+    flat = tf.nest.flatten(list(callbacks))
+    backups = [_backup(each) for each in flat if isinstance(each, keras.callbacks.BackupAndRestore)]
+    if len(backups) > 1:
+        raise ConfigError(f"fit takes one BackupAndRestore. Received: {len(backups)} of them.")
+    others = [each for each in flat if not isinstance(each, keras.callbacks.BackupAndRestore)]
+    return others, backups[0] if backups else None
+
+
+def agreed_backup(backup: Backup | None, backend: Backend) -> Backup | None:
+    """Return rank 0's backup on every rank; each of the others may have the same one or none.
+
+    Raises:
+        ConfigError: a rank has another one.
+    """
+    mine = b"" if backup is None else json.dumps(asdict(backup)).encode()
+    everyone = backend.gather_bytes(mine, timeout=TIMEOUT_S)
+    for rank, other in enumerate(everyone):
+        if other not in (b"", everyone[0]):
+            raise ConfigError(
+                "BackupAndRestore must be on rank 0, and with the same arguments wherever else it is. Received: "
+                f"{other.decode()} on rank {rank} and {everyone[0].decode() or 'none'} on rank 0."
+            )
+    return Backup(**json.loads(everyone[0])) if everyone[0] else None
+
+
+def _backup(callback: Any) -> Backup:
+    freq = callback.save_freq
+    if freq != "epoch" and (isinstance(freq, bool) or freq < 1):
+        raise ConfigError(
+            f'BackupAndRestore(save_freq=…) is "epoch" or a number of steps, at least 1. Received: {freq!r}.'
+        )
+    every = None if freq == "epoch" else int(freq)
+    keep = 2 if callback.double_checkpoint else 1
+    return Backup(str(callback.backup_dir), every, keep, removed=bool(callback.delete_checkpoint))

@@ -1,0 +1,205 @@
+"""Checkpoints of a user's own script: save, restore and resume a trainer, and what `fit` saves and goes on from."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from hvdtrain.checkpoint import manifest
+from hvdtrain.checkpoint.agreement import on_every_rank
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.checkpoint.naming import complete
+from hvdtrain.checkpoint.restore import restore
+from hvdtrain.checkpoint.selection import find_checkpoint
+from hvdtrain.config.checkpoint import Checkpoint
+from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.observability.wording import plural
+from hvdtrain.state.scalars import Scalars
+from hvdtrain.training.backup import Backup
+from hvdtrain.training.core import TrainerCore
+from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.same_call import agree_on_call
+from hvdtrain.training.same_data import check_goes_on, described
+
+Folder = str | os.PathLike[str]
+
+
+class ResumableTrainer(TrainerCore):
+    """A trainer whose whole state is saved and restored; see `Trainer`."""
+
+    _pending: Path | None = None
+    """A checkpoint that is loaded once the model has variables."""
+    _goes_on = False
+    """Whether the next `fit` goes on with the training that was restored."""
+
+    def save(self, folder: Folder) -> Path:
+        """Write a checkpoint of the whole training state to `folder/step-N` and return its path; every rank calls it.
+
+        Weights, optimizer, steps, epochs: all that `restore` and `resume` need. Earlier checkpoints stay. The model
+        alone is saved by `model.save("model.keras")` on rank 0.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+            ConfigError: the model has no variables yet, or ranks name different folders.
+        """
+        agree_on_call(self.backend, "save", {"folder": os.fspath(folder)})
+        if not self.model.built:
+            raise ConfigError("The model has no variables to save yet: call fit, evaluate or predict before save.")
+        self.consolidate()
+        return Checkpointer(Path(folder), keep=None, backend=self.backend).save_state(self.state)
+
+    def restore(self, folder: Folder, which: str = "newest") -> Path:
+        """Load a checkpoint and return its path; every rank calls it, and only rank 0 needs to see the folder.
+
+        A `fit` that follows begins a new training, from this state. A model that has no variables yet is given them by
+        `fit`, `evaluate` or `predict`, which load the checkpoint then.
+
+        Args:
+            folder: of checkpoints, or of a run; or a single checkpoint in it.
+            which: `"newest"`, `"best"` (by the metric that the best was kept of), or the number of a step.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it was saved by another model or optimizer.
+        """
+        agree_on_call(self.backend, "restore", {"folder": os.fspath(folder), "which": which})
+        path = self._on_primary(lambda: located(Path(folder), str(which)))
+        assert path is not None, "found or raised"
+        self._goes_on = False
+        self._load(path)
+        return path
+
+    def resume(self, folder: Folder) -> Path | None:
+        """Go on from the newest checkpoint in `folder`, if there is one; every rank calls it before `fit`.
+
+        The next `fit` then trains what is left of its `epochs`, from the next sample on, on any number of ranks, with
+        callbacks that remember what they did. It needs the same data and global batch as before.
+
+        Returns:
+            The checkpoint; None where there is none, and `fit` begins at the start.
+
+        Raises:
+            CheckpointError: it is damaged, or was saved by another model or optimizer.
+        """
+        agree_on_call(self.backend, "resume", {"folder": os.fspath(folder)})
+        return self._resume(Path(folder))
+
+    def _resume(self, folder: Path) -> Path | None:
+        path = self._on_primary(lambda: located(folder, "newest") if _has_any(folder) else None)
+        if path is not None:
+            self._load(path)
+            self._goes_on = True
+        return path
+
+    def _on_primary(self, find: Callable[[], Path | None]) -> Path | None:
+        """Return on every rank the checkpoint that `find` returns on the primary, where it can be read."""
+
+        def look() -> str | None:
+            path = find() if self.backend.primary else None
+            if path is not None:
+                manifest.format_of(path)
+            return None if path is None else str(path)
+
+        found = on_every_rank(self.backend, look)[0]
+        return None if found is None else Path(found)
+
+    def _load(self, path: Path) -> None:
+        self._pending = path
+        if self.model.built:
+            self._load_pending()
+        elif self.backend.primary:
+            print(f"The model has no variables yet: fit, evaluate or predict will load {path}.", flush=True)
+
+    def _load_pending(self) -> None:
+        """Load the checkpoint that was waiting for the model's variables, if there is one."""
+        if self._pending is None:
+            return
+        path, self._pending = self._pending, None
+        state = self.state
+        scalars = restore(path, state.named_tensors(), self.backend, earlier_names=state.earlier_names())
+        state.restore(scalars)
+        self.rule.begin()
+
+    def build_on(self, batch: Batch) -> None:
+        """See `TrainerCore.build_on`."""
+        super().build_on(batch)
+        self._load_pending()
+
+    def _begin_fit(
+        self, data: TrainingData, initial_epoch: int, backup: Backup | None, *, described_data: bool
+    ) -> bool:
+        """Go on with the training that was resumed, on the same data, or begin a new one; tell whether it goes on."""
+        if backup is not None:
+            on_every_rank(self.backend, lambda: backup.refuse_foreign() if self.backend.primary else None)
+            self._resume(Path(backup.folder))
+        # Rank 0 may be the only one that loaded weights: the plan is made from its state.
+        self.broadcast_state()
+        scalars = self.state.scalars
+        goes_on, self._goes_on = self._goes_on, False
+        now = described(data, self._seed, self.backend) if described_data or goes_on else None
+        if goes_on:
+            on_every_rank(self.backend, lambda: check_goes_on(scalars.data, now) if self.backend.primary else None)
+        else:
+            scalars.begin_training(initial_epoch)
+        scalars.data = now
+        return goes_on
+
+    def _checkpointer(self, checkpoint: Checkpoint) -> Checkpointer:
+        """Return what writes the checkpoints of a `fit`, once it is known that it can."""
+        files = Checkpointer(Path(checkpoint.folder), int(checkpoint.keep), self.backend)
+        files.prepare(self.state.scalars.step, self.state.named_tensors())
+        return files
+
+
+def refuse_both(checkpoint: Checkpoint | None, backup: Backup) -> None:
+    """Refuse two ways of saving.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    if checkpoint is not None:
+        raise ConfigError(
+            f"fit saves by BackupAndRestore({backup.folder!r}) or by checkpoint={checkpoint}. Received: both. Leave "
+            "out one of them."
+        )
+
+
+def nothing_left(scalars: Scalars) -> str:
+    """Return a warning that a training is finished already, which a user may not expect."""
+    how = "a callback stopped it" if scalars.stopped else "all of its epochs are trained"
+    return (
+        f"warning: there is nothing left to train: {how} ({plural(scalars.epoch_of_training, 'epoch')}). "
+        "trainer.restore(folder) in place of resume begins a new training from there."
+    )
+
+
+def with_checkpoints(plan: Plan, checkpoint: Checkpoint | None) -> Plan:
+    """Return `plan` with the times at which `checkpoint` saves."""
+    if checkpoint is None:
+        return plan
+    every = None if checkpoint.every is None else int(checkpoint.every)
+    return replace(plan, checkpoint_every=every, best=checkpoint.metric)
+
+
+def located(folder: Path, which: str) -> Path:
+    """Return the checkpoint that is meant by `folder` and `which`; see `Trainer.restore`.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if (folder / manifest.NAME).is_file():
+        if which != "newest":
+            raise CheckpointError(f"{folder} is a single checkpoint: leave out which. Received: {which!r}.")
+        return folder
+    return find_checkpoint(_checkpoints_in(folder), which)
+
+
+def _checkpoints_in(folder: Path) -> Path:
+    """Return the folder of checkpoints: `folder` itself, or that of the run in it."""
+    of_run = folder / "checkpoints"
+    return of_run if of_run.is_dir() and not complete(folder) else folder
+
+
+def _has_any(folder: Path) -> bool:
+    return (folder / manifest.NAME).is_file() or bool(complete(_checkpoints_in(folder)))

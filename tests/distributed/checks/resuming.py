@@ -1,0 +1,170 @@
+"""Scripts that were interrupted and are run again: on ranks of which only the first sees the checkpoints."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from checks.calls import refusal
+from checks.training import CROSSENTROPY, classifier, samples
+from world import World, flat_bytes
+
+import hvdtrain
+from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.training.update_rules.zero import SMALL_BYTES
+
+DATA = samples(50)
+FIT = {"batch": 16, "epochs": 3, "verbose": 0}
+"""Four steps an epoch, the last one of two samples."""
+
+
+class Interrupted(Exception):
+    pass
+
+
+class InterruptAfter(keras.callbacks.Callback):
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Interrupted
+
+
+def trainer_of(world: World, **options: Any) -> Any:
+    return hvdtrain.Trainer(classifier(0), "adam", CROSSENTROPY, ["accuracy"], backend=world.backend, **options)
+
+
+@contextlib.contextmanager
+def in_a_folder_of_its_own(world: World, name: str) -> Iterator[Path]:
+    """Enter a folder that no other rank sees by the name that they give it."""
+    folder = world.folder / f"{name}-{world.rank}"
+    folder.mkdir(parents=True)
+    with contextlib.chdir(folder):
+        yield folder
+
+
+def interrupted(world: World, after: int, callbacks: Sequence[Any] = (), data: Any = DATA, **options: Any) -> None:
+    try:
+        trainer_of(world).fit(data, **{**FIT, **options}, callbacks=[*callbacks, InterruptAfter(after)])
+    except Interrupted:
+        return
+    raise AssertionError("it was not interrupted")
+
+
+def at_a_stretch(world: World, **options: Any) -> bytes:
+    trainer = trainer_of(world)
+    trainer.fit(DATA, **FIT, **options)
+    return flat_bytes(trainer.model.get_weights())
+
+
+def check_a_training_goes_on_where_only_rank_0_sees_its_checkpoints(world: World) -> None:
+    with in_a_folder_of_its_own(world, "goes-on") as folder:
+        saves = hvdtrain.Checkpoint("saved", every=3, best="val_loss")
+        interrupted(world, 8, checkpoint=saves, validation_data=DATA)
+        assert (folder / "saved").exists() == (world.rank == 0)
+        again = trainer_of(world)
+        found = again.resume("saved")
+        assert found is not None
+        assert found.name == "step-00000006", found
+        again.fit(DATA, **FIT, checkpoint=saves, validation_data=DATA)
+        assert flat_bytes(again.model.get_weights()) == at_a_stretch(world)
+        assert world.same_everywhere(flat_bytes(again.model.get_weights()))
+
+        losses = again.evaluate(DATA, verbose=0).loss
+        fresh = trainer_of(world)
+        fresh.restore("saved", "best")
+        assert fresh.state.scalars.step == again.state.scalars.best["step"]
+        assert fresh.evaluate(DATA, verbose=0).loss == again.state.scalars.best["value"] <= losses
+        assert trainer_of(world).resume("nowhere") is None
+
+
+def check_a_training_on_each_ranks_own_samples_goes_on(world: World) -> None:
+    with in_a_folder_of_its_own(world, "own-samples"):
+        own = tuple(part[world.rank :: world.size] for part in DATA)
+        options = {**FIT, "shard": "rank"}
+        interrupted(world, 6, data=own, shard="rank", checkpoint="saved")
+        again, whole = trainer_of(world), trainer_of(world)
+        again.resume("saved")
+        again.fit(own, **options, checkpoint="saved")
+        whole.fit(own, **options)
+        assert flat_bytes(again.model.get_weights()) == flat_bytes(whole.model.get_weights())
+        again.resume("saved")
+        other = tuple(part[1 - world.rank :: world.size] for part in DATA)
+        assert "samples with other values" in failed(world, lambda: again.fit(other, **options))
+
+
+def check_a_backup_on_rank_0_alone_takes_all_ranks_with_it(world: World) -> None:
+    with in_a_folder_of_its_own(world, "backup") as folder:
+        mine = [keras.callbacks.BackupAndRestore("backup", save_freq=3)] if world.rank == 0 else []
+        interrupted(world, 5, mine)
+        assert (folder / "backup" / "step-00000003").exists() == (world.rank == 0)
+        again = trainer_of(world)
+        again.fit(DATA, **FIT, callbacks=mine)
+        assert flat_bytes(again.model.get_weights()) == at_a_stretch(world)
+        assert not (folder / "backup").exists()
+        other = [keras.callbacks.BackupAndRestore(f"backup-{world.rank}")]
+        said = refusal(world, lambda: trainer_of(world).fit(DATA, **FIT, callbacks=other))
+        assert "on rank 1 and" in said, said
+        said = refusal(world, lambda: trainer_of(world).fit(DATA, **FIT, callbacks=other if world.rank else []))
+        assert "on rank 1 and none on rank 0" in said, said
+
+
+def check_a_model_without_variables_is_restored_when_it_has_them(world: World) -> None:
+    with in_a_folder_of_its_own(world, "unbuilt"):
+
+        def unbuilt(seed: int) -> Any:
+            keras.utils.set_random_seed(seed)
+            model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(4)])
+            return hvdtrain.Trainer(model, "adam", CROSSENTROPY, backend=world.backend)
+
+        first = unbuilt(1)
+        first.fit(DATA, batch=16, verbose=0)
+        first.save("saved")
+        expected = first.predict(DATA[0])
+        for use in ("predict", "evaluate"):
+            other = unbuilt(2 + world.rank)
+            other.restore("saved")
+            if use == "evaluate":
+                other.evaluate(DATA, verbose=0)
+            assert np.array_equal(other.predict(DATA[0]), expected), use
+
+
+def check_what_ranks_cannot_save_is_refused_before_the_first_step(world: World) -> None:
+    with in_a_folder_of_its_own(world, "refused") as folder:
+        trainer = trainer_of(world)
+        said = refusal(world, lambda: trainer.fit(DATA, **FIT, checkpoint=f"saved-{world.rank}"))
+        assert "checkpoint is Checkpoint(folder='saved-0'" in said, said
+        said = refusal(world, lambda: trainer.resume(f"saved-{world.rank}"))
+        assert "folder is 'saved-0' on rank 0 but 'saved-1' on rank 1" in said, said
+        said = refusal(world, lambda: trainer.save("a") if world.rank else trainer.resume("a"))
+        assert "the call is resume() on rank 0 but save() on rank 1" in said, said
+        if world.rank == 0:
+            (folder / "file").write_text("in the way")
+        said = failed(world, lambda: trainer.fit(DATA, **FIT, checkpoint="file/saved"))
+        assert "Checkpoints cannot be written to file/saved" in said, said
+        wide = keras.Sequential([keras.Input((5,)), keras.layers.Dense(SMALL_BYTES // 8), keras.layers.Dense(3)])
+        sharded = hvdtrain.Trainer(wide, "adam", CROSSENTROPY, backend=world.backend, zero=1)
+        said = failed(world, lambda: sharded.fit(DATA, **FIT, checkpoint="saved"))
+        assert "must be one that all ranks share" in said, said
+        assert sharded.state.scalars.step == trainer.state.scalars.step == 0
+        interrupted(world, 5, checkpoint="saved")
+        trainer.resume("saved")
+        other = (DATA[0] + 1, DATA[1])
+        said = failed(world, lambda: trainer.fit(other, **FIT, checkpoint="saved"))
+        assert "Received: samples with other values" in said, said
+
+
+def failed(world: World, call: Any) -> str:
+    """Return what rank 0 says where a call fails on all ranks; the others name the rank that it failed on."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    except ConfigError as error:
+        raise AssertionError(str(error)) from error
+    raise AssertionError("not refused")

@@ -1,0 +1,326 @@
+"""Checkpoints of a user's own script, in one process: save, restore, resume, and what `fit` saves."""
+
+import keras
+import numpy as np
+import pytest
+
+import hvdtrain
+from hvdtrain.checkpoint.naming import complete
+from hvdtrain.config.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.usefixtures("session")
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((50, 5)).astype("float32")
+Y = np.argmax(X[:, :3], axis=1)
+STEPS = 4
+"""Of an epoch in batches of 16; the last one has two samples."""
+QUIET = {"batch": 16, "verbose": 0}
+
+
+class Interrupted(Exception):
+    pass
+
+
+class InterruptAfter(keras.callbacks.Callback):
+    """Fails in the middle of an epoch, as a job does that is killed."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise Interrupted
+
+
+def trainer_of(*, built=True, optimizer="adam", seed=0, **options):
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.2), keras.layers.Dense(3, "softmax")]
+    model = keras.Sequential([keras.Input((5,)), *layers] if built else layers)
+    return hvdtrain.Trainer(model, optimizer, "sparse_categorical_crossentropy", ["accuracy"], seed=seed, **options)
+
+
+def weights(trainer):
+    return np.concatenate([weight.numpy().ravel() for weight in trainer.model.weights])
+
+
+def same(one, other):
+    return np.array_equal(weights(one), weights(other))
+
+
+def interrupted(folder, after, *, epochs=3, trainer=None, callbacks=(), **options):
+    trainer = trainer or trainer_of()
+    with pytest.raises(Interrupted):
+        trainer.fit(X, Y, epochs=epochs, **options, **QUIET, callbacks=[*callbacks, InterruptAfter(after)])
+    return trainer
+
+
+def steps_in(folder):
+    return [int(path.name.removeprefix("step-")) for path in complete(folder)]
+
+
+# -- a script that is run again goes on --
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_training_that_is_resumed_ends_as_one_at_a_stretch(tmp_path, built):
+    whole = trainer_of(built=built)
+    expected = whole.fit(X, Y, epochs=3, validation_data=(X, Y), callbacks=[keras.callbacks.History()], **QUIET)
+    saves = {"checkpoint": hvdtrain.Checkpoint(tmp_path, every=3), "validation_data": (X, Y)}
+    interrupted(tmp_path, 8, trainer=trainer_of(built=built), **saves)
+    assert steps_in(tmp_path) == [3, 6]
+
+    again = trainer_of(built=built)
+    assert again.resume(tmp_path) == tmp_path / "step-00000006"
+    result = again.fit(X, Y, epochs=3, callbacks=[keras.callbacks.History()], **saves, **QUIET)
+    assert same(again, whole)
+    assert (result.steps, result.epochs) == (3 * STEPS, 3)
+    assert result.history["loss"] == pytest.approx(expected.history["loss"], rel=1e-6)
+    assert result.history["val_accuracy"] == expected.history["val_accuracy"]
+
+
+def test_without_a_checkpoint_resume_begins_at_the_start(tmp_path):
+    trainer, plain = trainer_of(), trainer_of()
+    assert trainer.resume(tmp_path / "none yet") is None
+    trainer.fit(X, Y, epochs=1, checkpoint=str(tmp_path / "none yet"), **QUIET)
+    plain.fit(X, Y, epochs=1, **QUIET)
+    assert same(trainer, plain)
+    assert steps_in(tmp_path / "none yet") == [STEPS]
+
+
+def test_a_training_that_is_finished_stays_as_it_is(tmp_path, capsys):
+    first = trainer_of()
+    first.fit(X, Y, epochs=2, checkpoint=tmp_path, **QUIET)
+    again = trainer_of()
+    again.resume(tmp_path)
+    result = again.fit(X, Y, batch=16, epochs=2, checkpoint=tmp_path)
+    assert same(first, again)
+    assert (result.steps, result.epochs) == (2 * STEPS, 2)
+    assert "there is nothing left to train: all of its epochs are trained (2 epochs)" in capsys.readouterr().out
+    again.resume(tmp_path)
+    again.fit(X, Y, epochs=3, checkpoint=tmp_path, **QUIET)
+    first.fit(X, Y, epochs=3, initial_epoch=2, **QUIET)
+    assert same(first, again), "more epochs go on"
+
+
+def test_a_training_that_a_callback_has_stopped_is_finished(tmp_path, capsys):
+    def stopping():
+        return keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
+
+    first = trainer_of()
+    first.fit(X, Y, epochs=9, checkpoint=tmp_path, callbacks=[stopping()], **QUIET)
+    assert first.state.scalars.epoch == 2
+    again = trainer_of()
+    again.resume(tmp_path)
+    again.fit(X, Y, batch=16, epochs=9, checkpoint=tmp_path, callbacks=[stopping()])
+    assert same(first, again)
+    assert "nothing left to train: a callback stopped it (2 epochs)" in capsys.readouterr().out
+    again.restore(tmp_path)
+    again.fit(X, Y, epochs=1, **QUIET)
+    assert again.state.scalars.epoch == 3, "restore begins a new training"
+
+
+def test_each_of_two_fits_goes_on_in_its_own_folder(tmp_path):
+    def script(trainer, **second):
+        trainer.resume(tmp_path / "head")
+        trainer.fit(X, Y, epochs=2, checkpoint=tmp_path / "head", **QUIET)
+        trainer.resume(tmp_path / "all")
+        trainer.fit(X, Y, epochs=3, initial_epoch=1, checkpoint=tmp_path / "all", **QUIET, **second)
+        return trainer
+
+    whole = trainer_of()
+    whole.fit(X, Y, epochs=2, **QUIET)
+    whole.fit(X, Y, epochs=3, initial_epoch=1, **QUIET)
+    with pytest.raises(Interrupted):
+        script(trainer_of(), callbacks=[InterruptAfter(STEPS + 2)])
+    assert same(script(trainer_of()), whole)
+
+
+def test_epochs_are_counted_from_the_initial_epoch_after_a_resume(tmp_path):
+    seen = []
+    counting = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: seen.append(epoch))
+    interrupted(tmp_path, STEPS + 2, epochs=7, initial_epoch=4, checkpoint=tmp_path)
+    again = trainer_of()
+    again.resume(tmp_path)
+    again.fit(X, Y, epochs=7, initial_epoch=4, callbacks=[counting], **QUIET)
+    assert seen == [5, 6]
+
+
+# -- what a training goes on with --
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"x": X + 1}, "Received: samples with other values"),
+        ({"x": X[:40], "y": Y[:40]}, "steps per epoch 3 now and 4 before"),
+        ({"batch": 10}, "samples per step over all ranks 10 now and 16 before"),
+        ({"shuffle": False}, "shuffle False now and True before"),
+    ],
+)
+def test_other_data_are_refused(tmp_path, change, cause):
+    interrupted(tmp_path, 5, checkpoint=tmp_path)
+    again = trainer_of()
+    again.resume(tmp_path)
+    with pytest.raises(CheckpointError, match=cause):
+        again.fit(**{"x": X, "y": Y, "epochs": 3, "checkpoint": tmp_path, **QUIET, **change})
+
+
+def test_another_seed_is_refused_and_another_model_too(tmp_path):
+    interrupted(tmp_path, 5, checkpoint=tmp_path)
+    other = trainer_of(seed=1)
+    other.resume(tmp_path)
+    with pytest.raises(CheckpointError, match="seed 1 now and 0 before"):
+        other.fit(X, Y, epochs=3, **QUIET)
+    with pytest.raises(CheckpointError, match="is of another model or optimizer"):
+        trainer_of(optimizer="sgd").resume(tmp_path)
+
+
+def test_a_folder_with_later_checkpoints_is_not_written_to(tmp_path):
+    interrupted(tmp_path, 5, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match=rf"step 4, in a training that begins at step 0.*resume\('{tmp_path}'\)"):
+        trainer_of().fit(X, Y, epochs=3, checkpoint=tmp_path, **QUIET)
+    assert steps_in(tmp_path) == [STEPS]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    trainer = trainer_of()
+    with pytest.raises(CheckpointError, match="Checkpoints cannot be written to"):
+        trainer.fit(X, Y, checkpoint=tmp_path / "file" / "inside", **QUIET)
+    assert trainer.state.scalars.step == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"folder": ""}, "must be the path of a folder"),
+        ({"folder": "a", "every": 0}, r"Checkpoint\(every=…\) must be at least 1. Received: 0"),
+        ({"folder": "a", "every": 2.5}, r"Checkpoint\(every=…\) must be at least 1. Received: 2.5"),
+        ({"folder": "a", "keep": 0}, r"Checkpoint\(keep=…\) must be at least 1"),
+        ({"folder": "a", "mode": "max"}, "needs a metric: add best=METRIC"),
+        ({"folder": "a", "best": "wins"}, r"Received: 'wins'. Set Checkpoint\(mode=…\) to min or max"),
+        ({"folder": "a", "best": "loss", "mode": "up"}, "must be auto, min or max. Received: 'up'"),
+    ],
+)
+def test_options_of_checkpoints_are_checked(options, cause):
+    with pytest.raises(ConfigError, match=cause):
+        hvdtrain.Checkpoint(**options)
+
+
+def test_fit_refuses_what_is_no_checkpoint_and_a_metric_that_it_lacks(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint is an hvdtrain.Checkpoint, or the path of a folder. Received: 5"
+    ):
+        trainer_of().fit(X, Y, checkpoint=5, **QUIET)
+    with pytest.raises(ConfigError, match=r"Received: 'val_loss'. It has loss, accuracy. Those that begin with val_"):
+        trainer_of().fit(X, Y, checkpoint=hvdtrain.Checkpoint(tmp_path, best="val_loss"), **QUIET)
+
+
+# -- save and restore --
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_what_is_saved_is_restored_and_evaluated(tmp_path, built):
+    first = trainer_of()
+    first.fit(X, Y, epochs=2, **QUIET)
+    assert first.save(tmp_path) == tmp_path / f"step-{2 * STEPS:08d}"
+    expected = first.evaluate(X, Y, verbose=0)
+    for use in ("evaluate", "predict", "fit"):
+        other = trainer_of(built=built)
+        assert other.restore(tmp_path) == tmp_path / f"step-{2 * STEPS:08d}"
+        if use == "evaluate":
+            assert other.evaluate(X, Y, verbose=0).loss == expected.loss
+        elif use == "predict":
+            assert np.array_equal(other.predict(X), first.predict(X))
+        else:
+            other.fit(X, Y, epochs=1, **QUIET)
+            first.fit(X, Y, epochs=1, **QUIET)
+        assert same(other, first)
+
+
+def test_a_model_without_variables_says_when_it_is_restored(tmp_path, capsys):
+    trainer = trainer_of()
+    trainer.fit(X, Y, **QUIET)
+    trainer.save(tmp_path)
+    fresh = trainer_of(built=False)
+    with pytest.raises(ConfigError, match="no variables to save yet: call fit, evaluate or predict before save"):
+        fresh.save(tmp_path)
+    fresh.restore(tmp_path)
+    assert "fit, evaluate or predict will load" in capsys.readouterr().out
+
+
+def test_the_best_epoch_is_restored_by_its_name(tmp_path):
+    trainer, seen = trainer_of(optimizer=keras.optimizers.SGD(0.5)), {}
+
+    class Climb(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen[epoch] = weights(trainer)
+            self.model.optimizer.learning_rate = -0.5 if epoch else 0.5
+
+    saves = hvdtrain.Checkpoint(tmp_path, keep=1, best="val_loss")
+    result = trainer.fit(X, Y, epochs=4, validation_data=(X, Y), checkpoint=saves, callbacks=[Climb()], **QUIET)
+    losses = [record.loss for record in result.evaluations]
+    best = int(np.argmin(losses))
+    assert best == 1
+    assert steps_in(tmp_path) == [2 * STEPS, 4 * STEPS]
+    other = trainer_of(optimizer=keras.optimizers.SGD(0.5))
+    other.restore(tmp_path, "best")
+    assert np.array_equal(weights(other), seen[best])
+    assert other.evaluate(X, Y, verbose=0).loss == pytest.approx(losses[best], rel=1e-6)
+    assert other.restore(tmp_path, which=4 * STEPS).name == f"step-{4 * STEPS:08d}"
+    with pytest.raises(CheckpointError, match=r"is a single checkpoint: leave out which. Received: 'best'"):
+        other.restore(tmp_path / f"step-{4 * STEPS:08d}", "best")
+    with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):
+        other.restore(tmp_path / "elsewhere")
+
+
+def test_a_checkpoint_that_is_damaged_is_named_although_the_model_is_not_built(tmp_path):
+    trainer = trainer_of()
+    trainer.fit(X, Y, **QUIET)
+    (trainer.save(tmp_path) / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        trainer_of(built=False).resume(tmp_path)
+
+
+# -- BackupAndRestore --
+
+
+@pytest.mark.parametrize("freq", ["epoch", 3])
+def test_a_backup_goes_on_and_is_removed_at_the_end(tmp_path, freq):
+    whole = trainer_of()
+    whole.fit(X, Y, epochs=3, **QUIET)
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"), save_freq=freq)
+
+    interrupted(tmp_path, 6, callbacks=[backup()])
+    assert steps_in(tmp_path / "backup") == [STEPS if freq == "epoch" else 6 // 2]
+    again = trainer_of()
+    again.fit(X, Y, epochs=3, callbacks=[[backup()]], **QUIET)
+    assert same(again, whole)
+    assert not (tmp_path / "backup").exists()
+
+
+def test_a_backup_stays_where_it_is_to(tmp_path):
+    backup = keras.callbacks.BackupAndRestore(tmp_path, double_checkpoint=True, delete_checkpoint=False)
+    trainer_of().fit(X, Y, epochs=3, callbacks=[backup], **QUIET)
+    assert steps_in(tmp_path) == [2 * STEPS, 3 * STEPS]
+
+
+def test_backups_that_cannot_work_are_refused(tmp_path):
+    def fit(*callbacks, **options):
+        trainer_of().fit(X, Y, callbacks=list(callbacks), **options, **QUIET)
+
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    with pytest.raises(ConfigError, match=r"by BackupAndRestore.* or by checkpoint=.* Received: both"):
+        fit(backup, checkpoint=tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"fit takes one BackupAndRestore. Received: 2"):
+        fit(backup, keras.callbacks.BackupAndRestore(tmp_path / "b"))
+    with pytest.raises(ConfigError, match=r'is "epoch" or a number of steps, at least 1. Received: False'):
+        fit(keras.callbacks.BackupAndRestore(tmp_path, save_freq=False))
+    (tmp_path / "latest.weights.h5").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"Received: .*latest.weights.h5, by Keras' own fit\(\)"):
+        fit(backup)
