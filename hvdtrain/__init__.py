@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         size,
     )
     from hvdtrain.config.checkpoint import Checkpoint
+    from hvdtrain.data.own_loops import ShardedOrder, shard
     from hvdtrain.gradients.accumulator import GradientAccumulator
     from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
     from hvdtrain.gradients.tape import DistributedGradientTape
@@ -44,6 +45,7 @@ _PUBLIC = {
     "LoadedRun": "hvdtrain.runs.use.loaded",
     "LossScaleOptimizer": "hvdtrain.optim.precision",
     "Recompute": "hvdtrain.layers.recompute",
+    "ShardedOrder": "hvdtrain.data.own_loops",
     "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
     "Trainer": "hvdtrain.training.trainer",
     "barrier": "hvdtrain.api",
@@ -58,6 +60,7 @@ _PUBLIC = {
     "local_rank": "hvdtrain.api",
     "rank": "hvdtrain.api",
     "rank_zero_only": "hvdtrain.api",
+    "shard": "hvdtrain.data.own_loops",
     "size": "hvdtrain.api",
 }
 
@@ -70,6 +73,7 @@ __all__ = [
     "LoadedRun",
     "LossScaleOptimizer",
     "Recompute",
+    "ShardedOrder",
     "SyncBatchNormalization",
     "Trainer",
     "barrier",
@@ -84,6 +88,7 @@ __all__ = [
     "local_rank",
     "rank",
     "rank_zero_only",
+    "shard",
     "size",
 ]
 

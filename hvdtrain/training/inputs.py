@@ -24,8 +24,7 @@ from hvdtrain.data.streams.python_batches import (
     opened,
 )
 from hvdtrain.data.streams.python_code import warn_of_python
-from hvdtrain.data.streams.sharded_dataset import ShardedDataset, sharded
-from hvdtrain.runtime.warning import warn_on_first
+from hvdtrain.data.streams.sharded_dataset import ShardedDataset, first_and_shards, length_of
 
 
 def training_data(
@@ -73,7 +72,8 @@ def _dataset(
     if backend.primary:
         warn_of_python(data)
     dataset = data if batch is None else data.batch(batch)
-    first, shards = _first_and_shards(data, dataset, backend)
+    found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
+    first = _checked(found)
     size = batch or _samples(first)
     per_replica(size, backend.size)
 
@@ -84,39 +84,12 @@ def _dataset(
         )
 
     sliced = training(shards)
-    length = _length(dataset)
+    length = length_of(dataset)
     facts = {"sharded": shards is not None}
     everyone = _check_same_batches("a Dataset", first, sliced, backend, "Give shuffle() a seed", length, **facts)
     if shards is not None and not all(given.sharded for given in everyone):
         return training(None)
     return sliced
-
-
-def _first_and_shards(
-    data: tf.data.Dataset, dataset: tf.data.Dataset, backend: Backend
-) -> tuple[tuple[Any, ...], ShardedDataset | None]:
-    """Return the first global batch of `dataset`, and the dataset sharded at its source where that is possible.
-
-    Args:
-        data: what the user gave.
-        dataset: the same in batches.
-        backend: the replicas.
-    """
-    shards = sharded(dataset, backend.processes, owner=data)
-    if shards is None:
-        return _first(dataset), None
-    try:
-        first, alike = shards.compare(backend.process, backend.processes)
-    except tf.errors.OpError:
-        return _first(dataset), None  # it says which sample cannot be read
-    if not alike:
-        warn_on_first(
-            "The maps of the dataset give other samples when they are called again: every rank calls them for all "
-            "samples, and not for its own only.",
-            stacklevel=2,
-        )
-        return _first(dataset), None
-    return _checked(first), shards
 
 
 def _stream(
@@ -157,12 +130,6 @@ def _check_same_batches(
     if first_pass is not None and not all(given.kept for given in everyone):
         first_pass.drop()  # all ranks go on with the same pass
     return everyone
-
-
-def _length(dataset: tf.data.Dataset) -> int | None:
-    """Return the number of batches, None where it is not known or there is no end."""
-    count = int(dataset.cardinality())
-    return None if count in (tf.data.UNKNOWN_CARDINALITY, tf.data.INFINITE_CARDINALITY) else count
 
 
 def _kind(stream: Any) -> str:
@@ -240,9 +207,10 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
         count = data.num_batches if isinstance(data, keras.utils.PyDataset) else None
         return _alike(_kind(data), stream, lambda: opened(data)[0], count, backend, what)
     if isinstance(data, tf.data.Dataset):
-        first, shards = _first_and_shards(data, data, backend)
+        found, shards = first_and_shards(data, index, size, owner=data)
+        first = _checked(found)
         batches = evaluation_of_dataset(data, index=index, size=size, shards=shards)
-        return _alike("a Dataset", batches, lambda: first, _length(data), backend, what)
+        return _alike("a Dataset", batches, lambda: first, length_of(data), backend, what)
     source = data if isinstance(data, ArraySource) else ArraySource(data, f"{what} data")
     check_given(lambda: _given_arrays(source, batch), backend, what)
     return SourceEvaluation(source, batch=batch, index=index, size=size)
@@ -273,10 +241,6 @@ def _alike(
 
     check_given(given, backend, what, "Leave out shuffle()")
     return batches if count is not None or backend.processes == 1 else AsMany(batches, backend, what)
-
-
-def _first(dataset: tf.data.Dataset) -> tuple[Any, ...]:
-    return _checked(next(iter(dataset.take(1)), None))
 
 
 def _checked(batch: Any) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ def test_the_public_names_are_those_that_are_promised():
         "LoadedRun",
         "LossScaleOptimizer",
         "Recompute",
+        "ShardedOrder",
         "SyncBatchNormalization",
         "Trainer",
         "barrier",
@@ -50,6 +51,7 @@ def test_the_public_names_are_those_that_are_promised():
         "local_rank",
         "rank",
         "rank_zero_only",
+        "shard",
         "size",
     }
     assert dir(hvdtrain) == sorted([*hvdtrain.__all__, "__version__"])

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.batch import Batch, as_batch, slice_batch, slice_bounds_of_tensor
+from hvdtrain.data.batch import Batch, as_batch, slice_bounds_of_tensor
 from hvdtrain.data.pipeline import no_autograph
-from hvdtrain.data.streams.deferred_maps import ORDERS, PASSING, Deferred, deferred, in_place, mapped, reordered
+from hvdtrain.data.streams.deferred_maps import MAPS, ORDERS, PASSING, Deferred, deferred, in_place, mapped, reordered
+from hvdtrain.runtime.warning import warn_on_first
 
 BATCHES = frozenset({"_BatchDataset", "_ParallelBatchDataset"})
 
@@ -25,6 +26,21 @@ class Shard:
     """Samples of a full global batch."""
     index: int
     size: int
+    even: bool = False
+    """Whether all replicas take as many rows of a short batch, some of them twice; else each is taken once."""
+
+    def bounds(self, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return begin and end of the rows in a batch of `total`, which goes on with its first ones; do they count?"""
+        if not self.even:
+            return slice_bounds_of_tensor(total, self.index, self.size)
+        rows = (total + self.size - 1) // self.size
+        return rows * self.index, rows * (self.index + 1), tf.constant(1.0)
+
+    def cut(self, elements: Any) -> Any:
+        """Return the rows of a global batch, a nest of tensors."""
+        total = _length(elements)
+        first, last, _ = self.bounds(total)
+        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, tf.range(first, last) % total), elements)
 
 
 class ShardedDataset:
@@ -46,16 +62,21 @@ class ShardedDataset:
         self._samples = samples
         self.batch = int(batch._batch_size)
         self._drop = bool(batch._drop_remainder)
-        self._made: dict[tuple[int, int], tf.data.Dataset] = {}
+        self._made: dict[Shard, tf.data.Dataset] = {}
 
     def slices(self, index: int, size: int) -> tf.data.Dataset:
         """Return replica `index`'s slices of the batches, as `Batch`es."""
-        if (index, size) not in self._made:
-            batches = self._rows(self._samples, Shard(self.batch, index, size), drop=self._drop)
+        return self.parts(index, size).map(no_autograph(_as_batch))
+
+    def parts(self, index: int, size: int, *, even: bool = False) -> tf.data.Dataset:
+        """Return the rows of replica `index`, whether they count, and the samples of each global batch."""
+        shard = Shard(self.batch, index, size, even)
+        if shard not in self._made:
+            batches = self._rows(self._samples, shard, drop=self._drop)
             for dataset in reversed(self._above):
                 batches = reordered(dataset, batches)
-            self._made[index, size] = batches.with_options(self._dataset.options())
-        return self._made[index, size]
+            self._made[shard] = batches.with_options(self._dataset.options())
+        return self._made[shard]
 
     def compare(self, index: int, size: int) -> tuple[Any, bool]:
         """Compare a slice with that of the whole dataset, on a few elements of its source.
@@ -74,10 +95,10 @@ class ShardedDataset:
 
         below = self._batch._input_dataset
         whole = in_place(below, few).batch(self.batch).take(1)
-        mine = self._rows(deferred(below, few), Shard(self.batch, index, size)).take(1)
-        for elements, batch in zip(whole, mine, strict=True):
-            parts = elements if isinstance(elements, tuple) else (elements,)
-            return elements, _equal(slice_batch(parts, index, size), batch)
+        shard = Shard(self.batch, index, size)
+        mine = self._rows(deferred(below, few), shard).take(1)
+        for elements, (rows, _, _) in zip(whole, mine, strict=True):
+            return elements, _equal(shard.cut(elements), rows)
         return None, True
 
     def count(self) -> int:
@@ -91,14 +112,15 @@ class ShardedDataset:
         is_tuple = type(samples.elements.element_spec) is tuple
         if shard.size == 1:
             whole = mapped(samples.elements, samples).batch(shard.batch, drop_remainder=drop)
-            return whole.map(no_autograph(lambda *elements: slice_batch(elements, 0, 1)))
+            return mapped(whole, lambda elements: (elements, tf.constant(1.0), _length(elements)))
         windows = samples.elements.window(shard.batch, drop_remainder=drop)
         rows = windows.flat_map(
             no_autograph(lambda *window: _rows(window if is_tuple else window[0], shard, is_tuple=is_tuple))
         )
         rows = mapped(rows, lambda row: (samples(row[0]), *row[1:]))
         # Every window but the last gives as many rows: a batch holds the rows of one window.
-        return rows.batch(shard.batch // shard.size).map(no_autograph(_as_batch))
+        batches = rows.batch(shard.batch // shard.size)
+        return batches.map(no_autograph(lambda elements, counts, totals: (elements, counts[0], totals[0])))
 
 
 def sharded(dataset: tf.data.Dataset, size: int, *, owner: tf.data.Dataset | None = None) -> ShardedDataset | None:
@@ -122,7 +144,7 @@ def sharded(dataset: tf.data.Dataset, size: int, *, owner: tf.data.Dataset | Non
         batch = batch._input_dataset
     if type(batch).__name__ not in BATCHES or int(batch._batch_size) % size:
         return None
-    key = (int(batch._batch_size), size)
+    key = (int(batch._batch_size), bool(batch._drop_remainder), size)
     if key not in known:
         samples = deferred(batch._input_dataset)
         known[key] = ShardedDataset(dataset, batch, above, samples) if samples.functions else None
@@ -130,21 +152,66 @@ def sharded(dataset: tf.data.Dataset, size: int, *, owner: tf.data.Dataset | Non
     return found
 
 
+def first_and_shards(
+    dataset: tf.data.Dataset, index: int, size: int, *, owner: tf.data.Dataset
+) -> tuple[Any, ShardedDataset | None]:
+    """Return the first global batch of `dataset`, None if it is empty, and the dataset sharded where that is possible.
+
+    Args:
+        dataset: global batches.
+        index: the replica that reads, among `size`.
+        size: number of replicas.
+        owner: see `sharded`.
+    """
+    shards = sharded(dataset, size, owner=owner)
+    if shards is not None:
+        try:
+            first, alike = shards.compare(index, size)
+        except tf.errors.OpError:
+            shards = None  # the whole dataset says which sample cannot be read
+        else:
+            if alike:
+                return first, shards
+            warn_on_first(
+                "The maps of the dataset give other samples when they are called again: every rank calls them for all "
+                "samples, and not for its own only.",
+                stacklevel=3,
+            )
+    return next(iter(dataset.take(1)), None), None
+
+
+def batch_size_of(dataset: tf.data.Dataset) -> int | None:
+    """Return the samples of a full batch of `dataset`, None where that cannot be seen."""
+    while type(dataset).__name__ in PASSING | ORDERS | MAPS:
+        dataset = dataset._input_dataset
+    return int(dataset._batch_size) if type(dataset).__name__ in BATCHES else None
+
+
+def length_of(dataset: tf.data.Dataset) -> int | None:
+    """Return the number of elements, None where it is not known or there is no end."""
+    count = int(dataset.cardinality())
+    return None if count in (tf.data.UNKNOWN_CARDINALITY, tf.data.INFINITE_CARDINALITY) else count
+
+
 def _rows(window: Any, shard: Shard, *, is_tuple: bool) -> tf.data.Dataset:
     """Return a replica's rows of a window, a nest of datasets, each with what `Batch` says of all of them."""
     rows = window if isinstance(window, tf.data.Dataset) else tf.data.Dataset.zip(window)
     total = rows.cardinality()
-    first, last, has_samples = slice_bounds_of_tensor(total, shard.index, shard.size)
-    kept = rows.skip(first).take(last - first)
+    first, last, has_samples = shard.bounds(total)
+    kept = (rows.repeat() if shard.even else rows).skip(first).take(last - first)
     return kept.map(no_autograph(lambda *row: (row if is_tuple else row[0], has_samples, total)))
 
 
 def _as_batch(elements: tuple[Any, ...], has_samples: tf.Tensor, total: tf.Tensor) -> Batch:
-    return as_batch(elements, has_samples[0], tf.cast(total[0], tf.int32))
+    return as_batch(elements, has_samples, tf.cast(total, tf.int32))
 
 
-def _equal(one: Batch, other: Batch) -> bool:
-    pairs = zip(tf.nest.flatten(tuple(one)), tf.nest.flatten(tuple(other)), strict=True)
+def _length(elements: Any) -> tf.Tensor:
+    return tf.shape(tf.nest.flatten(elements)[0], out_type=tf.int64)[0]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)
     return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_has_nan(a)) for a, b in pairs)
 
 

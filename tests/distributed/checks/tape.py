@@ -5,10 +5,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from world import World
+from checks.parity import BATCH, SAMPLES, dense_data, dense_model, per_sample
+from world import World, flat_bytes, moved, plain_training, relative_error
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.order import Order
 
 
 def gradient_of(world: World, variable: Any, **options: Any) -> Any:
@@ -174,3 +176,34 @@ def check_a_loop_of_ones_own(world: World) -> None:
     assert last < first
     weights = b"".join(np.ascontiguousarray(w).tobytes() for w in model.get_weights())
     assert world.same_everywhere(weights)
+
+
+def check_a_loop_on_a_sharded_dataset_trains_as_one_process_does(world: World) -> None:
+    """`hvdtrain.shard` and `ShardedOrder` with the tape: the same steps on every rank, and those of whole batches."""
+    x, y = dense_data("float64")
+    whole = SAMPLES // BATCH * BATCH
+    order = Order(whole, BATCH, 7)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).map(lambda row, label: (2 * row, label))
+    indices = hvdtrain.ShardedOrder(whole, BATCH, seed=7)
+    loops: dict[str, tuple[list[Any], list[Any]]] = {
+        "shard": (
+            list(hvdtrain.shard(dataset, batch=BATCH, drop_remainder=True)),
+            [(2 * x[n : n + BATCH], y[n : n + BATCH]) for n in range(0, whole, BATCH)],
+        ),
+        "order": (
+            [(x[rows], y[rows]) for rows in indices.indices(1)],
+            [(x[rows], y[rows]) for rows in np.split(order.numbers(1, np.arange(whole)).numpy(), whole // BATCH)],
+        ),
+    }
+    for name, (mine, batches) in loops.items():
+        model, optimizer = dense_model("float64", 0), keras.optimizers.SGD(0.1)
+        for inputs, targets in mine:
+            with hvdtrain.DistributedGradientTape(exchange=world.backend) as tape:
+                mean = tf.reduce_mean(per_sample(targets, model(inputs, training=True)))
+            optimizer.apply(tape.gradient(mean, model.trainable_variables), model.trainable_variables)
+        expected = plain_training(dense_model("float64", 0), keras.optimizers.SGD(0.1), per_sample, batches)
+        assert moved(expected, dense_model("float64", 0).get_weights()) > 1e-2, name
+        assert relative_error(model.get_weights(), expected) <= 1e-9, name
+        assert world.same_everywhere(flat_bytes(model.get_weights())), name
+    steps = [len(list(hvdtrain.shard(dataset, batch=BATCH))), len(hvdtrain.ShardedOrder(SAMPLES, BATCH))]
+    assert steps == [5, 5], steps
