@@ -1,6 +1,7 @@
 """README.md and docs/ are complete, and what they name exists."""
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import re
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.cli.main import VERBS
+from hvdtrain.cli.main import VERBS, main
 from hvdtrain.config.run import Config
-from tests.entry.docs.pages import PAGES, ROOT, text_of
+from tests.entry.docs.pages import PAGES, ROOT, commands_of, text_of
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 LINKED_FROM = [*PAGES, "CONTRIBUTING.md"]
@@ -73,6 +74,33 @@ def test_every_verb_is_documented():
 def test_every_public_name_is_documented():
     text = "".join(map(text_of, PAGES))
     assert [name for name in hvdtrain.__all__ if not re.search(rf"hvdtrain\.{name}\b", text)] == []
+
+
+def words_of(command):
+    """The words after `python -m hvdtrain` of a command; none if it is another program's."""
+    found = re.search(r"(?:python -m )?\bhvdtrain (?!\|)(.*)", command)
+    return re.split(r" [|>] ", found[1])[0].split() if found and "pip install" not in command else []
+
+
+def verb_of(words):
+    """The verb, and the second word of verbs that have several parts."""
+    if words[0] not in VERBS:
+        return ["train"]
+    parts = {"data": ("pack", "inspect", "bench"), "bench": ("collectives", "compare", "report")}
+    return words[: 2 if words[1:2] and words[1] in parts.get(words[0], ()) else 1]
+
+
+PRINTED = sorted({command for page in PAGES for command in commands_of(page) if "--" in " ".join(words_of(command))})
+
+
+@pytest.mark.parametrize("command", PRINTED)
+def test_the_options_of_printed_commands_exist(command, capsys):
+    words = words_of(command)
+    verb = verb_of(words)
+    with contextlib.suppress(SystemExit):  # argparse leaves so
+        main([*verb, "--help", *(["all"] if verb == ["train"] else [])])
+    text = capsys.readouterr().out + "--config --run-dir --resume --version --help"
+    assert [word for word in words if word.startswith("--") and word not in text] == []
 
 
 # --- messages -----------------------------------------------------------------------------------------------
