@@ -54,6 +54,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"hvdtrain: error: {error.message}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("setup: interrupted; the next call goes on from here", file=sys.stderr)
+        return 130
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -14,7 +14,14 @@ from hvdtrain.installation.activation import prepare_activation
 from hvdtrain.installation.build import build_wheel
 from hvdtrain.installation.mpi import OPENMPI, Mpi, choose_mpi
 from hvdtrain.installation.pip import Pip
-from hvdtrain.installation.requirements import check_environment, check_tensorflow, is_met, needed_packages
+from hvdtrain.installation.requirements import (
+    check_build_tools,
+    check_disk,
+    check_environment,
+    check_tensorflow,
+    is_met,
+    needed_packages,
+)
 from hvdtrain.installation.steps import Steps, say
 from hvdtrain.installation.wheel import cache_folder, find_wheel, keep_wheel, wheel_key
 from hvdtrain.runtime.diagnosis.check import Check
@@ -42,20 +49,34 @@ def install(environment: PythonEnvironment, choice: str) -> bool:
     if _is_done(environment, mpi, key):
         return False
     check_environment(environment)
+    kept = cache_folder(environment, os.environ) / key
+    if find_wheel(kept) is None:
+        check_build_tools(os.environ)
+        check_disk(environment)
     with _one_at_a_time(environment), _work_folder(environment) as work:
         # Asked again: the setup that this one may have waited for did it.
         if _is_done(environment, mpi, key):
             return False
         _stamp(environment).unlink(missing_ok=True)
-        steps = Steps(environment.notes / "log")
-        pip = Pip(environment, steps, work)
-        _install_packages(environment, mpi, pip)
-        wheel = _obtain_wheel(environment, mpi, key, work, steps, pip)
-        pip.install_wheel(wheel, what=f"Horovod {HOROVOD}")
+        wheel = _install(environment, mpi, kept, work)
         prepare_activation(environment, mpi)
         _prove(mpi, wheel)
         _stamp(environment).write_text(key)
     return True
+
+
+def _install(environment: PythonEnvironment, mpi: Mpi, kept: Path, work: Path) -> Path:
+    """Install Horovod and its packages; return its wheel, taken from the folder `kept` of the cache or put there."""
+    steps = Steps(environment.notes / "log")
+    pip = Pip(environment, steps, work)
+    _install_packages(environment, mpi, pip)
+    wheel = find_wheel(kept)
+    if wheel:
+        say(f"Horovod {HOROVOD} was built for this before: {wheel}")
+    else:
+        wheel = keep_wheel(build_wheel(environment, mpi, work, steps, pip), kept)
+    pip.install_wheel(wheel, what=f"Horovod {HOROVOD}")
+    return wheel
 
 
 def _stamp(environment: PythonEnvironment) -> Path:
@@ -88,16 +109,6 @@ def _install_packages(environment: PythonEnvironment, mpi: Mpi, pip: Pip) -> Non
     wanted = [str(need) for need in packages if pip.was_interrupted or not is_met(need, environment)]
     if wanted:
         pip.install(wanted, what=", ".join(wanted))
-
-
-def _obtain_wheel(environment: PythonEnvironment, mpi: Mpi, key: str, work: Path, steps: Steps, pip: Pip) -> Path:
-    """Return Horovod's wheel, from the cache or put there."""
-    folder = cache_folder(environment, os.environ) / key
-    wheel = find_wheel(folder)
-    if wheel:
-        say(f"Horovod {HOROVOD} was built for this before: {wheel}")
-        return wheel
-    return keep_wheel(build_wheel(environment, mpi, work, steps, pip), folder)
 
 
 def _prove(mpi: Mpi, wheel: Path) -> None:

@@ -42,17 +42,18 @@ class Pip:
         self._install(["--no-deps", "--only-binary", ":all:", "--target", str(folder), *requirements], what)
 
     def _install(self, words: Sequence[str], what: str) -> None:
-        self._run(self.command("install", "--progress-bar", "off", *words), f"installing {what}")
+        need = "; without a network, PIP_FIND_LINKS may name a folder with the packages"
+        self._run(self.command("install", "--progress-bar", "off", *words), f"installing {what}", need)
 
     def uninstall(self, package: str) -> None:
         """Remove a package from the environment."""
         self._run(self.command("uninstall", "--yes", package), f"removing {package}")
 
-    def _run(self, command: list[str], what: str) -> None:
+    def _run(self, command: list[str], what: str, advice: str = "") -> None:
         self._steps.run(
             f"{what} (a few seconds)",
             command,
             log="pip.log",
-            failure=f"{what} failed",
+            failure=f"{what} failed{advice}",
             environ=self._environ,
         )

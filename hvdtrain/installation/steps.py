@@ -13,6 +13,9 @@ from hvdtrain.runtime.diagnosis.process import kill_tree
 _CAUSE = re.compile(r"CMake Error|fatal error|[Ee]rror: |ERROR: ")
 """Starts the lines of a compiler's or of pip's output that hold the cause."""
 
+SHORT = 20
+"""Lines of output that are shown whole."""
+
 
 def say(text: str) -> None:
     """Print a line of progress."""
@@ -73,6 +76,8 @@ def _run_logged(command: Sequence[str], log: Path, environ: Mapping[str, str]) -
 def excerpt(output: str) -> str:
     """Return the first errors, which may be far up in a compiler's output, with what follows them, and the end."""
     lines = output.splitlines()
+    if len(lines) <= SHORT:
+        return output.rstrip()
     hits = (number for number, line in enumerate(lines) if _CAUSE.search(line))
     near = dict.fromkeys(line for hit in hits for line in range(hit, min(hit + 5, len(lines))))
     causes = [lines[number] for number in list(near)[:20]]

@@ -203,7 +203,7 @@ def test_a_failed_build_shows_its_cause_and_the_next_setup_repeats_only_the_buil
 
 def test_packages_whose_installation_was_cut_short_are_installed_anew(machine):
     machine.set(FAIL="mpi4py")
-    with pytest.raises(SetupError, match=r"the stub was told to fail"):
+    with pytest.raises(SetupError, match=r"without a network, PIP_FIND_LINKS .*\n.*the stub was told to fail"):
         machine.setup()
     machine.calls()
     machine.installs("mpi4py", "4.1.2")  # as it looks, half of it
@@ -384,6 +384,7 @@ def test_no_compiler(machine, tool):
     (machine.bin / tool).unlink()
     with pytest.raises(SetupError, match=rf"{tool.replace('+', '.')} is missing.*sudo apt-get install g\+\+ make"):
         machine.setup()
+    assert machine.calls() == [], "nothing was installed yet"
 
 
 @pytest.mark.parametrize(
@@ -544,6 +545,15 @@ def test_errors_are_one_message(command, machine, capsys):
         command("--mpi", "openmpi")
     assert stopped.value.code == 2
     assert "choose from" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_no_traceback(command, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verb, "install", interrupted)
+    assert command() == 130
+    assert capsys.readouterr().err == "setup: interrupted; the next call goes on from here\n"
 
 
 def test_the_extra_holds_what_horovod_needs():
