@@ -14,6 +14,7 @@ VERBS = {
     "train": "hvdtrain.cli.train:main",
     "evaluate": "hvdtrain.cli.evaluate:main",
     "predict": "hvdtrain.cli.predict:main",
+    "generate": "hvdtrain.cli.generate:main",
     "data": "hvdtrain.cli.data:main",
     "bench": "hvdtrain.cli.bench:main",
     "recipes": "hvdtrain.cli.recipes:main",
@@ -22,7 +23,7 @@ VERBS = {
     "setup": "hvdtrain.cli.setup:main",
     "completion": "hvdtrain.cli.completion:main",
 }
-DISTRIBUTED = ("train", "evaluate", "predict", "data", "bench")
+DISTRIBUTED = ("train", "evaluate", "predict", "generate", "data", "bench")
 
 USAGE = """\
 usage: python -m hvdtrain [VERB] [RECIPE] [--option value ...]      or: hvdtrain ...
@@ -31,6 +32,8 @@ Verbs:
   train [RECIPE]       train a model (the default verb; the default recipe is digits)
   evaluate RUN         evaluate a checkpoint of a run on its validation data, or on other data
   predict RUN PATH|-   predict images, rows of a table or arrays with the model of a run
+  generate RUN --prompt TEXT
+                       continue a text with the language model of a run
   data pack|inspect|bench
                        pack class folders into TFRecords, look at data, measure their speed
   bench                compare backends, hand-written loops and collectives, with a report

@@ -3,13 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from hvdtrain.cli.launch import parse_errors_as_user_errors, positive, run_on_all_ranks, shows_help
+from hvdtrain.cli.output import opened_output
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import digest
 from hvdtrain.config.run import Config
@@ -140,7 +138,7 @@ def _predict(session: Session, request: Request) -> None:
     samples = samples_from(request.paths, _given(session, request), description.preprocessing, description.inputs)
     rows = RowFormat(request.form, request.top, request.probabilities)  # type: ignore[arg-type]
     options = PredictOptions(request.checkpoint, request.batch_size, request.tolerated, rows)
-    with _opened(request.out if session.world.primary else Path(os.devnull)) as out:
+    with opened_output(request.out if session.world.primary else Path(os.devnull)) as out:
         bad = predict(session, request.config, folder, description, samples, options, out.write)
     if session.world.primary and bad:
         print(f"warning: {bad} of {samples.source.size} could not be read: their lines say why.", file=sys.stderr)
@@ -152,42 +150,3 @@ def _given(session: Session, request: Request) -> bytes | None:
         return None
     timeout = request.config.runtime.load_timeout
     return on_first(session.control, lambda: sys.stdin.buffer.read(), timeout=timeout)
-
-
-@contextmanager
-def _opened(out: Path | None) -> Iterator["Output"]:
-    """Yield the output: standard output for None, else a file that appears when all is written."""
-    if out is None:
-        yield Output(sys.stdout)
-        return
-    if out == Path(os.devnull):
-        with out.open("w", encoding="utf-8") as nothing:
-            yield Output(nothing)
-        return
-    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
-    try:
-        with draft.open("w", encoding="utf-8", newline="") as file:
-            yield Output(file)
-        os.replace(draft, out)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-class Output:
-    """Writes lines until the reader of a pipe has gone; what follows is dropped."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._gone = False
-
-    def write(self, text: str) -> None:
-        """Write `text` and flush it."""
-        if self._gone:
-            return
-        try:
-            self._file.write(text)
-            self._file.flush()
-        except BrokenPipeError:
-            self._gone = True
-            # Keep Python from complaining at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())

@@ -87,16 +87,24 @@ def arguments_for(
 
 
 def import_from(folder: Path) -> None:
-    """Search modules in `folder` first."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    """Search modules in `folder` first, then in the working folder."""
+    _search_working_folder()
+    if str(folder) in sys.path:
+        sys.path.remove(str(folder))
+    sys.path.insert(0, str(folder))
+
+
+def _search_working_folder() -> str:
+    """Search modules in the working folder, as `python -m` does, and return it."""
+    folder = os.getcwd()
+    if "" not in sys.path and folder not in sys.path:
+        sys.path.insert(0, folder)
+    return folder
 
 
 def _import(option: str, module_name: str) -> Any:
     """Import a module as `python -m` would from here."""
-    folder = os.getcwd()
-    if "" not in sys.path and folder not in sys.path:
-        sys.path.insert(0, folder)
+    folder = _search_working_folder()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

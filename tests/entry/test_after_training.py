@@ -16,7 +16,8 @@ from tests.launching import errors_of, run, train_all, use_all
 
 pytestmark = pytest.mark.xdist_group("after")  # one process makes the runs that these tests use
 CLASSES = ("blue", "green", "red")
-TEXT = "the cat sat on the mat and the dog sat on the log\n" * 60
+LINE = "one two three four five six seven eight nine ten\n"
+TEXT = LINE * 60
 
 
 def photo(number, label, size=(14, 11)):
@@ -117,7 +118,7 @@ def home(tmp_path_factory):
         [*images, "--epochs", "6", *quick, "colours"],
         [*table, "--epochs", "2", *quick, "prices", "--ema", "0.9"],
         [*arrays, "--epochs", "2", *quick, "letters"],
-        [*text, "--epochs", "8", *quick, "words"],
+        [*text, "--epochs", "24", *quick, "words"],
     ]
     train_all("none", 1, commands, cwd=folder, timeout=200)
     return folder
@@ -153,8 +154,25 @@ def elsewhere(home, tmp_path_factory):
         ["evaluate", of("letters"), "--split", "train"],
         ["evaluate", of("colours"), "--data", "tfrecord", "--data-args", "path", "packed", "image_size", "8"],
     ]
-    use_all("none", 1, [*predictions, *evaluations], cwd=folder)
+    shutil.copytree(home / "letters", home / "resumed")
+    trained = [
+        ["train", "--resume", of("resumed"), "--epochs", "3"],
+        ["train", "--config", of("letters/config.yaml"), "--max-steps", "2", "--run-dir", "again"],
+        ["evaluate", "again"],
+    ]
+    commands = [*predictions, *evaluations, *trained, *generated(home)]
+    (folder / "printed").write_text(use_all("none", 1, commands, cwd=folder))
     return folder
+
+
+def generated(home):
+    """Command lines that generate text, the last ones of a job."""
+    run = str(home / "words")
+    drawn = ["--length", "30", "--temperature", "1.5", "--top-k", "5", "--samples", "3", "--seed", "7"]
+    return [
+        ["generate", run, "--prompt", "one two", "--length", "40", "--temperature", "0"],
+        ["generate", run, "--prompt", "five six", *drawn],
+    ]
 
 
 def figures_of(home, run, name="summary"):
@@ -250,7 +268,7 @@ def test_ranks_predict_what_one_rank_predicts(home, elsewhere):
     def of(name):
         return str(home / name)
 
-    use_all(
+    printed = use_all(
         "mpirun",
         2,
         [
@@ -258,17 +276,48 @@ def test_ranks_predict_what_one_rank_predicts(home, elsewhere):
             ["predict", of("prices"), "rows.csv", "--format", "jsonl", "--out", "rows-2.jsonl"],
             ["predict", of("letters"), "x.npz", "--probabilities", "--out", "letters-2.csv", "--batch-size", "16"],
             ["evaluate", of("colours"), "--data-args", "path", "fewer", "--checkpoint", "best"],
+            *generated(home),
         ],
         cwd=elsewhere,
     )
+    alone = (elsewhere / "printed").read_text()
+    assert printed[printed.index("one two") :] == alone[alone.index("one two") :]
     for one, two in (("photos.csv", "photos-2.csv"), ("rows.jsonl", "rows-2.jsonl"), ("letters.csv", "letters-2.csv")):
         assert (elsewhere / one).read_bytes() == (elsewhere / two).read_bytes()
-    alone, both = (figures_of(home, "colours", f"evaluation-{name}") for name in ("fewer", "best-fewer"))
-    assert both["world_size"] == 2
-    assert both["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6) or both["step"] != alone["step"]
+    one, two = (figures_of(home, "colours", f"evaluation-{name}") for name in ("fewer", "best-fewer"))
+    assert (one["world_size"], two["world_size"], two["step"]) == (1, 2, one["step"])
+    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
     assert list(rows_of(elsewhere / "letters.csv")[0]) == [
         "row", "class", "probability", "probability:ham", "probability:spam",
     ]  # fmt: skip
+
+
+def test_a_run_goes_on_and_is_repeated_from_another_folder(home, elsewhere):
+    assert figures_of(home, "resumed")["epochs"] == 3
+    assert figures_of(home, "resumed", "env")["folder"] == str(home)
+    # Its own module and bound.txt are beside the first run, and the second is evaluated from there as well.
+    assert figures_of(elsewhere, "again")["steps"] == 2
+    assert figures_of(elsewhere, "again", "evaluation")["samples"] == 32
+
+
+def test_a_language_model_continues_its_text(elsewhere):
+    printed = (elsewhere / "printed").read_text()
+    greedy = printed[printed.index("one two") : printed.index("--- sample 1 of 3")]
+    assert greedy == LINE[: len("one two") + 40] + "\n"
+    samples = printed[printed.index("--- sample 1 of 3") :].split("--- sample ")[1:]
+    assert [sample.splitlines()[0] for sample in samples] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert len({sample.split("\n", 1)[1] for sample in samples}) == 3
+    assert all(len(sample.split("\n", 1)[1]) == len("five six") + 30 + 1 for sample in samples)
+
+
+def test_a_loaded_language_model_generates_the_same(home, elsewhere):
+    import hvdtrain
+
+    loaded = hvdtrain.load_run(home / "words")
+    text = loaded.generate("one two", length=40, temperature=0)
+    assert f"one two{text}\n" in (elsewhere / "printed").read_text()
+    drawn = loaded.generate("five six", length=30, temperature=1.5, top_k=5, seed=7)
+    assert f"--- sample 1 of 3\nfive six{drawn}\n" in (elsewhere / "printed").read_text()
 
 
 def test_a_pipe_gets_predictions_alone(home, elsewhere):
@@ -289,6 +338,14 @@ MISTAKES = (
     (["predict", "prices", "rows.csv", "--top", "2"], ["--top", "Leave it out"]),
     (["predict", "letters", "x.npz", "--checkpoint", "7"], ["checkpoint of step 7 is not in"]),
     (["predict", "words", "text.txt"], ["run is of text", "generate"]),
+    (["generate", "words", "--prompt", "Über"], ["character 'Ü'", "alphabet"]),
+    (["generate", "words", "--prompt", ""], ["--prompt", "at least one character"]),
+    (["generate", "words"], ["--prompt", "--prompt-file", "required"]),
+    (["generate", "words", "--prompt", "a", "--temperature", "-1"], ["--temperature", "at least 0", "'-1'"]),
+    (["generate", "words", "--prompt", "a", "--top-k", "0"], ["--top-k", "at least 1", "'0'"]),
+    (["generate", "words", "--prompt-file", "nothing.txt"], ["--prompt-file nothing.txt", "No such file"]),
+    (["generate", "colours", "--prompt", "a"], ["no language model", "'class_folders'"]),
+    (["generate", "words", "--prompt", "a", "--checkpoint", "last"], ["best, newest, or the number", "'last'"]),
     (["predict", "earlier", "new"], ["no preprocessing.json", "evaluate"]),
     (["evaluate", "colours", "--data-args", "path", "strange"], ["class 'pink'", "blue, green, red"]),
     (["evaluate", "colours", "--data-args", "path"], ["NAME VALUE pairs"]),

@@ -19,6 +19,7 @@ from hvdtrain.runs.description import RunDescription, described
 from hvdtrain.runs.folder import RunFolder, opened
 from hvdtrain.runs.places import located, start_folder
 from hvdtrain.runs.use.outputs import readable_outputs
+from hvdtrain.runs.use.text_generator import Sampling, TextGenerator, check_language_model
 from hvdtrain.training.objective.outputs import inputs_for
 
 
@@ -82,6 +83,33 @@ class LoadedRun:
             raise DataError("The run is of text: `generate` continues a text; predict takes no text.")
         inputs = inputs_for(self.model, self.preprocess(data))
         return readable_outputs(self.model.predict(inputs, batch_size=batch_size, verbose=0), self.description)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        length: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> str:
+        """Return the continuation of a text by a language model, without the prompt.
+
+        Args:
+            prompt: the text to continue.
+            length: tokens to generate.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: draw from the k likeliest tokens; None: from all.
+            seed: of the draws: the same seed gives the same text.
+
+        Raises:
+            DataError: the run is no language model, or its tokenizer does not know a character of the prompt.
+            ConfigError: a value out of range.
+        """
+        check_language_model(self.description, str(self.folder))
+        sampling = Sampling(length, temperature, top_k, seed)
+        generator = TextGenerator(self.model, self.description)
+        return "".join(generator.pieces(generator.encoded(prompt), sampling))
 
     def _samples(self, data: Any) -> PredictionSamples:
         preprocessing = self.description.preprocessing

@@ -42,6 +42,9 @@ NOT_RUN = {
     ),
     "python -m hvdtrain predict runs/flowers photos/ --top 3 > predictions.csv": "tests/entry/test_after_training.py",
     "cat new.csv | python -m hvdtrain predict runs/prices - --format jsonl": "tests/entry/test_after_training.py",
+    'python -m hvdtrain generate runs/shakespeare --prompt "ROMEO:" --length 500 --temperature 0.8 --top-k 20': (
+        "tests/entry/test_after_training.py"
+    ),
     "mpirun -np 4 python -m hvdtrain predict runs/flowers photos.tar --out predictions.csv": (
         "tests/entry/test_after_training.py, 2 ranks"
     ),
