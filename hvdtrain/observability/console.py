@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from hvdtrain.observability import wording
-from hvdtrain.observability.events import BaseObserver, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.pace import Pace
 
 MIN_SECONDS_BETWEEN_LINES = 2.0
-"""More step lines than this would hide the evaluations in a log."""
+"""More step lines than this would hide the epochs in a log."""
 
 
 def make_console(stream: TextIO | None = None, *, live: bool, steps: bool = True) -> BaseObserver:
@@ -26,7 +27,7 @@ def make_console(stream: TextIO | None = None, *, live: bool, steps: bool = True
 
 
 class PlainConsole(BaseObserver):
-    """One line per logged step, at most every two seconds, and one per evaluation, written at once.
+    """One line per logged step, at most every two seconds, and one per epoch, written at once.
 
     Launchers put a prefix such as ``[1,0]<stdout>:`` before each line, so no line is ever overwritten.
 
@@ -52,29 +53,34 @@ class PlainConsole(BaseObserver):
     def on_start(self, info: RunInfo) -> None:
         """Print what the run is."""
         self._info = info
-        self._pace = wording.Pace(info.total_steps)
+        self._pace = Pace(info)
         self._say_block(wording.header(info))
 
     def on_progress(self, step: int) -> None:
-        """Start the estimate of the remaining time at the first step."""
-        if not self._pace.begun:
-            self._pace.begin(step, self._clock())
+        """Estimate the remaining time."""
+        self._pace.progress(step, self._clock())
 
     def on_step(self, record: StepRecord) -> None:
         """Print the first step, and later ones at most every `min_seconds`."""
+        self._pace.logged(record)
         if self._min_seconds is None:
             return
         now = self._clock()
         self._unsaid = record
         if self._last_line is None or now - self._last_line >= self._min_seconds:
             self._last_line = now
-            self._say_step(now)
+            self._say_step()
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Print the evaluation; after the line of the last step, if that was held back."""
+        """Leave its time out of the steps' pace; its figures are printed with the epoch's."""
+        self._pace.evaluated(record.seconds)
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Print the epoch; after the line of the last step, if that was held back."""
+        self._pace.epoch()
         if record.step >= self._info.total_steps:
-            self._say_step(self._clock())
-        self._say(wording.evaluation_line(record, self._info))
+            self._say_step()
+        self._say(wording.epoch_line(record, self._info))
 
     def on_message(self, text: str) -> None:
         """Print the message as it is."""
@@ -82,10 +88,10 @@ class PlainConsole(BaseObserver):
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Print the last logged step, if it was held back, and the results."""
-        self._say_step(self._clock())
+        self._say_step()
         self._say_block(wording.ending(summary, self._info))
 
-    def _say_step(self, now: float) -> None:
+    def _say_step(self) -> None:
         """Print the latest logged step, unless it was printed already."""
         if self._unsaid is None:
             return
@@ -94,7 +100,7 @@ class PlainConsole(BaseObserver):
         epoch = wording.count_of(record.epoch + 1, self._info.epochs)
         figures = wording.formatted(wording.step_figures(record))
         speed = wording.rate(record.samples_per_second)
-        eta = wording.duration(self._pace.remaining(record.step, now))
+        eta = wording.duration(self._pace.remaining())
         self._say(wording.joined(f"step {step}", f"epoch {epoch}", *figures, speed, f"ETA {eta}"))
 
     def _say_block(self, lines: list[tuple[str, str]]) -> None:

@@ -90,8 +90,8 @@ class StepRecord:
     """Finished optimizer steps, this one included."""
     epoch: int
     """Epoch of the step, from 0."""
-    loss: float
-    """Training loss per sample since the last logged step."""
+    loss: float | None
+    """Training loss per sample since the last logged step; None for a model's own step that returns none."""
     learning_rate: float
     """Learning rate of this step."""
     samples_per_second: float
@@ -100,8 +100,11 @@ class StepRecord:
     """Global norm of the reduced gradient before clipping; None if not measured."""
     loss_scale: float | None = None
     """Loss scale after this step; None without loss scaling."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Training metrics of this step's global batch by name, such as ``accuracy``."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Training metrics since the last logged step by name, such as ``accuracy``: numbers, or arrays such as one value
+    for each class."""
+    so_far: Mapping[str, Any] = field(default_factory=dict)
+    """Loss and metrics of the epoch so far, as displays show them."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,24 @@ class EvaluationRecord:
     """Finished optimizer steps at the time of the evaluation."""
     epoch: int
     """Last epoch trained, from 0: 0 in the evaluation after the first epoch."""
-    loss: float
-    """Validation loss per sample."""
+    loss: float | None
+    """Validation loss per sample; None for a model's own step that returns none."""
     seconds: float
     """Wall time of the evaluation."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     """Validation metrics by name, without the prefix ``val_``."""
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """An epoch that ended, on time or cut short; sent after its evaluation."""
+
+    step: int
+    """Finished optimizer steps."""
+    epoch: int
+    """The epoch, from 0."""
+    figures: Mapping[str, Any]
+    """Loss and metrics over its samples, then those of its evaluation with the prefix ``val_``."""
 
 
 class Observer(Protocol):
@@ -134,6 +149,9 @@ class Observer(Protocol):
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         """Receive the results of an evaluation."""
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Receive the figures of an epoch that ended."""
 
     def on_message(self, text: str) -> None:
         """Receive a warning or notice for the console."""
@@ -159,6 +177,9 @@ class BaseObserver:
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         """Ignore an evaluation."""
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Ignore the end of an epoch."""
 
     def on_message(self, text: str) -> None:
         """Ignore a message."""
@@ -196,6 +217,11 @@ class Observers(BaseObserver):
         """Pass an evaluation on to every observer."""
         for observer in self._observers:
             observer.on_evaluation(record)
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Pass the end of an epoch on to every observer."""
+        for observer in self._observers:
+            observer.on_epoch(record)
 
     def on_message(self, text: str) -> None:
         """Pass a message on to every observer."""

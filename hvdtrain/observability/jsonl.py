@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object for each logged step and each evaluation."""
+"""metrics.jsonl: one JSON object for each logged step, each evaluation and each epoch."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.observability.events import BaseObserver, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
 from hvdtrain.observability.summary import json_safe, replace_file
 
 
@@ -36,6 +36,10 @@ class JsonlWriter(BaseObserver):
         """Write a line of kind ``evaluation``."""
         self._write(flat_record("evaluation", record))
 
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Write a line of kind ``epoch``."""
+        self._write({"kind": "epoch", "step": record.step, "epoch": record.epoch} | dict(record.figures))
+
     def close(self) -> None:
         """Close the file."""
         if self._stream is not None:
@@ -51,6 +55,7 @@ def flat_record(kind: str, record: StepRecord | EvaluationRecord) -> dict[str, A
     """Return `record` as a flat dict; a metric with the name of a field becomes ``metric_…``."""
     own = {"kind": kind} | {field.name: getattr(record, field.name) for field in fields(record)}
     metrics = own.pop("metrics")
+    own.pop("so_far", None)
     return own | {f"metric_{name}" if name in own else name: value for name, value in metrics.items()}
 
 

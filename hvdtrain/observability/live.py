@@ -11,7 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from hvdtrain.observability import wording
-from hvdtrain.observability.events import BaseObserver, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.pace import Pace
 
 MIN_SECONDS_BETWEEN_DRAWS = 0.125
 """Eight times a second looks continuous."""
@@ -73,7 +74,7 @@ def fitting(parts: Iterable[str], width: int) -> str:
 
 
 class LiveConsole(BaseObserver):
-    """A progress bar with the latest figures under it; evaluations and messages scroll by above.
+    """A progress bar with the latest figures under it; epochs and messages scroll by above.
 
     Other output appears above the display as well.
     """
@@ -93,7 +94,7 @@ class LiveConsole(BaseObserver):
     def on_start(self, info: RunInfo) -> None:
         """Print the header of the run, and start the display."""
         self._info = info
-        self._pace = wording.Pace(info.total_steps)
+        self._pace = Pace(info)
         self._frame = Frame(info)
         self._print_block(wording.header(info))
         # Standard error may be redirected to a file: leave it alone.
@@ -105,18 +106,25 @@ class LiveConsole(BaseObserver):
     def on_progress(self, step: int) -> None:
         """Redraw if it is due."""
         now = self._clock()
+        self._pace.progress(step, now)
         if now >= self._next_draw:
             self._draw(step, now)
 
     def on_step(self, record: StepRecord) -> None:
         """Update the figures of the display."""
+        self._pace.logged(record)
         self._frame.trained = wording.step_figures(record)
         self._frame.speed = wording.rate(record.samples_per_second)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Print the evaluation above the display, and update its figures."""
+        """Update the figures of the display."""
+        self._pace.evaluated(record.seconds)
         self._frame.evaluated = wording.evaluation_figures(record)
-        self._print(Text(wording.evaluation_line(record, self._info)))
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Print the epoch above the display."""
+        self._pace.epoch()
+        self._print(Text(wording.epoch_line(record, self._info)))
 
     def on_message(self, text: str) -> None:
         """Print the message above the display."""
@@ -135,10 +143,8 @@ class LiveConsole(BaseObserver):
             self._live = None
 
     def _draw(self, step: int, now: float) -> None:
-        if not self._pace.begun:
-            self._pace.begin(step, now)
         self._frame.step = step
-        self._frame.remaining = self._pace.remaining(step, now)
+        self._frame.remaining = self._pace.remaining()
         if self._live is not None:
             self._live.refresh()
         spent = self._clock() - now

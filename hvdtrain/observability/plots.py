@@ -44,13 +44,17 @@ def draw_curves(metrics_path: str | Path, png_path: str | Path, *, title: str = 
 
 def second_panel(records: Records) -> list[str]:
     """Return the metric of the second panel: ``["accuracy"]``, another one in `records`, or none."""
-    metrics = [name for record in records for name in record if name not in _FIELDS]
+    metrics = [name for record in records if record["kind"] != "epoch" for name in record if name not in _FIELDS]
     return ["accuracy"] if "accuracy" in metrics else metrics[:1]
 
 
 def curve(records: Records, kind: str, name: str) -> tuple[Floats, Floats]:
-    """Return steps and values of `name` in the records of one kind; NaN for values that are not finite."""
-    points = [(record["step"], record[name]) for record in records if record["kind"] == kind and name in record]
+    """Return steps and values of `name` in the records of one kind; NaN for values that are not finite.
+
+    Of a metric with several values, such as one for each class, it is their mean.
+    """
+    known = [record for record in records if record["kind"] == kind and name in record]
+    points = [(record["step"], np.mean(np.array(record[name], dtype=np.float64))) for record in known]
     steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return steps, values
 

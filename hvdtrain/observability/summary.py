@@ -11,13 +11,13 @@ import numpy as np
 
 
 def json_safe(value: Any) -> Any:
-    """Return `value` as plain JSON types; NaN and infinities, which JSON lacks, become None.
+    """Return `value` as plain JSON types, arrays as lists; NaN and infinities, which JSON lacks, become None.
 
     Raises:
         TypeError: an object without a JSON form.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

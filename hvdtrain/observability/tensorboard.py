@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.observability.events import BaseObserver, EvaluationRecord, StepRecord
 from hvdtrain.observability.jsonl import flat_record
 
@@ -42,5 +44,15 @@ class TensorBoardWriter(BaseObserver):
             self._writers[run] = tf.summary.create_file_writer(str(self._folder / run))
         with self._writers[run].as_default(record.step):
             for tag, value in flat_record(run, record).items():
-                if value is not None and tag not in _NO_CURVE:
-                    tf.summary.scalar(tag, value)
+                for curve, each in curves_of(tag, value).items():
+                    tf.summary.scalar(curve, each)
+
+
+def curves_of(tag: str, value: Any) -> dict[str, Any]:
+    """Return the values to draw by tag: a metric with several values has a curve for each, numbered from 0."""
+    if value is None or tag in _NO_CURVE:
+        return {}
+    values = np.asarray(value)
+    if values.ndim == 0:
+        return {tag: value}
+    return {f"{tag}/{number}": each for number, each in enumerate(values.reshape(-1))}

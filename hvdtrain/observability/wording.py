@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hvdtrain.observability.events import EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, RunInfo, StepRecord
 
 Figures = list[tuple[str, str]]
 """(name, formatted value) pairs, the most important first."""
@@ -42,13 +42,14 @@ def plural(count: int, noun: str) -> str:
 
 
 def figures_of(values: Mapping[str, Any]) -> Figures:
-    """Return figures by name; those of several values, such as one per class, as their mean, like Keras' bar."""
-    return [(name, number(value.mean() if hasattr(value, "mean") else value)) for name, value in values.items()]
+    """Return figures by name, without those that are None; of several values, such as one per class, the mean."""
+    plain = {name: value.mean() if hasattr(value, "mean") else value for name, value in values.items()}
+    return [(name, number(value)) for name, value in plain.items() if value is not None]
 
 
 def step_figures(record: StepRecord) -> Figures:
-    """Return loss and training metrics."""
-    return figures_of({"loss": record.loss, **record.metrics})
+    """Return loss and metrics of the epoch so far, like Keras' progress bar."""
+    return figures_of(record.so_far or {"loss": record.loss, **record.metrics})
 
 
 def evaluation_figures(record: EvaluationRecord) -> Figures:
@@ -71,10 +72,10 @@ def count_of(done: int, total: int) -> str:
     return f"{done:>{len(str(total))}}/{total}"
 
 
-def evaluation_line(record: EvaluationRecord, info: RunInfo) -> str:
-    """Return the line for an evaluation."""
+def epoch_line(record: EpochRecord, info: RunInfo) -> str:
+    """Return the line for an epoch: its training figures, then those of its evaluation."""
     epoch = count_of(record.epoch + 1, info.epochs)
-    return joined(f"epoch {epoch}", *formatted(evaluation_figures(record)))
+    return joined(f"epoch {epoch}", *formatted(figures_of(record.figures)))
 
 
 def header(info: RunInfo) -> list[tuple[str, str]]:
@@ -135,8 +136,13 @@ def ending(summary: Mapping[str, Any], info: RunInfo) -> list[tuple[str, str]]:
 
 
 def _named(summary: Mapping[str, Any], names: Iterable[str]) -> str:
-    known = [(name, summary[name]) for name in names if summary.get(name) is not None]
+    known = [(name, summary[name]) for name in names if _is_known(summary.get(name))]
     return ", ".join(f"{name.partition('_')[2]} {number(value)}" for name, value in known)
+
+
+def _is_known(value: float | None) -> bool:
+    """Whether a figure was formed; NaN is the mean of nothing."""
+    return value is not None and not math.isnan(value)
 
 
 def _time(summary: Mapping[str, Any]) -> str:
@@ -148,25 +154,3 @@ def _time(summary: Mapping[str, Any]) -> str:
         f"{median:.3g} ms per step" if median is not None else "",
     ]
     return ", ".join(part for part in parts if part)
-
-
-class Pace:
-    """Estimates the remaining time from the pace so far.
-
-    The clock starts after the first step, whose time is mostly tracing and compiling.
-    """
-
-    def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
-        self.begun = False
-        """Whether a first step was seen."""
-
-    def begin(self, step: int, now: float) -> None:
-        """Start the clock: `step` steps are finished at time `now`."""
-        self.begun, self._first, self._since = True, step, now
-
-    def remaining(self, step: int, now: float) -> float | None:
-        """Return the seconds left, when `step` steps are finished at time `now`; None if unknown yet."""
-        if not self.begun or step <= self._first:
-            return None
-        return (self._total - step) * (now - self._since) / (step - self._first)

@@ -79,13 +79,23 @@ def test_metrics_hold_steps_and_evaluations(runs):
     evaluations = [record for record in records if record["kind"] == "evaluation"]
     assert [record["step"] for record in evaluations] == [23, 46]
     assert evaluations[-1]["loss"] == summary_of(folder)["val_loss"]
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    assert epochs[-1]["val_loss"] == evaluations[-1]["loss"]
+    assert epochs[-1]["loss"] == summary_of(folder)["train_loss"]
 
 
 def test_a_log_gets_plain_lines_from_the_first_rank_only(runs):
     job, _ = runs("mpirun", 2)
     assert "\x1b" not in job.out
     assert job.out.count("batch       64 samples, 32 per rank") == 1
-    assert len(re.findall(r"epoch 2/2  val_loss \d\.\d{4}  val_accuracy \d\.\d{4}", job.out)) == 1
+    assert (
+        len(
+            re.findall(
+                r"epoch 2/2  loss \d\.\d{4}  accuracy \d\.\d{4}  val_loss \d\.\d{4}  val_accuracy \d\.\d{4}", job.out
+            )
+        )
+        == 1
+    )
     assert "Error" not in job.text
     assert "rror" not in runs("none", 1)[0].text
 

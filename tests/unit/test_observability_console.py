@@ -5,12 +5,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from hvdtrain.observability import wording
 from hvdtrain.observability.console import PlainConsole, make_console
-from hvdtrain.observability.events import BaseObserver, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
 from hvdtrain.observability.live import Frame, LiveConsole, fitting
 
 
@@ -33,11 +34,17 @@ def run_info(**changes: object) -> RunInfo:
 
 
 def step(number: int) -> StepRecord:
-    return StepRecord(number, (number - 1) // 23, 0.0812, 1e-3, 14210.4, metrics={"accuracy": 0.9771})
+    so_far = {"loss": 0.0812, "accuracy": 0.9771}
+    return StepRecord(number, (number - 1) // 23, 0.5, 1e-3, 1024.0, metrics={"accuracy": 0.5}, so_far=so_far)
 
 
 def evaluation(number: int) -> EvaluationRecord:
     return EvaluationRecord(number, (number - 1) // 23, 0.0734, 0.1, {"accuracy": 0.9778})
+
+
+def epoch(number: int) -> EpochRecord:
+    figures = {"loss": 0.0811, "accuracy": 0.9772, "val_loss": 0.0734, "val_accuracy": 0.9778}
+    return EpochRecord(number, (number - 1) // 23, figures)
 
 
 SUMMARY = {
@@ -127,12 +134,13 @@ def test_plain_lines_come_at_most_every_two_seconds_and_are_flushed(
     stream.truncate(stream.seek(0))
     take_steps(plain, clock, range(1, 121), seconds=1 / 16)
     plain.on_evaluation(evaluation(115))
+    plain.on_epoch(epoch(115))
     assert stream.flushed == len(stream.getvalue())
     assert stream.getvalue().splitlines() == [
-        "step  10/230  epoch  1/10  loss 0.0812  accuracy 0.9771  14210 samples/s  ETA 0:14",
-        "step  50/230  epoch  3/10  loss 0.0812  accuracy 0.9771  14210 samples/s  ETA 0:11",
-        "step  90/230  epoch  4/10  loss 0.0812  accuracy 0.9771  14210 samples/s  ETA 0:09",
-        "epoch  5/10  val_loss 0.0734  val_accuracy 0.9778",
+        "step  10/230  epoch  1/10  loss 0.0812  accuracy 0.9771  1024 samples/s  ETA 0:14",
+        "step  50/230  epoch  3/10  loss 0.0812  accuracy 0.9771  1024 samples/s  ETA 0:11",
+        "step  90/230  epoch  4/10  loss 0.0812  accuracy 0.9771  1024 samples/s  ETA 0:09",
+        "epoch  5/10  loss 0.0811  accuracy 0.9772  val_loss 0.0734  val_accuracy 0.9778",
     ]
 
 
@@ -143,13 +151,28 @@ def test_the_last_step_is_said_before_its_evaluation_and_the_results(
     stream.truncate(stream.seek(0))
     take_steps(plain, clock, range(1, 231), seconds=0.001)
     plain.on_evaluation(evaluation(230))
+    plain.on_epoch(epoch(230))
     plain.on_end(SUMMARY)
     assert stream.getvalue().splitlines()[1:] == [
-        "step 230/230  epoch 10/10  loss 0.0812  accuracy 0.9771  14210 samples/s  ETA 0:00",
-        "epoch 10/10  val_loss 0.0734  val_accuracy 0.9778",
+        "step 230/230  epoch 10/10  loss 0.0812  accuracy 0.9771  1024 samples/s  ETA 0:00",
+        "epoch 10/10  loss 0.0811  accuracy 0.9772  val_loss 0.0734  val_accuracy 0.9778",
         "validation  accuracy 0.9778, loss 0.0734",
         "training    loss 0.0312",
         "time        1:02:03, 14210 samples/s, 4.31 ms per step",
+        "run folder  runs/one",
+    ]
+
+
+def test_lines_of_epochs_alone(stream: Stream, clock: Clock) -> None:
+    plain = PlainConsole(stream, min_seconds=None, clock=clock)
+    plain.on_start(run_info())
+    stream.truncate(stream.seek(0))
+    take_steps(plain, clock, range(1, 231), seconds=1.0)
+    plain.on_epoch(EpochRecord(230, 9, {"loss": 0.0811, "f1_score": np.array([0.5, 0.75])}))
+    plain.on_end({"train_loss": float("nan"), "wall_seconds": 5.0})
+    assert stream.getvalue().splitlines() == [
+        "epoch 10/10  loss 0.0811  f1_score 0.6250",
+        "time        0:05",
         "run folder  runs/one",
     ]
 
@@ -192,14 +215,15 @@ def test_the_live_display_shows_progress_and_keeps_evaluations_above(stream: Str
     assert "waiting for the first figures" in stream.getvalue()
     take_steps(live, clock, range(1, 116), seconds=1 / 16)
     live.on_evaluation(evaluation(115))
+    live.on_epoch(epoch(115))
     live.on_message("[bold]a notice[/bold]")
     take_steps(live, clock, range(116, 121), seconds=1 / 8)
     shown = stream.getvalue()
-    assert shown.count("epoch  5/10  val_loss 0.0734  val_accuracy 0.9778\n") == 1
+    assert shown.count("epoch  5/10  loss 0.0811  accuracy 0.9772  val_loss 0.0734  val_accuracy 0.9778\n") == 1
     assert shown.count("[bold]a notice[/bold]\n") == 1
     last = shown.splitlines()[-2:]
-    assert "step 120/230  epoch  6/10  ETA 0:07" in last[0]
-    assert last[1] == "loss 0.0812  accuracy 0.9771  val_accuracy 0.9778  val_loss 0.0734  14210 samples/s"
+    assert "step 120/230  epoch  6/10  ETA 0:08" in last[0]
+    assert last[1] == "loss 0.0812  accuracy 0.9771  val_accuracy 0.9778  val_loss 0.0734  1024 samples/s"
     live.on_end(SUMMARY)
     live.close()
     end = stream.getvalue().replace("\x1b[?25h", "").splitlines()

@@ -470,7 +470,6 @@ def test_accuracy_means_what_the_shapes_say():
         ({"metrics": ["RecallAtPrecision"]}, "The metric 'RecallAtPrecision' needs arguments"),
         ({"optimizer": None}, r"An optimizer is needed: Trainer\(model, optimizer, loss\), or a model that was"),
         ({"loss": None}, "A loss is needed"),
-        ({"metrics": ["accuracy", "accuracy"]}, "Two metrics are named 'accuracy'"),
         ({"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=4)}, "gradient_accumulation_steps"),
     ],
 )

@@ -14,7 +14,7 @@ from hvdtrain.training.asynchronous.tally import Tally
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
-from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.objective.metrics import Figure, MetricSet
 from hvdtrain.training.objective.outputs import inputs_for
 
 
@@ -49,7 +49,7 @@ class AsynchronousEvaluator:
         hooks, tally = hooks or EvaluationHooks(), Tally(self._metrics)
         outcomes: list[Future] = []
 
-        def so_far() -> dict[str, float]:
+        def so_far() -> dict[str, Figure]:
             return {"loss": _mean(outcomes), **tally.results()}
 
         for number, batch in enumerate(batches):

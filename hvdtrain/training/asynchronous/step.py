@@ -14,7 +14,7 @@ from hvdtrain.state.structure import seed_states
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.asynchronous.pinned import pinned
 from hvdtrain.training.asynchronous.tally import Tally
-from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.objective.metrics import Figure, MetricSet
 from hvdtrain.training.step.forward_backward import ForwardBackward, zero_if_finite
 from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -33,10 +33,12 @@ class AsynchronousStep:
         workers: take the steps.
         state: what is trained.
         passes: forward and backward pass.
-        metrics: measured on logged steps.
+        metrics: reported on logged steps.
         rule: applies a step's own gradient.
-        epoch_metrics: whether the metrics are counted over whole epochs as well.
+        epoch_metrics: whether the metrics are counted in every step, and reported over the epoch.
     """
+
+    returns_logs = False
 
     def __init__(
         self,
@@ -58,6 +60,8 @@ class AsynchronousStep:
         self._ahead = 0
         """Steps since the last one that was waited for."""
         self._epoch = Tally(metrics.fresh()) if epoch_metrics else None
+        self._recent = Tally(metrics.fresh())
+        """Metrics since the last measured step, where they are counted in every step."""
         self._functions: dict[tuple[bool, bool | None], Callable[..., Any]] = {}
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
@@ -70,6 +74,7 @@ class AsynchronousStep:
         self._ahead += 1
         if self._epoch is not None:
             self._epoch.add(later)
+            self._recent.add(later)
         return StepResult(_TotalsOf(later), self._measured(later.fetch()) if measure else None)
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
@@ -77,16 +82,17 @@ class AsynchronousStep:
         if self._epoch is not None:
             self._epoch.reset()
             self._epoch.take_up(sums or {})
+        self._recent.reset()
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """See `CompiledStep`."""
         return {} if self._epoch is None else self._epoch.sums()
 
-    def metrics_so_far(self) -> dict[str, float]:
+    def metrics_so_far(self) -> dict[str, Figure]:
         """See `CompiledStep`."""
         return {} if self._epoch is None else self._epoch.results()
 
-    def epoch_metrics(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, Figure]:
         """See `CompiledStep`."""
         results = self.metrics_so_far()
         self.begin_metrics()
@@ -143,9 +149,12 @@ class AsynchronousStep:
         self._state.counter.assign_add(self._ahead)
         self._state.optimizer.iterations.assign_add(self._ahead)
         self._ahead = 0
-        metrics = Tally(self._metrics)
-        metrics.count(found["metrics"])
-        return Measured(found["rate"], found["norm"], None, metrics.results(), np.isfinite(found["finite"]))
+        if self._epoch is None:
+            self._recent.count(found["metrics"])
+        recent = self._recent.results()
+        self._recent.reset()
+        so_far = None if self._epoch is None else self._epoch.results()
+        return Measured(found["rate"], found["norm"], None, recent, np.isfinite(found["finite"]), so_far)
 
 
 class _TotalsOf:

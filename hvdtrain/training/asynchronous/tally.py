@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.backends.protocol import Future
-from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.objective.metrics import Figure, MetricSet
 
 States = Sequence[Sequence[Any]]
 """What the variables of each metric hold after one batch."""
@@ -52,7 +52,7 @@ class Tally:
         bound = self._metrics.bound
         return {each.name: [variable.numpy().tolist() for variable in each.metric.variables] for each in bound}
 
-    def results(self) -> dict[str, float]:
+    def results(self) -> dict[str, Figure]:
         """Return each metric's value over what was counted, after waiting for it."""
         for later in self._pending:
             self.count(later.fetch()["metrics"])

@@ -13,7 +13,7 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
-from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.objective.metrics import Figure, MetricSet, figure_of
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.step.replica_slice import replica_slice
 
@@ -92,12 +92,12 @@ class Evaluator:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
         return Evaluation(float(total / weight), self._metrics.results(), time.perf_counter() - begin)
 
-    def _so_far(self) -> dict[str, float]:
+    def _so_far(self) -> dict[str, Figure]:
         """Return loss and metrics over what was evaluated so far, on all replicas, which call it together."""
         sums, metrics = self._look()
         total, weight = sums.numpy()
         loss = float(total / weight) if weight else float("nan")
-        return {"loss": loss, **{name: float(value) for name, value in metrics.items()}}
+        return {"loss": loss, **{name: figure_of(value) for name, value in metrics.items()}}
 
     def _look_at_all(self) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         sums = self._backend.all_reduce(self._sums.own.read_value(), name="evaluation_so_far/loss")

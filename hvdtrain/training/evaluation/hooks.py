@@ -1,6 +1,7 @@
 """What may look into an evaluation: Keras callbacks, in the end."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class EvaluationHooks:
@@ -9,7 +10,7 @@ class EvaluationHooks:
     def begin_test_step(self, number: int) -> None:
         """Receive an evaluation's batch that begins, from 0."""
 
-    def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, float]]) -> None:
+    def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, Any]]) -> None:
         """Receive an evaluation's batch that is finished.
 
         `so_far` returns loss and metrics until here. It exchanges something: all replicas call it, or none.

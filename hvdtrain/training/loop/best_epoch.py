@@ -1,6 +1,7 @@
 """The best epoch of a training so far, as its state records it."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from hvdtrain.config.best import BestMetric
 from hvdtrain.config.errors import ConfigError
@@ -31,10 +32,19 @@ def begin_best(metric: BestMetric | None, scalars: Scalars, metrics: Iterable[st
         scalars.best = None
 
 
-def note_best(metric: BestMetric | None, scalars: Scalars, step: int, logs: Mapping[str, float]) -> None:
-    """Record the epoch that ended with `step`, with these figures, as the best, if it is."""
+def note_best(metric: BestMetric | None, scalars: Scalars, step: int, logs: Mapping[str, Any]) -> None:
+    """Record the epoch that ended with `step`, with these figures, as the best, if it is.
+
+    Raises:
+        ConfigError: a metric with several values.
+    """
     value = None if metric is None else logs.get(metric.name)
     if metric is None or value is None:
         return
+    if hasattr(value, "shape"):
+        raise ConfigError(
+            f"The best epoch is chosen by a single number. Received: {metric.name!r} of {len(value)} values. Use "
+            "another metric, or one that averages them, such as F1Score(average='macro')."
+        )
     if metric.improves(value, scalars.best["value"] if scalars.best else None):
         scalars.best = {"metric": metric.name, "mode": metric.mode, "value": float(value), "step": step}

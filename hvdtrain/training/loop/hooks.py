@@ -14,7 +14,7 @@ class Outcome(IntEnum):
     SKIP = 1
     """The step changed nothing (its gradients overflowed): training goes on."""
     STOP = 2
-    """Training ends here: hooks that are due at the end are due now, if they come later in the list."""
+    """Training ends here, and so does the epoch: hooks that are due then are due now, if they are later in the list."""
     ROLL_BACK = 3
     """The step is undone: no later hook sees it, and training goes on from the last snapshot."""
 

@@ -142,7 +142,7 @@ class KerasCallbacks(EvaluationHooks):
         # Figures of each step have to be exchanged and waited for: only for somebody who asks for them.
         self.needs = needs
         self._sums = np.zeros(2)
-        self._logs: dict[str, float] = {}
+        self._logs: dict[str, Any] = {}
         self._gather = tf.function(lambda mine: backend.run(self._agree, mine), autograph=False)
         model.stop_training = False
 
@@ -150,9 +150,9 @@ class KerasCallbacks(EvaluationHooks):
         return self._backend.all_gather(mine, name="callbacks/agreement")
 
     @property
-    def history(self) -> dict[str, list[float]]:
-        """Figures of each epoch, as Keras' History keeps them."""
-        return dict(self._model.history.history)
+    def history(self) -> Any:
+        """Keras' History of this training."""
+        return self._model.history
 
     def states(self) -> list[dict[str, Any]]:
         """Return what the callbacks remember, for `begin` of a training that goes on."""
@@ -177,7 +177,7 @@ class KerasCallbacks(EvaluationHooks):
         if self.needs.batches:
             self._list.on_train_batch_begin(step.place)
 
-    def end_step(self, step: StepEnd, metrics: Callable[[], Mapping[str, float]]) -> None:
+    def end_step(self, step: StepEnd, metrics: Callable[[], Mapping[str, Any]]) -> None:
         """End a step, with loss and metrics of the epoch so far.
 
         `metrics` returns the latter. It exchanges something: all replicas call this, or none.
@@ -197,16 +197,16 @@ class KerasCallbacks(EvaluationHooks):
         if self.needs.test_batches:
             self._list.on_test_batch_begin(number)
 
-    def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, float]]) -> None:
+    def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, Any]]) -> None:
         """See `EvaluationHooks`; loss and metrics are the evaluation's so far."""
         if self.needs.test_batches:
             self._list.on_test_batch_end(number, dict(so_far()))
 
-    def end_evaluation(self, logs: Mapping[str, float]) -> None:
+    def end_evaluation(self, logs: Mapping[str, Any]) -> None:
         """End the evaluation, with its loss and metrics."""
         self._list.on_test_end(dict(logs))
 
-    def end_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """End an epoch, with its loss and metrics, those of its evaluation with `val_` before their names."""
         self._logs = dict(logs)
         # What a callback keeps at this figure are the weights that earned it.

@@ -142,7 +142,8 @@ class TrainingLoop:
                 outcome = hook(step) or Outcome.CONTINUE
                 if outcome > step.outcome:
                     step.outcome = outcome
-                    step.last = step.last or outcome is Outcome.STOP
+                    if outcome is Outcome.STOP:
+                        step.last = step.ends_epoch = True
                 if outcome is Outcome.ROLL_BACK:
                     break
         return step.outcome

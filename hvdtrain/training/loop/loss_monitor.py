@@ -79,6 +79,11 @@ class LossMonitor:
         return _mean(window)
 
     @property
+    def loss_so_far(self) -> float:
+        """Mean loss over the samples of the epoch under way, as far as they were settled."""
+        return _mean(self._epoch)
+
+    @property
     def epoch_sums(self) -> tuple[float, float]:
         """Weighted losses and weights of the epoch under way, as far as they were settled."""
         return float(self._epoch[0]), float(self._epoch[1])

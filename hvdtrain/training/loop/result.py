@@ -16,7 +16,7 @@ class FitResult:
     epochs: int
     """Finished passes over the data, the last one possibly cut short."""
     train_loss: float
-    """Mean loss over the samples of the last epoch."""
+    """Mean loss over the samples of the last epoch; NaN where none was trained."""
     evaluations: list[EvaluationRecord]
     """One for each epoch, if there was validation data."""
     samples_per_second: float
@@ -26,8 +26,10 @@ class FitResult:
     wall_seconds: float
     data_wait: float = 0.0
     """Share of the steady steps' time in which this rank waited for data."""
-    history: Mapping[str, list[float]] = field(default_factory=dict)
-    """Figures of each epoch, where there were Keras callbacks."""
+    history: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Figures of each epoch by name, as in Keras' History: numbers, or arrays such as one value for each class."""
+    epoch: list[int] = field(default_factory=list)
+    """The epochs of `history`, from 0."""
     skipped: int = 0
     """Steps of this training that changed nothing, as their gradients overflowed (mixed_float16)."""
 

@@ -1,6 +1,6 @@
 """What happens around the steps of a training, as hooks of one list, and what the training came to."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +9,18 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.given import in_step
-from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
-from hvdtrain.observability.summary import median_p90
+from hvdtrain.observability.events import Observer
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.loop.best_epoch import begin_best, note_best
-from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.data_wait import WaitingWatch
 from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, Outcome, StepEnd
 from hvdtrain.training.loop.keras_callbacks import callbacks_of_all, refuse_saves_within_epochs
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
 from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.loop.report import TrainingReport
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.step.step_factory import StepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -91,15 +90,11 @@ class StandardTraining:
         )
         self._plan = plan
         begin_best(plan.best, scalars, factory.metric_names(), validated=validation is not None)
-        # Metrics over whole epochs are for callbacks and for the best epoch, and cost a pass in each step.
-        best_in_training = plan.best is not None and not plan.best.name.startswith("val_")
-        epoch_metrics = self._callbacks is not None or best_in_training
-        self._step = factory.train_step(state, rule, data.batch, epoch_metrics=epoch_metrics)
+        self._step = factory.train_step(state, rule, data.batch, epoch_metrics=True)
         self._steps_per_epoch = data.steps_per_epoch
         self._actions = actions
         self._observers = observers
         self._validation = validation
-        self._evaluations: list[EvaluationRecord] = []
         self._monitor = LossMonitor(
             data.steps_per_epoch,
             scalars.step,
@@ -118,8 +113,8 @@ class StandardTraining:
             measured=measured,
             epoch_offset=plan.epoch_offset,
         )
-        self._clock: StepClock = self.loop.clock
-        self._waiting = WaitingWatch(backend, self._clock, data.remedy)
+        self._report = TrainingReport(self._step, self._monitor, self.loop.clock, observers)
+        self._waiting = WaitingWatch(backend, self.loop.clock, data.remedy)
         self._add_hooks(plan)
 
     def _add_hooks(self, plan: Plan) -> None:
@@ -132,9 +127,12 @@ class StandardTraining:
                 loop.add_hook(self._show_batch, EVERY_STEP)
         loop.add_hook(self._check_and_log, MEASURED)
         loop.add_hook(self._warn_of_waiting, MEASURED)
+        if callbacks is not None:
+            # A callback that stops within an epoch ends it: its figures are formed like those of any other.
+            loop.add_hook(lambda step: None if step.ends_epoch else callbacks.agree(step), MEASURED)
         loop.add_hook(self._end_epoch, EPOCH_ENDS)
         if callbacks is not None:
-            loop.add_hook(callbacks.agree, MEASURED)
+            loop.add_hook(callbacks.agree, EPOCH_ENDS)
         if self._actions.save is not None:
             loop.add_hook(self._save, plan.saved)
             if plan.best is not None:
@@ -161,19 +159,9 @@ class StandardTraining:
 
     def result(self, *, wall_seconds: float) -> FitResult:
         """Return what the training came to, within `wall_seconds` with what came before the first step."""
-        scalars = self._state.scalars
-        history: Mapping[str, list[float]] = {} if self._callbacks is None else self._callbacks.history
-        return FitResult(
-            steps=scalars.step,
-            epochs=scalars.epoch + (scalars.place(self._steps_per_epoch) > 0),
-            train_loss=self._monitor.epoch_loss,
-            evaluations=self._evaluations,
-            samples_per_second=self._clock.steady_samples_per_second(),
-            step_ms=median_p90(self._clock.steady_ms()),
-            wall_seconds=wall_seconds,
-            data_wait=self._clock.waiting_share(),
-            history=history,
-            skipped=self._monitor.skipped,
+        history = None if self._callbacks is None else self._callbacks.history
+        return self._report.result(
+            self._state.scalars, self._steps_per_epoch, wall_seconds=wall_seconds, history=history
         )
 
     def _begin_step(self, step: StepEnd) -> None:
@@ -204,10 +192,7 @@ class StandardTraining:
         scale = None if measured.loss_scale is None else float(measured.loss_scale)
         loss = self._monitor.settle(finite_parameters=bool(measured.finite), loss_scale=scale)
         self._note_progress()
-        rate, norm = float(measured.learning_rate), float(measured.grad_norm)
-        metrics = {name: float(value) for name, value in measured.metrics.items()}
-        throughput = self._clock.samples_per_second()
-        self._observers.on_step(StepRecord(step.number, step.epoch, loss, rate, throughput, norm, scale, metrics))
+        self._report.log_step(step, measured, loss)
         return Outcome.SKIP if self._monitor.last_skipped else Outcome.CONTINUE
 
     def _note_progress(self) -> None:
@@ -230,19 +215,19 @@ class StandardTraining:
     def _end_epoch(self, step: StepEnd) -> None:
         """Evaluate what there is to evaluate, and tell the callbacks."""
         self._note_metrics()
-        self._monitor.end_epoch()
         validation = self._validation if self._plan.evaluates(step.epoch) else None
         if validation is not None or self._callbacks is not None:
             self._actions.consolidate()
-        logs = {"loss": self._monitor.epoch_loss, **self._step.epoch_metrics()}
+        logs = self._report.training_figures()
         if validation is not None:
             logs |= self._evaluate(step, validation)
         note_best(self._plan.best, self._state.scalars, step.number, logs)
+        self._report.end_epoch(step, logs)
         if self._callbacks is not None:
             self._callbacks.end_epoch(step.epoch, logs)
             self._rule.adopt_weights()
 
-    def _evaluate(self, step: StepEnd, validation: Iterable[Batch]) -> dict[str, float]:
+    def _evaluate(self, step: StepEnd, validation: Iterable[Batch]) -> dict[str, Any]:
         """Evaluate, and return the figures with `val_` before their names."""
         callbacks = self._callbacks
         if callbacks is not None:
@@ -250,13 +235,9 @@ class StandardTraining:
             # Showing a batch takes an exchange, in which every rank must take part.
             validation = in_step(validation) if callbacks.needs.test_batches else validation
         outcome = self._actions.evaluate(validation, callbacks)
-        figures = {"loss": outcome.loss, **outcome.metrics}
         if callbacks is not None:
-            callbacks.end_evaluation(figures)
-        record = EvaluationRecord(step.number, step.epoch, outcome.loss, outcome.seconds, outcome.metrics)
-        self._evaluations.append(record)
-        self._observers.on_evaluation(record)
-        return {f"val_{name}": value for name, value in figures.items()}
+            callbacks.end_evaluation(outcome.as_dict())
+        return self._report.evaluated(step, outcome)
 
     def _save_best(self, step: StepEnd) -> None:
         """Save the best epoch, if it ends with this step and is not saved already."""

@@ -1,5 +1,6 @@
 """Settings of a compiled model, which hold where the trainer has none of its own."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +60,21 @@ def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> Non
         auto_scale_loss=False,
     )
     setattr(model, _MARK, getattr(model, "_compile_config", None))
+
+
+def build_compile_metrics(model: Any, targets: Any, outputs: Any) -> None:
+    """Build the metrics of a compiled model: callbacks look among them for the direction in which a metric improves.
+
+    Args:
+        model: the model; its compiled metrics count nothing.
+        targets: targets of a batch.
+        outputs: the model's outputs for them.
+    """
+    metrics = getattr(model, "_compile_metrics", None)
+    if metrics is not None and not metrics.built:
+        # Metrics in a structure that Keras does not take: callbacks need a `mode` then, and say so.
+        with suppress(ValueError, TypeError, KeyError):
+            metrics.build(targets, outputs)
 
 
 def _is_trainers(model: Any) -> bool:

@@ -1,7 +1,7 @@
 """Losses as a sum and a weight, so that replicas with different numbers of samples add up exactly."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -45,8 +45,7 @@ def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = 
     Raises:
         ConfigError: a loss whose reduction is not a mean over samples, or another structure than the outputs.
     """
-    nested = isinstance(loss, dict | list | tuple)
-    known = tf.nest.map_structure(lambda one: None if nested and one is None else _one_loss(one), loss)
+    known = _loss_functions(loss)
 
     def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
         if callable(known) and loss_weights is None and not isinstance(outputs, dict | list | tuple):
@@ -54,6 +53,17 @@ def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = 
         return _several(known, loss_weights, outputs_by_name(outputs, names()), targets, sample_weight)
 
     return loss_sum
+
+
+def losses_by_output(loss: Any, names: Sequence[str]) -> dict[str, LossFunction | None]:
+    """Return the loss of each output, None of one without; `loss` as in `summed_loss`."""
+    return per_output("loss", _loss_functions(loss), names, shared=True)
+
+
+def _loss_functions(loss: Any) -> Any:
+    """Return losses as LossFunctions, in their structure."""
+    nested = isinstance(loss, dict | list | tuple)
+    return tf.nest.map_structure(lambda one: None if nested and one is None else _one_loss(one), loss)
 
 
 def _several(losses: Any, loss_weights: Any, by_name: dict[str, Any], targets: Any, sample_weight: Any) -> LossSum:

@@ -1,6 +1,6 @@
 """Metrics as `Model.compile` takes them: names, functions, objects, in lists or by output."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -9,7 +9,8 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.models.objective import known_metrics, nearest
-from hvdtrain.training.objective.metrics import BoundMetric, MetricSet
+from hvdtrain.training.objective.metrics import BoundMetric, MetricSet, copy_of
+from hvdtrain.training.objective.output_losses import output_losses
 from hvdtrain.training.objective.outputs import ONLY, outputs_by_name, per_output
 
 ACCURACIES = ("accuracy", "acc")
@@ -22,15 +23,15 @@ class MetricSpec:
     Args:
         metrics: Keras metrics or their names; for several outputs a dict or list with one or several for each.
         weighted: those that count sample weights.
+        loss: the losses: each of several is reported like a metric.
 
     Raises:
-        ConfigError: an unknown name, or two metrics of one name.
+        ConfigError: an unknown name.
     """
 
-    def __init__(self, metrics: Any, weighted: Any) -> None:
+    def __init__(self, metrics: Any, weighted: Any, loss: Any = None) -> None:
         self._specs = [(_resolved(metrics), False), (_resolved(weighted), True)]
-        if not any(_by_output(spec) for spec, _ in self._specs):
-            _refuse_duplicates([_name(metric) for spec, _ in self._specs for metric in spec])
+        self._loss = loss
 
     def resolve(self, targets: Any, outputs: Any, backend: Backend, names: Callable[[], Any]) -> MetricSet:
         """Return the metrics of each output, `accuracy` as the one that fits targets and outputs.
@@ -46,20 +47,30 @@ class MetricSpec:
         """
         by_name = outputs_by_name(outputs, names())
         labels = per_output("The target", targets, list(by_name), shared=False)
-        bound = []
-        for spec, weighted in self._specs:
-            for output, metrics in _for_outputs(spec, list(by_name)).items():
-                for metric in metrics:
-                    made = _accuracy_for(metric, labels[output], by_name[output]) if isinstance(metric, str) else metric
-                    name = made.name if output == ONLY else f"{output}_{made.name}"
-                    bound.append(BoundMetric(name, made, output, weighted))
-        _refuse_duplicates([b.name for b in bound])
+        losses = output_losses(self._loss, list(by_name))
+        bound = [BoundMetric(loss.name, loss, output, weighted=True) for output, loss in losses.items()]
+        metrics = self._bound(labels, by_name)
+        # The order in which Keras' evaluate() returns them.
+        bound += metrics if len(by_name) == 1 else sorted(metrics, key=lambda each: each.name)
         known = MetricSet(bound, backend, names)
         known.check_sums(targets, outputs)
-        if backend.capabilities.needs_builders:
-            known.build(targets, outputs)
+        known.build(targets, outputs)
         known.fresh()  # what cannot be copied is refused now, not at the first evaluation
         return known
+
+    def _bound(self, labels: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[BoundMetric]:
+        """Return the metrics of each output, under the names that Keras reports them by."""
+        bound: list[BoundMetric] = []
+        taken: dict[str, int] = {}
+        for spec, weighted in self._specs:
+            for output, metrics in _for_outputs(spec, list(outputs)).items():
+                for metric in metrics:
+                    made = _accuracy_for(metric, labels[output], outputs[output]) if isinstance(metric, str) else metric
+                    if any(made is each.metric for each in bound):
+                        made = copy_of(made)  # one object that is listed twice would count twice
+                    name = _unique_name(output, made.name, weighted, taken)
+                    bound.append(BoundMetric(name, made, output, weighted))
+        return bound
 
 
 def _for_outputs(spec: Any, names: list[str]) -> dict[str, list[Any]]:
@@ -71,23 +82,23 @@ def _for_outputs(spec: Any, names: list[str]) -> dict[str, list[Any]]:
     return {output: [] if metrics is None else tf.nest.flatten(metrics) for output, metrics in metrics_of.items()}
 
 
-def _by_output(spec: Any) -> bool:
-    return isinstance(spec, dict) or any(isinstance(entry, list | tuple | dict) for entry in spec)
-
-
 def _resolved(metrics: Any) -> Any:
     structure = metrics if isinstance(metrics, dict | list | tuple) else [metrics]
     return tf.nest.map_structure(lambda one: None if one is None else _metric(one), structure)
 
 
-def _refuse_duplicates(names: list[str]) -> None:
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ConfigError(f"Two metrics are named {twice[0]!r}: give one another name.")
+def _unique_name(output: str, name: str, weighted: bool, taken: dict[str, int]) -> str:
+    """Return what Keras calls a metric, given how many there are of each name so far, and count it.
 
-
-def _name(metric: Any) -> str:
-    return metric if isinstance(metric, str) else str(metric.name)
+    The first has its plain name, and after it a weighted one has the prefix ``weighted_``; others are numbered.
+    """
+    prefix = "" if output == ONLY else f"{output}_"
+    full = f"{prefix}{name}"
+    if weighted and full in taken:
+        full = f"{prefix}weighted_{name}"
+    count = taken.get(full, 0)
+    taken[full] = count + 1
+    return f"{full}_{count}" if count else full
 
 
 def _accuracy_for(name: str, targets: Any, outputs: Any) -> Any:

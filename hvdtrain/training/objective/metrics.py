@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
@@ -11,6 +12,9 @@ from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.objective.outputs import outputs_by_name, per_output
+
+Figure = float | np.ndarray
+"""The value of a metric."""
 
 
 class BoundMetric(NamedTuple):
@@ -40,7 +44,9 @@ class MetricSet:
         self._sets = ForEachReplica(backend, lambda place: _copies(originals) if place else originals)
         self._backend = backend
         self._names = names
-        self._sample: tuple[Any, Any] | None = None
+        self.sample: tuple[Any, Any] | None = None
+        """Targets and outputs of one sample, with which the metrics were built."""
+        self._last: ForEachReplica[list[tf.Variable]] | None = None
 
     @property
     def bound(self) -> list[BoundMetric]:
@@ -54,16 +60,17 @@ class MetricSet:
             ConfigError: a metric that cannot be recreated from its configuration.
         """
         fresh = MetricSet(_copies(self.bound), self._backend, self._names)
-        if self._sample is not None:
-            fresh.build(*self._sample)
+        if self.sample is not None:
+            fresh.build(*self.sample)
         return fresh
 
     def build(self, targets: Any, outputs: Any) -> None:
-        """Create the metrics' variables, and those of later copies: a strategy's replicas cannot create them."""
+        """Create the metrics' variables, and those of later copies: some metrics learn their shape from a batch."""
         targets, outputs = tf.nest.map_structure(lambda tensor: tensor[:1], (targets, outputs))
-        self._sample = targets, outputs
+        self.sample = targets, outputs
         for bound in self._sets.all:
             self._count(bound, targets, outputs, None)
+        assert self._reported is not None, "the sums that were reported have variables as well"
         self.reset_all()
 
     def reset(self) -> None:
@@ -75,6 +82,8 @@ class MetricSet:
         """Reset the metrics of all replicas of this process."""
         for bound in itertools.chain(*self._sets.all):
             bound.metric.reset_state()
+        for variable in itertools.chain(*self._last.all) if self._last is not None else ():
+            variable.assign(tf.zeros_like(variable))
 
     def update(self, targets: Any, outputs: Any, sample_weight: Any, has_samples: tf.Tensor | float) -> None:
         """Update the metrics of this replica, unless the batch is a placeholder."""
@@ -121,12 +130,29 @@ class MetricSet:
             for variable, value in zip(bound.metric.variables, values, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
 
-    def take_up(self, sums: Mapping[str, Sequence[Any]]) -> None:
-        """Set the variables of each metric to what `sums` have under its name, or to zero where there is none."""
+    def take_up(self, sums: Mapping[str, Sequence[Any]], *, counted_here: bool = True) -> None:
+        """Go on from `sums` over all replicas, by the metrics' names, and from zero where there are none.
+
+        Args:
+            sums: values of each metric's variables, as `sums_so_far` returned them.
+            counted_here: whether they become this replica's; of all replicas one takes them.
+        """
         self.reset_all()
-        for bound in self.bound:
-            for variable, value in zip(bound.metric.variables, sums.get(bound.name, ()), strict=False):
-                variable.assign(tf.constant(value, variable.dtype))
+        places = [(bound.name, place, v) for bound in self.bound for place, v in enumerate(bound.metric.variables)]
+        for (name, place, variable), reported in zip(places, self._reported.own, strict=True):
+            if place < len(sums.get(name, ())):
+                value = tf.constant(sums[name][place], variable.dtype)
+                reported.assign(value)
+                if counted_here:
+                    variable.assign(value)
+
+    @property
+    def _reported(self) -> "ForEachReplica[list[tf.Variable]]":
+        """The sums over all replicas at the last `progress`, for each replica."""
+        if self._last is None:
+            with tf.init_scope():
+                self._last = ForEachReplica(self._backend, lambda place: _zeros_like(self._sets.all[place]))
+        return self._last
 
     def sums_so_far(self, role: str) -> dict[str, list[tf.Tensor]]:
         """Return the variables of each metric by its name, summed over the replicas, without changing any state."""
@@ -146,13 +172,33 @@ class MetricSet:
                 name = f"{role}/{number}.{bound.name}/{place}"
                 tensor.assign(self._backend.all_reduce(tensor.read_value(), name=name))
 
-    def results(self) -> dict[str, float]:
+    def results(self) -> dict[str, Figure]:
         """Return each metric's value by name."""
-        return {bound.name: float(bound.metric.result()) for bound in self.bound}
+        return {bound.name: figure_of(bound.metric.result()) for bound in self.bound}
 
     def reduced_results(self, role: str) -> dict[str, tf.Tensor]:
         """Return each metric's value over all replicas, within a compiled function."""
         self.reduce(role)
+        return self._tensors()
+
+    def progress(self, role: str) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Return each metric's value over all replicas, since the last call and since the reset, in one exchange.
+
+        Within a compiled function; what the metrics have counted stays as it is.
+        """
+        reported = self._reported.own
+        variables = [unwrap(variable) for bound in self.bound for variable in bound.metric.variables]
+        own = [variable.read_value() for variable in variables]
+        self.reduce(role)
+        sums, so_far = [variable.read_value() for variable in variables], self._tensors()
+        for variable, total, before in zip(variables, sums, reported, strict=True):
+            variable.assign(total - before.read_value())
+        recent = self._tensors()
+        for variable, value in zip([*variables, *reported], [*own, *sums], strict=True):
+            variable.assign(value)
+        return recent, so_far
+
+    def _tensors(self) -> dict[str, tf.Tensor]:
         return {bound.name: tf.convert_to_tensor(bound.metric.result()) for bound in self.bound}
 
     def results_so_far(self, role: str, read: Callable[[], Mapping[str, Any]] | None = None) -> dict[str, tf.Tensor]:
@@ -208,6 +254,17 @@ class MetricSet:
         return state
 
 
+def _zeros_like(bound: Sequence[BoundMetric]) -> list[tf.Variable]:
+    variables = [unwrap(variable) for each in bound for variable in each.metric.variables]
+    return [tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False) for variable in variables]
+
+
+def figure_of(result: Any) -> Figure:
+    """Return a metric's result as a number, or, of one with several values such as one per class, as an array."""
+    value = np.asarray(result)
+    return float(value) if value.ndim == 0 else value
+
+
 def _close(a: tf.Tensor, b: tf.Tensor) -> bool:
     return bool(tf.reduce_all(abs(a - b) <= 1e-3 * (abs(b) + 1e-6)))
 
@@ -217,10 +274,15 @@ def _halves(half: int) -> tuple[slice, slice]:
 
 
 def _copies(bound: Sequence[BoundMetric]) -> list[BoundMetric]:
-    return [b._replace(metric=_copy(b.metric)) for b in bound]
+    return [b._replace(metric=copy_of(b.metric)) for b in bound]
 
 
-def _copy(metric: Any) -> Any:
+def copy_of(metric: Any) -> Any:
+    """Return a metric like `metric` that has counted nothing.
+
+    Raises:
+        ConfigError: it cannot be recreated from its configuration.
+    """
     try:
         return type(metric).from_config(metric.get_config())
     except (TypeError, NotImplementedError, ValueError) as error:

@@ -37,6 +37,8 @@ class KerasTrainStep:
         optimizer: the one that the model was compiled with.
     """
 
+    returns_logs = False
+
     def __init__(self, backend: Backend, state: TrainState, optimizer: DistributedOptimizer) -> None:
         self._backend = backend
         self._state = state

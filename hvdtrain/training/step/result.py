@@ -33,14 +33,20 @@ class Measured(NamedTuple):
     """Global L2 norm of the reduced gradient before clipping."""
     loss_scale: tf.Tensor | None
     """The dynamic loss scale after this step."""
-    metrics: dict[str, tf.Tensor]
-    """Training metrics of this global batch, by name."""
+    metrics: dict[str, Any]
+    """Training metrics by name, since the last measured step."""
     finite: tf.Tensor
     """Whether all parameters are finite after the update."""
+    so_far: dict[str, Any] | None = None
+    """Those over the epoch so far; None where `metrics` are that."""
 
 
 class CompiledStep(Protocol):
     """What the loop calls for each batch."""
+
+    returns_logs: bool
+    """Whether the metrics are all that is reported, the loss among them if there is one: a model's own `train_step`
+    says what it returns. Else the loss is that of the totals."""
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` asks for what `Measured` holds."""
@@ -51,8 +57,8 @@ class CompiledStep(Protocol):
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return the variables of each metric by its name, over all replicas, which call it together."""
 
-    def metrics_so_far(self) -> dict[str, float]:
+    def metrics_so_far(self) -> Mapping[str, Any]:
         """Return the metrics over the epoch's samples so far, on all replicas, which call it together."""
 
-    def epoch_metrics(self) -> dict[str, float]:
+    def epoch_metrics(self) -> Mapping[str, Any]:
         """Return the metrics over all samples since the last call, where somebody asked for them."""

@@ -17,7 +17,7 @@ from hvdtrain.training.assembly import check_layers
 from hvdtrain.training.evaluation.evaluate import Evaluation, Evaluator
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.evaluation.predict import Predictor
-from hvdtrain.training.objective.compile_settings import Objective, compile_for_trainer
+from hvdtrain.training.objective.compile_settings import Objective, build_compile_metrics, compile_for_trainer
 from hvdtrain.training.objective.losses import summed_loss
 from hvdtrain.training.objective.metric_specs import MetricSpec
 from hvdtrain.training.objective.metrics import MetricSet
@@ -80,7 +80,7 @@ class CompiledStepFactory:
         check_rule(options, optimizer)
         self._forward = recomputed_model(model) if options.recompute else model
         self._loss = summed_loss(objective.loss, objective.loss_weights, self._names)
-        self._spec = MetricSpec(objective.metrics, objective.weighted_metrics)
+        self._spec = MetricSpec(objective.metrics, objective.weighted_metrics, objective.loss)
         self._metrics: MetricSet | None = None
         self.narrow_outputs = False
         self._evaluator: Evaluate | None = None
@@ -159,6 +159,8 @@ class CompiledStepFactory:
         """See `StepFactory`; a model that was compiled with this optimizer keeps its settings."""
         if getattr(self._model, "optimizer", None) is not self._optimizer:
             compile_for_trainer(self._model, self._optimizer, self._objective)
+        if self._metrics is not None and self._metrics.sample is not None:
+            build_compile_metrics(self._model, *self._metrics.sample)
 
 
 class KerasStepFactory:

@@ -12,7 +12,7 @@ from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction
-from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.objective.metrics import Figure, MetricSet, figure_of
 from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients, zero_if_finite
 from hvdtrain.training.step.microbatches import Microbatches
 from hvdtrain.training.step.replica_slice import replica_slice
@@ -32,13 +32,16 @@ class TrainStep:
         backend: the replicas.
         state: what is trained.
         loss: the loss as sum and weight.
-        metrics: measured on logged steps.
+        metrics: reported on logged steps.
         rule: turns the local gradients into new weights.
         forward: calls the model in training; by default the model itself.
         microbatch: samples that go through the model at once; a larger batch is accumulated. None: the whole batch.
-        epoch_metrics: whether the metrics are counted over whole epochs as well, which costs a pass in each step.
+        epoch_metrics: whether the metrics are counted in every step, and reported over the epoch; else each logged step
+            reports its own.
         jit: compile forward and backward pass with XLA.
     """
+
+    returns_logs = False
 
     def __init__(
         self,
@@ -105,26 +108,32 @@ class TrainStep:
         batch = replica_slice(batch, self._backend)
         self._state.seed_generators(self._backend.index)
         rate = tf.convert_to_tensor(self._state.optimizer.learning_rate)
-        if measure:
+        if measure and self._epoch is None:
             self._metrics.reset()
         local = self._local_sums(batch, measure=measure)
         totals, norm = self._rule.update(local, measure=measure)
         if not measure:
             return StepResult(totals, None)
-        metrics = self._metrics.reduced_results("train_metric")
+        recent, so_far = self._measured_metrics()
         finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
         scale = loss_scale_of(self._state.optimizer) if has_dynamic_scale(self._state.optimizer) else None
-        return StepResult(totals, Measured(rate, norm, scale, metrics, finite))
+        return StepResult(totals, Measured(rate, norm, scale, recent, finite, so_far))
+
+    def _measured_metrics(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Return the metrics since the last measured step, and over the epoch so far."""
+        if self._epoch is not None:
+            return self._epoch.progress("train_metric")
+        own = self._metrics.reduced_results("train_metric")
+        return own, own
 
     def _local_sums(self, batch: Batch, *, measure: bool) -> LocalGradients:
         """Run the batch at once, or its microbatches one after another."""
-
-        counted = [known for known in (self._metrics if measure else None, self._epoch) if known is not None]
+        counted = self._epoch or (self._metrics if measure else None)
 
         def run(part: Batch) -> LocalGradients:
             local, outputs = self._forward_backward(part)
-            for metrics in counted:
-                metrics.update(part.targets, outputs, part.sample_weight, part.has_samples)
+            if counted is not None:
+                counted.update(part.targets, outputs, part.sample_weight, part.has_samples)
             return local
 
         if self._microbatch is None:
@@ -151,7 +160,7 @@ class TrainStep:
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """See `CompiledStep`; the first replica takes up what all had counted."""
         if self._epoch is not None:
-            self._epoch.take_up(sums if sums and self._backend.index == 0 else {})
+            self._epoch.take_up(sums or {}, counted_here=self._backend.index == 0)
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """See `CompiledStep`."""
@@ -162,15 +171,15 @@ class TrainStep:
         epoch = self._epoch
         return {} if epoch is None else self._backend.run(lambda: epoch.sums_so_far("metric_sums"))
 
-    def metrics_so_far(self) -> dict[str, float]:
+    def metrics_so_far(self) -> dict[str, Figure]:
         """See `CompiledStep`."""
-        return {name: float(value) for name, value in self._look_at_epoch().items()}
+        return {name: figure_of(value) for name, value in self._look_at_epoch().items()}
 
     def _epoch_so_far(self) -> dict[str, tf.Tensor]:
         epoch = self._epoch
         return {} if epoch is None else self._backend.run(lambda: epoch.results_so_far("metric_so_far"))
 
-    def epoch_metrics(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, Figure]:
         """See `CompiledStep`."""
         if self._epoch is None:
             return {}

@@ -1,0 +1,108 @@
+"""What is reported of a training: its logged steps, its epochs, and what it came to."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, StepRecord
+from hvdtrain.observability.summary import median_p90
+from hvdtrain.state.scalars import Scalars
+from hvdtrain.training.evaluation.evaluate import Evaluation
+from hvdtrain.training.loop.clock import StepClock
+from hvdtrain.training.loop.hooks import StepEnd
+from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.loop.result import FitResult
+from hvdtrain.training.objective.metrics import figure_of
+from hvdtrain.training.step.result import CompiledStep, Measured
+
+
+class TrainingReport:
+    """Forms the figures of a training, sends them to the observers and keeps those of the epochs.
+
+    Args:
+        step: the compiled step, whose metrics they are.
+        monitor: of the loss.
+        clock: of the steps.
+        observers: receive the records.
+    """
+
+    def __init__(self, step: CompiledStep, monitor: LossMonitor, clock: StepClock, observers: Observer) -> None:
+        self._step = step
+        self._monitor = monitor
+        self._clock = clock
+        self._observers = observers
+        self._evaluations: list[EvaluationRecord] = []
+        self._history: dict[str, list[Any]] = {}
+        self._epochs: list[int] = []
+
+    def log_step(self, step: StepEnd, measured: Measured, loss: float) -> None:
+        """Report a measured step.
+
+        Args:
+            step: the step.
+            measured: what was measured in it.
+            loss: the mean since the last one.
+        """
+        metrics = _figures(measured.metrics)
+        so_far = metrics if measured.so_far is None else _figures(measured.so_far)
+        losses: tuple[float | None, ...] = (loss, self._monitor.loss_so_far)
+        if self._step.returns_logs:
+            losses = (metrics.pop("loss", None), so_far.get("loss"))
+        record = StepRecord(
+            step.number,
+            step.epoch,
+            losses[0],
+            float(measured.learning_rate),
+            self._clock.samples_per_second(),
+            float(measured.grad_norm),
+            None if measured.loss_scale is None else float(measured.loss_scale),
+            metrics,
+            {"loss": losses[1], **so_far},
+        )
+        self._observers.on_step(record)
+
+    def training_figures(self) -> dict[str, Any]:
+        """Return loss and metrics of the epoch, and begin the next; every rank calls it."""
+        self._monitor.end_epoch()
+        metrics = dict(self._step.epoch_metrics())
+        return metrics if self._step.returns_logs else {"loss": self._monitor.epoch_loss, **metrics}
+
+    def evaluated(self, step: StepEnd, outcome: Evaluation) -> dict[str, Any]:
+        """Report an evaluation, and return its figures with `val_` before their names."""
+        record = EvaluationRecord(step.number, step.epoch, outcome.loss, outcome.seconds, outcome.metrics)
+        self._evaluations.append(record)
+        self._observers.on_evaluation(record)
+        return {f"val_{name}": value for name, value in outcome.as_dict().items()}
+
+    def end_epoch(self, step: StepEnd, figures: Mapping[str, Any]) -> None:
+        """Report an epoch's figures, those of its evaluation among them."""
+        self._epochs.append(step.epoch)
+        for name in sorted(figures):  # the order in which Keras hands them to callbacks
+            self._history.setdefault(name, []).append(figures[name])
+        self._observers.on_epoch(EpochRecord(step.number, step.epoch, figures))
+
+    def result(self, scalars: Scalars, steps_per_epoch: int, *, wall_seconds: float, history: Any = None) -> FitResult:
+        """Return what the training came to.
+
+        Args:
+            scalars: of the state that was trained.
+            steps_per_epoch: of its data.
+            wall_seconds: with what came before the first step.
+            history: Keras' History, where there were callbacks, which may have added figures.
+        """
+        return FitResult(
+            steps=scalars.step,
+            epochs=scalars.epoch + (scalars.place(steps_per_epoch) > 0),
+            train_loss=self._monitor.epoch_loss,
+            evaluations=self._evaluations,
+            samples_per_second=self._clock.steady_samples_per_second(),
+            step_ms=median_p90(self._clock.steady_ms()),
+            wall_seconds=wall_seconds,
+            data_wait=self._clock.waiting_share(),
+            history=self._history if history is None else history.history,
+            epoch=self._epochs if history is None else history.epoch,
+            skipped=self._monitor.skipped,
+        )
+
+
+def _figures(results: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: figure_of(value) for name, value in results.items()}

@@ -1,0 +1,281 @@
+"""Losses and metrics are named, ordered and formed as Keras' `fit` and `evaluate` do."""
+
+import csv
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.config.checkpoint import Checkpoint
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.observability.events import BaseObserver, Observers
+from hvdtrain.observability.jsonl import JsonlWriter
+from hvdtrain.observability.tensorboard import curves_of
+from hvdtrain.training.inputs import training_data, validation_batches
+from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("session")
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((50, 5)).astype("float32")
+CLASSES = np.argmax(X[:, :3], axis=1)
+ONE_HOT = np.eye(3, dtype="float32")[CLASSES]
+SIZES = X.sum(axis=1, keepdims=True)
+WEIGHTS = RNG.random(50).astype("float32")
+
+
+def one_output():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+
+
+def two_outputs(as_dict=False):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((5,))
+    hidden = keras.layers.Dense(4, kernel_regularizer="l2")(inputs)
+    outputs = {
+        "size": keras.layers.Dense(1, name="size")(hidden),
+        "cls": keras.layers.Dense(3, activation="softmax", name="cls")(hidden),
+    }
+    return keras.Model(inputs, outputs if as_dict else list(outputs.values()))
+
+
+F1 = keras.metrics.F1Score
+CASES = {
+    "several losses": (
+        lambda: two_outputs(as_dict=True),
+        {
+            "loss": {"size": "mse", "cls": "sparse_categorical_crossentropy"},
+            "loss_weights": {"size": 0.25, "cls": 2.0},
+            "metrics": {"cls": ["accuracy"], "size": ["mae"]},
+            "weighted_metrics": {"cls": ["accuracy"]},
+        },
+        {"size": SIZES, "cls": CLASSES},
+        WEIGHTS,
+    ),
+    "outputs in a list": (
+        two_outputs,
+        {"loss": ["mse", "sparse_categorical_crossentropy"], "metrics": [["mae", "mse"], "accuracy"]},
+        [SIZES, CLASSES],
+        None,
+    ),
+    "one loss for one of two outputs": (
+        two_outputs,
+        {"loss": ["mse", None], "metrics": [["mae"], ["accuracy"]]},
+        [SIZES, CLASSES],
+        None,
+    ),
+    "weighted and unweighted": (
+        one_output,
+        {
+            "loss": "sparse_categorical_crossentropy",
+            "metrics": ["sparse_top_k_categorical_accuracy", "accuracy", "accuracy"],
+            "weighted_metrics": ["accuracy", "accuracy"],
+        },
+        CLASSES,
+        WEIGHTS,
+    ),
+    "a value for each class": (
+        one_output,
+        {"loss": "categorical_crossentropy", "metrics": ["accuracy", F1(), F1(average="macro", name="macro")]},
+        ONE_HOT,
+        None,
+    ),
+}
+
+
+class Batches(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(dict(logs))
+
+
+def assert_same(found, expected):
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_figure_is_that_of_keras(case):
+    build, objective, targets, weights = CASES[case]
+    # Batches of one size: with a shorter last one Keras' mean of an output's loss is not that over the samples.
+    options = {"batch_size": 25, "epochs": 2, "shuffle": False, "verbose": 0, "sample_weight": weights}
+    options |= {"validation_data": (X[:20], _first(targets, 20))}
+    model = build()
+    model.compile(keras.optimizers.SGD(0.1), **_fresh(objective))
+    theirs, ours = Batches(), Batches()
+    expected = model.fit(X, targets, callbacks=[theirs], **options)
+    trainer = Trainer(build(), keras.optimizers.SGD(0.1), **_fresh(objective))
+    found = trainer.fit(X, targets, callbacks=[ours], **options)
+    assert_same(found.history, expected.history)
+    assert found.epoch == expected.epoch == [0, 1]
+    for mine, other in zip(ours.seen, theirs.seen, strict=True):
+        assert_same(mine, other)
+    outcome = trainer.evaluate(X, targets, 25, 0, weights)
+    evaluated = {"batch_size": 25, "sample_weight": weights, "verbose": 0}
+    assert_same(dict(sorted(outcome.as_dict().items())), model.evaluate(X, targets, return_dict=True, **evaluated))
+    if case != "weighted and unweighted":  # its list has the first of several metrics of one name again and again
+        for mine, other in zip(outcome, model.evaluate(X, targets, **evaluated), strict=True):
+            np.testing.assert_allclose(mine, other, rtol=2e-5, atol=1e-6)
+
+
+def test_history_is_there_without_callbacks_too():
+    build, objective, targets, _ = CASES["a value for each class"]
+    options = {"batch_size": 16, "epochs": 2, "verbose": 0, "validation_split": 0.3}
+    with_callbacks = Trainer(build(), keras.optimizers.SGD(0.1), **_fresh(objective))
+    expected = with_callbacks.fit(X, targets, callbacks=[keras.callbacks.Callback()], **options)
+    trainer = Trainer(build(), keras.optimizers.SGD(0.1), **_fresh(objective))
+    found = trainer.fit(X, targets, **options)
+    assert_same(found.history, expected.history)
+    assert found.epoch == expected.epoch
+    again = trainer.fit(X, targets, epochs=1, verbose=0)
+    assert [len(values) for values in again.history.values()] == [1, 1, 1, 1]
+    assert set(again.history) == {"loss", "accuracy", "f1_score", "macro"}
+
+
+def _first(targets, count):
+    if isinstance(targets, dict):
+        return {name: values[:count] for name, values in targets.items()}
+    return [values[:count] for values in targets] if isinstance(targets, list) else targets[:count]
+
+
+def _fresh(objective):
+    """Return `objective` with metrics that have counted nothing."""
+    metrics = objective.get("metrics")
+    if not isinstance(metrics, list):
+        return dict(objective)
+    copies = [m.from_config(m.get_config()) if isinstance(m, keras.metrics.Metric) else m for m in metrics]
+    return {**objective, "metrics": copies}
+
+
+def test_one_metric_object_may_be_listed_twice():
+    metric = keras.metrics.SparseCategoricalAccuracy(name="right")
+    objective = {"loss": "sparse_categorical_crossentropy", "metrics": [metric], "weighted_metrics": [metric]}
+    outcome = Trainer(one_output(), "sgd", **objective).evaluate(X, CLASSES, sample_weight=WEIGHTS, verbose=0)
+    right = one_output().predict(X, verbose=0).argmax(1) == CLASSES
+    assert outcome["right"] == pytest.approx(right.mean())
+    assert outcome["weighted_right"] == pytest.approx(np.average(right, weights=WEIGHTS))
+
+
+class Notes(BaseObserver):
+    def __init__(self):
+        self.steps, self.epochs = [], []
+
+    def on_step(self, record):
+        self.steps.append(record)
+
+    def on_epoch(self, record):
+        self.epochs.append(record)
+
+
+def watched(path, **plan):
+    """Train on 50 samples in batches of 16, write the metrics to `path`, and return what observers received."""
+    trainer = Trainer(one_output(), keras.optimizers.SGD(0.0), "categorical_crossentropy", ["accuracy", F1()])
+    place = {"shuffle": False, "steps_per_epoch": None}
+    data = training_data((X, ONE_HOT), trainer.backend, batch=16, seed=0, **place)
+    trainer.build(data)
+    notes, writer = Notes(), JsonlWriter(path)
+    validation = validation_batches((X[:20], ONE_HOT[:20]), trainer.backend, batch=16)
+    try:
+        trainer.train(data, Plan(8, **plan), validation=validation, observers=Observers([notes, writer]))
+    finally:
+        writer.close()
+    return trainer, notes, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_steps_show_the_epoch_so_far_and_keep_what_is_new(tmp_path):
+    """With a rate of zero every figure is that of the samples it covers."""
+    trainer, notes, lines = watched(tmp_path / "metrics.jsonl", log_every=3)
+    ends = {1: (0, 16), 3: (16, 48), 4: (48, 50), 6: (0, 32), 8: (32, 50)}
+    assert [record.step for record in notes.steps] == list(ends)
+    for record in notes.steps:
+        begin, end = ends[record.step]
+        so_far = trainer.evaluate(X[:end], ONE_HOT[:end], verbose=0)
+        recent = trainer.evaluate(X[begin:end], ONE_HOT[begin:end], verbose=0)
+        assert_same(record.so_far, so_far.as_dict())
+        assert_same({"loss": record.loss, **record.metrics}, recent.as_dict())
+    whole, held_out = trainer.evaluate(X, ONE_HOT, verbose=0), trainer.evaluate(X[:20], ONE_HOT[:20], verbose=0)
+    expected = {**whole.as_dict(), **{f"val_{name}": value for name, value in held_out.as_dict().items()}}
+    assert_same(notes.epochs[1].figures, expected)
+    assert [line["kind"] for line in lines] == ["step"] * 3 + ["evaluation", "epoch"] + ["step"] * 2 + [
+        "evaluation",
+        "epoch",
+    ]
+    assert lines[-1]["f1_score"] == pytest.approx(whole["f1_score"].tolist())
+    assert lines[0].keys() >= {"loss", "accuracy", "f1_score"}
+    assert "so_far" not in lines[0]
+
+
+def test_each_of_several_values_has_a_curve():
+    assert curves_of("f1_score", np.array([0.5, 0.75])) == {"f1_score/0": 0.5, "f1_score/1": 0.75}
+    assert curves_of("loss", 0.5) == {"loss": 0.5}
+    assert curves_of("loss", None) == curves_of("step", 3) == {}
+
+
+class StopAt(keras.callbacks.Callback):
+    def __init__(self, batch):
+        super().__init__()
+        self._batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self._batch:
+            self.model.stop_training = True
+
+
+def test_an_epoch_that_a_callback_cuts_short_has_figures():
+    model = one_output()
+    model.compile(keras.optimizers.SGD(0.1), "categorical_crossentropy", metrics=["accuracy"])
+    options = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0, "validation_data": (X[:9], ONE_HOT[:9])}
+    expected = model.fit(X, ONE_HOT, callbacks=[StopAt(1)], **options)
+    trainer = Trainer(one_output(), keras.optimizers.SGD(0.1), "categorical_crossentropy", ["accuracy"])
+    found = trainer.fit(X, ONE_HOT, callbacks=[StopAt(1)], log_every=1, **options)
+    assert (found.steps, found.epoch) == (2, [0])
+    assert_same(found.history, expected.history)
+    assert found.train_loss == found.history["loss"][0]
+
+
+def test_keras_callbacks_find_the_figures_that_they_name(tmp_path):
+    build, objective, targets, _ = CASES["several losses"]
+    trainer = Trainer(build(), keras.optimizers.SGD(0.1), **_fresh(objective))
+    params = []
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch:02d}-{val_loss:.2f}.keras")),
+        keras.callbacks.CSVLogger(str(tmp_path / "log.csv")),
+        keras.callbacks.ReduceLROnPlateau(monitor="val_cls_loss", mode="min", patience=0, min_delta=10.0, factor=0.5),
+        keras.callbacks.EarlyStopping(monitor="val_cls_accuracy", patience=1, min_delta=10.0, mode="max"),
+        keras.callbacks.LambdaCallback(on_train_begin=lambda logs: params.append(dict(callbacks[0].params))),
+    ]
+    result = trainer.fit(
+        X, targets, batch_size=16, epochs=9, verbose=0, callbacks=callbacks, validation_data=(X[:9], _first(targets, 9))
+    )
+    assert result.epoch == [0, 1]
+    assert result.history["learning_rate"] == pytest.approx([0.1, 0.1])
+    assert float(trainer.optimizer.learning_rate) == pytest.approx(0.05)
+    saved = sorted(path.name for path in tmp_path.glob("*.keras"))
+    assert saved == [f"{epoch:02d}-{loss:.2f}.keras" for epoch, loss in enumerate(result.history["val_loss"], 1)]
+    rows = list(csv.DictReader((tmp_path / "log.csv").open()))
+    assert float(rows[1]["val_cls_loss"]) == pytest.approx(result.history["val_cls_loss"][1])
+    assert params == [{"verbose": 0, "epochs": 9, "steps": 4}]
+
+
+def test_a_callback_finds_out_which_way_a_metric_improves():
+    trainer = Trainer(one_output(), keras.optimizers.SGD(0.1), "categorical_crossentropy", ["accuracy", F1("macro")])
+    callbacks = [
+        keras.callbacks.EarlyStopping(monitor="val_f1_score", patience=1, min_delta=10.0),
+        keras.callbacks.EarlyStopping(monitor="val_accuracy", patience=5),
+    ]
+    result = trainer.fit(X, ONE_HOT, epochs=4, verbose=0, validation_split=0.3, callbacks=callbacks)
+    assert result.epoch == [0, 1]
+    assert [callback.monitor_op.__name__ for callback in callbacks] == ["greater", "greater"]
+
+
+def test_the_best_epoch_is_chosen_by_a_single_number(tmp_path):
+    trainer = Trainer(one_output(), "sgd", "categorical_crossentropy", [F1()])
+    with pytest.raises(ConfigError, match=r"Received: 'f1_score' of 3 values\. .* such as F1Score\(average='macro'\)"):
+        trainer.fit(X, ONE_HOT, verbose=0, checkpoint=Checkpoint(tmp_path, best="f1_score", mode="max"))
