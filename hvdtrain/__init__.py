@@ -7,6 +7,8 @@ The names below are all there is to the public API; each is imported when it is 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.runtime.quiet import hush_tensorflow
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -91,6 +93,8 @@ __all__ = [
     "shard",
     "size",
 ]
+
+hush_tensorflow()  # on every rank, and also where a script imports TensorFlow itself
 
 
 def __getattr__(name: str) -> Any:
