@@ -12,6 +12,7 @@ from hvdtrain.config.runtime import BackendName, CommunicationName, RuntimeConfi
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.exits import UNCLEAR, ExitWatch
 from hvdtrain.runtime.failures import show_failure
+from hvdtrain.runtime.interrupts import show_interrupt
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.objects import object_of_root, objects_of_all, wait_for_all
 from hvdtrain.runtime.session import Link, Session, current, has_session, open_link, open_session, set_current
@@ -178,7 +179,10 @@ def _end_with_the_job(session: Session) -> None:
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _fail(session.link, error)
         atexit.unregister(leave)
-        show(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt) and show is sys.__excepthook__:
+            show_interrupt(trace)
+        else:
+            show(kind, error, trace)
 
     exits = ExitWatch()
     if session.environment.size > 1:

@@ -13,9 +13,10 @@ from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.agreement import together
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.failures import FailFast, show_failure
-from hvdtrain.runtime.launchers import Environment, detect_environment
+from hvdtrain.runtime.interrupts import InterruptWatch
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
-from hvdtrain.runtime.session import Link, Session, open_link, open_session, set_current
+from hvdtrain.runtime.session import INTERRUPTED, Link, Session, open_link, open_session, set_current
 
 LINK_TIMEOUT_S = 120.0
 
@@ -58,15 +59,20 @@ def run_linked(parse: Callable[[], T], action: Callable[[Link, T], None]) -> int
         parse: as above.
         action: the verb itself; closes the link.
     """
-    environment: Environment | None = None
+    environment = detect_environment()
     link: Link | None = None
+
+    def on_interrupt() -> str:
+        return link.on_interrupt() if link else INTERRUPTED
+
+    def others_failed() -> bool:
+        return link is not None and bool(link.control.failures())
+
     try:
-        environment = detect_environment()
-        link = open_link(timeout=LINK_TIMEOUT_S, policy=FailFast(wording=on_command_line))
-        action(link, together(link.control, parse, timeout=LINK_TIMEOUT_S))
+        with InterruptWatch(environment, on_interrupt, others_failed):
+            link = open_link(timeout=LINK_TIMEOUT_S, policy=FailFast(wording=on_command_line))
+            action(link, together(link.control, parse, timeout=LINK_TIMEOUT_S))
     except BaseException as error:
-        if environment is None:
-            raise
         code = link.fail(error) if link else show_failure(environment, error, wording=on_command_line)
         if link is None and environment.size > 1:
             end_process(code)

@@ -25,6 +25,7 @@ from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.optim.scaling import describe_rate
 from hvdtrain.runs.describe import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
+from hvdtrain.runs.interrupted import interrupted
 from hvdtrain.runs.resume import check_samples, settle_processes, stretched_schedule
 from hvdtrain.runs.run_data import RunData, run_data
 from hvdtrain.runs.run_files import summary_of_run, write_end, write_start
@@ -72,6 +73,8 @@ def train(
     _refuse_finished(trainer, plan)
     observers = _observers(config, session, folder) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
+    place = (plan.total_steps, session.environment)
+    session.link.on_interrupt = lambda: interrupted(folder, trainer.state.scalars.step, *place)
     try:
         if first:
             loss = model_family(config.model).loss()

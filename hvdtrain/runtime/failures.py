@@ -175,7 +175,7 @@ def show_failure(
     rank, size = (environment.rank, environment.size) if environment else (0, 1)
     here, text = f"rank {rank} ({environment.hostname})" if environment else "", describe(error, wording)
     if isinstance(error, KeyboardInterrupt):
-        line = f"hvdtrain: {text}"
+        line = f"hvdtrain: {str(error) or text}"
     elif isinstance(error, UserError | ScriptExit):
         line = f"hvdtrain: error: {text}" + (f" [{here}]" if rank > 0 or isinstance(error, ScriptExit) else "")
     elif remark:

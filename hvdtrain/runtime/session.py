@@ -4,7 +4,7 @@ import importlib.util
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdtrain.config.errors import LaunchError
@@ -24,6 +24,8 @@ from hvdtrain.runtime.tuning import set_exchange_defaults
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.runtime.world import World, open_world
 
+INTERRUPTED = "interrupted"
+
 
 @dataclass
 class Link:
@@ -35,6 +37,8 @@ class Link:
     policy: FailurePolicy = field(default_factory=FailFast)
     generation: int = 0
     """How many times the job has formed anew."""
+    on_interrupt: Callable[[], str] = lambda: INTERRUPTED
+    """Returns what the user is told at Ctrl-C; a run that can go on says how."""
 
     def fail(self, error: BaseException) -> int:
         """Act on `error`, with which this rank fails, and return the exit code to leave with, if it returns."""

@@ -1,4 +1,5 @@
 import configparser
+import importlib.metadata
 import inspect
 import subprocess
 import sys
@@ -81,7 +82,8 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_the_version_is_that_of_the_package():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    assert hvdtrain.__version__ == setup["metadata"]["version"]
+    assert setup["metadata"]["version"] == "attr: hvdtrain.__version__"
+    assert hvdtrain.__version__ == importlib.metadata.version("hvdtrain")
 
 
 @pytest.mark.usefixtures("no_session")

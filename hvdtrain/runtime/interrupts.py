@@ -1,0 +1,120 @@
+"""Ctrl-C, and SIGTERM by which launchers pass it on: the process says how to go on, and ends.
+
+Launchers end the ranks one to five seconds after the signal, and a rank may be within a collective all that time, where
+Python calls no handler: in a job of several ranks a thread acts on signals.
+"""
+
+import re
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from hvdtrain.runtime.control.channel import end_process
+from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.terminal import on_terminal
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = re.compile(rf"/(site-packages|dist-packages|lib/python3[^/]*)/|^{re.escape(_PACKAGE)}/|^<frozen")
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with a message for the user."""
+
+
+def show_interrupt(trace: TracebackType | None) -> None:
+    """Show the KeyboardInterrupt that ends a script as Python does, without the frames of installed packages."""
+    own = [frame for frame in traceback.extract_tb(trace) if not _INSTALLED.search(frame.filename)]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(own), "KeyboardInterrupt\n"]
+    sys.stderr.write("".join(lines))
+
+
+class InterruptWatch:
+    """Context in which the first Ctrl-C ends this process in order, and a second one at once.
+
+    A process that is alone gets Python's KeyboardInterrupt; of several ranks, the first one shows the message and all
+    end.
+
+    Args:
+        environment: this process's place in the job.
+        message: what is shown.
+        failed: whether another rank has failed: the launcher then ends this one by the same signal.
+        end: ends this process, with an exit code.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        message: Callable[[], str],
+        failed: Callable[[], bool] = lambda: False,
+        end: Callable[[int], Any] = end_process,
+    ) -> None:
+        self._environment = environment
+        self._message = message
+        self._failed = failed
+        self._end = end
+        self._before: dict[signal.Signals, Any] = {}
+        self._first: int | None = None
+
+    def __enter__(self) -> "InterruptWatch":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._handle) for number in self._handled()}
+        threading.Thread(target=self._watch, name="hvdtrain-interrupts", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._before:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._write.close()
+
+    def _handled(self) -> list[signal.Signals]:
+        """Return the signals that nobody handles otherwise; one that is ignored, as in the background, stays so."""
+        usual = (signal.SIG_DFL, signal.default_int_handler)
+        return [number for number in SIGNALS if signal.getsignal(number) in usual]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt in a process that is alone; else the thread has seen the signal already."""
+        if self._environment.size == 1 and number == signal.SIGINT:
+            raise Interrupted(self._message())
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                numbers = self._read.recv(16)
+            except OSError:
+                return
+            if not numbers:
+                return
+            for number in numbers:
+                if number in SIGNALS:
+                    self._arrived(number)
+
+    def _arrived(self, number: int) -> None:
+        again, self._first = self._first is not None, self._first or number
+        alone = self._environment.size == 1
+        if alone and number == signal.SIGINT and not again:
+            return  # Python's main thread is interrupted
+        if not again and self._environment.rank == 0 and not self._failed():
+            self._say()
+        self._end(128 + (number if alone else signal.SIGINT))
+
+    def _say(self) -> None:
+        with suppress(Exception):
+            if on_terminal(self._environment):
+                sys.stdout.write(_SHOW_CURSOR)
+            sys.stderr.write(f"hvdtrain: {self._message()}\n")

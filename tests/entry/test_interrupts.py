@@ -1,0 +1,60 @@
+"""Ctrl-C in a terminal, which sends SIGINT to the launcher's whole process group."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvdtrain.checkpoint.naming import complete
+from tests.awake import awake_seconds
+from tests.launching import job_environment, launcher
+
+CHATTER = re.compile(r"oneDNN custom|cpu_feature_guard|cudart_stub|cuInit|absl::InitializeLog|To enable the following")
+
+
+def interrupt(command, cwd, ready, patience=120.0):
+    """Start a job, press Ctrl-C once it is `ready`, and return exit code, standard error, and the seconds it took."""
+    options = {"cwd": cwd, "env": job_environment(), "text": True, "start_new_session": True}
+    with (cwd / "err").open("w+") as err:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=err, **options)
+        try:
+            begin = awake_seconds()
+            while not ready() and process.poll() is None and awake_seconds() - begin < patience:
+                time.sleep(0.1)
+            begin = awake_seconds()
+            os.killpg(process.pid, signal.SIGINT)
+            code = process.wait(patience)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        err.seek(0)
+        return code, err.read(), awake_seconds() - begin
+
+
+def of_ranks(text):
+    """What the ranks wrote, without what horovodrun says of itself."""
+    tagged = [line.partition(">:")[2] for line in text.splitlines() if re.match(r"\[[\d,]+\]<std", line)]
+    return "\n".join(tagged) if tagged else text
+
+
+@pytest.mark.parametrize(
+    ("controller", "size", "resume"),
+    [("none", 1, ""), ("mpirun", 2, "mpirun -np 2 "), ("gloo", 2, "horovodrun --gloo -np 2 ")],
+)
+def test_a_run_says_how_to_go_on(tmp_path, controller, size, resume):
+    words = ["--epochs", "1000", "--checkpoint-every", "2", "--run-dir", "run", "--plots", "False"]
+    command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    code, text, seconds = interrupt(command, tmp_path, lambda: checkpoints.is_dir() and complete(checkpoints))
+    assert code == (130 if controller == "none" else 1), text
+    assert seconds < 30, "the job hung"
+    said = of_ranks(text)
+    place = r"hvdtrain: interrupted at step \d+ of 23000\. Resume from step \d+ with:"
+    assert len(re.findall(rf"{place}\n  {resume}python -m hvdtrain --resume run", said)) == 1, text
+    assert "Traceback" not in said, text
+    assert not CHATTER.search(said), text
+    assert "MPI_ABORT" not in text

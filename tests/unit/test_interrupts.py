@@ -1,0 +1,175 @@
+"""Ctrl-C and SIGTERM: what is said, by whom, and how the process ends."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from hvdtrain.runs.folder import RunFolder
+from hvdtrain.runs.interrupted import interrupted, launch_command
+from hvdtrain.runtime.failures import describe, show_failure
+from hvdtrain.runtime.interrupts import Interrupted, InterruptWatch, show_interrupt
+from hvdtrain.runtime.launchers.environment import place
+
+
+def environment(rank=0, size=1, launcher="mpirun", controller="mpi"):
+    return place(launcher=launcher, controller=controller, world=(rank, size), local=(rank, size), job_id="j")
+
+
+class Watched:
+    """A watch whose end is noted down, not taken."""
+
+    def __init__(self, rank=0, size=2, failed=False):
+        self.codes = []
+        self.ended = threading.Event()
+        self.watch = InterruptWatch(environment(rank, size), lambda: "stopped at step 3", lambda: failed, self._end)
+
+    def _end(self, code):
+        self.codes.append(code)
+        self.ended.set()
+
+    def sends(self, number):
+        with self.watch:
+            os.kill(os.getpid(), number)
+            assert self.ended.wait(10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("rank", "failed", "said"), [(0, False, "hvdtrain: stopped at step 3\n"), (1, False, ""), (0, True, "")]
+)
+def test_of_several_ranks_the_first_says_it_and_all_end(capsys, number, rank, failed, said):
+    job = Watched(rank, failed=failed)
+    job.sends(number)
+    assert (job.codes, capsys.readouterr().err) == ([130], said)
+
+
+def test_a_rank_that_is_stuck_in_a_call_ends_too(capfd):
+    """As within a collective: the main thread runs no Python code, and no handler."""
+    job = Watched()
+    with job.watch:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        lock = threading.Lock()
+        lock.acquire()
+        begin = time.monotonic()
+        while not job.ended.is_set() and time.monotonic() - begin < 10:
+            lock.acquire(timeout=1.0)
+        assert time.monotonic() - begin < 5
+    assert job.codes == [130]
+
+
+def test_a_process_that_is_alone_is_interrupted_as_python_does():
+    job = Watched(size=1)
+    with pytest.raises(Interrupted, match="stopped at step 3") as raised, job.watch:
+        signal.raise_signal(signal.SIGINT)
+    assert job.codes == []
+    assert show_failure(environment(), raised.value) == 130
+    assert describe(raised.value) == "interrupted", "the same on every rank"
+
+
+def test_a_second_interrupt_ends_it_at_once():
+    job = Watched(size=1)
+    with job.watch:
+        for _ in range(2):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                job.ended.wait(2)
+            except Interrupted:
+                continue
+        assert job.ended.wait(10)
+    assert job.codes == [130]
+
+
+def test_a_process_that_is_alone_is_terminated_with_a_message(capsys):
+    job = Watched(size=1)
+    job.sends(signal.SIGTERM)
+    assert (job.codes, capsys.readouterr().err) == ([143], "hvdtrain: stopped at step 3\n")
+
+
+def test_handlers_are_put_back_and_those_of_others_left_alone():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with Watched().watch:
+        assert signal.getsignal(signal.SIGINT) != before[signal.SIGINT]
+    assert {number: signal.getsignal(number) for number in before} == before
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with Watched().watch:
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+def test_another_thread_has_no_signals():
+    def enter():
+        with Watched().watch:
+            entered.append(signal.getsignal(signal.SIGINT))
+
+    entered = []
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [signal.getsignal(signal.SIGINT)]
+
+
+def test_a_scripts_interrupt_shows_the_scripts_own_lines(capsys):
+    def script():
+        json.JSONDecoder(parse_int=interrupt).decode("1")
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        script()
+    show_interrupt(raised.value.__traceback__)
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback (most recent call last):\n")
+    assert said.endswith("raise KeyboardInterrupt\nKeyboardInterrupt\n")
+    assert "in script\n" in said
+    assert "json/decoder.py" not in said
+
+
+# -- what a run says --
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("hvdtrain.runs.interrupted.complete", lambda path: sorted(path.iterdir()))
+    monkeypatch.setattr("hvdtrain.runs.interrupted.step_of", lambda path: int(path.name))
+    return RunFolder(tmp_path / "my run")
+
+
+def test_a_run_names_the_command_that_goes_on(folder):
+    for step in (5, 7):
+        (folder.checkpoints / str(step)).mkdir(parents=True)
+    assert interrupted(folder, 8, 20, environment(0, 4)) == (
+        "interrupted at step 8 of 20. Resume from step 7 with:\n"
+        f"  mpirun -np 4 python -m hvdtrain --resume '{folder.path}'"
+    )
+
+
+def test_a_run_without_a_checkpoint_says_so(folder):
+    said = interrupted(folder, 8, 20, environment())
+    assert said.startswith("interrupted at step 8 of 20, before its first checkpoint: start the run again")
+
+
+def test_a_run_that_is_trained_cannot_be_resumed(folder):
+    (folder.checkpoints / "20").mkdir(parents=True)
+    assert "training is complete" in interrupted(folder, 20, 20, environment())
+
+
+@pytest.mark.parametrize(
+    ("launcher", "controller", "command"),
+    [
+        ("none", "none", ""),
+        ("mpirun", "mpi", "mpirun -np 2 "),
+        ("horovodrun", "mpi", "horovodrun -np 2 "),
+        ("horovodrun", "gloo", "horovodrun --gloo -np 2 "),
+        ("mpiexec", "mpi", "mpiexec -n 2 "),
+        ("srun", "mpi", "srun -n 2 "),
+    ],
+)
+def test_the_launchers_command(launcher, controller, command):
+    assert launch_command(environment(0, 2, launcher, controller)) == command
