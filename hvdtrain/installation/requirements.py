@@ -93,9 +93,18 @@ def check_disk(environment: PythonEnvironment) -> None:
 
 
 def needed_packages(environment: PythonEnvironment) -> list[Requirement]:
-    """Return what Horovod needs at run time: the requirements of hvdtrain's extra."""
+    """Return what Horovod needs at run time: the requirements of hvdtrain's extra.
+
+    Raises:
+        SetupError: hvdtrain is run from a clone, but not installed.
+    """
     hvdtrain = environment.distribution("hvdtrain")
-    declared = map(Requirement, (hvdtrain.requires if hvdtrain else None) or [])
+    if hvdtrain is None:
+        raise SetupError(
+            f"hvdtrain must be installed in the environment. Received: none in {environment.prefix}. Run: pip install "
+            "hvdtrain (in a clone: pip install -e .)"
+        )
+    declared = map(Requirement, hvdtrain.requires or [])
     return [Requirement(f"{need.name}{need.specifier}") for need in declared if _only_with_extra(need)]
 
 

@@ -373,6 +373,13 @@ def test_a_path_that_the_build_can_not_take(machine, name):
         machine.setup()
 
 
+def test_a_clone_that_is_not_installed(machine):
+    shutil.rmtree(machine.packages / "hvdtrain-0.1.0.dist-info")
+    with pytest.raises(SetupError, match=r"hvdtrain must be installed .*Received: none in .*pip install -e \."):
+        machine.setup()
+    assert machine.calls() == []
+
+
 def test_no_pip(machine):
     shutil.rmtree(machine.packages / "pip-26.0.dist-info")
     with pytest.raises(SetupError, match=r"pip must be installed\. .*python -m ensurepip"):
