@@ -149,4 +149,5 @@ def _evaluate(session: Session, request: Request) -> None:
 def _line(done: "Evaluated") -> str:
     figures = done.figures
     values = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name.startswith("val_"))
-    return f"step {figures['step']}  {values}  ({figures['samples']:,} samples, {done.file})"
+    samples = "streamed" if figures["samples"] is None else f"{figures['samples']:,} samples"
+    return f"step {figures['step']}  {values}  ({samples}, {done.file})"

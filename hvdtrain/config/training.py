@@ -13,6 +13,10 @@ class TrainingConfig(StepConfig):
     """Passes over the training samples."""
     max_steps: int | None = None
     """Stop after this many optimizer steps, even within an epoch."""
+    steps_per_epoch: int | None = None
+    """Steps of an epoch, for data of --data PACKAGE.MODULE:FUNCTION that never end."""
+    validation_steps: int | None = None
+    """Batches of an evaluation, for validation data of --data PACKAGE.MODULE:FUNCTION that never end."""
     seed: int = 0
     """Initial weights, sample order and dropout are functions of it."""
 
@@ -20,7 +24,9 @@ class TrainingConfig(StepConfig):
         super().__post_init__()
         if self.epochs < 1:
             raise ConfigError(f"--epochs must be at least 1. Received: {self.epochs}.")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ConfigError(f"--max-steps must be at least 1. Received: {self.max_steps}.")
+        for name in ("max_steps", "steps_per_epoch", "validation_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1. Received: {value}.")
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"--seed must lie in [0, 2^31). Received: {self.seed}.")

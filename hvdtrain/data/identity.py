@@ -30,12 +30,18 @@ def check_same_samples(before: Mapping[str, Any], now: Identity, run: Path) -> N
         theirs = before[part]
         if mine != theirs:
             then, today = theirs["samples"], mine["samples"]
-            sizes = f"{today:,} now and {then:,} before" if today != then else f"{today:,} now and before, but others"
+            sizes = f"{_count(today)} now and {_count(then)} before"
+            if today == then:
+                sizes = f"{_count(today)} now and before, but others"
             raise DataError(
                 f"--resume {run}: the {part} samples are not those that the run was trained with ({sizes}): "
                 "their order, and those that are held out, would be others. Give it the data as they were, or start a "
                 "new run."
             )
+
+
+def _count(samples: int | None) -> str:
+    return "streamed" if samples is None else f"{samples:,}"
 
 
 def _identity(source: Source) -> dict[str, Any]:

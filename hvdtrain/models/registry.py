@@ -64,7 +64,8 @@ def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int)
     if classes is None:
         raise ConfigError(
             f"The model {config.model!r} needs the number of classes, which the data do not tell: their targets are no "
-            "integer labels. Give --model a function of your own, or let --data return labels."
+            "integer labels, or are streamed. Give --model a function of your own, or let --data return labels, name "
+            "them (FUNCTION.classes = [...]) or hold them with --cache=memory."
         )
     return family.build(shape, classes, seed, **config.model_args)
 

@@ -8,7 +8,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.data.file_order import FileOrder
 from hvdtrain.data.identity import Identity, check_same_samples
-from hvdtrain.data.pipeline import SourceTraining
+from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.wording import plural
 from hvdtrain.state.scalars import Scalars
 
@@ -36,7 +36,7 @@ def check_samples(before: Mapping[str, Any] | None, now: Identity, config: Confi
         )
 
 
-def settle_processes(scalars: Scalars, data: SourceTraining, processes: int, run: Path) -> None:
+def settle_processes(scalars: Scalars, data: TrainingData, processes: int, run: Path) -> None:
     """Refuse to resume within an epoch on another number of processes if their shares of the files depend on it.
 
     Args:
@@ -48,7 +48,7 @@ def settle_processes(scalars: Scalars, data: SourceTraining, processes: int, run
     Raises:
         ConfigError: naming the number that can go on.
     """
-    if not isinstance(data.order, FileOrder):
+    if not isinstance(getattr(data, "order", None), FileOrder):
         return
     before, within = scalars.processes, scalars.place(data.steps_per_epoch)
     if before not in (None, processes) and within:

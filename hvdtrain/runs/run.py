@@ -13,7 +13,7 @@ from hvdtrain.config.errors import ConfigError, on_command_line
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.identity import Identity, identity_of
-from hvdtrain.data.pipeline import SourceTraining
+from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.data.shapes import check_shapes
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.observability.console import make_console
@@ -27,7 +27,7 @@ from hvdtrain.runs.describe import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
 from hvdtrain.runs.interrupted import interrupted
 from hvdtrain.runs.resume import check_samples, settle_processes, stretched_schedule
-from hvdtrain.runs.run_data import RunData, run_data
+from hvdtrain.runs.run_data import RunData, left_out, run_data
 from hvdtrain.runs.run_files import summary_of_run, write_end, write_start
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.terminal import on_terminal
@@ -69,7 +69,8 @@ def train(
     trainer.state.scalars.data = identity
     trainer.broadcast_state()
     settle_processes(trainer.state.scalars, data, backend.processes, path)
-    data.bad.recall(trainer.state.scalars.left_out)
+    if isinstance(data, SourceTraining):
+        data.bad.recall(trainer.state.scalars.left_out)
     _refuse_finished(trainer, plan)
     observers = _observers(config, session, folder) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
@@ -114,9 +115,10 @@ def _resume(trainer: Trainer, checkpoints: Checkpointer, identity: Identity, con
 
 def _left_out(source: RunData, observers: Observer, folder: RunFolder) -> dict[str, Any]:
     """Say how many samples were left out, and which; every rank calls it."""
-    if not source.training.bad.tolerated:
+    data = source.training
+    if not isinstance(data, SourceTraining) or not data.bad.tolerated:
         return {}
-    source.training.bad.share()
+    data.bad.share()
     told = left_out_line(source.bad, folder.summary.name)
     if told:
         observers.on_message(told)
@@ -210,7 +212,7 @@ def _info(
     config: Config,
     session: Session,
     backend: Backend,
-    data: SourceTraining,
+    data: TrainingData,
     plan: Plan,
     trainer: Trainer,
     folder: RunFolder,
@@ -250,6 +252,6 @@ def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
         )
 
 
-def _save(checkpoints: Checkpointer, state: Any, data: SourceTraining) -> None:
-    state.scalars.left_out = {str(number): text for number, text in data.bad.found.items()}
+def _save(checkpoints: Checkpointer, state: Any, data: TrainingData) -> None:
+    state.scalars.left_out = {str(number): text for number, text in left_out(data).items()}
     checkpoints.save_state(state)

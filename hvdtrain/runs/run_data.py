@@ -1,23 +1,27 @@
 """The data of a run, from its configuration: samples, batches and read options."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.data import DataConfig
+from hvdtrain.config.data import Cache, DataConfig
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.agreement import check_same_data
 from hvdtrain.data.augment import augmentation
 from hvdtrain.data.bad_records import GATHER_TIMEOUT_S, GatherBytes
-from hvdtrain.data.batch import per_replica
+from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.cached import cached
-from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
+from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining, TrainingData
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.source import Source
 from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.streams.stream_source import StreamSource
+from hvdtrain.runs.stream_data import stream_evaluation, stream_training
 from hvdtrain.training.objective.soft_labels import has_soft_labels
 from hvdtrain.training.step.microbatches import per_microbatch
 
@@ -29,14 +33,23 @@ class RunData:
     splits: DataSplits
     loaded: DataSplits
     """The same samples, before --cache."""
-    training: SourceTraining
-    validation: SourceEvaluation
+    training: TrainingData
+    validation: Iterable[Batch]
 
     @property
     def bad(self) -> list[str]:
         """Descriptions of the skipped samples, training first."""
-        found = self.training.bad.found, self.validation.bad.found
+        found = [left_out(part) for part in (self.training, self.validation)]
         return [part[number] for part in found for number in sorted(part)]
+
+
+def _cached(source: Any, where: Cache) -> Any:
+    return source if isinstance(source, StreamSource) else cached(source, where)
+
+
+def left_out(batches: Any) -> dict[int, str]:
+    """Return what is wrong with each sample that was skipped, by its number; streams skip none."""
+    return batches.bad.found if hasattr(batches, "bad") else {}
 
 
 def run_data(config: Config, backend: Backend) -> RunData:
@@ -50,8 +63,8 @@ def run_data(config: Config, backend: Backend) -> RunData:
     per_microbatch(config.data.batch, backend.size, config.training.accumulate)
     splits = loaded_splits(config, backend)
     loaded, where = splits, config.data.cache
-    splits = replace(splits, train=cached(splits.train, where), validation=cached(splits.validation, where))
-    return RunData(splits, loaded, _training(config, splits, backend), _validation(config.data, splits, backend))
+    splits = replace(splits, train=_cached(splits.train, where), validation=_cached(splits.validation, where))
+    return RunData(splits, loaded, _training(config, splits, backend), _validation(config, splits, backend))
 
 
 def loaded_splits(config: Config, backend: Backend) -> DataSplits:
@@ -75,8 +88,11 @@ def check_loaded(config: DataConfig, splits: DataSplits, backend: Backend) -> Da
     return splits
 
 
-def _training(config: Config, splits: DataSplits, backend: Backend) -> SourceTraining:
-    data = config.data
+def _training(config: Config, splits: DataSplits, backend: Backend) -> TrainingData:
+    data, source = config.data, _stream_of(splits.train)
+    if source is not None:
+        return stream_training(source, config, backend)
+    _refuse_steps("--steps-per-epoch", config.training.steps_per_epoch, splits.train)
     options = replace(
         _read_options(data, splits), augment=augmentation(data.augment, spec=splits.train.spec, classes=splits.classes)
     )
@@ -120,12 +136,39 @@ def input_advice(config: DataConfig, *, heavy: bool) -> str:
     return f"What helps: {', '.join(named)}." if named else ""
 
 
-def _validation(config: DataConfig, splits: DataSplits, backend: Backend) -> SourceEvaluation:
-    return evaluation_of(splits.validation, config, splits, backend)
+def _validation(config: Config, splits: DataSplits, backend: Backend) -> Iterable[Batch]:
+    steps = config.training.validation_steps
+    if _stream_of(splits.validation) is None:
+        _refuse_steps("--validation-steps", steps, splits.validation)
+    return evaluation_of(splits.validation, config.data, splits, backend, steps=steps)
 
 
-def evaluation_of(source: Source, config: DataConfig, splits: DataSplits, backend: Backend) -> SourceEvaluation:
-    """Return this replica's batches of `source`, to be evaluated like the validation samples of `splits`."""
+def _stream_of(source: Any) -> StreamSource | None:
+    return source if isinstance(source, StreamSource) else None
+
+
+def _refuse_steps(option: str, steps: int | None, source: Source) -> None:
+    if steps is not None:
+        raise ConfigError(
+            f"{option} is for a Dataset, PyDataset or generator of --data PACKAGE.MODULE:FUNCTION that is streamed; "
+            f"{source.name} has {source.size:,} samples. Leave it out, or use --max-steps."
+        )
+
+
+def evaluation_of(
+    source: Any, config: DataConfig, splits: DataSplits, backend: Backend, *, steps: int | None = None
+) -> Any:
+    """Return this replica's batches of `source`, to be evaluated like the validation samples of `splits`.
+
+    Args:
+        source: samples, or a stream of batches.
+        config: options of the data.
+        splits: how samples are finished.
+        backend: the replicas.
+        steps: batches of a stream to evaluate; None: all of them.
+    """
+    if isinstance(source, StreamSource):
+        return stream_evaluation(source, config, steps, backend)
     options = _read_options(config, splits)
     if has_soft_labels(config):
         # Loss and metrics take one kind of targets: convert hard labels to soft ones.

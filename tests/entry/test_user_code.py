@@ -41,6 +41,24 @@ DATA = """\
         x = np.random.default_rng(os.getpid()).random((64, 4))
         return (x, x.argmax(axis=1)), (x, x.argmax(axis=1))
 """
+STREAMS = """\
+    import numpy as np
+    import tensorflow as tf
+
+    X = np.random.default_rng(0).random((256, 4)).astype("float32")
+    SAMPLES = tf.data.Dataset.from_tensor_slices((X, X.argmax(axis=1))).map(lambda x, y: (2 * x, y))
+
+    def endless():
+        return SAMPLES.shuffle(256, seed=1).repeat(), SAMPLES.repeat().batch(50)
+
+    endless.classes = ["a", "b", "c", "d"]
+
+    def generated():
+        def batches():
+            yield from ((X[n : n + 64], X[n : n + 64].argmax(axis=1)) for n in range(0, 256, 64))
+
+        return batches, (X, X.argmax(axis=1))
+"""
 OWN = ("train", "--model", "mypkg.mymodel:build", "--data", "mypkg.mydata:build")
 
 
@@ -50,6 +68,7 @@ def folder(tmp_path):
     package.mkdir()
     (package / "mymodel.py").write_text(textwrap.dedent(MODEL))
     (package / "mydata.py").write_text(textwrap.dedent(DATA))
+    (package / "streams.py").write_text(textwrap.dedent(STREAMS))
     return tmp_path
 
 
@@ -125,3 +144,30 @@ def test_data_that_differ_by_rank_are_refused(folder):
     job = hvdtrain("mpirun", 2, *OWN, "--data", "mypkg.mydata:by_rank", cwd=folder)
     assert job.code == 2, job.text[-4000:]
     assert job.err.count("The training samples of rank 1 are not those of rank 0") == 1, job.text[-4000:]
+
+
+def test_data_that_never_end_are_streamed_resumed_and_evaluated(folder):
+    words = ("--data", "mypkg.streams:endless", "--batch", "32", "--schedule", "constant")
+    words += ("--steps-per-epoch", "5", "--validation-steps", "3")
+    run(folder, "none", 1, *words, "--epochs", "2", "--run-dir", "one")
+    run(folder, "mpirun", 2, *words, "--epochs", "1", "--run-dir", "two")
+    resumed = hvdtrain("mpirun", 2, "train", "--resume", "two", "--epochs", "2", cwd=folder)
+    assert resumed.code == 0, resumed.text[-4000:]
+    one, two = summary_of(folder / "one"), summary_of(folder / "two")
+    assert (one["steps"], two["steps"], two["world_size"]) == (10, 10, 2)
+    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
+    evaluated = hvdtrain("none", 1, "evaluate", "two", cwd=folder)
+    assert f"val_accuracy {two['val_accuracy']:.4f}  (streamed" in evaluated.out, evaluated.text[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--data", "mypkg.streams:endless"), "The dataset never ends: pass --steps-per-epoch N."),
+        (("--data", "mypkg.streams:generated", "--batch", "16"), "Use --batch 64, or --cache memory"),
+    ],
+)
+def test_streams_that_cannot_be_read_so_are_refused(folder, words, said):
+    job = hvdtrain("none", 1, *OWN, *words, cwd=folder)
+    assert job.code != 0
+    assert said in job.text, job.text[-2000:]

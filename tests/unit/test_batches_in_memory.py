@@ -1,4 +1,4 @@
-"""Batches of a user's own kind of data, read once by `--data MODULE:FUNCTION`."""
+"""Batches of a user's own kind of data, read once by `--data MODULE:FUNCTION --cache memory`."""
 
 import keras
 import numpy as np
@@ -44,7 +44,7 @@ KINDS = {
 
 
 def splits(train, validation=None):
-    return splits_of((train, (X[:2], Y[:2]) if validation is None else validation), "mypkg:data")
+    return splits_of((train, (X[:2], Y[:2]) if validation is None else validation), "mypkg:data", held=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,8 +81,8 @@ def odd():
 @pytest.mark.parametrize(
     ("data", "answer"),
     [
-        (SLICES.repeat(), r"--data mypkg:data \(training\) never ends: use take\(\)"),
-        (Batches(None), r"never ends: use take\(\), or fit\(…, steps_per_epoch=N\) in a script of your own"),
+        (SLICES.repeat(), r"--data mypkg:data \(training\) never ends and cannot be held"),
+        (Batches(None), r"use take\(\), or leave out --cache and pass steps_per_epoch N"),
         (SLICES.take(0), r"--data mypkg:data \(training\) holds no samples"),
         (Batches(0), "holds no samples"),
         (odd, r"Batch 1 of --data mypkg:data \(training\) holds .*float32\[2\].* and the first one .*float32\[3\]"),

@@ -16,7 +16,6 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import CheckpointError, DataError
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.pipeline import SourceEvaluation
 from hvdtrain.data.preprocessing import label_mapping
 from hvdtrain.data.registry import load_like
 from hvdtrain.data.shapes import check_shapes
@@ -28,7 +27,7 @@ from hvdtrain.runs.describe import describe_run
 from hvdtrain.runs.description import RunDescription, read_description, write_description
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.run import trainer_for
-from hvdtrain.runs.run_data import check_loaded, evaluation_of, loaded_splits
+from hvdtrain.runs.run_data import check_loaded, evaluation_of, left_out, loaded_splits
 from hvdtrain.runs.use.model import ANY_STEPS
 from hvdtrain.runtime.session import Session
 
@@ -67,7 +66,7 @@ def evaluate(session: Session, config: Config, folder: RunFolder, options: Evalu
     if description is None and options.other_data:
         raise CheckpointError(_no_description(folder))
     splits = _splits(config, description, options, backend)
-    split, batches = _batches(config.data, splits, options, backend)
+    split, batches = _batches(config.data, splits, options, backend, config.training.validation_steps)
     shape = splits.sample_shape if description is None else description.sample_shape
     trainer = trainer_for(config, shape, splits.classes, backend, ANY_STEPS)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
@@ -102,9 +101,9 @@ def evaluate(session: Session, config: Config, folder: RunFolder, options: Evalu
 class Batches:
     """The evaluation batches of several sources, one after another."""
 
-    def __init__(self, parts: Sequence[SourceEvaluation], samples: int) -> None:
+    def __init__(self, parts: Sequence[Any], samples: int | None) -> None:
         self.samples = samples
-        """Over all ranks."""
+        """Over all ranks; None where they are streamed."""
         self._parts = parts
 
     def __iter__(self) -> Iterator[Batch]:
@@ -115,7 +114,7 @@ class Batches:
     @property
     def bad(self) -> list[str]:
         """What is wrong with each sample that was left out."""
-        return [text for part in self._parts for _, text in sorted(part.bad.found.items())]
+        return [text for part in self._parts for _, text in sorted(left_out(part).items())]
 
 
 def _splits(
@@ -161,13 +160,14 @@ def _with_labels(finish: Any, labels: Sequence[int]) -> Any:
 
 
 def _batches(
-    config: DataConfig, splits: DataSplits, options: EvaluateOptions, backend: Backend
+    config: DataConfig, splits: DataSplits, options: EvaluateOptions, backend: Backend, steps: int | None
 ) -> tuple[SplitName, Batches]:
     """Return the split that is evaluated, and this replica's batches of it."""
     split = options.split or ("all" if options.other_data and splits.held_out else "validation")
     sources = {"validation": [splits.validation], "train": [splits.train], "all": [splits.train, splits.validation]}
-    parts = [evaluation_of(source, config, splits, backend) for source in sources[split]]
-    return split, Batches(parts, sum(source.size for source in sources[split]))
+    parts = [evaluation_of(source, config, splits, backend, steps=steps) for source in sources[split]]
+    sizes = [source.size for source in sources[split]]
+    return split, Batches(parts, None if None in sizes else sum(sizes))
 
 
 def _no_description(folder: RunFolder) -> str:
