@@ -70,7 +70,7 @@ class Checkpointer:
 
     def save_state(self, state: TrainState) -> Path:
         """Do `save` for all of a training state."""
-        return self.save(state.scalars.step, state.named_tensors(), asdict(state.scalars))
+        return self.save(state.scalars.step, state.saved_tensors(), asdict(state.scalars))
 
     def prepare(self, step: int, tensors: Mapping[str, NamedTensor]) -> None:
         """Check that a training from `step` on can save here; called on every rank before the first step.

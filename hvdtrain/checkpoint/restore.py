@@ -13,6 +13,7 @@ from hvdtrain.checkpoint.earlier_format import EarlierReader
 from hvdtrain.checkpoint.slices import SliceReader
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.state.named_tensors import NamedTensor, elements, spec_of, whole_box
+from hvdtrain.state.train_state import EXTRA
 
 Reader = SliceReader | EarlierReader
 
@@ -47,6 +48,35 @@ def restore(
     _restore_replicated(tensors, readers, ranks)
     _restore_slices(path, tensors, readers, ranks)
     return scalars
+
+
+def extras(path: Path, ranks: Ranks) -> dict[str, np.ndarray]:
+    """Return on every rank the tensors of the checkpoint at `path` that no state needs, by their path below `EXTRA`.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    readers: list[SliceReader] = []
+
+    def look() -> list[Any]:
+        if not ranks.primary or manifest.format_of(path) == 1:
+            return []
+        readers.append(SliceReader(path))
+        found = readers[0].tensors.items()
+        return [[name, tensor.dtype, list(tensor.global_shape)] for name, tensor in found if name.startswith(EXTRA)]
+
+    def read() -> None:
+        for reader in readers:
+            for name, variable in sent.items():
+                shape = tuple(variable.shape)
+                variable.assign(reader.read(name, shape, whole_box(shape)))
+
+    listed = on_every_rank(ranks, look)[0]
+    sent = {name: tf.Variable(tf.zeros(shape, dtype), trainable=False) for name, dtype, shape in listed}
+    if sent:
+        on_every_rank(ranks, read)
+        ranks.broadcast(sent)
+    return {name.removeprefix(EXTRA): variable.numpy() for name, variable in sent.items()}
 
 
 def _restore_replicated(tensors: Mapping[str, NamedTensor], readers: list[Reader], ranks: Ranks) -> None:
@@ -121,7 +151,11 @@ def check_fit(path: Path, reader: Reader, tensors: Mapping[str, NamedTensor]) ->
     Raises:
         CheckpointError: naming the first that differ.
     """
-    saved = {name: (tensor.dtype, tensor.global_shape) for name, tensor in reader.tensors.items()}
+    saved = {
+        name: (tensor.dtype, tensor.global_shape)
+        for name, tensor in reader.tensors.items()
+        if not name.startswith(EXTRA)
+    }
     needed = {name: (spec_of(name, tensor).dtype, tensor.global_shape) for name, tensor in tensors.items()}
     wrong = [
         f"{name}: saved {_words(saved.get(name))}, needed {_words(needed.get(name))}"

@@ -21,6 +21,33 @@ REMEMBERED = (
 """Attributes of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint (and of classes made after them) that change."""
 
 
+BEST_WEIGHTS = "best_weights"
+"""What EarlyStopping(restore_best_weights=True) keeps of its best epoch: a list like `model.get_weights()`."""
+
+
+def held_weights(callbacks: Iterable[Any], paths: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the best weights that `callbacks` hold, as tensors of a checkpoint.
+
+    Args:
+        callbacks: those of this rank.
+        paths: structural paths of the model's weights, in their order.
+
+    Returns:
+        The arrays by path: `0/layers/0/kernel` is of the first callback in the list of `callback_states`.
+    """
+    held: dict[str, np.ndarray] = {}
+    for place, callback in enumerate(callbacks):
+        weights = _best_weights(callback)
+        if weights is not None and len(weights) == len(paths):
+            held |= {f"{place}/{path}": np.asarray(array) for path, array in zip(paths, weights, strict=True)}
+    return held
+
+
+def _best_weights(callback: Any) -> Sequence[Any] | None:
+    """Return the best weights that a callback of Keras' kind is to restore, if it has some already."""
+    return getattr(callback, BEST_WEIGHTS, None) if getattr(callback, "restore_best_weights", False) else None
+
+
 def callback_states(callbacks: Iterable[Any]) -> list[dict[str, Any]]:
     """Return what each of `callbacks` remembers, as JSON takes it.
 
@@ -31,20 +58,33 @@ def callback_states(callbacks: Iterable[Any]) -> list[dict[str, Any]]:
     return [_state_of(callback) for callback in callbacks]
 
 
-def restore_callbacks(callbacks: Iterable[Any], states: Sequence[Mapping[str, Any]]) -> None:
+def restore_callbacks(
+    callbacks: Iterable[Any],
+    states: Sequence[Mapping[str, Any]],
+    held: Mapping[str, np.ndarray] | None = None,
+    paths: Sequence[str] = (),
+) -> None:
     """Let `callbacks` remember `states`, each what the first one of its class that is left over does.
 
     Call it after `on_train_begin`, with which Keras' callbacks forget everything.
 
+    Args:
+        callbacks: those of this rank.
+        states: what `callback_states` returned.
+        held: what `held_weights` returned.
+        paths: structural paths of the model's weights, in their order.
+
     Raises:
-        ConfigError: a callback is to restore the best weights, and had some, which no checkpoint holds.
+        ConfigError: a callback is to restore its best weights, and had some, which the checkpoint does not hold.
     """
-    left = list(states)
+    left = list(enumerate(states))
     for callback in callbacks:
-        state = next((state for state in left if state["class"] == type(callback).__name__), None)
-        if state is not None:
-            left.remove(state)
-            _restore(callback, state)
+        found = next(((place, state) for place, state in left if state["class"] == type(callback).__name__), None)
+        if found is not None:
+            left.remove(found)
+            place, state = found
+            weights = [(held or {}).get(f"{place}/{path}") for path in paths]
+            _restore(callback, state, weights if weights and all(each is not None for each in weights) else None)
 
 
 def _state_of(callback: Any) -> dict[str, Any]:
@@ -57,12 +97,15 @@ def _state_of(callback: Any) -> dict[str, Any]:
     return state
 
 
-def _restore(callback: Any, state: Mapping[str, Any]) -> None:
+def _restore(callback: Any, state: Mapping[str, Any], best_weights: Sequence[Any] | None) -> None:
     if _has_own_state(callback):
         if "state" in state:
             callback.set_state(state["state"])
         return
-    _refuse_lost_weights(callback, state)
+    if getattr(callback, "restore_best_weights", False) and best_weights is not None:
+        setattr(callback, BEST_WEIGHTS, list(best_weights))
+    else:
+        _refuse_lost_weights(callback, state)
     for name, value in state.items():
         if name not in ("class", "state"):
             setattr(callback, name, value)

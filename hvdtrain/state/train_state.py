@@ -25,6 +25,8 @@ BROADCAST_TIMEOUT_S = 600.0
 CALLS_PER_STEP = 4096
 """Draws that one dropout layer may make in a step before its numbers would meet those of the next."""
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
+EXTRA = "callbacks/"
+"""Begins the path of a tensor that a checkpoint may hold although no state needs it."""
 _MASK = 0xFFFFFFFF
 """The 32 bits of a seed generator's key and counter."""
 _SPREAD = 0x9E3779B1
@@ -53,6 +55,8 @@ class TrainState:
         self.scalars = Scalars(seed=seed)
         self._slots = slots or self._replicated_slots
         self._structure = structure_of(model)
+        self.held_weights: dict[str, np.ndarray] = {}
+        """Weights that callbacks hold besides the model's, while a checkpoint is written or has been read."""
         self.generators = self._structure.by_path(seed_states(model))
         self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         """Finished optimizer steps, where a compiled step with random draws can read them."""
@@ -80,6 +84,15 @@ class TrainState:
             **{f"{_MODEL}{path}": replicated_tensor(value) for path, value in weights.items()},
             **self._slots(),
         }
+
+    def saved_tensors(self) -> dict[str, NamedTensor]:
+        """Return what a checkpoint holds: `named_tensors`, and the weights that callbacks hold."""
+        held = {f"{EXTRA}{path}": replicated_tensor(tf.constant(array)) for path, array in self.held_weights.items()}
+        return {**self.named_tensors(), **held}
+
+    def weight_paths(self) -> list[str]:
+        """Return the structural paths of the model's weights, in the order of `model.get_weights()`."""
+        return list(self._structure.by_path(self.model.weights))
 
     def specs(self) -> list[StateSpec]:
         """Return path, dtype, global shape and slice of every tensor, in the order of `named_tensors`."""

@@ -9,7 +9,7 @@ from hvdtrain.checkpoint import manifest
 from hvdtrain.checkpoint.agreement import on_every_rank
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.naming import complete
-from hvdtrain.checkpoint.restore import restore
+from hvdtrain.checkpoint.restore import extras, restore
 from hvdtrain.checkpoint.selection import find_checkpoint
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import CheckpointError, ConfigError
@@ -119,6 +119,7 @@ class ResumableTrainer(TrainerCore):
         state = self.state
         scalars = restore(path, state.named_tensors(), self.backend, earlier_names=state.earlier_names())
         state.restore(scalars)
+        state.held_weights = extras(path, self.backend)
         self.rule.begin()
 
     def build_on(self, batch: Batch) -> None:
@@ -142,6 +143,7 @@ class ResumableTrainer(TrainerCore):
             on_every_rank(self.backend, lambda: check_goes_on(scalars.data, now) if self.backend.primary else None)
         else:
             scalars.begin_training(initial_epoch)
+            self.state.held_weights = {}
         scalars.data = now
         return goes_on
 

@@ -64,15 +64,14 @@ def steps_in(folder):
 # -- a script that is run again goes on --
 
 
-@pytest.mark.parametrize("built", [True, False])
-def test_a_training_that_is_resumed_ends_as_one_at_a_stretch(tmp_path, built):
-    whole = trainer_of(built=built)
+def test_a_training_of_an_unbuilt_model_that_is_resumed_ends_as_one_at_a_stretch(tmp_path):
+    whole = trainer_of(built=False)
     expected = whole.fit(X, Y, epochs=3, validation_data=(X, Y), callbacks=[keras.callbacks.History()], **QUIET)
     saves = {"checkpoint": hvdtrain.Checkpoint(tmp_path, every=3), "validation_data": (X, Y)}
-    interrupted(tmp_path, 8, trainer=trainer_of(built=built), **saves)
+    interrupted(tmp_path, 8, trainer=trainer_of(built=False), **saves)
     assert steps_in(tmp_path) == [3, 6]
 
-    again = trainer_of(built=built)
+    again = trainer_of(built=False)
     assert again.resume(tmp_path) == tmp_path / "step-00000006"
     result = again.fit(X, Y, epochs=3, callbacks=[keras.callbacks.History()], **saves, **QUIET)
     assert same(again, whole)
@@ -122,64 +121,65 @@ def test_a_training_that_a_callback_has_stopped_is_finished(tmp_path, capsys):
     assert again.state.scalars.epoch == 3, "restore begins a new training"
 
 
-def test_each_of_two_fits_goes_on_in_its_own_folder(tmp_path):
-    def script(trainer, **second):
+def test_best_weights_that_a_callback_holds_go_on(tmp_path):
+    def stopping():
+        # No epoch after the first improves on it by as much: it is the best, long before the checkpoint.
+        return keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=9, restore_best_weights=True)
+
+    first_epoch = []
+    noting = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: first_epoch.append(weights(trainer)))
+    trainer = trainer_of()
+    interrupted(tmp_path, 2 * STEPS + 2, trainer=trainer, callbacks=[stopping(), noting], checkpoint=tmp_path)
+    for script in ("goes on", "is finished"):
+        again = trainer_of()
+        again.resume(tmp_path)
+        again.fit(X, Y, epochs=3, callbacks=[stopping()], checkpoint=tmp_path, **QUIET)
+        assert np.array_equal(weights(again), first_epoch[0]), script
+    again.restore(tmp_path)
+    assert not np.array_equal(weights(again), first_epoch[0]), "a checkpoint holds what is trained, too"
+
+
+def test_each_of_two_fits_goes_on_in_its_own_folder_and_counts_its_own_epochs(tmp_path):
+    def script(trainer, *callbacks):
+        seen = []
+        counting = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: seen.append(epoch))
         trainer.resume(tmp_path / "head")
-        trainer.fit(X, Y, epochs=2, checkpoint=tmp_path / "head", **QUIET)
+        trainer.fit(X, Y, epochs=1, checkpoint=tmp_path / "head", **QUIET)
         trainer.resume(tmp_path / "all")
-        trainer.fit(X, Y, epochs=3, initial_epoch=1, checkpoint=tmp_path / "all", **QUIET, **second)
-        return trainer
+        callbacks = [counting, *callbacks]
+        trainer.fit(X, Y, epochs=7, initial_epoch=5, checkpoint=tmp_path / "all", callbacks=callbacks, **QUIET)
+        return seen
 
-    whole = trainer_of()
-    whole.fit(X, Y, epochs=2, **QUIET)
-    whole.fit(X, Y, epochs=3, initial_epoch=1, **QUIET)
+    whole, again = trainer_of(), trainer_of()
+    whole.fit(X, Y, epochs=1, **QUIET)
+    whole.fit(X, Y, epochs=7, initial_epoch=5, **QUIET)
     with pytest.raises(Interrupted):
-        script(trainer_of(), callbacks=[InterruptAfter(STEPS + 2)])
-    assert same(script(trainer_of()), whole)
-
-
-def test_epochs_are_counted_from_the_initial_epoch_after_a_resume(tmp_path):
-    seen = []
-    counting = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: seen.append(epoch))
-    interrupted(tmp_path, STEPS + 2, epochs=7, initial_epoch=4, checkpoint=tmp_path)
-    again = trainer_of()
-    again.resume(tmp_path)
-    again.fit(X, Y, epochs=7, initial_epoch=4, callbacks=[counting], **QUIET)
-    assert seen == [5, 6]
+        script(trainer_of(), InterruptAfter(STEPS + 2))
+    assert script(again) == [6]
+    assert same(again, whole)
 
 
 # -- what a training goes on with --
 
 
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
+def test_other_data_another_order_and_another_model_are_refused(tmp_path):
+    interrupted(tmp_path, 5, checkpoint=tmp_path)
+    again = trainer_of()
+    for change, cause in (
         ({"x": X + 1}, "Received: samples with other values"),
         ({"x": X[:40], "y": Y[:40]}, "steps per epoch 3 now and 4 before"),
         ({"batch": 10}, "samples per step over all ranks 10 now and 16 before"),
         ({"shuffle": False}, "shuffle False now and True before"),
-    ],
-)
-def test_other_data_are_refused(tmp_path, change, cause):
-    interrupted(tmp_path, 5, checkpoint=tmp_path)
-    again = trainer_of()
-    again.resume(tmp_path)
-    with pytest.raises(CheckpointError, match=cause):
-        again.fit(**{"x": X, "y": Y, "epochs": 3, "checkpoint": tmp_path, **QUIET, **change})
-
-
-def test_another_seed_is_refused_and_another_model_too(tmp_path):
-    interrupted(tmp_path, 5, checkpoint=tmp_path)
+    ):
+        again.resume(tmp_path)
+        with pytest.raises(CheckpointError, match=cause):
+            again.fit(**{"x": X, "y": Y, "epochs": 3, "checkpoint": tmp_path, **QUIET, **change})
     other = trainer_of(seed=1)
     other.resume(tmp_path)
     with pytest.raises(CheckpointError, match="seed 1 now and 0 before"):
         other.fit(X, Y, epochs=3, **QUIET)
     with pytest.raises(CheckpointError, match="is of another model or optimizer"):
         trainer_of(optimizer="sgd").resume(tmp_path)
-
-
-def test_a_folder_with_later_checkpoints_is_not_written_to(tmp_path):
-    interrupted(tmp_path, 5, checkpoint=tmp_path)
     with pytest.raises(CheckpointError, match=rf"step 4, in a training that begins at step 0.*resume\('{tmp_path}'\)"):
         trainer_of().fit(X, Y, epochs=3, checkpoint=tmp_path, **QUIET)
     assert steps_in(tmp_path) == [STEPS]
@@ -222,34 +222,28 @@ def test_fit_refuses_what_is_no_checkpoint_and_a_metric_that_it_lacks(tmp_path):
 # -- save and restore --
 
 
-@pytest.mark.parametrize("built", [True, False])
-def test_what_is_saved_is_restored_and_evaluated(tmp_path, built):
+def test_what_is_saved_is_restored_and_evaluated(tmp_path, capsys):
     first = trainer_of()
     first.fit(X, Y, epochs=2, **QUIET)
     assert first.save(tmp_path) == tmp_path / f"step-{2 * STEPS:08d}"
-    expected = first.evaluate(X, Y, verbose=0)
-    for use in ("evaluate", "predict", "fit"):
-        other = trainer_of(built=built)
-        assert other.restore(tmp_path) == tmp_path / f"step-{2 * STEPS:08d}"
+    expected = first.evaluate(X, Y, verbose=0).loss
+    other = trainer_of()
+    assert other.restore(tmp_path) == tmp_path / f"step-{2 * STEPS:08d}"
+    assert other.evaluate(X, Y, verbose=0).loss == expected
+    for use in ("evaluate", "predict"):
+        unbuilt = trainer_of(built=False)
+        with pytest.raises(ConfigError, match="no variables to save yet: call fit, evaluate or predict before save"):
+            unbuilt.save(tmp_path)
+        unbuilt.restore(tmp_path)
+        assert "The model has no variables yet: fit, evaluate or predict will load" in capsys.readouterr().out
         if use == "evaluate":
-            assert other.evaluate(X, Y, verbose=0).loss == expected.loss
-        elif use == "predict":
-            assert np.array_equal(other.predict(X), first.predict(X))
+            assert unbuilt.evaluate(X, Y, verbose=0).loss == expected
         else:
-            other.fit(X, Y, epochs=1, **QUIET)
-            first.fit(X, Y, epochs=1, **QUIET)
-        assert same(other, first)
-
-
-def test_a_model_without_variables_says_when_it_is_restored(tmp_path, capsys):
-    trainer = trainer_of()
-    trainer.fit(X, Y, **QUIET)
-    trainer.save(tmp_path)
-    fresh = trainer_of(built=False)
-    with pytest.raises(ConfigError, match="no variables to save yet: call fit, evaluate or predict before save"):
-        fresh.save(tmp_path)
-    fresh.restore(tmp_path)
-    assert "fit, evaluate or predict will load" in capsys.readouterr().out
+            assert np.array_equal(unbuilt.predict(X), first.predict(X))
+        assert same(unbuilt, first)
+    (tmp_path / f"step-{2 * STEPS:08d}" / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        trainer_of(built=False).resume(tmp_path)
 
 
 def test_the_best_epoch_is_restored_by_its_name(tmp_path):
@@ -277,27 +271,18 @@ def test_the_best_epoch_is_restored_by_its_name(tmp_path):
         other.restore(tmp_path / "elsewhere")
 
 
-def test_a_checkpoint_that_is_damaged_is_named_although_the_model_is_not_built(tmp_path):
-    trainer = trainer_of()
-    trainer.fit(X, Y, **QUIET)
-    (trainer.save(tmp_path) / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        trainer_of(built=False).resume(tmp_path)
-
-
 # -- BackupAndRestore --
 
 
-@pytest.mark.parametrize("freq", ["epoch", 3])
-def test_a_backup_goes_on_and_is_removed_at_the_end(tmp_path, freq):
+def test_a_backup_goes_on_and_is_removed_at_the_end(tmp_path):
     whole = trainer_of()
     whole.fit(X, Y, epochs=3, **QUIET)
 
     def backup():
-        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"), save_freq=freq)
+        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
 
     interrupted(tmp_path, 6, callbacks=[backup()])
-    assert steps_in(tmp_path / "backup") == [STEPS if freq == "epoch" else 6 // 2]
+    assert steps_in(tmp_path / "backup") == [STEPS]
     again = trainer_of()
     again.fit(X, Y, epochs=3, callbacks=[[backup()]], **QUIET)
     assert same(again, whole)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.precision import has_dynamic_scale
-from hvdtrain.state.callbacks import callback_states, restore_callbacks
+from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.evaluation.same_weights import checksum
@@ -158,10 +158,19 @@ class KerasCallbacks(EvaluationHooks):
         """Return what the callbacks remember, for `begin` of a training that goes on."""
         return callback_states(self._list.callbacks)
 
-    def begin(self, states: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Begin training, with callbacks that remember `states`."""
+    def held_weights(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return the best weights that the callbacks hold; see `state.callbacks`."""
+        return held_weights(self._list.callbacks, paths)
+
+    def begin(
+        self,
+        states: Sequence[Mapping[str, Any]] = (),
+        held: Mapping[str, np.ndarray] | None = None,
+        paths: Sequence[str] = (),
+    ) -> None:
+        """Begin training, with callbacks that remember `states` and hold these weights; see `state.callbacks`."""
         self._list.on_train_begin()
-        restore_callbacks(self._list.callbacks, states)
+        restore_callbacks(self._list.callbacks, states, held, paths)
         self._agreed(weights=True)
 
     def end(self) -> None:

@@ -146,10 +146,11 @@ class StandardTraining:
         """
         progress = self._state.scalars.progress
         if self._callbacks is not None:
-            self._callbacks.begin(progress.callbacks)
+            self._callbacks.begin(progress.callbacks, self._state.held_weights, self._state.weight_paths())
             self._rule.adopt_weights()
         self._step.begin_metrics(progress.metrics)
         # What was restored counts once: a later training with other callbacks begins anew.
+        self._state.held_weights = {}
         progress.callbacks, progress.metrics = [], {}
         self.loop.run()
         self._actions.consolidate()
@@ -250,8 +251,10 @@ class StandardTraining:
         progress = self._state.scalars.progress
         if not step.ends_epoch:
             self._note_metrics()
-        progress.callbacks = [] if self._callbacks is None else self._callbacks.states()
+        if self._callbacks is not None:
+            progress.callbacks = self._callbacks.states()
+            self._state.held_weights = self._callbacks.held_weights(self._state.weight_paths())
         self._state.scalars.stopped = step.outcome is Outcome.STOP
         self._actions.consolidate()
         self._actions.save()
-        progress.callbacks, progress.metrics = [], {}
+        progress.callbacks, progress.metrics, self._state.held_weights = [], {}, {}
