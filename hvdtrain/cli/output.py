@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from hvdtrain.config.errors import ConfigError
+
 
 class Output:
     """Writes lines until the reader of a pipe has gone; what follows is dropped."""
@@ -30,7 +32,11 @@ class Output:
 
 @contextmanager
 def opened_output(out: Path | None) -> Iterator[Output]:
-    """Yield the output: standard output for None, else a file that appears when all is written."""
+    """Yield the output: standard output for None, else a file that appears when all is written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     if out is None:
         yield Output(sys.stdout)
         return
@@ -40,8 +46,15 @@ def opened_output(out: Path | None) -> Iterator[Output]:
         return
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
     try:
-        with draft.open("w", encoding="utf-8", newline="") as file:
+        with _created(draft, out) as file:
             yield Output(file)
         os.replace(draft, out)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _created(draft: Path, out: Path) -> TextIO:
+    try:
+        return draft.open("w", encoding="utf-8", newline="")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}.") from None

@@ -88,6 +88,20 @@ MODELS = """\
     spam.loss = "binary_crossentropy"
     spam.metrics = ["binary_accuracy"]
 
+    class Unknown(keras.Model):
+        # Keras was not told of this class.
+        def __init__(self):
+            super().__init__()
+            self.scores = keras.layers.Dense(1, activation="sigmoid")
+
+        def call(self, inputs, training=False):
+            return self.scores(inputs)
+
+    def unknown():
+        return Unknown()
+
+    unknown.loss = "binary_crossentropy"
+
     def letters(path="", samples=96):
         x = np.random.random((samples, 4)).astype("float32")
         y = (x.sum(axis=1) > float(open(path).read())).astype("int32")
@@ -118,6 +132,7 @@ def home(tmp_path_factory):
         [*images, "--epochs", "6", *quick, "colours"],
         [*table, "--epochs", "2", *quick, "prices", "--ema", "0.9"],
         [*arrays, "--epochs", "2", *quick, "letters"],
+        [*arrays[:-1], "own:unknown", "--epochs", "1", *quick, "unknown"],
         [*text, "--epochs", "24", *quick, "words"],
     ]
     train_all("none", 1, commands, cwd=folder, timeout=200)
@@ -145,6 +160,7 @@ def elsewhere(home, tmp_path_factory):
         ["predict", of("colours"), "new", "--on-bad-record", "skip:1", "--top", "3", "--out", "photos.csv"],
         ["predict", of("prices"), "rows.csv", "--format", "jsonl", "--out", "rows.jsonl"],
         ["predict", of("letters"), "x.npz", "--probabilities", "--out", "letters.csv", "--batch-size", "16"],
+        ["predict", of("unknown"), "x.npz", "--out", "unknown.csv"],
     ]
     evaluations = [
         ["evaluate", of("colours")],
@@ -264,6 +280,16 @@ def test_a_loaded_run_predicts_pixels_from_0_to_255_as_well_as_its_validation_di
     np.testing.assert_allclose(loaded.preprocess(arrays), by_hand, atol=1e-5)
 
 
+def test_a_model_of_a_class_that_keras_does_not_know_is_loaded(home, elsewhere):
+    import hvdtrain
+
+    loaded = hvdtrain.load_run(home / "unknown")
+    shares = loaded.predict(np.load(elsewhere / "x.npz")["x"])
+    rows = rows_of(elsewhere / "unknown.csv")
+    assert [row["class"] for row in rows] == [loaded.classes[label] for label in shares.argmax(axis=1)]
+    np.testing.assert_allclose([float(row["probability"]) for row in rows], shares.max(axis=1), rtol=1e-4)
+
+
 def test_ranks_predict_what_one_rank_predicts(home, elsewhere):
     def of(name):
         return str(home / name)
@@ -346,6 +372,11 @@ MISTAKES = (
     (["generate", "words", "--prompt-file", "nothing.txt"], ["--prompt-file nothing.txt", "No such file"]),
     (["generate", "colours", "--prompt", "a"], ["no language model", "'class_folders'"]),
     (["generate", "words", "--prompt", "a", "--checkpoint", "last"], ["best, newest, or the number", "'last'"]),
+    (["predict", "letters", "x.npz", "--out", "none/x.csv"], ["--out", "folder that exists", "none/x.csv"]),
+    (["predict", "letters", "x.npz", "--out", "/proc/x.csv"], ["--out /proc/x.csv cannot be written"]),
+    (["predict", "letters", "x.npz", "-"], ["- stands for standard input, by itself"]),
+    (["predict", "letters", "x.npz", "--on-bad-record", "skip"], ["raise or skip:N", "'skip'"]),
+    (["predict", "letters", "x.npz", "--top", "2", "--probabilities"], ["leave out --top"]),
     (["predict", "earlier", "new"], ["no preprocessing.json", "evaluate"]),
     (["evaluate", "colours", "--data-args", "path", "strange"], ["class 'pink'", "blue, green, red"]),
     (["evaluate", "colours", "--data-args", "path"], ["NAME VALUE pairs"]),

@@ -216,7 +216,7 @@ def test_several_inputs_are_matched_by_name(tmp_path):
         (["none.csv"], None, TABLE, "There is no .*none.csv"),
         (["a.png"], None, Preprocessing(), "takes arrays.*Received: a.png"),
         (["-"], b"a,b\n", Preprocessing(), "something else on standard input"),
-        (["-"], b" \n", TABLE, "nothing on standard input. horovodrun"),
+        (["-"], b" \n", TABLE, "nothing on standard input. A launcher"),
         (["-"], b"\xff\xfe", TABLE, "Standard input is not UTF-8"),
         (["-"], b'{"city": 1}\n[3]\n', TABLE, "standard input has no column 'size'"),
         (["-"], b'{"city": 1, "size": 1}\n[3]\n', TABLE, "line 2: it must be a JSON object"),

@@ -44,9 +44,7 @@ def samples_from(
     if kind == "text":
         raise DataError("The run is of text: `python -m hvdtrain generate` continues a text; predict takes no text.")
     if given is not None and not given.strip():
-        raise DataError(
-            "There is nothing on standard input. horovodrun does not pass it on: name a file, or use mpirun."
-        )
+        raise DataError("There is nothing on standard input. A launcher may not pass it on: name a file in place of -.")
     if kind == "table":
         return table_rows(_table(paths, given), _not_none(preprocessing.table))
     if given is not None and given.startswith(OF_NUMPY):

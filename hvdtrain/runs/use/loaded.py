@@ -9,13 +9,15 @@ import keras
 import numpy as np
 
 from hvdtrain.config.errors import CheckpointError, DataError
+from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code, load_attribute
 from hvdtrain.data.prediction.arrays import arrays_as_they_are
 from hvdtrain.data.prediction.images import image_files, pixels
 from hvdtrain.data.prediction.samples import PredictionSamples, inputs_of
 from hvdtrain.data.prediction.tables import rows_in_memory, table_rows
 from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
-from hvdtrain.runs.description import RunDescription, described
+from hvdtrain.models.registry import build_model
+from hvdtrain.runs.description import RunDescription, described, map_signature
 from hvdtrain.runs.folder import RunFolder, opened
 from hvdtrain.runs.places import located, start_folder
 from hvdtrain.runs.use.outputs import readable_outputs
@@ -140,10 +142,27 @@ def load_run(folder: str | Path) -> LoadedRun:
         raise CheckpointError(
             f"load_run {run.path}: the run is not finished, it has no {run.model.name}: --resume goes on with it."
         )
-    located(config, start_folder(run))
-    if is_user_code(config.model.model):
+    return LoadedRun(run.path, _model(run, located(config, start_folder(run)), description), description)
+
+
+def _model(run: RunFolder, config: Config, description: RunDescription) -> keras.Model:
+    own = is_user_code(config.model.model)
+    if own:
         load_attribute("--model", config.model.model)  # registers layers of the user's own
-    return LoadedRun(run.path, keras.models.load_model(run.model, compile=False), description)
+    try:
+        return keras.models.load_model(run.model, compile=False)
+    except (TypeError, ValueError):
+        if not own:
+            raise
+    # Of classes that Keras does not know: what builds them is known.
+    model = build_model(config.model, description.sample_shape, description.classes, config.training.seed)
+    model(inputs_for(model, map_signature(_zeros, description.inputs)))
+    model.load_weights(run.model)
+    return model
+
+
+def _zeros(leaf: dict[str, Any]) -> np.ndarray:
+    return np.zeros([1, *leaf["shape"]], leaf["dtype"])
 
 
 def _are_paths(data: Any) -> bool:
