@@ -1,6 +1,6 @@
 """launch/setup.sh on machines made of stubs: what is missing, what fails, when it works and when it rests.
 
-What it leaves to `python -m hvdtrain setup` is tested in tests/unit/test_installation.py. No network, no compiler, the
+What it leaves to `python -m hvdtrain setup` is tested in tests/unit/installation/. No network, no compiler, the
 real .venv untouched.
 """
 
