@@ -1,12 +1,13 @@
 """Mixed precision: 16-bit computation, 32-bit master weights, and loss scaling for fp16."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.precision import PrecisionName
 
 
@@ -49,11 +50,72 @@ def loss_scale_of(optimizer: Any) -> Any:
 
 
 @contextmanager
-def precision(name: PrecisionName) -> Iterator[None]:
-    """Build layers under the dtype policy `name` inside this context; variables stay float32."""
+def precision(name: PrecisionName | None) -> Iterator[None]:
+    """Build layers under the dtype policy `name`, if it is one, inside this context; variables stay float32."""
+    if name is None:
+        yield
+        return
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(name)
     try:
         yield
     finally:
         keras.config.set_dtype_policy(before)
+
+
+def set_precision(model: Any, name: PrecisionName) -> None:
+    """Let the layers of a model that is there compute under the dtype policy `name`.
+
+    It computes as if it had been built under that policy: Keras reads a layer's policy whenever the layer is called,
+    and casts its float32 variables then. Layers that were given a dtype keep theirs, and so do those of another policy
+    than the model's. A layer that was loaded or cloned does not show whether it was given one: it keeps its own where
+    it computes an output of the model.
+
+    Raises:
+        ConfigError: variables that are not float32, which a policy could not change any more.
+    """
+    others = {str(v.dtype) for v in model.weights if str(v.dtype).startswith(("float", "bfloat"))} - {"float32"}
+    if others or model.dtype_policy.variable_dtype != "float32":
+        raise ConfigError(
+            f"precision={name!r} needs float32 variables. Received: a model of the dtype policy "
+            f"{model.dtype_policy.name}. Pass a function that builds the model."
+        )
+    kept = [layer for layer in _layers_of(model) if _was_given_a_dtype(layer)]
+    kept += [layer for layer in _layers_of_outputs(model) if _is_from_config(layer)]
+    _set_policy(model, keras.dtype_policies.get(name), model.dtype_policy.name, kept)
+
+
+def _set_policy(layer: Any, policy: Any, before: str, kept: Collection[Any]) -> None:
+    if layer.dtype_policy.name != before or any(layer is each for each in kept):
+        return
+    layer.dtype_policy = policy
+    for inner in layer._flatten_layers(recursive=False, include_self=False):
+        _set_policy(inner, policy, before, kept)
+
+
+def _layers_of(model: Any) -> list[Any]:
+    """Return the layers that a user made: those of layers are made with the policy of these."""
+    found: list[Any] = []
+    for layer in model._flatten_layers(recursive=False, include_self=False):
+        found += _layers_of(layer) if isinstance(layer, keras.Model) else [layer]
+    return [layer for layer in found if not isinstance(layer, keras.layers.InputLayer)]
+
+
+def _was_given_a_dtype(layer: Any) -> bool:
+    """Whether a user made it with dtype=…; a layer that is made of its configuration is given one always."""
+    return _arguments_of(layer).get("dtype") is not None and not _is_from_config(layer)
+
+
+def _is_from_config(layer: Any) -> bool:
+    """Whether a layer was loaded or cloned: its configuration says of each whether it is trainable."""
+    return "trainable" in _arguments_of(layer)
+
+
+def _arguments_of(layer: Any) -> dict[str, Any]:
+    """Return the arguments that a layer was made with: Keras keeps them, and no public way tells a default apart."""
+    return getattr(getattr(layer, "_auto_config", None), "config", {})
+
+
+def _layers_of_outputs(model: Any) -> list[Any]:
+    outputs = tf.nest.flatten(getattr(model, "outputs", None) or [])
+    return [output._keras_history.operation for output in outputs]

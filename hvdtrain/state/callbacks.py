@@ -127,12 +127,16 @@ def _refuse_lost_weights(callback: Any, state: Mapping[str, Any]) -> None:
 
 
 def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `values` that are None, strings or numbers, or lists of them."""
+    """Return those of `values` that are None, strings or numbers, or lists of them or of arrays."""
     plain: dict[str, Any] = {}
     for name, value in values.items():
         with suppress(TypeError, ValueError):
-            plain[name] = [_plain(each) for each in value] if isinstance(value, list) else _plain(value)
+            plain[name] = [_plain_or_array(each) for each in value] if isinstance(value, list) else _plain(value)
     return plain
+
+
+def _plain_or_array(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else _plain(value)
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from hvdtrain.layers.convert import with_sync_batch_norm
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.optimizers import known_optimizers
-from hvdtrain.optim.precision import precision
+from hvdtrain.optim.precision import precision, set_precision
 from hvdtrain.training.options import StepOptions
 
 
@@ -19,17 +19,20 @@ def built_model(model: Any, options: StepOptions) -> Any:
     """Return `model` itself or what it builds, with the precision that the options name; see also `converted`.
 
     Raises:
-        ConfigError: not a model, or one built with another precision.
+        ConfigError: not a model, or one that cannot have that precision.
     """
-    if options.precision is not None and not isinstance(model, keras.Model) and callable(model):
-        with precision(options.precision):
-            built = _checked_kind(model(), keras.Model)
-    else:
+    if options.precision is None:
+        return _built(model, keras.Model)
+    if isinstance(model, keras.Model):
+        if model.dtype_policy.name != options.precision:
+            set_precision(model, options.precision)
+        return model
+    with precision(options.precision):
         built = _built(model, keras.Model)
-    if options.precision is not None and built.dtype_policy.name != options.precision:
+    if built.dtype_policy.name != options.precision:
         raise ConfigError(
-            f"The model was built with the dtype policy {built.dtype_policy.name}; precision={options.precision!r} "
-            "needs a function that builds it, or keras.config.set_dtype_policy() before."
+            f"The function builds a model of the dtype policy {built.dtype_policy.name}, and precision="
+            f"{options.precision!r} was asked for: leave out one of them."
         )
     return built
 

@@ -11,7 +11,7 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
-from hvdtrain.optim.precision import with_loss_scaling
+from hvdtrain.optim.precision import precision, with_loss_scaling
 from hvdtrain.runtime.session import current
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import Announcer
@@ -99,7 +99,8 @@ class TrainerCore:
 
     def build_on(self, batch: Batch) -> None:
         """Do what `build` does, on a batch that is like those to come."""
-        self._factory.build(batch)
+        with precision(self.options.precision):  # for layers that are made when they are first called
+            self._factory.build(batch)
         with self.backend.scope():
             self.state.follow_model()
             self.rule.follow_model()
@@ -148,6 +149,7 @@ class TrainerCore:
         info: RunInfo | None = None,
         save: Callable[[TrainState], object] | None = None,
         callbacks: Sequence[Any] = (),
+        verbose: str | int = 0,
     ) -> FitResult:
         """Do what `train` does, from a state that is the same on every rank."""
         begin = time.perf_counter()
@@ -157,7 +159,9 @@ class TrainerCore:
         saving = None if save is None else lambda: save(self.state)
         actions = Actions(self._evaluate, self.consolidate, self.averaged_weights, saving)
         parts = (self.backend, self.state, self._factory, self.rule, data, plan)
-        training = StandardTraining(*parts, actions, observers, validation=validation, callbacks=callbacks)
+        training = StandardTraining(
+            *parts, actions, observers, validation=validation, callbacks=callbacks, verbose=verbose
+        )
         training.run()
         return training.result(wall_seconds=time.perf_counter() - begin)
 

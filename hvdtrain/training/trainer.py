@@ -8,6 +8,7 @@ from os import PathLike
 from typing import Any
 
 from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
+from hvdtrain.optim.precision import precision
 from hvdtrain.training.backup import agreed_backup, without_backup
 from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch
 from hvdtrain.training.evaluation.evaluate import Evaluation
@@ -150,7 +151,7 @@ class Trainer(ResumableTrainer):
         try:
             if goes_on and plan.total_steps == self.state.scalars.step:
                 observers.on_message(nothing_left(self.state.scalars))
-            result = self._train(data, plan, validation, observers, save=save, callbacks=callbacks)
+            result = self._train(data, plan, validation, observers, save=save, callbacks=callbacks, verbose=verbose)
             observers.on_end(summary_of(result))
         finally:
             observers.close()
@@ -234,8 +235,9 @@ class Trainer(ResumableTrainer):
         check_shard(shard)
         size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
         batches = prediction_batches(x, self.backend, batch=size, steps=steps, shard=shard)
-        if self.backend.processes > 1 or self._pending is not None:
-            build_for(self.model, batches)
+        if self.backend.processes > 1 or self._pending is not None or self.options.precision is not None:
+            with precision(self.options.precision):
+                build_for(self.model, batches)
         self._load_pending()
         if self._rule is not None:
             self._rule.consolidate()

@@ -64,8 +64,8 @@ def test_a_history_is_that_of_keras_only():
     for each in (history, later):
         each.set_model(keras.Sequential())
         each.on_train_begin()
-    history.on_epoch_end(0, {"loss": np.float32(0.5), "odd": np.zeros(2)})
-    assert restored(history, later).history == {"loss": [0.5]}
+    history.on_epoch_end(0, {"loss": np.float32(0.5), "of_classes": np.ones(2), "odd": object()})
+    assert restored(history, later).history == {"loss": [0.5], "of_classes": [[1.0, 1.0]]}
     assert later.epoch == [0]
 
 

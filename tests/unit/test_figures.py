@@ -252,7 +252,7 @@ def test_keras_callbacks_find_the_figures_that_they_name(tmp_path):
         keras.callbacks.LambdaCallback(on_train_begin=lambda logs: params.append(dict(callbacks[0].params))),
     ]
     result = trainer.fit(
-        X, targets, batch_size=16, epochs=9, verbose=0, callbacks=callbacks, validation_data=(X[:9], _first(targets, 9))
+        X, targets, batch_size=16, epochs=9, verbose=2, callbacks=callbacks, validation_data=(X[:9], _first(targets, 9))
     )
     assert result.epoch == [0, 1]
     assert result.history["learning_rate"] == pytest.approx([0.1, 0.1])
@@ -261,7 +261,20 @@ def test_keras_callbacks_find_the_figures_that_they_name(tmp_path):
     assert saved == [f"{epoch:02d}-{loss:.2f}.keras" for epoch, loss in enumerate(result.history["val_loss"], 1)]
     rows = list(csv.DictReader((tmp_path / "log.csv").open()))
     assert float(rows[1]["val_cls_loss"]) == pytest.approx(result.history["val_cls_loss"][1])
-    assert params == [{"verbose": 0, "epochs": 9, "steps": 4}]
+    assert params == [{"verbose": 2, "epochs": 9, "steps": 4}]
+
+
+def test_a_history_with_arrays_goes_on_from_a_checkpoint(tmp_path):
+    options = {"epochs": 2, "verbose": 0, "callbacks": [keras.callbacks.Callback()], "checkpoint": tmp_path}
+
+    def fitted(**changes):
+        trainer = Trainer(one_output(), keras.optimizers.SGD(0.1), "categorical_crossentropy", [F1()])
+        if changes.pop("resume", False):
+            trainer.resume(tmp_path)
+        return trainer.fit(X, ONE_HOT, **{**options, **changes}).history["f1_score"]
+
+    first = fitted()
+    np.testing.assert_allclose(fitted(epochs=3, resume=True)[:2], first)
 
 
 def test_a_callback_finds_out_which_way_a_metric_improves():

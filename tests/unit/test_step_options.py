@@ -13,7 +13,13 @@ from hvdtrain.gradients.accumulator import GradientAccumulator
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.observability.events import RunInfo
 from hvdtrain.optim.clipping import Clipping, clip_by_norm, clip_by_value, global_norm
-from hvdtrain.optim.precision import LossScaleOptimizer, computes_in_float16, loss_scale_of, with_loss_scaling
+from hvdtrain.optim.precision import (
+    LossScaleOptimizer,
+    computes_in_float16,
+    loss_scale_of,
+    precision,
+    with_loss_scaling,
+)
 from hvdtrain.training.advice import advice
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.objective.outputs import outputs_by_name, per_output
@@ -137,14 +143,6 @@ def test_what_cannot_work_is_refused(options, said):
         trainer(**options)
 
 
-def test_a_built_model_keeps_its_precision():
-    built = model()
-    with pytest.raises(ConfigError, match="was built with the dtype policy float32"):
-        Trainer(built, "sgd", "mse", precision="mixed_bfloat16")
-    assert Trainer(model, "sgd", "mse", precision="mixed_bfloat16").model.layers[0].compute_dtype == "bfloat16"
-    assert keras.config.dtype_policy().name == "float32"
-
-
 @pytest.mark.parametrize(
     ("size", "controller", "said"),
     [(2, "gloo", "reduce_op='adasum' needs MPI"), (6, "mpi", "reduce_op='adasum' needs 2, 4, 8 … ranks. Received: 6.")],
@@ -240,6 +238,79 @@ def test_fp16_models_get_loss_scaling_and_others_do_not():
     assert not isinstance(Trainer(model, "sgd", "mse").optimizer, LossScaleOptimizer)
     assert loss_scale_of(keras.optimizers.SGD()) == 1.0
     assert loss_scale_of(keras.optimizers.SGD(loss_scale_factor=8.0)) == 8.0
+
+
+def functional():
+    inputs = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(9, 8)(inputs)
+    hidden = keras.layers.MultiHeadAttention(2, 4)(hidden, hidden)
+    hidden = keras.layers.Bidirectional(keras.layers.LSTM(4, return_sequences=True))(hidden)
+    inner = keras.Sequential([keras.Input((6, 8)), keras.layers.Dense(4), keras.layers.BatchNormalization()])
+    hidden = keras.layers.LayerNormalization(dtype="float32")(keras.layers.Flatten()(inner(hidden)))
+    return keras.Model(inputs, keras.layers.Dense(2, dtype="float32")(keras.layers.Dense(3)(hidden)))
+
+
+class Late(keras.layers.Layer):
+    """Makes its layer when it is built, under whatever policy holds then."""
+
+    def build(self, shape):
+        self.inner = keras.layers.Dense(3)
+        self.inner.build(shape)
+
+    def call(self, inputs):
+        return self.inner(inputs)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.late, self.head = keras.layers.Dense(4), Late(), keras.layers.Dense(2, dtype="float32")
+
+    def call(self, inputs):
+        return self.head(self.late(self.first(inputs)))
+
+
+@pytest.mark.parametrize("build", [functional, Subclassed])
+def test_a_model_that_is_there_computes_as_one_built_with_the_precision(build):
+    inputs = np.random.default_rng(0).integers(0, 9, (5, 6)).astype("int32" if build is functional else "float32")
+    outputs = {}
+    for kind in ("function", "instance"):
+        keras.utils.set_random_seed(0)
+        mixed = Trainer(build if kind == "function" else build(), "sgd", "mse", precision="mixed_bfloat16")
+        outputs[kind] = mixed.predict(inputs, verbose=0)
+        assert {v.dtype for v in mixed.model.weights} == {"float32"}
+        mixed.fit(inputs, np.ones((5, 2)), verbose=0)
+        outputs[f"{kind} trained"] = mixed.predict(inputs)
+    keras.utils.set_random_seed(0)
+    plain = Trainer(build(), "sgd", "mse").predict(inputs)
+    np.testing.assert_array_equal(outputs["instance"], outputs["function"])
+    np.testing.assert_array_equal(outputs["instance trained"], outputs["function trained"])
+    assert not np.array_equal(outputs["instance"], plain), "nothing was computed in 16 bits"
+    if build is functional:  # the function of the subclassed one makes a layer late as well
+        assert "bfloat16" in {layer.compute_dtype for layer in mixed.model._flatten_layers()}
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_a_loaded_model_keeps_the_dtype_of_its_outputs(tmp_path):
+    functional().save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    half = Trainer(loaded, "sgd", "mse", precision="mixed_float16")
+    assert isinstance(half.optimizer, LossScaleOptimizer)
+    assert (half.model.layers[-1].compute_dtype, half.model.layers[-2].compute_dtype) == ("float32", "float16")
+    back = Trainer(half.model, "sgd", "mse", precision="float32")
+    assert {layer.compute_dtype for layer in back.model._flatten_layers()} == {"float32"}
+
+
+def test_a_precision_that_a_model_cannot_have_is_refused():
+    with precision("mixed_bfloat16"):
+        keras.config.set_dtype_policy("float64")
+        wide = model()
+    with pytest.raises(ConfigError, match=r"needs float32 variables\. Received: .* float64\. Pass a function"):
+        Trainer(wide, "sgd", "mse", precision="mixed_bfloat16")
+    named = "The function builds a model of the dtype policy float32, and precision='mixed_bfloat16'"
+    ready = model()
+    with pytest.raises(ConfigError, match=named):
+        Trainer(lambda: ready, "sgd", "mse", precision="mixed_bfloat16")
 
 
 def test_a_fixed_loss_scale_changes_nothing():

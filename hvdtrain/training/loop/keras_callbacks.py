@@ -56,6 +56,7 @@ def callbacks_of_all(
     steps: int,
     prepare: Callable[[], None],
     averaged_weights: Callable[[], AbstractContextManager[None]],
+    verbose: str | int = 0,
 ) -> "KerasCallbacks | None":
     """Return what calls this replica's `callbacks`; None where no replica has any.
 
@@ -67,6 +68,7 @@ def callbacks_of_all(
         steps: steps of an epoch.
         prepare: gives the model what callbacks look for, such as its optimizer.
         averaged_weights: gives the model the optimizer's averages inside a context.
+        verbose: what callbacks read in their `params` on the primary; elsewhere it is 0.
 
     Raises:
         ConfigError: a callback that cannot work here.
@@ -75,9 +77,8 @@ def callbacks_of_all(
     if not needs.anything:
         return None
     prepare()
-    return KerasCallbacks(
-        callbacks, needs, model, backend, epochs=epochs, steps=steps, averaged_weights=averaged_weights
-    )
+    params = {"epochs": epochs, "steps": steps, "verbose": verbose if backend.primary else 0}
+    return KerasCallbacks(callbacks, needs, model, backend, params, averaged_weights=averaged_weights)
 
 
 def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
@@ -118,8 +119,7 @@ class KerasCallbacks(EvaluationHooks):
         needs: what those of all replicas ask for.
         model: its optimizer is the one in use.
         backend: the replicas.
-        epochs: epochs of the run.
-        steps: steps of an epoch.
+        params: what callbacks read in their `params`.
         averaged_weights: gives the model the optimizer's averages inside a context.
     """
 
@@ -129,16 +129,15 @@ class KerasCallbacks(EvaluationHooks):
         needs: CallbackNeeds,
         model: Any,
         backend: Backend,
+        params: Mapping[str, Any],
         *,
-        epochs: int,
-        steps: int,
         averaged_weights: Callable[[], AbstractContextManager[None]],
     ) -> None:
         mine = [callback for callback in tf.nest.flatten(list(callbacks)) if _acts(callback, backend.primary)]
         self._backend = backend
         self._model = model
         self._averaged_weights = averaged_weights
-        self._list = _callbacks.CallbackList(mine, add_history=True, model=model, epochs=epochs, steps=steps, verbose=0)
+        self._list = _callbacks.CallbackList(mine, add_history=True, model=model, **params)
         # Figures of each step have to be exchanged and waited for: only for somebody who asks for them.
         self.needs = needs
         self._sums = np.zeros(2)

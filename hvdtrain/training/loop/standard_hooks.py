@@ -54,6 +54,7 @@ class StandardTraining:
         observers: receive the records.
         validation: evaluated at the end of every epoch; None: nothing is.
         callbacks: this rank's Keras callbacks.
+        verbose: what they are told that the user asked for.
 
     Raises:
         ConfigError: a callback that cannot work here.
@@ -72,6 +73,7 @@ class StandardTraining:
         *,
         validation: Iterable[Batch] | None = None,
         callbacks: Sequence[Any] = (),
+        verbose: str | int = 0,
     ) -> None:
         if not rule.weights_agree:
             refuse_saves_within_epochs(callbacks)
@@ -87,6 +89,7 @@ class StandardTraining:
             steps=data.steps_per_epoch,
             prepare=factory.compile_for_callbacks,
             averaged_weights=actions.averaged_weights,
+            verbose=verbose,
         )
         self._plan = plan
         begin_best(plan.best, scalars, factory.metric_names(), validated=validation is not None)
