@@ -13,16 +13,22 @@ class ArraySource:
     """A source of arrays: inputs, targets and optional sample weights, with samples along dim 0; see `Source`.
 
     Args:
-        elements: `(inputs, targets)` or `(inputs, targets, sample_weight)`; each may be a nest of arrays.
+        elements: `(inputs, targets)` or `(inputs, targets, sample_weight)`; each may be a nest of arrays. Inputs
+            without targets are `(inputs,)`, or an array or dict by itself.
         name: its name in error messages.
 
     Raises:
         DataError: no samples, or arrays of different lengths.
     """
 
-    def __init__(self, elements: tuple[Any, ...], name: str = "data") -> None:
-        if not isinstance(elements, tuple | list) or len(elements) not in (2, 3):
-            raise DataError(f"{name} must be (inputs, targets) or (inputs, targets, sample_weight).")
+    def __init__(self, elements: Any, name: str = "data") -> None:
+        if hasattr(elements, "shape") or isinstance(elements, dict):
+            elements = (elements,)
+        if not isinstance(elements, tuple | list) or len(elements) not in (1, 2, 3):
+            raise DataError(
+                f"{name} must be (inputs, targets), (inputs, targets, sample_weight) or, without targets, (inputs,). "
+                f"Received: {_described(elements)}."
+            )
         parts = tuple(np.asarray(part) if _is_list_of_numbers(part) else part for part in elements)
         arrays = _without_lists(tf.nest.map_structure(np.asarray, parts))
         lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
@@ -53,6 +59,11 @@ class ArraySource:
         for tensor in tf.nest.flatten(self.elements):
             digest.update(tf.io.serialize_tensor(tensor).numpy() if tensor.dtype == tf.string else _bytes(tensor))
         return digest.digest()
+
+
+def _described(elements: Any) -> str:
+    kind = type(elements).__name__
+    return f"a {kind} of {len(elements)}" if isinstance(elements, tuple | list) else kind
 
 
 def _bytes(tensor: tf.Tensor) -> Any:

@@ -15,7 +15,9 @@ class Batch(NamedTuple):
     """
 
     inputs: Any
+    """What the model takes; of data without targets the whole element, as a `train_step` is given it."""
     targets: Any
+    """None where the data have none."""
     sample_weight: Any
     """Weights [samples], or None."""
     has_samples: tf.Tensor | float
@@ -64,18 +66,47 @@ def slice_bounds(total: int, index: int, size: int) -> tuple[int, int, float]:
     return first, max(end, first + 1), float(end > begin)
 
 
-def as_batch(elements: tuple[Any, ...], has_samples: Any, total: Any, *, finite: bool | None = None) -> Batch:
-    """Make a `Batch` of (inputs, targets[, sample weights])."""
-    inputs, targets, *weights = elements
+def as_batch(element: Any, has_samples: Any, total: Any, *, finite: bool | None = None) -> Batch:
+    """Make a `Batch` of (inputs, targets[, sample weights]); any other element is inputs without targets."""
+    pair = isinstance(element, tuple) and len(element) in (2, 3)
+    inputs, targets, *weights = element if pair else (element, None)
     return Batch(inputs, targets, weights[0] if weights else None, has_samples, total, finite)
 
 
-def slice_batch(elements: tuple[Any, ...], index: int, size: int) -> Batch:
-    """Take this replica's slice of a global batch (inputs, targets[, sample weights]) of tensors [samples, …]."""
-    total = tf.shape(tf.nest.flatten(elements)[0], out_type=tf.int64)[0]
-    first, last, has_samples = slice_bounds_of_tensor(total, index, size)
-    part = tf.nest.map_structure(lambda tensor: tensor[first:last], tuple(elements))
-    return as_batch(part, has_samples, tf.cast(total, tf.int32))
+def packed(elements: tuple[Any, ...]) -> Any:
+    """Return arrays by field as the element that Keras makes of them: of a single array the array itself."""
+    alone = len(elements) == 1 and not isinstance(elements[0], tuple | list)
+    return elements[0] if alone else elements
+
+
+def slice_batch(element: Any, index: int, size: int) -> Batch:
+    """Take this replica's slice of a global batch: a nest of tensors [samples, …].
+
+    Tensors may differ in length, as labeled and unlabeled samples of one step do: each is split by itself, and has to
+    divide among the replicas then. The samples of the first one are those that count.
+    """
+    total = _length(tf.nest.flatten(element)[0])
+    _, _, has_samples = slice_bounds_of_tensor(total, index, size)
+
+    def cut(tensor: tf.Tensor) -> tf.Tensor:
+        length = _length(tensor)
+        fits = (length == total) | ((length % size == 0) & (total % size == 0))
+        checked = tf.debugging.Assert(fits, [_UNEQUAL, length, total])
+        with tf.control_dependencies([] if checked is None else [checked]):
+            first, last, _ = slice_bounds_of_tensor(length, index, size)
+            return tensor[first:last]
+
+    return as_batch(tf.nest.map_structure(cut, element), has_samples, tf.cast(total, tf.int32))
+
+
+_UNEQUAL = (
+    "The tensors of a batch differ in length, so that each must hold a multiple of the number of ranks: use "
+    "batch(…, drop_remainder=True). Received lengths:"
+)
+
+
+def _length(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.shape(tensor, out_type=tf.int64)[0]
 
 
 def slice_bounds_of_tensor(total: tf.Tensor, index: int, size: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

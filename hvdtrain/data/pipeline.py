@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.config.data import Sharding, Tail
 from hvdtrain.data.augment import Augmentation, Draws
 from hvdtrain.data.bad_records import BadRecords, GatherBytes, with_weights
-from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_bounds, slice_bounds_of_tensor
+from hvdtrain.data.batch import Batch, as_batch, packed, per_replica, slice_batch, slice_bounds, slice_bounds_of_tensor
 from hvdtrain.data.file_order import FileOrder
 from hvdtrain.data.order import Order
 from hvdtrain.data.source import Source, with_static_shapes
@@ -26,6 +26,16 @@ UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
 
 no_autograph = tf.autograph.experimental.do_not_convert
 """For functions without data-dependent control flow: they trace faster, and their errors stay readable."""
+
+
+def sliced(dataset: tf.data.Dataset, index: int, size: int) -> tf.data.Dataset:
+    """Return a replica's slice of every batch of `dataset`, whatever the form of its elements."""
+    is_tuple = isinstance(dataset.element_spec, tuple)
+
+    def cut(*elements: Any) -> Batch:  # map() unpacks tuples, and nothing else
+        return slice_batch(elements if is_tuple else elements[0], index, size)
+
+    return dataset.map(no_autograph(cut))
 
 
 class TrainingData(Protocol):
@@ -181,7 +191,7 @@ class SourceTraining:
         epochs = tf.data.Dataset.range(epoch, tf.int64.max)
         numbers = epochs.flat_map(no_autograph(numbers_of)).skip(skip)
         elements = self.read_options.batches(numbers, load, heavy=self.source.heavy or augment is not None)
-        return (as_batch(part, has_samples, samples, finite=self.source.finite or None) for part in elements)
+        return (as_batch(packed(part), has_samples, samples, finite=self.source.finite or None) for part in elements)
 
     def _gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         return gather_readable(self.source, numbers, self.bad)
@@ -245,7 +255,7 @@ class SourceEvaluation:
         def load(step: tf.Tensor) -> Batch:
             numbers, has_samples, total = self._part_of(step)
             elements = apply_finish(gather_readable(self._source, numbers, self.bad), self.read_options)
-            return as_batch(elements, has_samples, tf.cast(total, tf.int32))
+            return as_batch(packed(elements), has_samples, tf.cast(total, tf.int32))
 
         steps = tf.data.Dataset.range(first, self.steps)
         return self.read_options.batches(steps, load, heavy=self._source.heavy)

@@ -34,7 +34,8 @@ def training_data(
 
     Args:
         data: `(inputs, targets[, sample_weight])` arrays, an ArraySource, a tf.data.Dataset of such tuples, or global
-            batches of them: a keras.utils.PyDataset, or a generator function.
+            batches of them: a keras.utils.PyDataset, or a generator function. For a `train_step` of the model's own
+            inputs alone, `(inputs,)` or `inputs`, or elements of a Dataset in any other form.
         backend: the replicas.
         batch: samples of a global batch; None where there are global batches already.
         seed: decides the order of arrays, and of a PyDataset's batches.
@@ -112,7 +113,7 @@ def _stream(
 
 def _check_same_batches(
     kind: str,
-    first: tuple[Any, ...],
+    first: Any,
     data: TrainingData,
     backend: Backend,
     cure: str,
@@ -136,7 +137,7 @@ def _kind(stream: Any) -> str:
     return "a PyDataset" if isinstance(stream, keras.utils.PyDataset) else "a generator function"
 
 
-def _samples(batch: tuple[Any, ...]) -> int:
+def _samples(batch: Any) -> int:
     return len(tf.nest.flatten(batch)[0])
 
 
@@ -169,11 +170,13 @@ def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> A
         return mapped(data, lambda *elements: _weighted(elements, table))
     if isinstance(data, tf.data.Dataset):
         return WeightedDataset(data, lambda *elements: _weighted(elements, table))
-    elements = data.elements if isinstance(data, ArraySource) else tuple(data)
+    elements = (data if isinstance(data, ArraySource) else ArraySource(data)).elements
     return tf.nest.map_structure(np.asarray, _weighted(elements, table))
 
 
 def _weighted(elements: tuple[Any, ...], table: np.ndarray) -> tuple[Any, ...]:
+    if len(elements) not in (2, 3):
+        raise ConfigError("class_weight needs targets: the data hold inputs alone.")
     inputs, targets, *weights = elements
     if tf.nest.is_nested(targets):
         raise ConfigError("class_weight is for models with one output: give sample weights instead.")
@@ -219,7 +222,7 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
 def _alike(
     kind: str,
     batches: Iterable[Batch],
-    first: Callable[[], tuple[Any, ...]],
+    first: Callable[[], Any],
     count: int | None,
     backend: Backend,
     what: str,
@@ -243,7 +246,7 @@ def _alike(
     return batches if count is not None or backend.processes == 1 else AsMany(batches, backend, what)
 
 
-def _checked(batch: Any) -> tuple[Any, ...]:
+def _checked(batch: Any) -> Any:
     """Return a first global batch; None where there is none.
 
     Raises:
@@ -251,8 +254,6 @@ def _checked(batch: Any) -> tuple[Any, ...]:
     """
     if batch is None:
         raise NoSamplesError("The dataset is empty.")
-    if not isinstance(batch, tuple) or len(batch) not in (2, 3):
-        raise DataError("The dataset must give (inputs, targets) or (inputs, targets, sample_weight).")
     if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(batch)):
         raise DataError("The dataset is not batched: pass fit(…, batch=N), the samples per step over all ranks.")
     return batch

@@ -1,6 +1,7 @@
 import re
 from itertools import islice, pairwise
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -259,13 +260,78 @@ def test_weights_travel_with_the_samples():
         assert next(given(data, batch).batches(0)).sample_weight.numpy().tolist() == [1, 2, 3, 4]
 
 
+class Items(keras.utils.PyDataset):
+    """Two batches of a kind."""
+
+    def __init__(self, item):
+        super().__init__()
+        self.item = item
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.item
+
+
+def generator(element):
+    def batches():
+        yield element
+
+    return batches
+
+
+def test_inputs_alone_arrive_as_keras_hands_them_to_a_train_step():
+    """An array of a Dataset by itself, and a tuple of one where there was one: a step that unpacks it takes no row."""
+    x, y = np.arange(8.0).reshape(4, 2), np.arange(4)
+    slices = tf.data.Dataset.from_tensor_slices
+    kinds = {
+        "an array": [x, (x,), slices(x), slices(x).batch(4), generator(x)],
+        "a tuple of one": [slices((x,)).batch(4), Items(x), Items((x,)), generator((x,))],
+        "a dict": [{"a": x}, slices({"a": x}), generator({"a": x})],
+        "a tuple of four": [slices((x, y, y, y)), generator((x, y, y, y))],
+        "a tuple of a dict": [Items({"a": x})],
+    }
+    forms = {
+        "an array": x,
+        "a tuple of one": (x,),
+        "a dict": {"a": x},
+        "a tuple of four": (x, y, y, y),
+        "a tuple of a dict": ({"a": x},),
+    }
+    for kind, examples in kinds.items():
+        for data in examples:
+            trained = next(given(data, 4 if needs_batch(data) else None).batches(0))
+            whole = data.batch(4) if isinstance(data, tf.data.Dataset) and needs_batch(data) else data
+            evaluated = next(iter(validation_batches(whole, SingleBackend(None), batch=4)))
+            for batch in (trained, evaluated):
+                assert batch.targets is None
+                tf.nest.assert_same_structure(batch.inputs, forms[kind])
+                for ours, theirs in zip(tf.nest.flatten(batch.inputs), tf.nest.flatten(forms[kind]), strict=True):
+                    np.testing.assert_array_equal(ours, theirs)
+
+
+def needs_batch(data):
+    if isinstance(data, tf.data.Dataset):
+        return tf.nest.flatten(data.element_spec)[0].shape.rank == 1
+    return isinstance(data, np.ndarray | tuple | dict)
+
+
+def test_tensors_of_other_lengths_are_cut_by_themselves():
+    """Six unlabeled samples and two labeled ones of one step, over two ranks."""
+    element = (tf.range(6), (tf.range(2), tf.range(2) * 10))
+    batches = [slice_batch(element, index, 2) for index in range(2)]
+    assert [b.inputs.numpy().tolist() for b in batches] == [[0, 1, 2], [3, 4, 5]]
+    assert [b.targets[1].numpy().tolist() for b in batches] == [[0], [10]]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must hold a multiple of the number of ranks"):
+        slice_batch((tf.range(6), tf.range(3)), 0, 2)
+
+
 @pytest.mark.parametrize(
     ("data", "kind", "cause"),
     [
         ((np.zeros(3), np.zeros(3)), ConfigError, r"Arrays need a batch: pass fit\(…, batch=N\)"),
-        (tf.data.Dataset.range(3), DataError, r"must give \(inputs, targets\)"),
-        (tf.data.Dataset.from_tensor_slices({"x": [1, 2]}).batch(2), DataError, r"must give \(inputs, targets\)"),
-        (tf.data.Dataset.from_tensors((1, 2, 3, 4)).batch(2), DataError, r"must give \(inputs, targets\)"),
+        (tf.data.Dataset.range(3), DataError, "The dataset is not batched"),
         (tf.data.Dataset.from_tensor_slices((np.zeros((3, 2)), np.zeros(3))), DataError, "The dataset is not batched"),
         (dataset_of(10, 4).take(0), DataError, "The dataset is empty"),
     ],
@@ -302,10 +368,8 @@ def test_validation_data_may_be_arrays_or_a_dataset():
 @pytest.mark.parametrize(
     ("elements", "cause"),
     [
-        ((np.zeros(3),), r"mine must be \(inputs, targets\) or"),
-        ((np.zeros(3),) * 4, r"mine must be \(inputs, targets\) or"),
-        (np.zeros((2, 3)), r"mine must be \(inputs, targets\) or"),
-        ({"x": np.zeros(3), "y": np.zeros(3)}, r"mine must be \(inputs, targets\) or"),
+        ((np.zeros(3),) * 4, r"mine must be \(inputs, targets\), .*\(inputs,\). Received: a tuple of 4"),
+        (None, r"mine must be \(inputs, targets\), .* Received: NoneType"),
         ((np.zeros(3), np.zeros(4)), "arrays of mine differ in length: 3, 4 samples"),
         (({"a": np.zeros(3), "b": np.zeros(2)}, np.zeros(3)), "arrays of mine differ in length: 2, 3 samples"),
         ((np.zeros(3), np.zeros(3), np.zeros(1)), "arrays of mine differ in length: 1, 3 samples"),

@@ -38,6 +38,8 @@ def in_memory(data: Any, name: str) -> ArraySource:
     batches = [standard(batch, name) for batch in _batches(data, name)]
     if not batches:
         raise DataError(f"{name} holds no samples.")
+    if not isinstance(batches[0], tuple):
+        raise DataError(f"{name} must give batches (inputs, targets) or (inputs, targets, sample_weight).")
     return ArraySource(_joined(batches, name), name)
 
 

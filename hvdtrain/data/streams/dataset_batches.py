@@ -6,8 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, NoSamplesError
-from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_batch
-from hvdtrain.data.pipeline import PREFETCH, no_autograph
+from hvdtrain.data.batch import Batch, as_batch, per_replica
+from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
 from hvdtrain.data.streams.first_pass import FirstPass
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset
 
@@ -22,7 +22,8 @@ class DatasetTraining:
     call `hvdtrain.init()` before the dataset is made. Where it is sharded, samples of other ranks are not mapped.
 
     Args:
-        dataset: elements `(inputs, targets[, sample_weight])` with a batch dim, finite or repeated.
+        dataset: elements `(inputs, targets[, sample_weight])`, or what a `train_step` takes, with a batch dim; finite
+            or repeated.
         batch: samples of a full global batch.
         index: this replica's index among `size`.
         size: number of replicas.
@@ -66,7 +67,7 @@ class DatasetTraining:
         yield from map(self._with_static_values, self._slices.repeat().skip(start_step).prefetch(PREFETCH))
 
     def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return dataset.map(no_autograph(lambda *elements: slice_batch(elements, self._index, self._size)))
+        return sliced(dataset, self._index, self._size)
 
     def _count(self, dataset: tf.data.Dataset, shards: ShardedDataset | None) -> int:
         count = known_length(dataset)
@@ -106,10 +107,9 @@ def evaluation_of_dataset(
         raise ConfigError("The validation dataset never ends: use take(), or pass --validation-steps N.")
     if shards is not None:
         return shards.slices(index, size).prefetch(PREFETCH)
-    cut = dataset.map(no_autograph(lambda *elements: slice_batch(elements, index, size)))
-    return cut.prefetch(PREFETCH)
+    return sliced(dataset, index, size).prefetch(PREFETCH)
 
 
 def _changed(change: Change, batch: Batch) -> Batch:
-    weights = () if batch.sample_weight is None else (batch.sample_weight,)
-    return as_batch(change(batch.inputs, batch.targets, *weights), batch.has_samples, batch.global_samples)
+    fields = [each for each in (batch.inputs, batch.targets, batch.sample_weight) if each is not None]
+    return as_batch(change(*fields), batch.has_samples, batch.global_samples)

@@ -11,20 +11,23 @@ from hvdtrain.data.batch import Batch, as_batch, slice_bounds
 Elements = tuple[Any, ...]
 
 
-def standard(elements: Any, name: str) -> Elements:
-    """Return a global batch as `(inputs, targets[, sample_weight])` of arrays [samples, …].
+def standard(element: Any, name: str) -> Any:
+    """Return a global batch as a nest of arrays [samples, …], `(inputs, targets[, sample_weight])` as a rule.
 
     Raises:
         DataError: another structure, no samples, or arrays of different lengths.
     """
-    if isinstance(elements, tuple | list) and len(elements) == 3 and elements[2] is None:
-        elements = elements[:2]
-    if not isinstance(elements, tuple | list) or len(elements) not in (2, 3):
+    if isinstance(element, list) and any(hasattr(part, "shape") for part in element):
+        element = tuple(element)
+    while isinstance(element, tuple) and len(element) > 1 and element[-1] is None:
+        element = element[:-1]
+    usable = bool(element) if isinstance(element, tuple | dict) else hasattr(element, "shape")
+    if not usable:
         raise DataError(
-            f"{name} must give batches (inputs, targets) or (inputs, targets, sample_weight). "
-            f"Received: {type(elements).__name__}{f' of {len(elements)}' if hasattr(elements, '__len__') else ''}."
+            f"{name} must give batches (inputs, targets), (inputs, targets, sample_weight) or inputs alone. "
+            f"Received: {type(element).__name__}{f' of {len(element)}' if hasattr(element, '__len__') else ''}."
         )
-    arrays = tuple(tf.nest.map_structure(np.asarray, _nest(part)) for part in elements)
+    arrays = tf.nest.map_structure(np.asarray, _nest(element))
     lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
     if len(lengths) != 1 or 0 in lengths:
         raise DataError(f"A batch of {name} has arrays of {', '.join(map(str, sorted(lengths)))} samples.")

@@ -43,7 +43,7 @@ def opened(data: Any) -> tuple[Elements, Iterator[Any]]:
     Raises:
         DataError: the stream is empty, or does not yield batches.
     """
-    batches = iter(each_once(data)) if not _is_endless(data) else map(data.__getitem__, itertools.count())
+    batches = iter(each_once(data)) if not _is_endless(data) else (_item(data, n) for n in itertools.count())
     for elements in batches:
         return standard(elements, _name(data)), itertools.chain([elements], batches)
     raise NoSamplesError(f"{_name(data)} {'holds' if isinstance(data, keras.utils.PyDataset) else 'gives'} no batches.")
@@ -63,7 +63,7 @@ def mapped(data: Any, change: Callable[..., Elements]) -> Any:
 def each_once(data: Any) -> Iterator[Any]:
     """Yield the batches of a finite stream, in its own order."""
     if isinstance(data, keras.utils.PyDataset):
-        return (data[number] for number in range(data.num_batches))
+        return (_item(data, number) for number in range(data.num_batches))
     return _call(data)
 
 
@@ -252,7 +252,7 @@ class _Mapped(keras.utils.PyDataset):
         return self._dataset.num_batches
 
     def __getitem__(self, index: int) -> Elements:
-        return self._change(*standard(self._dataset[index], _name(self._dataset)))
+        return self._change(*standard(_item(self._dataset, index), _name(self._dataset)))
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
@@ -269,7 +269,13 @@ def _read_numbers(dataset: keras.utils.PyDataset, numbers: np.ndarray, cut: Cut)
 
 
 def _read(dataset: keras.utils.PyDataset, number: int, cut: Cut) -> Batch:
-    return cut(dataset[number])
+    return cut(_item(dataset, number))
+
+
+def _item(dataset: keras.utils.PyDataset, number: int) -> Any:
+    """Return a batch of a PyDataset; inputs alone become `(inputs,)`, as in Keras."""
+    batch = dataset[number]
+    return batch if isinstance(batch, tuple | list) else (batch,)
 
 
 def _call(function: BatchFunction) -> Iterator[Any]:

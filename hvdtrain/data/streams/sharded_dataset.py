@@ -202,7 +202,7 @@ def _rows(window: Any, shard: Shard, *, is_tuple: bool) -> tf.data.Dataset:
     return kept.map(no_autograph(lambda *row: (row if is_tuple else row[0], has_samples, total)))
 
 
-def _as_batch(elements: tuple[Any, ...], has_samples: tf.Tensor, total: tf.Tensor) -> Batch:
+def _as_batch(elements: Any, has_samples: tf.Tensor, total: tf.Tensor) -> Batch:
     return as_batch(elements, has_samples, tf.cast(total, tf.int32))
 
 
