@@ -59,7 +59,13 @@ def structure_of(model: Any) -> Structure:
 
 
 def statistics_of(layer: Any) -> list[tf.Variable]:
-    """Return the floating-point variables that a layer changes itself: those that are averaged over the replicas."""
+    """Return the floating-point variables that a layer changes itself: those that are averaged over the replicas.
+
+    A model with a `train_step` of its own has none but those of its layers: what the step assigns, such as a queue of
+    features, has no mean, and must be the same on all replicas.
+    """
+    if isinstance(layer, keras.Model) and type(layer).train_step is not keras.Model.train_step:
+        return []
     own = [variable for variable in layer._non_trainable_variables if tf.as_dtype(variable.dtype).is_floating]
     return [unwrap(variable) for variable in own]
 
@@ -70,7 +76,8 @@ class _Walk:
     def __init__(self) -> None:
         self.paths: dict[int, str] = {}
         self.statistics: set[int] = set()
-        self._seen: set[int] = set()
+        # By id, and kept: the id of a list that is gone would be given to the next one.
+        self._seen: dict[int, Any] = {}
         self._taken: set[str] = set()
 
     def visit(self, thing: Any, path: str) -> None:
@@ -79,8 +86,8 @@ class _Walk:
         elif isinstance(thing, keras.random.SeedGenerator):
             self.name(thing.state, _join(path, "state"))
         elif isinstance(thing, keras.Layer | list | tuple | dict) and id(thing) not in self._seen:
-            self._seen.add(id(thing))
-            for name, child in _children(thing):
+            self._seen[id(thing)] = thing
+            for name, child in children(thing):
                 self.visit(child, _join(path, name))
             if isinstance(thing, keras.Layer):
                 self._visit_bookkeeping(thing, path)
@@ -110,8 +117,8 @@ class _Walk:
         self._taken.add(unique)
 
 
-def _children(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a layer or a container holds, by name, in an order that does not depend on the process."""
+def children(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a layer or a container holds, by name, in the same order in every process."""
     if isinstance(thing, dict):
         yield from ((str(key), value) for key, value in thing.items())
     elif isinstance(thing, list | tuple):
