@@ -56,6 +56,10 @@ class NonFiniteError(UserError):
     """The loss became NaN or infinite; the message names the step."""
 
 
+class DesyncError(UserError):
+    """Ranks hold different weights where they must be equal; the message names the variables and the ranks."""
+
+
 class CheckpointError(UserError):
     """A checkpoint or a run folder that cannot be read or written."""
 

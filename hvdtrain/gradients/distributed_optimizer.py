@@ -1,7 +1,6 @@
 """A Keras optimizer that is given local gradients and applies those of all replicas."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,6 +12,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.exchange import CompressionName
 from hvdtrain.gradients.reduction import GradientReducer, reduction_options, weighted
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
+from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.clipping import Clipping, global_norm
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import loss_scale_of
@@ -57,6 +57,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
         self.local_weight: Any = None
         """What this replica's gradients count, such as its samples: a scalar tensor; None: all replicas alike."""
+        self.role = "gradient"
+        """Tells this exchange of the variables' gradients from others of the same step."""
         self.norm: tf.Tensor | None = None
         """Norm of the reduced gradient that was applied last, before clipping."""
         self._arguments: dict[str, Any] = {
@@ -85,7 +87,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchange `grads` and let the inner optimizer apply the result; every replica must call it."""
-        variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
+        known = innermost(self.inner_optimizer)._trainable_variables
+        variables = list(known if trainable_variables is None else trainable_variables)
         if not self.built:
             with tf.init_scope():
                 self.build(variables)
@@ -93,22 +96,14 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         with fused_updates(self.inner_optimizer):
             self.inner_optimizer.apply(reduced, variables)
 
-    @contextmanager
-    def counting(self, weight: tf.Tensor) -> Iterator[None]:
-        """Weight this replica's gradients inside this context; `norm` stays None if none were applied."""
-        self.local_weight, self.norm = weight, None
-        try:
-            yield
-        finally:
-            self.local_weight = None
-
     def _reduced(self, gradients: list[Any], paths: list[str]) -> list[Any]:
         collectives = self._exchange or current_exchange()
         if self.local_weight is None:
-            return GradientReducer(collectives, self._options).reduce(gradients, paths)
+            return GradientReducer(collectives, self._options).reduce(gradients, paths, role=self.role)
         weight = tf.cast(self.local_weight, tf.float32)
         sums = [weighted(gradient, weight) for gradient in gradients]
-        return WeightedReducer(collectives, self._options).reduce(sums, tf.expand_dims(weight, 0), paths)[0]
+        reducer, totals = WeightedReducer(collectives, self._options), tf.expand_dims(weight, 0)
+        return reducer.reduce(sums, totals, paths, role=self.role)[0]
 
     def _clipped(self, gradients: list[Any]) -> list[Any]:
         scale = loss_scale_of(self.inner_optimizer)

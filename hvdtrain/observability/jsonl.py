@@ -56,6 +56,8 @@ def flat_record(kind: str, record: StepRecord | EvaluationRecord) -> dict[str, A
     own = {"kind": kind} | {field.name: getattr(record, field.name) for field in fields(record)}
     metrics = own.pop("metrics")
     own.pop("so_far", None)
+    if own["loss"] is None:
+        del own["loss"]
     return own | {f"metric_{name}" if name in own else name: value for name, value in metrics.items()}
 
 

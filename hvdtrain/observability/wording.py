@@ -54,7 +54,12 @@ def step_figures(record: StepRecord) -> Figures:
 
 def evaluation_figures(record: EvaluationRecord) -> Figures:
     """Return validation loss and metrics, with the prefix ``val_``."""
-    return figures_of({"val_loss": record.loss, **{f"val_{name}": value for name, value in record.metrics.items()}})
+    return figures_of({f"val_{name}": value for name, value in with_loss(record).items()})
+
+
+def with_loss(record: StepRecord | EvaluationRecord) -> dict[str, Any]:
+    """Return the metrics of a record, after its loss if it has one."""
+    return ({} if record.loss is None else {"loss": record.loss}) | dict(record.metrics)
 
 
 def formatted(figures: Figures) -> list[str]:

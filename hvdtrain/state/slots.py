@@ -45,11 +45,11 @@ def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str])
     return named
 
 
-def replicated_slots(optimizer: Any, structure: Structure) -> dict[str, NamedTensor]:
+def replicated_slots(optimizer: Any, structure: Structure, prefix: str = "optimizer") -> dict[str, NamedTensor]:
     """Return the variables of a built `optimizer` of the model's own variables, of which every replica holds all."""
     variables = innermost(optimizer)._trainable_variables
     slots = slot_tensors(optimizer, variables, [structure.path(variable) for variable in variables])
-    return {f"optimizer/{path}": replicated_tensor(slot.variable) for path, slot in slots.items()}
+    return {f"{prefix}/{path}": replicated_tensor(slot.variable) for path, slot in slots.items()}
 
 
 def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Structure) -> None:

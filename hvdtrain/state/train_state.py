@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import DesyncError, LaunchError
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import NamedTensor, StateSpec, replicated_tensor, spec_of
@@ -20,7 +20,7 @@ from hvdtrain.state.slots import replicated_slots
 from hvdtrain.state.structure import seed_states, structure_of
 from hvdtrain.state.variables import by_path, unwrap
 
-BROADCAST_TIMEOUT_S = 600.0
+_TIMEOUT_S = 600.0
 """Ranks begin training together, but one may still compile what another has in its cache."""
 CALLS_PER_STEP = 4096
 """Draws that one dropout layer may make in a step before its numbers would meet those of the next."""
@@ -102,6 +102,12 @@ class TrainState:
         """Return what checkpoints of format 1 call the tensors, in the order of `named_tensors`."""
         return [*by_path(self.model.weights, _MODEL), *by_path(self.optimizer.variables, _OPTIMIZER)]
 
+    def equal_tensors(self) -> dict[str, tf.Variable]:
+        """Return, by path, what must be the same on all replicas: neither slices nor statistics, see `changing`."""
+        own = self._statistics()
+        tensors = self.named_tensors().items()
+        return {path: tensor.value for path, tensor in tensors if tensor.replicated and path not in own}
+
     def changing(self) -> dict[str, tf.Variable]:
         """Return the variables, by path, that the model changes in its forward pass."""
         return {**self._statistics(), **self.generators}
@@ -111,11 +117,19 @@ class TrainState:
         return sum(int(np.prod(weight.shape)) for weight in self.model.weights)
 
     def broadcast(self, backend: Backend) -> None:
-        """Give every replica the replicated tensors and the scalars of the first one; slices stay where they are."""
+        """Give every replica the replicated tensors and the scalars of the first one; slices stay where they are.
+
+        Raises:
+            LaunchError: the replicas' models or optimizers are not alike.
+        """
+        kinds = [f"{spec.path} {spec.dtype}{list(spec.global_shape)}" for spec in self.specs()]
+        mine = [zlib.crc32("".join(kinds).encode()), asdict(self.scalars) if backend.index == 0 else None]
+        everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S)]
+        if any(crc != everyone[0][0] for crc, _ in everyone):
+            _refuse_other_tensors(kinds, backend)
         tensors = self.named_tensors().items()
         backend.broadcast({path: tensor.value for path, tensor in tensors if tensor.replicated})
-        mine = json.dumps(asdict(self.scalars)).encode() if backend.index == 0 else b""
-        self.restore(json.loads(backend.gather_bytes(mine, timeout=BROADCAST_TIMEOUT_S)[0]))
+        self.restore(everyone[0][1])
 
     def average_statistics(self, backend: Backend) -> None:
         """Average what layers count themselves (BatchNorm's moving statistics) over the replicas.
@@ -148,13 +162,13 @@ class TrainState:
         """Return the parameter hash after comparing it along `axis` of the mesh, whose ranks hold the same parameters.
 
         Raises:
-            LaunchError: the ranks' parameters differ.
+            DesyncError: the ranks' parameters differ.
         """
         mine = self.parameter_hash()
         hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, axis=axis)]
         others = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
         if others:
-            raise LaunchError(
+            raise DesyncError(
                 f"The parameters of rank {others[0]} differ from those of rank 0 "
                 f"({hashes[others[0]][:12]} and {hashes[0][:12]}; {len(others)} of {len(hashes)} ranks differ): "
                 "something other than the reduced gradients changed them."
@@ -196,3 +210,17 @@ class TrainState:
 
     def _replicated_slots(self) -> dict[str, NamedTensor]:
         return replicated_slots(self.optimizer, self._structure)
+
+
+def _refuse_other_tensors(mine: list[str], backend: Backend) -> None:
+    """Refuse replicas with other tensors than the first one has: a broadcast would wait for ever."""
+    everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S)]
+    for rank, theirs in enumerate(everyone):
+        strange = [f"{kind} on rank {rank} alone" for kind in theirs if kind not in everyone[0]]
+        strange += [f"{kind} on rank 0 and not on rank {rank}" for kind in everyone[0] if kind not in theirs]
+        if strange or theirs != everyone[0]:
+            more = f" … and {len(strange) - 2} more" if len(strange) > 2 else ""
+            raise LaunchError(
+                "Every rank trains the same model with the same optimizers. Received: "
+                f"{'; '.join(strange[:2]) or f'the same tensors in another order on rank {rank}'}{more}."
+            )

@@ -12,6 +12,7 @@ from hvdtrain.layers.recompute import Recompute
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.optimizers import known_optimizers
 from hvdtrain.optim.precision import precision, set_precision
+from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.training.options import StepOptions
 
 
@@ -95,7 +96,9 @@ def built_optimizer(optimizer: Any, model: Any) -> Any:
         optimizer = known[optimizer.lower()]
     built = _built(optimizer, keras.optimizers.Optimizer)
     refuse_exchange_of_microbatches(built, "Trainer")
-    if built.built and not _ids(model.trainable_variables) <= _ids(built._trainable_variables):
+    # Of a model that holds several each may train a part.
+    held = any(built is each for each in optimizers_of(model).values())
+    if built.built and not held and not _ids(model.trainable_variables) <= _ids(built._trainable_variables):
         raise ConfigError(
             f"The optimizer {built.name!r} was built for other variables than those of the model {model.name!r}, which "
             "may be a copy (sync_batch_norm=True makes one): give a new optimizer."

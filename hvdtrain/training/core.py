@@ -59,13 +59,18 @@ class TrainerCore:
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
             optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
             self.model = converted(built, self.options)
-            self.optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
-        self.backend.prepare(self.optimizer)
-        self._factory = step_factory_for(self.backend, self.model, self.optimizer, objective, self.options)
+            optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
+        self.backend.prepare(optimizer)
+        self._factory = step_factory_for(self.backend, self.model, optimizer, objective, self.options)
         self._rule: UpdateRule | None = None
         self._state: TrainState | None = None
         self._announcer = Announcer(self.backend, self.options, notes)
         self._predictor = self._factory.predictor()
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that trains the model; of several, the first that its `train_step` uses."""
+        return self._factory.optimizer
 
     @property
     def rule(self) -> UpdateRule:
@@ -95,13 +100,14 @@ class TrainerCore:
 
     def build(self, data: TrainingData) -> None:
         """Create the variables of model and optimizer, if they are not there, and check loss and metrics."""
-        self.build_on(next(iter(data.batches(0))))
+        self.build_on(next(iter(data.batches(0))), training=True)
 
-    def build_on(self, batch: Batch) -> None:
-        """Do what `build` does, on a batch that is like those to come."""
+    def build_on(self, batch: Batch, *, training: bool = False) -> None:
+        """Do what `build` does, on a batch that is like those to come, in `training` or in evaluation."""
         with precision(self.options.precision):  # for layers that are made when they are first called
-            self._factory.build(batch)
+            self._factory.build(batch, training=training)
         with self.backend.scope():
+            self.state.optimizer = self.optimizer
             self.state.follow_model()
             self.rule.follow_model()
 

@@ -6,8 +6,9 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.registry import resolve
 from hvdtrain.training.objective.compile_settings import Objective
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.keras_step import has_own_step
-from hvdtrain.training.step.step_factory import KerasStepFactory, StepFactory
+from hvdtrain.training.step.own.factory import KerasStepFactory
+from hvdtrain.training.step.own.train_step import has_own_step
+from hvdtrain.training.step.step_factory import StepFactory
 
 
 def step_factory_for(

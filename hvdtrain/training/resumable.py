@@ -106,7 +106,7 @@ class ResumableTrainer(TrainerCore):
 
     def _load(self, path: Path) -> None:
         self._pending = path
-        if self.model.built:
+        if self._factory.has_variables:
             self._load_pending()
         elif self.backend.primary:
             print(f"The model has no variables yet: fit, evaluate or predict will load {path}.", flush=True)
@@ -122,9 +122,9 @@ class ResumableTrainer(TrainerCore):
         state.held_weights = extras(path, self.backend)
         self.rule.begin()
 
-    def build_on(self, batch: Batch) -> None:
+    def build_on(self, batch: Batch, *, training: bool = False) -> None:
         """See `TrainerCore.build_on`."""
-        super().build_on(batch)
+        super().build_on(batch, training=training)
         self._load_pending()
 
     def _begin_fit(

@@ -21,7 +21,17 @@ CHECKS = HERE / "checks"
 # depend on who carries it, and four ranks take turns on two cores: it is left out of some worlds, and what takes long
 # to compile of most. Two ranks under MPI run everything; Horovod's face trains in every world of two ranks and four.
 FACE = {"face_training", "face_traps"}
-LONG_TO_COMPILE = {"callbacks", "combinations", "face_variants", "jit", "keras_models", "precision", "resuming"}
+LONG_TO_COMPILE = {
+    "callbacks",
+    "combinations",
+    "drift",
+    "face_variants",
+    "jit",
+    "keras_models",
+    "own_steps",
+    "precision",
+    "resuming",
+}
 ABOVE_THE_EXCHANGE = {"placeholders", "state", "streams", "sync_batch_norm", "training", "update"}
 RANKS_THAT_DIFFER = {"calls", "rank_parts"}
 """Two ranks can differ in all ways that matter, under either controller: over its channel they notice."""

@@ -419,7 +419,8 @@ def test_the_distributing_optimizer_is_its_inner_one():
 
 
 def test_a_train_step_must_use_the_optimizer_that_exchanges():
-    with pytest.raises(ConfigError, match=r"train_step of OwnStepByHand must apply its gradients with self\.optimizer"):
+    message = "train_step of OwnStepByHand must apply its gradients with an optimizer that is an attribute of the model"
+    with pytest.raises(ConfigError, match=message):
         Trainer(OwnStepByHand(), "sgd", "mse").fit((X, X), batch=16, verbose=False)
 
 
@@ -509,12 +510,6 @@ def test_callbacks_hear_of_evaluations_and_of_the_end():
     assert heard == ["test begins", ("test ends", names), ("end", names | {"val_loss", "val_accuracy"})]
     with pytest.raises(ConfigError, match="SwapEMAWeights is not needed"):
         trainer().fit((X, Y), batch=16, callbacks=[keras.callbacks.SwapEMAWeights()], verbose=False)
-
-
-def test_a_train_step_must_tell_its_loss():
-    mine = Trainer(OwnStep(), "sgd", "mse")
-    with pytest.raises(ConfigError, match="train_step must return a dict with 'loss' in it"):
-        mine.fit((X, X), batch=8, verbose=False)
 
 
 # -- outputs by name --

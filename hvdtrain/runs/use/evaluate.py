@@ -83,8 +83,7 @@ def evaluate(session: Session, config: Config, folder: RunFolder, options: Evalu
         "data_args": config.data.data_args,
         "split": split,
         "samples": batches.samples,
-        "val_loss": outcome.loss,
-        **{f"val_{name}": value for name, value in outcome.metrics.items()},
+        **{f"val_{name}": value for name, value in outcome.as_dict().items()},
         "parameter_hash": trainer.state.agreed_hash(backend),
     }
     if config.data.tolerated:

@@ -26,13 +26,13 @@ class Evaluation:
     alone, `float(outcome)`.
     """
 
-    loss: float
+    loss: float | None
     metrics: dict[str, Any]
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
         """Return loss and metrics by name."""
-        return {"loss": self.loss, **self.metrics}
+        return ({} if self.loss is None else {"loss": self.loss}) | self.metrics
 
     def keys(self) -> Iterable[str]:
         """Return the names, the loss first."""
@@ -48,7 +48,7 @@ class Evaluation:
         return len(self.as_dict())
 
     def __float__(self) -> float:
-        return self.loss
+        return float("nan") if self.loss is None else self.loss
 
 
 class Evaluator:

@@ -14,13 +14,13 @@ def begin_best(metric: BestMetric | None, scalars: Scalars, metrics: Iterable[st
     Args:
         metric: by which the best epoch is chosen; None: there is none.
         scalars: where it is recorded.
-        metrics: names of the training's metrics besides the loss.
+        metrics: names of what an epoch reports, the loss among them if there is one.
         validated: whether there are validation data.
 
     Raises:
         ConfigError: no epoch will have the metric; those that it has are named.
     """
-    known = [f"{prefix}{name}" for prefix in ("", "val_")[: 1 + validated] for name in ("loss", *metrics)]
+    known = [f"{prefix}{name}" for prefix in ("", "val_")[: 1 + validated] for name in metrics]
     if metric is not None and metric.name not in known:
         more = "" if validated else " Those that begin with val_ need validation data."
         raise ConfigError(

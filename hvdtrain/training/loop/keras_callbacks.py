@@ -12,6 +12,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
+from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.evaluation.same_weights import checksum
@@ -194,7 +195,9 @@ class KerasCallbacks(EvaluationHooks):
         sums = step.result.totals.numpy()[:2]
         # A step that was skipped for its overflow is none.
         self._sums += sums if np.isfinite(sums).all() or not has_dynamic_scale(self._model.optimizer) else 0.0
-        self._list.on_train_batch_end(step.place, {"loss": float(self._sums[0] / self._sums[1]), **metrics()})
+        # A model's own step counts no loss in the totals: if it returns one, it is among its metrics.
+        loss = {"loss": float(self._sums[0] / self._sums[1])} if self._sums[1] else {}
+        self._list.on_train_batch_end(step.place, {**loss, **metrics()})
 
     def begin_evaluation(self) -> None:
         """Begin the evaluation of the validation data."""
@@ -232,20 +235,17 @@ class KerasCallbacks(EvaluationHooks):
 
     def _agreed(self, *, weights: bool) -> bool:
         """Tell whether any replica's callbacks ask to stop, once rates, and `weights`, are seen to be the same."""
-        rate = float(tf.convert_to_tensor(self._model.optimizer.learning_rate))
+        held = optimizers_of(self._model).values()
+        mine_rates = [float(tf.convert_to_tensor(optimizer.learning_rate)) for optimizer in held]
         crc = (
             checksum(structure_of(self._model).by_path(self._model.weights))
             if weights and self._backend.processes > 1
             else 0
         )
-        mine = tf.constant([[float(self._model.stop_training), rate, float(crc)]], tf.float64)
-        stops, rates, crcs = self._gather(mine).numpy().T
-        if (rates != rates[0]).any():
-            other = int(np.flatnonzero(rates != rates[0])[0])
-            raise ConfigError(
-                f"A callback set the learning rate {rates[other]:g} on rank {other} and {rates[0]:g} on rank 0: "
-                "callbacks must decide alike on every rank, from the figures that they are given."
-            )
+        mine = tf.constant([[float(self._model.stop_training), float(crc), *mine_rates]], tf.float64)
+        stops, crcs, *all_rates = self._gather(mine).numpy().T
+        for rates in all_rates:
+            self._check_rates(rates)
         if (crcs != crcs[0]).any():
             raise ConfigError(
                 f"Rank {int(np.flatnonzero(crcs != crcs[0])[0])} holds other weights than rank 0. Callbacks that set "
@@ -253,6 +253,15 @@ class KerasCallbacks(EvaluationHooks):
                 "samples of its own rank, is another cause."
             )
         return bool(stops.any())
+
+    def _check_rates(self, rates: np.ndarray) -> None:
+        """Refuse learning rates [replicas] of one optimizer that differ."""
+        if (rates != rates[0]).any():
+            other = int(np.flatnonzero(rates != rates[0])[0])
+            raise ConfigError(
+                f"A callback set the learning rate {rates[other]:g} on rank {other} and {rates[0]:g} on rank 0: "
+                "callbacks must decide alike on every rank, from the figures that they are given."
+            )
 
 
 def _check(callback: Any) -> None:

@@ -31,6 +31,7 @@ class TrainingReport:
         self._clock = clock
         self._observers = observers
         self._evaluations: list[EvaluationRecord] = []
+        self._epoch_loss: float | None = float("nan")
         self._history: dict[str, list[Any]] = {}
         self._epochs: list[int] = []
 
@@ -64,7 +65,9 @@ class TrainingReport:
         """Return loss and metrics of the epoch, and begin the next; every rank calls it."""
         self._monitor.end_epoch()
         metrics = dict(self._step.epoch_metrics())
-        return metrics if self._step.returns_logs else {"loss": self._monitor.epoch_loss, **metrics}
+        figures = metrics if self._step.returns_logs else {"loss": self._monitor.epoch_loss, **metrics}
+        self._epoch_loss = figures.get("loss")
+        return figures
 
     def evaluated(self, step: StepEnd, outcome: Evaluation) -> dict[str, Any]:
         """Report an evaluation, and return its figures with `val_` before their names."""
@@ -92,7 +95,7 @@ class TrainingReport:
         return FitResult(
             steps=scalars.step,
             epochs=scalars.epoch + (scalars.place(steps_per_epoch) > 0),
-            train_loss=self._monitor.epoch_loss,
+            train_loss=self._epoch_loss,
             evaluations=self._evaluations,
             samples_per_second=self._clock.steady_samples_per_second(),
             step_ms=median_p90(self._clock.steady_ms()),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.observability.events import EvaluationRecord
+from hvdtrain.observability.wording import with_loss
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,9 @@ class FitResult:
     """Finished optimizer steps, those before a resume included."""
     epochs: int
     """Finished passes over the data, the last one possibly cut short."""
-    train_loss: float
-    """Mean loss over the samples of the last epoch; NaN where none was trained."""
+    train_loss: float | None
+    """Mean loss over the samples of the last epoch, NaN where none was trained; of a `train_step` of the model's own
+    the `loss` that it returned, if any."""
     evaluations: list[EvaluationRecord]
     """One for each epoch, if there was validation data."""
     samples_per_second: float
@@ -40,13 +42,12 @@ def summary_of(result: FitResult) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "steps": result.steps,
         "epochs": result.epochs,
-        "train_loss": result.train_loss,
+        **({} if result.train_loss is None else {"train_loss": result.train_loss}),
         "samples_per_second": result.samples_per_second,
         "step_ms": dict(result.step_ms),
         "data_wait": result.data_wait,
         "wall_seconds": result.wall_seconds,
     }
     if last is not None:
-        figures["val_loss"] = last.loss
-        figures.update({f"val_{name}": value for name, value in last.metrics.items()})
+        figures.update({f"val_{name}": value for name, value in with_loss(last).items()})
     return figures

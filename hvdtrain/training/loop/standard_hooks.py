@@ -16,6 +16,7 @@ from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.loop.best_epoch import begin_best, note_best
 from hvdtrain.training.loop.data_wait import WaitingWatch
+from hvdtrain.training.loop.desync_check import DesyncCheck
 from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, Outcome, StepEnd
 from hvdtrain.training.loop.keras_callbacks import callbacks_of_all, refuse_saves_within_epochs
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
@@ -118,6 +119,7 @@ class StandardTraining:
         )
         self._report = TrainingReport(self._step, self._monitor, self.loop.clock, observers)
         self._waiting = WaitingWatch(backend, self.loop.clock, data.remedy)
+        self._desync = DesyncCheck(backend, state, rule, scalars.step)
         self._add_hooks(plan)
 
     def _add_hooks(self, plan: Plan) -> None:
@@ -129,6 +131,8 @@ class StandardTraining:
             if callbacks.needs.batches:
                 loop.add_hook(self._show_batch, EVERY_STEP)
         loop.add_hook(self._check_and_log, MEASURED)
+        if self._desync.needed:
+            loop.add_hook(self._desync, EVERY_STEP)
         loop.add_hook(self._warn_of_waiting, MEASURED)
         if callbacks is not None:
             # A callback that stops within an epoch ends it: its figures are formed like those of any other.

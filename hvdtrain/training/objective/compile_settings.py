@@ -6,6 +6,7 @@ from typing import Any
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
+from hvdtrain.state.optimizers import optimizers_of
 
 _MARK = "_hvdtrain_compile_config"
 """Attribute with the settings with which the trainer itself compiled the model."""
@@ -89,7 +90,12 @@ def _optimizer_of(model: Any, config: dict[str, Any]) -> Any:
             "Received: None."
         )
     # Not the argument of compile(): Keras may have wrapped it, and restored the state of the wrapper.
-    optimizer = model.optimizer
+    optimizer = model.optimizer or next(iter(optimizers_of(model).values()), None)
+    if optimizer is None:
+        raise ConfigError(
+            f"An optimizer is needed: {type(model).__name__} was compiled with none, and holds none in its attributes. "
+            "Received: None. Pass Trainer(model, optimizer), or set one in compile()."
+        )
     around = _is_trainers(model) and isinstance(optimizer, DistributedOptimizer)
     return optimizer.inner_optimizer if around else optimizer
 

@@ -34,7 +34,7 @@ class Measured(NamedTuple):
     loss_scale: tf.Tensor | None
     """The dynamic loss scale after this step."""
     metrics: dict[str, Any]
-    """Training metrics by name, since the last measured step."""
+    """Training metrics by name, since the last measured step; or what the step returned, see `returns_logs`."""
     finite: tf.Tensor
     """Whether all parameters are finite after the update."""
     so_far: dict[str, Any] | None = None

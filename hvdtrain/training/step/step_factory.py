@@ -1,16 +1,14 @@
-"""The compiled pieces of a model's training: our own step, or that of a model with a `train_step` of its own."""
+"""The compiled pieces of a model's training: the protocol, and the factory of hvdtrain's own step."""
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.shapes import check_source
 from hvdtrain.data.source import Source
-from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.layers.recompute import recomputed_model
-from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
 from hvdtrain.training.assembly import check_layers
@@ -23,12 +21,11 @@ from hvdtrain.training.objective.metric_specs import MetricSpec
 from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.keras_step import KerasEvaluator, KerasTrainStep, keras_data
 from hvdtrain.training.step.microbatches import per_microbatch
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule
-from hvdtrain.training.update_rules.select import DEFAULT, check_rule, chosen_rule, update_rule_for
+from hvdtrain.training.update_rules.select import check_rule, update_rule_for
 
 Evaluate = Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
 Predict = Callable[[Iterable[Batch]], Any]
@@ -40,17 +37,25 @@ class StepFactory(Protocol):
     narrow_outputs: bool
     """Whether the model gives 16-bit outputs, once it is built."""
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of the run's state; of several, once the model is built, the first that is used."""
+
+    @property
+    def has_variables(self) -> bool:
+        """Whether the variables of model and optimizers can be had without a batch."""
+
     def check(self, source: Source) -> None:
         """Refuse data that do not fit the model, as far as that can be told beforehand."""
 
-    def build(self, batch: Batch) -> None:
-        """Create the model's variables and check loss and metrics on a batch like those to come."""
+    def build(self, batch: Batch, *, training: bool) -> None:
+        """Create the model's variables, and check loss and metrics, on a batch like those of training or evaluation."""
 
     def update_rule(self) -> UpdateRule:
         """Return the rule that updates the model, which is built by now, with its optimizer built."""
 
     def metric_names(self) -> list[str]:
-        """Return the names of the metrics besides the loss, once the model is built."""
+        """Return the names of what an epoch reports, the loss among them if there is one, once the model is built."""
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
         """Return the compiled step for global batches of `batch` samples."""
@@ -73,7 +78,7 @@ class CompiledStepFactory:
     ) -> None:
         self._backend = backend
         self._model = model
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._objective = objective
         self._options = options
         check_layers(model, options)
@@ -87,15 +92,35 @@ class CompiledStepFactory:
         self._known: dict[tuple[int | None, bool], CompiledStep] = {}
         self._composition: Hashable = None
 
+    @property
+    def has_variables(self) -> bool:
+        """See `StepFactory`."""
+        return bool(self._model.built)
+
     def _names(self) -> Any:
         return getattr(self._model, "output_names", None)
 
     def check(self, source: Source) -> None:
         """See `StepFactory`."""
+        self._check_targets(len(source.spec) > 1)
         check_source(self._model, source, self._objective.loss)
 
-    def build(self, batch: Batch) -> None:
+    def _check_targets(self, present: bool) -> None:
+        """Refuse data without targets.
+
+        Raises:
+            DataError: naming the model.
+        """
+        if not present:
+            raise DataError(
+                f"The data must give (inputs, targets) or (inputs, targets, sample_weight): the loss of "
+                f"{type(self._model).__name__} {self._model.name!r} compares outputs with targets. Received: inputs "
+                "alone, which are for a model with a train_step or a compute_loss of its own."
+            )
+
+    def build(self, batch: Batch, *, training: bool) -> None:
         """See `StepFactory`."""
+        self._check_targets(batch.targets is not None)
         with self._backend.scope():
             outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
         self.narrow_outputs = narrow(outputs)
@@ -104,11 +129,11 @@ class CompiledStepFactory:
 
     def update_rule(self) -> UpdateRule:
         """See `StepFactory`."""
-        return update_rule_for(self._backend, self._model, self._optimizer, self._options)
+        return update_rule_for(self._backend, self._model, self.optimizer, self._options)
 
     def metric_names(self) -> list[str]:
         """See `StepFactory`."""
-        return [] if self._metrics is None else [bound.name for bound in self._metrics.bound]
+        return ["loss", *([] if self._metrics is None else (bound.name for bound in self._metrics.bound))]
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
         """See `StepFactory`."""
@@ -157,93 +182,7 @@ class CompiledStepFactory:
 
     def compile_for_callbacks(self) -> None:
         """See `StepFactory`; a model that was compiled with this optimizer keeps its settings."""
-        if getattr(self._model, "optimizer", None) is not self._optimizer:
-            compile_for_trainer(self._model, self._optimizer, self._objective)
+        if getattr(self._model, "optimizer", None) is not self.optimizer:
+            compile_for_trainer(self._model, self.optimizer, self._objective)
         if self._metrics is not None and self._metrics.sample is not None:
             build_compile_metrics(self._model, *self._metrics.sample)
-
-
-class KerasStepFactory:
-    """The model's own `train_step` and `test_step`, through an optimizer that exchanges gradients.
-
-    Raises:
-        ConfigError: an option that only hvdtrain's own step has.
-    """
-
-    def __init__(
-        self, backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
-    ) -> None:
-        unfit = {
-            "accumulate": options.accumulate > 1,
-            "jit": options.jit,
-            "recompute": options.recompute,
-            chosen_rule(options): chosen_rule(options) != DEFAULT,
-            # The gradients that ranks owe one another would count by the samples of the wrong rank.
-            "SyncBatchNormalization": bool(sync_layers(model)),
-        }
-        if backend.capabilities.needs_builders:
-            raise ConfigError(
-                f"{type(model).__name__} has a step of its own, which --backend={backend.name} cannot run: use "
-                "--backend=horovod, or --backend=single."
-            )
-        for name, used in unfit.items():
-            if used:
-                raise ConfigError(
-                    f"{type(model).__name__} has a step of its own, in which {name} can do nothing: leave it out"
-                    + (", or use hvdtrain.GradientAccumulator in a loop of your own." if name == "accumulate" else ".")
-                )
-        self._backend = backend
-        self._model = model
-        self._optimizer = DistributedOptimizer(
-            optimizer,
-            op=options.reduce_op,
-            compression=options.compression,
-            groups=options.gradient_groups,
-            sparse_as_dense={"auto": None, "gather": False, "dense": True}[options.sparse_gradients],
-            gradient_predivide_factor=options.predivide,
-            clip_norm=options.clip_norm,
-            clip_value=options.clip_value,
-            exchange=backend,
-        )
-        compile_for_trainer(model, self._optimizer, objective)
-        self._step: KerasTrainStep | None = None
-        self._composition: Hashable = None
-        self.narrow_outputs = False
-        self._evaluator: KerasEvaluator | None = None
-
-    def check(self, source: Source) -> None:
-        """See `StepFactory`: what a step of its own takes, nobody knows."""
-
-    def build(self, batch: Batch) -> None:
-        """See `StepFactory`: a test step creates what the model and its metrics need."""
-        if self._evaluator is None:
-            self._model(batch.inputs, training=False)
-            self._model.test_step(keras_data(batch))
-            self._evaluator = KerasEvaluator(self._backend, self._model)
-
-    def update_rule(self) -> UpdateRule:
-        """See `StepFactory`: the model's own step applies gradients, through the optimizer that exchanges them."""
-        return UpdateRule(self._backend, self._model, self._optimizer.inner_optimizer)
-
-    def metric_names(self) -> list[str]:
-        """See `StepFactory`: those of the model's own steps."""
-        return [name for name in self._model.get_metrics_result() if name != "loss"]
-
-    def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> KerasTrainStep:
-        """See `StepFactory`."""
-        if self._step is None or self._composition != state.composition:
-            self._step = KerasTrainStep(self._backend, state, self._optimizer)
-            self._composition = state.composition
-        return self._step
-
-    def evaluator(self) -> KerasEvaluator:
-        """See `StepFactory`."""
-        assert self._evaluator is not None, "build comes first"
-        return self._evaluator
-
-    def predictor(self) -> Predict:
-        """See `StepFactory`."""
-        return Predictor(self._backend, self._model)
-
-    def compile_for_callbacks(self) -> None:
-        """See `StepFactory`: the model is compiled already."""

@@ -1,0 +1,198 @@
+"""The pieces of training a model with a `train_step` of its own."""
+
+import inspect
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.source import Source
+from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer, refuse_exchange_of_microbatches
+from hvdtrain.layers.sync_batch_norm import sync_layers
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.state.optimizers import MAIN, optimizers_of
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.evaluation.predict import Predictor
+from hvdtrain.training.objective.compile_settings import Objective, compile_for_trainer
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.own.evaluator import KerasEvaluator
+from hvdtrain.training.step.own.exchange import OptimizerExchange
+from hvdtrain.training.step.own.logs import StepLogs
+from hvdtrain.training.step.own.rule import OwnStepUpdate
+from hvdtrain.training.step.own.train_step import KerasTrainStep, keras_data, take_step
+from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.update_rules.select import DEFAULT, chosen_rule
+
+
+class KerasStepFactory:
+    """The model's own `train_step` and `test_step`; its optimizers exchange gradients.
+
+    Args:
+        backend: the replicas.
+        model: a model that replaces what `Model.fit` does in a step. One with a `compile` of its own is compiled.
+        optimizer: what `model.optimizer` is to be, or one of the optimizers that the model holds.
+        objective: losses and metrics, as `Model.compile` takes them.
+        options: of the step.
+
+    Raises:
+        ConfigError: an option that only hvdtrain's own step has, or settings that belong to the model's `compile`.
+    """
+
+    def __init__(
+        self, backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
+    ) -> None:
+        _refuse_unfit(backend, model, options)
+        self._backend = backend
+        self._model = model
+        self._options = options
+        if _compiles_itself(model):
+            _set_optimizer(model, optimizer, objective)
+        else:
+            compile_for_trainer(model, optimizer, objective)
+        self._exchange = self._new_exchange()
+        self._logs = StepLogs(backend, model, "train_step")
+        self._evaluator = KerasEvaluator(backend, model)
+        self._step: KerasTrainStep | None = None
+        self._composition: Hashable = None
+        self._traced = False
+        self.narrow_outputs = False
+
+    @property
+    def optimizer(self) -> Any:
+        """See `StepFactory`."""
+        return self._exchange.main
+
+    @property
+    def has_variables(self) -> bool:
+        """See `StepFactory`: several optimizers show what they train where the step is traced."""
+        return self._traced or bool(self._model.built and list(self._exchange.optimizers) == [MAIN])
+
+    def check(self, source: Source) -> None:
+        """See `StepFactory`. No check: a custom step accepts anything."""
+
+    def build(self, batch: Batch, *, training: bool) -> None:
+        """See `StepFactory`: the model's variables, and those of its optimizers, are made where its step is traced.
+
+        Which optimizers a step uses, and which variables each of them trains, shows there alone.
+        """
+        if not self._traced and training:
+            self._trace(batch)
+        elif not self._traced:
+            self._build_for_evaluation(batch)
+
+    def _trace(self, batch: Batch) -> None:
+        """Trace the train step, and throw the graph away."""
+
+        def step(batch: Batch) -> None:
+            self._backend.run(lambda: take_step(self._model, batch, self._exchange, self._logs, measure=True))
+
+        tf.function(step, autograph=False).get_concrete_function(batch)
+        self._traced = True
+
+    def _build_for_evaluation(self, batch: Batch) -> None:
+        """Make the variables, those of several optimizers too: a checkpoint that is restored may hold them."""
+        if list(self._exchange.optimizers) != [MAIN]:
+            try:
+                self._trace(batch)
+            except Exception:  # samples to evaluate on may be in a form that cannot be trained on
+                self._exchange = self._new_exchange()
+        tf.function(self._model.test_step, autograph=False).get_concrete_function(keras_data(batch))
+
+    def _new_exchange(self) -> OptimizerExchange:
+        options = self._options
+        found = optimizers_of(self._model)
+        for optimizer in found.values():
+            refuse_exchange_of_microbatches(optimizer, "Trainer")
+        distribute = partial(
+            DistributedOptimizer,
+            op=options.reduce_op,
+            compression=options.compression,
+            groups=options.gradient_groups,
+            sparse_as_dense={"auto": None, "gather": False, "dense": True}[options.sparse_gradients],
+            gradient_predivide_factor=options.predivide,
+            clip_norm=options.clip_norm,
+            clip_value=options.clip_value,
+            exchange=self._backend,
+        )
+        return OptimizerExchange(self._model, found, distribute)
+
+    def update_rule(self) -> UpdateRule:
+        """See `StepFactory`: the model's own step applies gradients, through optimizers that exchange them."""
+        return OwnStepUpdate(self._backend, self._model, self._exchange.optimizers)
+
+    def metric_names(self) -> list[str]:
+        """See `StepFactory`: those that the step returns."""
+        return self._logs.names
+
+    def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> KerasTrainStep:
+        """See `StepFactory`."""
+        if self._step is None or self._composition != state.composition:
+            self._step = KerasTrainStep(self._backend, state, self._exchange, self._logs)
+            self._composition = state.composition
+        return self._step
+
+    def evaluator(self) -> KerasEvaluator:
+        """See `StepFactory`."""
+        return self._evaluator
+
+    def predictor(self) -> Predictor:
+        """See `StepFactory`."""
+        return Predictor(self._backend, self._model)
+
+    def compile_for_callbacks(self) -> None:
+        """See `StepFactory`: the model is compiled already."""
+
+
+def _refuse_unfit(backend: Backend, model: Any, options: StepOptions) -> None:
+    unfit = {
+        "accumulate": options.accumulate > 1,
+        "jit": options.jit,
+        "recompute": options.recompute,
+        chosen_rule(options): chosen_rule(options) != DEFAULT,
+        # The gradients that ranks owe one another would count by the samples of the wrong rank.
+        "SyncBatchNormalization": bool(sync_layers(model)),
+    }
+    if backend.capabilities.needs_builders:
+        raise ConfigError(
+            f"{type(model).__name__} has a step of its own, which --backend={backend.name} cannot run: use "
+            "--backend=horovod, or --backend=single."
+        )
+    for name, used in unfit.items():
+        if used:
+            raise ConfigError(
+                f"{type(model).__name__} has a step of its own, in which {name} can do nothing: leave it out"
+                + (", or use hvdtrain.GradientAccumulator in a loop of your own." if name == "accumulate" else ".")
+            )
+
+
+def _compiles_itself(model: Any) -> bool:
+    return type(model).compile is not keras.Model.compile
+
+
+def _set_optimizer(model: Any, optimizer: Any, objective: Objective) -> None:
+    """Give a model with a `compile` of its own another main optimizer, if it is none of those that it holds.
+
+    Raises:
+        ConfigError: it was not compiled, or losses and metrics that only its `compile` can take.
+    """
+    name = type(model).__name__
+    signature = f"{name}.compile{inspect.signature(type(model).compile)}".replace("(self, ", "(")
+    if not model.compiled:
+        raise ConfigError(
+            f"{name} has a compile() of its own: call it before Trainer(model). Received: a model that is not compiled "
+            f"({signature}, which calls super().compile())."
+        )
+    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    for setting, value in vars(objective).items():
+        if value and value is not config.get(setting):
+            raise ConfigError(
+                f"{name} has a compile() of its own, which takes its losses and metrics: leave out {setting} of "
+                f"Trainer. Received: {setting}={value!r} ({signature})."
+            )
+    if all(innermost(optimizer) is not innermost(each) for each in optimizers_of(model).values()):
+        setattr(model, MAIN, optimizer)

@@ -1,0 +1,186 @@
+"""The figures that a model's own step returns, over all replicas."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.objective.metrics import BoundMetric, MetricSet
+from hvdtrain.training.step.own.replaced import replaced
+
+
+class Figure(NamedTuple):
+    """Where a figure comes from that a step returns."""
+
+    metric: Any
+    """The metric whose result it is; None for any other tensor."""
+    key: str | None
+    """The name of the result, for a metric that has several."""
+    sums: tf.Variable | None
+    """[2], of other tensors: this replica's sum of figure x samples, and of samples."""
+
+    def read(self) -> tf.Tensor:
+        """Return the result of the metric by now."""
+        result = self.metric.result()
+        return tf.convert_to_tensor(result if self.key is None else result[self.key])
+
+
+class StepLogs:
+    """What a step returns: the results of metrics are those over all replicas' samples, other tensors an average.
+
+    A metric's result is formed from its variables, added up over the replicas. Anything else that a step returns is
+    averaged over the replicas by their samples.
+
+    Args:
+        backend: the replicas.
+        model: whose `train_step` or `test_step` it is.
+        step: its name.
+        accumulate: average other tensors over all batches since `reset`, and not only over the last one.
+    """
+
+    def __init__(self, backend: Backend, model: Any, step: str, *, accumulate: bool = False) -> None:
+        self._backend = backend
+        self._model = model
+        self._step = step
+        self._accumulate = accumulate
+        self._figures: dict[str, Figure] = {}
+        self._other: dict[str, tf.Variable] = {}
+        self._seen: dict[int, tuple[Any, str | None, Any]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the figures, once the step was traced."""
+        return list(self._figures)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note which tensors are results of metrics, inside the context, which a step is traced in."""
+        self._seen = {}
+        with ExitStack() as stack:
+            for metric in metrics_of(self._model):
+                stack.enter_context(replaced(metric, "result", self._noting(metric)))
+            yield
+
+    def take(self, logs: Any, samples: tf.Tensor) -> list[tf.Tensor]:
+        """Take what the step returned for `samples` samples, and return what must be finite of it.
+
+        That is the loss; of a model that returns none all whose name says that they are losses, or else everything.
+
+        Raises:
+            ConfigError: not a dict of single figures.
+        """
+        values = {name: self._figure(name, value) for name, value in self._flat(logs).items()}
+        self._figures = {}
+        for name, (value, figure) in values.items():
+            self._figures[name] = figure
+            if figure.sums is not None:
+                weight = tf.cast(samples, tf.float64)
+                mine = tf.stack([tf.math.multiply_no_nan(tf.cast(value, tf.float64), weight), weight])
+                (figure.sums.assign_add if self._accumulate else figure.sums.assign)(mine)
+        self._seen = {}
+        losses = [name for name in values if "loss" in name]
+        watched = ["loss"] if "loss" in values else losses or list(values)
+        return [values[name][0] for name in watched]
+
+    def results(self, role: str) -> dict[str, tf.Tensor]:
+        """Return the figures by name over all replicas, which call it together, without changing any state."""
+        metrics = self._metrics()
+        found = metrics.results_so_far(role, self._read) if metrics.bound else {}
+        others = {name: figure.sums for name, figure in self._figures.items() if figure.sums is not None}
+        if others:
+            sums = self._backend.all_reduce(tf.stack([v.read_value() for v in others.values()]), name=f"{role}//others")
+            found |= dict(zip(others, tf.unstack(tf.math.divide_no_nan(sums[:, 0], sums[:, 1])), strict=True))
+        return {name: found[name] for name in self._figures}
+
+    def metric_sums(self, role: str) -> dict[str, list[tf.Tensor]]:
+        """Return the variables of every metric by its name, added up over the replicas, which call it together."""
+        return self._metrics(everything=True).sums_so_far(role)
+
+    def take_up(self, sums: Mapping[str, list[Any]]) -> None:
+        """Reset the model's metrics, and set their variables to what `metric_sums` returned."""
+        self._model.reset_metrics()
+        for bound in self._metrics(everything=True).bound:
+            for variable, value in zip(bound.metric.variables, sums.get(bound.name, ()), strict=False):
+                variable.assign(tf.constant(value, variable.dtype))
+
+    def reset(self) -> None:
+        """Reset the model's metrics, as Keras does before an epoch, and forget other figures."""
+        self._model.reset_metrics()
+        for sums in self._other.values():
+            sums.assign(tf.zeros_like(sums))
+
+    def variables(self) -> list[tf.Variable]:
+        """Return what the metrics count in."""
+        found = {id(unwrap(v)): unwrap(v) for metric in metrics_of(self._model) for v in metric.variables}
+        return list(found.values())
+
+    def _noting(self, metric: Any) -> Any:
+        def result(*args: Any, **kwargs: Any) -> Any:
+            value = type(metric).result(metric, *args, **kwargs)
+            for key, each in value.items() if isinstance(value, dict) else [(None, value)]:
+                self._seen[id(each)] = metric, key, each
+            return value
+
+        return result
+
+    def _flat(self, logs: Any) -> dict[str, Any]:
+        if not isinstance(logs, dict):
+            raise ConfigError(
+                f"{self._step} of {type(self._model).__name__} must return a dict of figures, such as "
+                f"{{'loss': loss}}. Received: {logs!r}."
+            )
+        flat: dict[str, Any] = {}
+        for name, value in logs.items():
+            flat |= self._flat(value) if isinstance(value, dict) else {str(name): value}
+        return flat
+
+    def _figure(self, name: str, value: Any) -> tuple[tf.Tensor, Figure]:
+        if id(value) in self._seen:
+            metric, key, _ = self._seen[id(value)]
+            return tf.convert_to_tensor(value), Figure(metric, key, None)
+        try:
+            given = tf.convert_to_tensor(value)
+            tensor = tf.reshape(tf.cast(given, tf.float64), [])
+            if given.dtype == tf.string:
+                raise TypeError("text is no figure")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self._step} of {type(self._model).__name__} must return one number for each name, such as "
+                f"tf.reduce_mean(loss). Received for {name!r}: {value!r}."
+            ) from error
+        if name not in self._other:
+            with tf.init_scope():
+                self._other[name] = tf.Variable(tf.zeros([2], tf.float64), trainable=False, name="figure")
+        return tensor, Figure(None, None, self._other[name])
+
+    def _metrics(self, *, everything: bool = False) -> MetricSet:
+        """Return the metrics that figures come from, or all of the model's that have variables."""
+        chosen = {id(figure.metric): figure.metric for figure in self._figures.values() if figure.metric is not None}
+        if everything:
+            chosen = {id(metric): metric for metric in metrics_of(self._model) if metric.variables}
+        bound: dict[str, BoundMetric] = {}
+        for metric in chosen.values():
+            name, count = metric.name, 1
+            while (key := name if count == 1 else f"{name}#{count}") in bound:
+                count += 1
+            bound[key] = BoundMetric(key, metric, "", weighted=False)
+        return MetricSet(list(bound.values()), self._backend)
+
+    def _read(self) -> dict[str, tf.Tensor]:
+        return {name: figure.read() for name, figure in self._figures.items() if figure.metric is not None}
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """Return the metrics of a model: those that it resets, then others that it or its layers hold."""
+    layers = model._flatten_layers()
+    found = [*model.metrics, *(metric for layer in layers for metric in layer._metrics)]
+    return list({id(metric): metric for metric in found}.values())
+
+
+def plain_figures(figures: Mapping[str, tf.Tensor]) -> dict[str, Any]:
+    """Return figures as numbers; the result of a metric may be an array, with a value for each class."""
+    return {name: value.numpy() if value.shape.rank else float(value) for name, value in figures.items()}

@@ -1,0 +1,244 @@
+"""Models with a `train_step` of their own, against `Model.fit` of the whole batch in one process.
+
+Python's own draws, and any mathematics over the batch that does not decompose into samples, are left out of the models
+or written out in the reference; see `generative_models.py` and `ContrastiveBySlices`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from generative_models import (
+    CLASSES,
+    FEATURES,
+    GAN,
+    LATENT,
+    VAE,
+    WGAN,
+    ConditionalGAN,
+    CycleGAN,
+    DiffusionModel,
+    net,
+)
+from representation_models import BYOL, Contrastive, ContrastiveBySlices, Distiller, Siamese, Weighted
+from world import World, flat_bytes, moved, relative_error
+
+import hvdtrain
+
+RNG = np.random.default_rng(5)
+SAMPLES, BATCH, EPOCHS = 69, 16, 4  # the last of five batches has 5 samples: 2 and 3 on two ranks
+X = RNG.standard_normal((SAMPLES, FEATURES))
+OTHERS = RNG.standard_normal((SAMPLES, FEATURES)) ** 2
+LABELS = (X[:, 0] > 0).astype("int64")
+WEIGHTS = RNG.random(SAMPLES) + 0.5
+BINARY = {"from_logits": True}
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def crossentropy() -> Any:
+    return keras.losses.BinaryCrossentropy(from_logits=True)
+
+
+def dataset(*parts: Any, batch: int = BATCH) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(parts[0] if len(parts) == 1 else parts).batch(batch)
+
+
+def compare(
+    world: World,
+    build: Callable[[], keras.Model],
+    data: Any,
+    *,
+    validation: Any = None,
+    reference: Callable[[], keras.Model] | None = None,
+    figures: bool = True,
+) -> Any:
+    """Train by `Model.fit` in this process and by the trainer on all ranks; weights and histories must agree."""
+    with in_float64():
+        keras.utils.set_random_seed(0)
+        one = (reference or build)()
+        arrays = not isinstance(data, tf.data.Dataset)
+        x, *y = data if isinstance(data, tuple) else (data,)
+        start = [np.array(w) for w in one.get_weights()]
+        fitted = one.fit(
+            x,
+            *y[:1],
+            batch_size=BATCH if arrays else None,
+            sample_weight=y[1] if len(y) > 1 else None,
+            epochs=EPOCHS,
+            shuffle=False,
+            verbose=0,
+            validation_data=validation,
+        )
+        keras.utils.set_random_seed(world.rank)
+        model = build()
+        if world.rank == 0:
+            model.set_weights(start)
+        trainer = hvdtrain.Trainer(model, backend=world.backend)
+        result = trainer.fit(
+            data,
+            batch=BATCH if arrays else None,
+            epochs=EPOCHS,
+            shuffle=False,
+            verbose=0,
+            validation_data=validation,
+            callbacks=[keras.callbacks.Callback()],
+        )
+    expected = [np.array(w) for w in one.get_weights()]
+    assert moved(expected, start) >= 1e-2
+    assert world.same_everywhere(flat_bytes(model.get_weights())), "the ranks' weights differ"
+    error = relative_error(model.get_weights(), expected)
+    assert error <= 1e-9, f"{error:.2e}"
+    assert set(result.history) == set(fitted.history), (result.history, fitted.history)
+    for name, values in result.history.items():
+        # A tracker that is told of a batch at a time counts the slices of a short batch alike.
+        np.testing.assert_allclose(values, fitted.history[name], rtol=1e-9 if figures else 0.1, err_msg=name)
+    return trainer
+
+
+def gan() -> keras.Model:
+    model = GAN(net(FEATURES, 1), net(LATENT, FEATURES))
+    model.compile(d_optimizer=adam(), g_optimizer=adam(), loss_fn=crossentropy())
+    return model
+
+
+def check_a_gan_with_two_optimizers(world: World) -> None:
+    # A short batch of one sample: on two ranks one of them holds a placeholder.
+    trainer = compare(world, gan, dataset(X[:65]), figures=False)
+    slots = {path.split("/")[1] for path in trainer.state.named_tensors() if path.startswith("optimizer")}
+    assert slots == {"d_optimizer", "g_optimizer"}, slots
+    # Batches that divide: figures as in one process.
+    compare(world, gan, (X[:64],))
+
+
+def check_a_conditional_gan(world: World) -> None:
+    def build() -> keras.Model:
+        model = ConditionalGAN(net(FEATURES + CLASSES, 1), net(LATENT + CLASSES, FEATURES))
+        model.compile({"d": adam(), "g": adam()}, crossentropy())
+        return model
+
+    compare(world, build, dataset(X, np.eye(CLASSES)[LABELS]), figures=False)
+
+
+def check_a_wasserstein_gan_with_gradient_penalty(world: World) -> None:
+    def build() -> keras.Model:
+        model = WGAN(net(FEATURES, 1), net(LATENT, FEATURES))
+        model.compile(
+            d_optimizer=keras.optimizers.Adam(0.005, beta_1=0.5, beta_2=0.9),
+            g_optimizer=keras.optimizers.Adam(0.005, beta_1=0.5, beta_2=0.9),
+            g_loss_fn=lambda fake_img: -tf.reduce_mean(fake_img),
+            d_loss_fn=lambda real_img, fake_img: tf.reduce_mean(fake_img) - tf.reduce_mean(real_img),
+        )
+        return model
+
+    compare(world, build, tf.data.Dataset.from_tensor_slices((X,)).batch(BATCH))
+
+
+def check_a_cycle_gan_with_four_optimizers(world: World) -> None:
+    def build() -> keras.Model:
+        parts = (net(FEATURES, FEATURES), net(FEATURES, FEATURES), net(FEATURES, 1), net(FEATURES, 1))
+        model = CycleGAN(*parts)
+        model.compile(adam(), adam(), adam(), adam())
+        return model
+
+    compare(world, build, dataset(X, OTHERS))
+
+
+def check_a_variational_autoencoder(world: World) -> None:
+    def build() -> keras.Model:
+        model = VAE(net(FEATURES, 2 * LATENT), net(LATENT, FEATURES))
+        model.compile(optimizer=adam())
+        return model
+
+    compare(world, build, X, figures=False)
+
+
+def check_a_diffusion_model_with_averaged_weights(world: World) -> None:
+    def build() -> keras.Model:
+        model = DiffusionModel(net(FEATURES + 1, FEATURES))
+        model.normalizer.adapt(X)
+        model.compile(optimizer=keras.optimizers.AdamW(0.01, weight_decay=1e-4), loss=keras.losses.MeanAbsoluteError())
+        return model
+
+    compare(world, build, X[:64], validation=dataset(OTHERS[:32]))
+
+
+def check_a_contrastive_model_with_a_probe(world: World) -> None:
+    def build(kind: type = Contrastive) -> keras.Model:
+        model = kind()
+        model.compile(contrastive_optimizer=adam(), probe_optimizer=adam())
+        return model
+
+    def by_slices() -> keras.Model:
+        model = build(ContrastiveBySlices)
+        model.ranks = world.size
+        return model
+
+    unlabeled, labeled = dataset(X[:64], LABELS[:64]), dataset(OTHERS[:32], LABELS[:32], batch=8)
+    data = tf.data.Dataset.zip((unlabeled, labeled))
+    compare(world, build, data, validation=dataset(X[:32], LABELS[:32]), reference=by_slices)
+
+
+def check_knowledge_distillation(world: World) -> None:
+    def build() -> keras.Model:
+        model = Distiller(net(FEATURES, CLASSES), net(FEATURES, CLASSES))
+        model.compile(
+            optimizer=adam(),
+            metrics=[keras.metrics.SparseCategoricalAccuracy()],
+            student_loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            distillation_loss_fn=keras.losses.KLDivergence(),
+            alpha=0.1,
+            temperature=3,
+        )
+        return model
+
+    compare(world, build, (X, LABELS), validation=(OTHERS, LABELS))
+
+
+def check_sample_weights_in_a_step_of_its_own(world: World) -> None:
+    def build() -> keras.Model:
+        model = Weighted()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(adam(), loss, metrics=[keras.metrics.SparseCategoricalAccuracy()])
+        model.build((None, FEATURES))
+        return model
+
+    compare(world, build, (X, LABELS, WEIGHTS))
+
+
+def check_a_siamese_network_of_triplets(world: World) -> None:
+    def build() -> keras.Model:
+        model = Siamese()
+        model.compile(optimizer=adam())
+        model.built = True
+        return model
+
+    triplets = dataset(X, X + 0.1 * OTHERS, X[::-1])
+    compare(world, build, triplets, validation=triplets.take(2))
+
+
+def check_a_slow_copy_of_the_network(world: World) -> None:
+    def build() -> keras.Model:
+        model = BYOL()
+        model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+        model.built = True
+        return model
+
+    compare(world, build, tf.data.Dataset.from_tensor_slices((X,)).batch(BATCH))
