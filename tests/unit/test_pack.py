@@ -446,6 +446,17 @@ def test_class_folders_and_tar_files_are_shown(source, tmp_path):
         assert report.balance == {name: {"train": 10} for name in CLASSES}
 
 
+@pytest.mark.parametrize("above", ["", "photos/"])
+def test_a_tar_file_of_splits_is_not_taken_for_cifar(source, tmp_path, above):
+    """CIFAR-100's archive holds files of the names train and test."""
+    with tarfile.open(tmp_path / "photos.tar.gz", "w:gz") as tar:
+        for split in ("train", "validation", "test"):
+            tar.add(source, f"{above}{split}")
+    report = inspect(str(tmp_path / "photos.tar.gz"))
+    assert (report.kind, report.damaged) == ("images in class folders", [])
+    assert report.balance == {name: {"train": 10, "validation": 10, "test": 10} for name in CLASSES}
+
+
 def test_an_image_may_be_called_like_a_shard(source, tmp_path):
     (source / CLASSES[0] / "photo-1-of-3.png").symlink_to(next((source / CLASSES[0]).glob("*.png")))
     report = inspect(str(source))

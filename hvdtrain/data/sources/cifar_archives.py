@@ -184,7 +184,7 @@ def _layout(place: Path, files: dict[str, bytes]) -> Layout:
 
 
 def is_cifar(path: Path) -> bool:
-    """Whether a folder or tar file has files with CIFAR's names.
+    """Whether a folder or tar file has files with CIFAR's names; CIFAR-100's are called as folders of others are.
 
     Raises:
         DataError: it cannot be read, or is not a tar file.
@@ -192,7 +192,7 @@ def is_cifar(path: Path) -> bool:
     if path.is_dir():
         return any(file.name in NAMES for file in _files_in(path))
     with _opened(path) as archive:
-        return any(_name(member) in NAMES for member in islice(archive, MOST_MEMBERS))
+        return any(_name(member) in NAMES and member.isreg() for member in islice(archive, MOST_MEMBERS))
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
