@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from hvdtrain.config.errors import SetupError
 from hvdtrain.installation.activation import prepare_activation
 from hvdtrain.installation.build import build_wheel
+from hvdtrain.installation.launcher import prepare_launcher
 from hvdtrain.installation.mpi import OPENMPI, Mpi, choose_mpi
 from hvdtrain.installation.pip import Pip
 from hvdtrain.installation.requirements import (
@@ -47,6 +48,7 @@ def install(environment: PythonEnvironment, choice: str) -> bool:
     mpi = choose_mpi(choice, environment, os.environ)
     key = wheel_key(environment, mpi, os.environ)
     if _is_done(environment, mpi, key):
+        prepare_launcher(environment)
         return False
     check_environment(environment)
     kept = cache_folder(environment, os.environ) / key
@@ -60,6 +62,7 @@ def install(environment: PythonEnvironment, choice: str) -> bool:
         _stamp(environment).unlink(missing_ok=True)
         wheel = _install(environment, mpi, kept, work)
         prepare_activation(environment, mpi)
+        prepare_launcher(environment)
         _prove(mpi, wheel)
         _stamp(environment).write_text(key)
     return True
