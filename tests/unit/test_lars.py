@@ -1,7 +1,11 @@
+import re
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from sklearn.datasets import load_digits
 
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.optim.lars import LARS
@@ -170,3 +174,19 @@ def test_lambs_weight_decay_is_decoupled_and_not_the_papers(problem):
     assert got[0] == pytest.approx(lamb_reference(weights[0], kernels, LAMB_RATE, 0.5, decoupled=True), rel=1e-9)
     assert np.abs(got[0] - lamb_reference(weights[0], kernels, LAMB_RATE, 0.5)).max() > 1e-2
     assert got[1] == pytest.approx(lamb_reference(weights[1], biases, LAMB_RATE), rel=1e-9)  # a bias does not decay
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_documented_numbers_train(size):
+    """Too large a product of rate and trust coefficient diverges within 50 steps: 0.5 and 0.1 did, on two ranks."""
+    page = (Path(__file__).parents[2] / "docs" / "own_loops.md").read_text(encoding="utf-8")
+    (peak,) = re.findall(r"warmup_target=([\d.]+) \* hvdtrain\.size\(\)", page)
+    (trust,) = re.findall(r"LARS\(rate, weight_decay=1e-4, trust_coefficient=([\d.]+)\)", page)
+    keras.utils.set_random_seed(0)
+    images, labels = load_digits(return_X_y=True)
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10)])
+    rate = keras.optimizers.schedules.CosineDecay(0.0, 100, warmup_target=float(peak) * size, warmup_steps=5)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(LARS(rate, weight_decay=1e-4, trust_coefficient=float(trust)), loss)
+    fitted = model.fit(images / 16, labels, batch_size=32 * size, epochs=2 * size, verbose=0)
+    assert fitted.history["loss"][-1] < 0.7

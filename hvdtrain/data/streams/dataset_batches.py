@@ -95,7 +95,7 @@ def known_length(dataset: tf.data.Dataset) -> int | None:
     """
     count = int(dataset.cardinality())
     if count == tf.data.INFINITE_CARDINALITY:
-        raise ConfigError("The dataset never ends: pass --steps-per-epoch N.")
+        raise ConfigError("The dataset never ends: pass --steps-per-epoch=N.")
     return None if count == tf.data.UNKNOWN_CARDINALITY else count
 
 
@@ -104,7 +104,7 @@ def evaluation_of_dataset(
 ) -> tf.data.Dataset:
     """Return this replica's slice of every batch of a user's finite dataset; see `DatasetTraining`."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ConfigError("The validation dataset never ends: use take(), or pass --validation-steps N.")
+        raise ConfigError("The validation dataset never ends: use take(), or pass --validation-steps=N.")
     if shards is not None:
         return shards.slices(index, size).prefetch(PREFETCH)
     return sliced(dataset, index, size).prefetch(PREFETCH)

@@ -103,7 +103,7 @@ class PyDatasetTraining:
         per_replica(batch, size)
         count = dataset.num_batches
         if count is None and steps_per_epoch is None:
-            raise ConfigError(f"{_name(dataset)} never ends (num_batches is None): pass --steps-per-epoch N.")
+            raise ConfigError(f"{_name(dataset)} never ends (num_batches is None): pass --steps-per-epoch=N.")
         if count is not None and steps_per_epoch is not None:
             raise ConfigError(f"steps_per_epoch is for data that do not end; {_name(dataset)} has {count} batches.")
         self.batch = batch
@@ -229,7 +229,7 @@ class StreamEvaluation:
 
     def __init__(self, data: Any, *, index: int, size: int) -> None:
         if isinstance(data, keras.utils.PyDataset) and data.num_batches is None:
-            raise ConfigError(f"{_name(data)} never ends (num_batches is None): pass --validation-steps N.")
+            raise ConfigError(f"{_name(data)} never ends (num_batches is None): pass --validation-steps=N.")
         self._data = data
         self._cut = Cut(0, index, size, _name(data))
 
