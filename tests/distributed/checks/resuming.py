@@ -161,6 +161,39 @@ def check_a_model_without_variables_is_restored_when_it_has_them(world: World) -
             assert np.array_equal(other.predict(DATA[0]), expected), use
 
 
+def check_a_model_with_its_own_step_goes_on(world: World) -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data)
+
+    def unbuilt() -> Any:
+        keras.utils.set_random_seed(0)
+        model = Own()
+        model.compile("adam", CROSSENTROPY, metrics=["accuracy"])
+        return hvdtrain.Trainer(model, backend=world.backend)
+
+    with in_a_folder_of_its_own(world, "own-step"):
+        saves = hvdtrain.Checkpoint("saved", every=3, best="val_accuracy")
+        files = [keras.callbacks.ModelCheckpoint("model.weights.h5", save_weights_only=True, save_freq=6)]
+        whole, again = unbuilt(), unbuilt()
+        whole.fit(DATA, **FIT)
+        try:
+            unbuilt().fit(DATA, **FIT, checkpoint=saves, validation_data=DATA, callbacks=[*files, InterruptAfter(8)])
+        except Interrupted:
+            assert Path("model.weights.h5").exists() == (world.rank == 0), "Keras' own files are rank 0's"
+        again.resume("saved")
+        again.fit(DATA, **FIT, checkpoint=saves, validation_data=DATA)
+        assert flat_bytes(again.model.get_weights()) == flat_bytes(whole.model.get_weights())
+        assert again.state.scalars.best["metric"] == "val_accuracy"
+
+
 def check_what_ranks_cannot_save_is_refused_before_the_first_step(world: World) -> None:
     with in_a_folder_of_its_own(world, "refused") as folder:
         trainer = trainer_of(world)
