@@ -174,3 +174,22 @@ def check_gradients_applied_in_loops_conditions_and_functions(world: World) -> N
     if world.rank == 0:
         for ours, theirs in zip(model.get_weights(), one.get_weights(), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def check_draws_differ_by_rank_in_a_step_of_its_own(world: World) -> None:
+    """A seed that is the same on every rank must not give all of them the same noise."""
+
+    class Noisy(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn = tf.Variable(tf.zeros([2, 5]), trainable=False)
+
+        def update(self, gradients: Any, data: Any) -> None:
+            super().update(gradients, data)
+            self.drawn.assign(tf.stack([tf.random.normal([5]), keras.random.normal([5])]))
+
+    keras.utils.set_random_seed(0)
+    model = Noisy()
+    assert refusal(world, model) == ""
+    for drawn in model.drawn.numpy():
+        assert len(set(world.gather(drawn.tobytes()))) == world.size, drawn

@@ -12,6 +12,7 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.forward_backward import zero_if_finite
+from hvdtrain.training.step.own.draws import draws_of
 from hvdtrain.training.step.own.exchange import OptimizerExchange
 from hvdtrain.training.step.own.logs import StepLogs, plain_figures
 from hvdtrain.training.step.placeholder import moved_by, unmoved
@@ -86,7 +87,8 @@ class KerasTrainStep:
         self._state.seed_generators(self._backend.index)
         rate = tf.convert_to_tensor(exchange.main.learning_rate)
         samples = samples_of(batch)
-        watched = take_step(model, batch, exchange, self._logs, measure=measure)
+        with draws_of(self._backend.index):
+            watched = take_step(model, batch, exchange, self._logs, measure=measure)
         totals = self._totals(batch, watched, samples)
         if not measure:
             return StepResult(totals, None)
