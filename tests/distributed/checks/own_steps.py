@@ -242,3 +242,43 @@ def check_a_slow_copy_of_the_network(world: World) -> None:
         return model
 
     compare(world, build, tf.data.Dataset.from_tensor_slices((X,)).batch(BATCH))
+
+
+def check_a_custom_loop_with_two_networks(world: World) -> None:
+    """A critic and a generator in a loop of the user's own, by the tape and by the optimizer that exchange."""
+
+    def trained(tape: Any, wrap: Any, rows: slice) -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        critic, generator = net(FEATURES, 1), net(FEATURES, FEATURES)
+        d_optimizer, g_optimizer = wrap(adam()), wrap(adam())
+
+        @tf.function
+        def step(real: tf.Tensor) -> None:
+            for _ in range(2):
+                with tape() as d_tape:
+                    fake = generator(tf.sin(37.0 * real))
+                    with tf.GradientTape() as inner:
+                        inner.watch(fake)
+                        judged = critic(fake)
+                    slope = inner.gradient(judged, fake)
+                    penalty = tf.reduce_mean(tf.square(tf.norm(slope, axis=1) - 1.0))
+                    d_loss = tf.reduce_mean(judged) - tf.reduce_mean(critic(real)) + 10.0 * penalty
+                weights = critic.trainable_variables
+                d_optimizer.apply(d_tape.gradient(d_loss, weights), weights)
+            with tape() as g_tape:
+                g_loss = -tf.reduce_mean(critic(generator(tf.sin(37.0 * real))))
+            weights = generator.trainable_variables
+            g_optimizer.apply(g_tape.gradient(g_loss, weights), weights)
+
+        for first in range(0, 64, BATCH):
+            step(tf.constant(X[first : first + BATCH][rows]))
+        return [np.array(w) for w in critic.get_weights() + generator.get_weights()]
+
+    mine = slice(world.rank, None, world.size)
+    with in_float64():
+        expected = trained(tf.GradientTape, lambda optimizer: optimizer, slice(None))
+        by_tape = trained(hvdtrain.DistributedGradientTape, lambda optimizer: optimizer, mine)
+        by_optimizer = trained(tf.GradientTape, hvdtrain.DistributedOptimizer, mine)
+    for weights in (by_tape, by_optimizer):
+        assert world.same_everywhere(flat_bytes(weights))
+        assert relative_error(weights, expected) <= 1e-9, relative_error(weights, expected)
