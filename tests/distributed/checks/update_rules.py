@@ -297,7 +297,7 @@ def check_what_does_not_fit_is_refused(world: World) -> None:
             raise AssertionError(f"{options} were taken")
     for optimizer, words in (
         (keras.optimizers.Lamb(), "Lamb may look at whole ones"),
-        (keras.optimizers.Adam(clipnorm=1.0), "use --clip-norm"),
+        (keras.optimizers.Adam(clipnorm=1.0), "use clip_norm"),
     ):
         try:
             hvdtrain.Trainer(wide_model("float32", 0), optimizer, per_sample, backend=world.backend, zero=1)
