@@ -12,8 +12,14 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.observability.events import BaseObserver, Observers
 from hvdtrain.observability.jsonl import JsonlWriter
 from hvdtrain.observability.tensorboard import curves_of
+from hvdtrain.observability.wording import step_figures
 from hvdtrain.training.inputs import training_data, validation_batches
+from hvdtrain.training.loop.clock import StepClock
+from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.loop.report import TrainingReport
+from hvdtrain.training.step.result import Measured
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -210,6 +216,22 @@ def test_steps_show_the_epoch_so_far_and_keep_what_is_new(tmp_path):
     assert lines[-1]["f1_score"] == pytest.approx(whole["f1_score"].tolist())
     assert lines[0].keys() >= {"loss", "accuracy", "f1_score"}
     assert "so_far" not in lines[0]
+
+
+class ReturnsLogs:
+    """A step that says itself what it reports, over the epoch so far."""
+
+    returns_logs = True
+
+
+def test_a_steps_own_loss_is_shown_and_no_other():
+    notes, none = Notes(), np.float32(0)
+    report = TrainingReport(ReturnsLogs(), LossMonitor(4), StepClock(16), notes)
+    for returned in ({"loss": 0.5, "accuracy": 0.25}, {"distance": 0.5}):
+        report.log_step(StepEnd(1, 0, 0, True, False, False), Measured(none, none, None, returned, none), loss=7.0)
+    assert [record.loss for record in notes.steps] == [0.5, None]
+    assert step_figures(notes.steps[0]) == [("loss", "0.5000"), ("accuracy", "0.2500")]
+    assert step_figures(notes.steps[1]) == [("distance", "0.5000")]
 
 
 def test_each_of_several_values_has_a_curve():

@@ -44,7 +44,7 @@ class TrainingReport:
             loss: the mean since the last one.
         """
         metrics = _figures(measured.metrics)
-        so_far = metrics if measured.so_far is None else _figures(measured.so_far)
+        so_far = dict(metrics) if measured.so_far is None else _figures(measured.so_far)
         losses: tuple[float | None, ...] = (loss, self._monitor.loss_so_far)
         if self._step.returns_logs:
             losses = (metrics.pop("loss", None), so_far.get("loss"))
