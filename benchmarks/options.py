@@ -9,6 +9,7 @@ the same machine:
     alone         one microbatch without any exchange: the floor
     accumulate=K  K of these microbatches and one exchange
     precision, compression: one microbatch, as in `plain`, with that option
+    metrics       one microbatch, with the accuracy counted in each step, as `fit` does
 
 All are given hvdtrain's settings of the exchange. A window's time is that of the slowest rank; reported are medians
 over the rounds, per microbatch, and their ratios to `plain`. What the exchange costs a sample is the time over
@@ -48,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "precision=mixed_bfloat16": {"precision": "mixed_bfloat16"},
     "compression=fp16": {"compression": "fp16"},
     "compression=bf16": {"compression": "bf16"},
+    "metrics=accuracy": {"metrics": ["accuracy"]},
 }
 MEMORY: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": ("mlp", {}),
@@ -105,18 +107,19 @@ def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any], opti
     from hvdtrain.training.options import step_options
     from hvdtrain.training.step.step_factory import CompiledStepFactory, Objective
 
-    chosen = step_options(options)
+    metrics = options.get("metrics", ())
+    chosen = step_options({name: value for name, value in options.items() if name != "metrics"})
     model = built_model(lambda: build(name), chosen)
     optimizer = with_loss_scaling(optimizer or keras.optimizers.SGD(0.01), model)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     count = microbatch * chosen.accumulate
     x, y = map(tf.constant, samples(name, count))
     batch = Batch(x, y, None, 1.0, count * backend.size, finite=True)
-    steps = CompiledStepFactory(backend, model, optimizer, Objective(loss), chosen)
-    steps.build(batch)
+    steps = CompiledStepFactory(backend, model, optimizer, Objective(loss, metrics), chosen)
+    steps.build(batch, training=True)
     rule = steps.update_rule()
     state = TrainState(model, optimizer, 0, slots=rule.named_tensors)
-    compiled = steps.train_step(state, rule, batch.global_samples, epoch_metrics=False)
+    compiled = steps.train_step(state, rule, batch.global_samples, epoch_metrics=bool(metrics))
 
     def step() -> Any:
         return compiled(batch, measure=False).totals
