@@ -29,8 +29,6 @@ class Scalars:
     """Finished optimizer steps, on whatever data."""
     epoch: int = 0
     """Finished passes over the data."""
-    epochs_before: int = 0
-    """Passes over the data that came before epoch 0 of this training; below 0 where `fit` began later than there."""
     step_in_epoch: int | None = 0
     """Finished steps of the epoch under way; None in checkpoints of earlier versions, whose steps tell."""
     seed: int = 0
@@ -42,6 +40,8 @@ class Scalars:
     """What is wrong with the samples of training that are left out (--on-bad-record), by number."""
     best: dict[str, Any] | None = None
     """The best epoch so far: `metric`, `mode`, `value`, and the `step` at its end; None where no best is kept."""
+    epochs_before: int = 0
+    """Passes over the data that came before epoch 0 of this training; below 0 where `fit` began later than there."""
     stopped: bool = False
     """Whether a callback ended the training."""
     progress: Progress = field(default_factory=Progress)
