@@ -10,6 +10,7 @@ COMMANDS = {
     "bench": "hvdtrain.cli.data_bench:main",
     "inspect": "hvdtrain.cli.data_inspect:main",
     "pack": "hvdtrain.cli.data_pack:main",
+    "serve": "hvdtrain.cli.data_serve:main",
 }
 
 USAGE = """\
@@ -19,6 +20,7 @@ Commands:
   pack SRC DEST        make TFRecord shards of a folder (or tar file) of class folders of images
   inspect PATH         show what data hold, and what of it is damaged
   bench [RECIPE]       measure how fast the data come, against how fast the step takes them
+  serve --port N       read and decode for the ranks of jobs with --data-service grpc://HOST:N
 
 "python -m hvdtrain data COMMAND --help" shows the options of a command."""
 

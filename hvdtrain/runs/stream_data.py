@@ -13,7 +13,9 @@ from hvdtrain.training.data_arguments import first_batches
 from hvdtrain.training.inputs import training_data, validation_batches
 
 
-def stream_training(source: StreamSource, config: Config, backend: Backend) -> TrainingData:
+def stream_training(
+    source: StreamSource, config: Config, backend: Backend, service: tuple[str, ...] = ()
+) -> TrainingData:
     """Return this replica's training batches of a stream.
 
     Raises:
@@ -28,6 +30,7 @@ def stream_training(source: StreamSource, config: Config, backend: Backend) -> T
         seed=config.training.seed,
         shuffle=config.data.shuffle,
         steps_per_epoch=config.training.steps_per_epoch,
+        service=service,
     )
 
 

@@ -9,6 +9,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.data.service.use import Services
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import precision, with_loss_scaling
@@ -62,6 +63,7 @@ class TrainerCore:
             optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
         self.backend.prepare(optimizer)
         self._factory = step_factory_for(self.backend, self.model, optimizer, objective, self.options)
+        self._services = Services()
         self._rule: UpdateRule | None = None
         self._state: TrainState | None = None
         self._announcer = Announcer(self.backend, self.options, notes)

@@ -10,6 +10,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.data.service.use import Services
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.data_arguments import (
     check_counts,
@@ -42,12 +43,13 @@ class DataArguments:
     steps_per_epoch: int | None
     shuffle: bool
     shard: str | None
+    data_service: str | None
 
     def given(self) -> Any:
         """Return the data as one argument; see `combined`."""
         return combined(self.x, self.y, self.sample_weight)
 
-    def training(self, data: Any, backend: Backend, seed: int) -> TrainingData:
+    def training(self, data: Any, backend: Backend, seed: int, services: Services) -> TrainingData:
         """Return the stream of this replica's batches of `data`; see `training_data`."""
         read = training_data if self.shard is None else rank_training_data
         return read(
@@ -57,6 +59,7 @@ class DataArguments:
             seed=seed,
             shuffle=bool(self.shuffle),
             steps_per_epoch=self.steps_per_epoch,
+            service=() if self.data_service is None else services.open(self.data_service, backend),
         )
 
 
@@ -118,7 +121,7 @@ class FitArguments:
                 f"validation_freq is a number of epochs, or a list of those to evaluate after. Received: {freq!r}."
             )
 
-    def streams(self, backend: Backend, seed: int) -> tuple[TrainingData, Iterable[Batch] | None]:
+    def streams(self, backend: Backend, seed: int, services: Services) -> tuple[TrainingData, Iterable[Batch] | None]:
         """Return this replica's batches to train on and, if there are any, to evaluate.
 
         Raises:
@@ -128,7 +131,7 @@ class FitArguments:
         data, held_out = self.data.given(), combined(self.validation.validation_data)
         if held_out is None and self.validation.validation_split:
             data, held_out = split_arrays(data, self.validation.validation_split)
-        training = self.data.training(data, backend, seed)
+        training = self.data.training(data, backend, seed, services)
         if held_out is None:
             return training, None
         return training, self.validation.batches(held_out, backend, self.data.batch_size, self.data.shard)

@@ -72,6 +72,7 @@ class Trainer(ResumableTrainer):
         validation_batch: int | None = None,
         log_every: int = 10,
         shard: str | None = None,
+        data_service: str | None = None,
         checkpoint: Checkpoint | str | PathLike[str] | None = None,
     ) -> FitResult:
         """Train until epoch `epochs`; arguments are those of `keras.Model.fit`, the same on every rank.
@@ -105,6 +106,8 @@ class Trainer(ResumableTrainer):
             log_every: steps between two logged steps.
             shard: "rank" if each rank is given its own part of the data (validation data too), in arrays or in batches
                 of its own; None if every rank is given all of them.
+            data_service: run the maps of a Dataset in other processes, by tf.data service: "local" starts one on each
+                host, "grpc://HOST:PORT" names one that runs, several separated by commas.
             checkpoint: where and when to save the training state: `hvdtrain.Checkpoint(folder, …)`, or the folder
                 alone. A training that was interrupted goes on after `trainer.resume(folder)`. In place of both,
                 `BackupAndRestore(folder)` among the callbacks saves every epoch, goes on by itself, and removes the
@@ -118,7 +121,9 @@ class Trainer(ResumableTrainer):
             NonFiniteError: the loss became NaN or infinite.
         """
         arguments = FitArguments(
-            DataArguments(x, y, sample_weight, class_weight, batch_size, batch, steps_per_epoch, shuffle, shard),
+            DataArguments(
+                x, y, sample_weight, class_weight, batch_size, batch, steps_per_epoch, shuffle, shard, data_service
+            ),
             ValidationArguments(
                 validation_split,
                 validation_data,
@@ -139,7 +144,7 @@ class Trainer(ResumableTrainer):
         if backup is not None:
             refuse_both(saved, backup)
             saved = backup.checkpoint
-        data, validation = arguments.streams(self.backend, self._seed)
+        data, validation = arguments.streams(self.backend, self._seed, self._services)
         source = getattr(data, "source", None)
         if source is not None:
             self._factory.check(source)

@@ -33,7 +33,7 @@ LONG_TO_COMPILE = {
     "resuming",
 }
 ABOVE_THE_EXCHANGE = {"placeholders", "state", "streams", "sync_batch_norm", "training", "update"}
-RANKS_THAT_DIFFER = {"calls", "rank_parts"}
+RANKS_THAT_DIFFER = {"calls", "data_service", "rank_parts"}
 """Two ranks can differ in all ways that matter, under either controller: over its channel they notice."""
 FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
     ("gloo", 1): LONG_TO_COMPILE | FACE | RANKS_THAT_DIFFER | {"update_rules"},
@@ -42,7 +42,7 @@ FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
     | FACE
     | RANKS_THAT_DIFFER
     | {"face_collectives", "update_rules"},
-    ("gloo", 2): LONG_TO_COMPILE | ABOVE_THE_EXCHANGE | {"rank_parts"},
+    ("gloo", 2): LONG_TO_COMPILE | ABOVE_THE_EXCHANGE | {"data_service", "rank_parts"},
     ("mpirun", 2): set(),
     ("gloo", 4): LONG_TO_COMPILE | RANKS_THAT_DIFFER | {"streams", "update"},
     # Adasum exists on MPI alone, and four ranks combine what two ranks made.

@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import subprocess
 import sys
 
 import keras
@@ -86,6 +88,54 @@ def test_class_folders(tmp_path, controller, size):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == 10
     assert 0.0 <= summary["data_wait"] <= 1.0
+
+
+@pytest.fixture
+def serving(tmp_path):
+    """The address of `data serve`."""
+    words = [sys.executable, "-m", "hvdtrain", "data", "serve", "--host", "localhost"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        yield process.stdout.readline().split()[0]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+
+
+def test_a_data_service_decodes_the_same_samples(tmp_path, serving):
+    write_folders(tmp_path / "photos", each=20, kind="jpeg")
+    words = [*IMAGES, "--data-args", "path", "photos", "--augment", "crop", "flip"]
+    sides = {
+        "plain": (),
+        "local": ("--data-service", "local", "--data-workers", "2"),
+        "address": ("--data-service", serving),
+    }
+    figures = {}
+    for name, more in sides.items():
+        job = hvdtrain("mpirun", 2, *words, *more, "--run-dir", name, cwd=tmp_path)
+        assert job.code == 0, job.text[-4000:]
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        figures[name] = summary["train_loss"], summary["val_loss"], summary["parameter_hash"]
+    assert figures["local"] == figures["address"] == figures["plain"]
+
+
+def test_a_data_service_that_does_not_fit_is_refused(tmp_path):
+    nowhere = "grpc://localhost:1"
+    write_folders(tmp_path / "photos", each=20, kind="jpeg")
+    cases = {
+        ("digits", "--data-service", "local"): "--data-service is for samples that are read, decoded or augmented",
+        (
+            *IMAGES,
+            "--data-args",
+            "path",
+            "photos",
+            "--data-service",
+            nowhere,
+        ): f"--data-service {nowhere} cannot be reached",
+        ("digits", "--data-workers", "2"): "--data-workers is for --data-service local",
+    }
+    for words, said in cases.items():
+        job = hvdtrain("none", 1, *words, cwd=tmp_path)
+        assert job.code != 0
+        assert said in job.text, job.text[-2000:]
 
 
 def test_a_damaged_image_is_named_and_can_be_left_out(tmp_path):

@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, NoSamplesError
 from hvdtrain.data.batch import Batch, as_batch, per_replica
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
+from hvdtrain.data.service.served import distributed
 from hvdtrain.data.streams.first_pass import FirstPass
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset
 
@@ -30,6 +31,7 @@ class DatasetTraining:
         steps_per_epoch: required if the dataset is infinite; counted if None.
         shards: the same dataset, sharded at its source; None where it cannot be.
         change: applied to this replica's samples.
+        service: address of a service that maps in place of this process.
     """
 
     remedy = (
@@ -47,11 +49,13 @@ class DatasetTraining:
         steps_per_epoch: int | None = None,
         shards: ShardedDataset | None = None,
         change: Change | None = None,
+        service: str | None = None,
     ) -> None:
         per_replica(batch, size)
         self.batch = batch
         self._index = index
         self._size = size
+        self._service = service
         self._one_shape = all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
         slices = self._cut(dataset) if shards is None else shards.slices(index, size)
         self._slices = slices if change is None else slices.map(no_autograph(lambda batch: _changed(change, batch)))
@@ -64,7 +68,10 @@ class DatasetTraining:
         if self.first_pass is not None and self.first_pass.kept and start_step < self.steps_per_epoch:
             yield from map(self._with_static_values, self.first_pass.take(start_step))
             start_step = 0
-        yield from map(self._with_static_values, self._slices.repeat().skip(start_step).prefetch(PREFETCH))
+        slices = self._slices.repeat().skip(start_step)
+        if self._service is not None:
+            slices = distributed(slices, self._service)
+        yield from map(self._with_static_values, slices.prefetch(PREFETCH))
 
     def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return sliced(dataset, self._index, self._size)

@@ -1,0 +1,1 @@
+"""Reading and decoding in processes of tf.data service; start with `served.py`."""
