@@ -9,7 +9,7 @@ from hvdtrain.bench.served import ServedProcesses
 from hvdtrain.bench.sides import SIDES, Side
 from hvdtrain.bench.timing import Timing, limit_cores, say
 from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks, shows_help
-from hvdtrain.config.errors import UserError
+from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.config.files import apply_values, digest
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
@@ -101,7 +101,7 @@ def _by_hand(argv: list[str]) -> int:
 
         answer = measure(request.config, request.timing, environment)
     except (UserError, KeyboardInterrupt) as error:
-        return show_failure(environment, error)
+        return show_failure(environment, error, wording=on_command_line)
     if environment.rank == 0:
         say(answer)
     return 0

@@ -241,8 +241,8 @@ def test_the_probe_sends_nothing_where_there_is_nothing_to_compare():
 
 def test_the_warning_says_how_slow_it_is():
     assert compression_warning("bf16", 2.44) == (
-        "warning: --compression bf16 makes the exchange 2.4x as slow as none on this machine; "
-        "it pays where the network is slower than the cores: use --compression none."
+        "warning: --compression=bf16 makes the exchange 2.4x as slow as none on this machine; "
+        "it pays where the network is slower than the cores: use --compression=none."
     )
     assert compression_warning("fp16", 1.0) is None
     assert compression_warning("fp16", 0.6) is None

@@ -229,10 +229,10 @@ def test_digits_network_draws_nothing_and_normalises_nothing():
         (ModelConfig("mlp", {"depth": 0}), "a positive depth and width. Received: depth=0, width=1024."),
         (ModelConfig("mlp", {"width": 0}), "a positive depth and width. Received: depth=3, width=0."),
         (ModelConfig("transformer"), "'transformer' takes samples [length]; the data's are of shape (8, 8, 1)."),
-        (ModelConfig("mlp", loss="hubr"), "--loss: Keras has no loss 'hubr'. Perhaps you meant: huber."),
+        (ModelConfig("mlp", loss="hubr"), "loss: Keras has no loss 'hubr'. Perhaps you meant: huber."),
         (
             ModelConfig("mlp", metrics=("accuracy", "aucc")),
-            "--metrics: Keras has no metric 'aucc'. Perhaps you meant: auc.",
+            "metrics: Keras has no metric 'aucc'. Perhaps you meant: auc.",
         ),
         (ModelConfig("mlp", loss="SparseCategoricalCrossentropyy"), "meant: sparse_categorical_crossentropy."),
         (ModelConfig("mlp", loss="zzzz"), "Keras has no loss 'zzzz'. Available: binary_crossentropy, binary_focal"),

@@ -121,7 +121,7 @@ def test_several_inputs_and_outputs_by_name_or_in_order():
             "categorical_crossentropy",
             "outputs of shape (None, 3); the targets of train are ",
         ),
-        (images(8, 8, 1), np.eye(4), None, "the targets of train are (None, 4). See --model, --loss and --data."),
+        (images(8, 8, 1), np.eye(4), None, "the targets of train are (None, 4). See --model, loss and --data."),
         (images(8, 8, 1), images(4, 4, 3), "mse", "the targets of train are (None, 4, 4, 3)"),
         (
             images(8, 8, 1),

@@ -1,4 +1,5 @@
 import hashlib
+import json
 import zlib
 
 import keras
@@ -7,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import DesyncError
 from hvdtrain.state.train_state import CALLS_PER_STEP, TrainState
 from hvdtrain.state.variables import by_path, path_of, unwrap
 
@@ -204,12 +205,13 @@ def test_a_hash_that_all_ranks_have_is_agreed():
 
 def test_ranks_that_drifted_are_named():
     state = state_of()
-    with pytest.raises(LaunchError, match=r"rank 2 differ from those of rank 0.*2 of 4 ranks differ"):
+    with pytest.raises(DesyncError, match=r"rank 2 differ from those of rank 0.*2 of 4 ranks differ"):
         state.agreed_hash(Answering([None, None, b"x" * 64, b"y" * 64]))
 
 
 def test_the_first_rank_alone_sends_its_scalars():
     sent = []
+    first = {"step": 4, "seed": 7}
 
     class Second(SingleBackend):
         index = 1
@@ -218,12 +220,13 @@ def test_the_first_rank_alone_sends_its_scalars():
             pass
 
         def gather_bytes(self, payload, *, timeout):
-            sent.append(payload)
-            return [b'{"step": 4, "seed": 7}', payload]
+            kinds, scalars = json.loads(payload)
+            sent.append(scalars)
+            return [json.dumps([kinds, first]).encode(), payload]
 
     state = state_of()
     state.broadcast(Second())
-    assert sent == [b""]
+    assert sent == [None]
     assert (state.scalars.step, state.scalars.seed) == (4, 7)
 
 
