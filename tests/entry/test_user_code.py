@@ -52,12 +52,6 @@ STREAMS = """\
         return SAMPLES.shuffle(256, seed=1).repeat(), SAMPLES.repeat().batch(50)
 
     endless.classes = ["a", "b", "c", "d"]
-
-    def generated():
-        def batches():
-            yield from ((X[n : n + 64], X[n : n + 64].argmax(axis=1)) for n in range(0, 256, 64))
-
-        return batches, (X, X.argmax(axis=1))
 """
 OWN = ("train", "--model", "mypkg.mymodel:build", "--data", "mypkg.mydata:build")
 
@@ -160,14 +154,7 @@ def test_data_that_never_end_are_streamed_resumed_and_evaluated(folder):
     assert f"val_accuracy {two['val_accuracy']:.4f}  (streamed" in evaluated.out, evaluated.text[-4000:]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--data", "mypkg.streams:endless"), "The dataset never ends: pass --steps-per-epoch N."),
-        (("--data", "mypkg.streams:generated", "--batch", "16"), "Use --batch 64, or --cache memory"),
-    ],
-)
-def test_streams_that_cannot_be_read_so_are_refused(folder, words, said):
-    job = hvdtrain("none", 1, *OWN, *words, cwd=folder)
+def test_a_stream_that_never_ends_needs_steps(folder):
+    job = hvdtrain("none", 1, *OWN, "--data", "mypkg.streams:endless", cwd=folder)
     assert job.code != 0
-    assert said in job.text, job.text[-2000:]
+    assert "The dataset never ends: pass --steps-per-epoch N." in job.text, job.text[-2000:]

@@ -87,9 +87,10 @@ def check_parts_of_any_length_train_as_one_process_does(world: World) -> None:
         weights = trainer.model.get_weights()
         assert relative_error(weights, expected) <= 1e-9, (name, relative_error(weights, expected))
         assert world.same_everywhere(flat_bytes(weights)), name
-        found = trainer.evaluate(data if "batch" not in options else mine, batch_size=ROWS, shard="rank", verbose=0)
-        alike = trainer.evaluate(whole, batch=ROWS * world.size, verbose=0)
-        np.testing.assert_allclose(found.loss, alike.loss, rtol=1e-9, err_msg=name)
+        if name in ("batches of a dataset", "generator"):  # arrays: check_validation_parts_count_each_sample_once
+            found = trainer.evaluate(data, shard="rank", verbose=0)
+            alike = trainer.evaluate(whole, batch=ROWS * world.size, verbose=0)
+            np.testing.assert_allclose(found.loss, alike.loss, rtol=1e-9, err_msg=name)
 
 
 def check_a_rank_without_samples_takes_part(world: World) -> None:
@@ -98,7 +99,7 @@ def check_a_rank_without_samples_takes_part(world: World) -> None:
         held = parts(world, dtype, empty=True)
         mine = held[world.rank]
         expected = plain_training(dense_model(dtype, 0), keras.optimizers.SGD(0.1), per_sample, steps_of(held, 2))
-        for data in (mine, dataset(mine).batch(ROWS), generator(mine)):
+        for data in (mine, generator(mine)) if dtype == "float64" else (dataset(mine).batch(ROWS),):
             trainer = trainer_of(world, dtype, accumulate=2)
             sizes = {"batch_size": ROWS} if isinstance(data, tuple) else {}
             trainer.fit(data, epochs=2, shuffle=False, shard="rank", verbose=0, **sizes)
