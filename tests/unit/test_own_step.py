@@ -159,6 +159,46 @@ def test_averages_of_several_optimizers_are_what_is_evaluated():
     np.testing.assert_array_equal(model.second.kernel, own[1])
 
 
+class Every(keras.Model):
+    """Applies its gradients in every second step, within a condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(1)
+        self.count = tf.Variable(0, trainable=False)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.layer(data)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+
+        def apply():
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return True
+
+        tf.cond(self.count.assign_add(1) % 2 == 0, apply, lambda: False)
+        return {"loss": loss}
+
+
+def test_exchanges_within_a_condition_have_names_of_their_own(monkeypatch):
+    """TensorFlow tells equal names within one graph apart, and a branch is another graph."""
+    names = {True: set(), False: set()}
+    model = Every()
+    model.compile("sgd")
+    trainer = Trainer(model)
+    original = trainer.backend.all_reduce
+
+    def noted(tensor, *, name, **options):
+        names[tf.compat.v1.get_default_graph().name.startswith("cond")].add(name)
+        return original(tensor, name=name, **options)
+
+    monkeypatch.setattr(trainer.backend, "all_reduce", noted)
+    trainer.fit(X, batch=8, verbose=0)
+    assert names[True]
+    assert names[False]
+    assert not names[True] & names[False]
+
+
 def test_what_an_optimizer_trains_must_be_the_models():
     stranger = keras.Variable(np.ones(2, "float32"), name="stranger")
 

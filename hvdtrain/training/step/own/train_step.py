@@ -101,7 +101,7 @@ class KerasTrainStep:
         """Return [0 or NaN, 0, 0 or NaN] over all replicas: whether figures and data are finite, and no loss."""
         poison = zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
         local = tf.stack([zero_if_finite(watched), tf.constant(0.0), poison])
-        return self._backend.all_reduce(tf.where(samples > 0, local, tf.zeros_like(local)), name="gradient//totals")
+        return self._backend.all_reduce(tf.where(samples > 0, local, tf.zeros_like(local)), name="own_step//totals")
 
 
 def take_step(
