@@ -147,6 +147,12 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return suggestion(_snake(name), dict.fromkeys(known, ""))
 
 
+def name_of_function(function: Any) -> str:
+    """Return the name that Keras reports a function or another callable by: `myMetric` as `my_metric`."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return _snake(re.sub(r"\W+", "", name))
+
+
 def _names(module: Any) -> list[str]:
     bases = {"loss", "metric"}
     public = {_snake(name) for name in dir(module) if not name.startswith("_")} - bases

@@ -48,6 +48,10 @@ def two_outputs(as_dict=False):
     return keras.Model(inputs, outputs if as_dict else list(outputs.values()))
 
 
+def largestShare(labels, shares):  # Keras calls it largest_share
+    return keras.ops.max(shares, axis=-1)
+
+
 F1 = keras.metrics.F1Score
 CASES = {
     "several losses": (
@@ -79,6 +83,16 @@ CASES = {
             "loss": "sparse_categorical_crossentropy",
             "metrics": ["sparse_top_k_categorical_accuracy", "accuracy", "accuracy"],
             "weighted_metrics": ["accuracy", "accuracy"],
+        },
+        CLASSES,
+        WEIGHTS,
+    ),
+    "functions": (
+        one_output,
+        {
+            "loss": "sparse_categorical_crossentropy",
+            "metrics": [largestShare],
+            "weighted_metrics": [lambda labels, shares: keras.ops.mean(shares**2, axis=-1)],
         },
         CLASSES,
         WEIGHTS,

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.objective import known_metrics, nearest
+from hvdtrain.models.objective import known_metrics, name_of_function, nearest
 from hvdtrain.training.objective.metrics import BoundMetric, MetricSet, copy_of
 from hvdtrain.training.objective.output_losses import output_losses
 from hvdtrain.training.objective.outputs import ONLY, outputs_by_name, per_output
@@ -120,8 +120,8 @@ def _metric(metric: Any) -> Any:
     except ValueError as error:
         said = f".{nearest(metric, known_metrics())}" if isinstance(metric, str) else f": {error}"
         raise ConfigError(f"Unknown metric {metric!r}{said}") from error
-    name = metric if isinstance(metric, str) else getattr(built, "__name__", None)
     if not isinstance(built, keras.metrics.Metric):
-        return keras.metrics.MeanMetricWrapper(built, name=name or str(metric))
+        name = metric if isinstance(metric, str) else getattr(built, "name", None) or name_of_function(built)
+        return keras.metrics.MeanMetricWrapper(built, name=name)
     # As in Model.compile: a metric requested as "mae" has that name in the logs.
-    return type(built).from_config({**built.get_config(), "name": name}) if isinstance(metric, str) else built
+    return type(built).from_config({**built.get_config(), "name": metric}) if isinstance(metric, str) else built

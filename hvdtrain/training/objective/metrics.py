@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -284,6 +285,9 @@ def copy_of(metric: Any) -> Any:
         ConfigError: it cannot be recreated from its configuration.
     """
     try:
+        if type(metric) is keras.metrics.MeanMetricWrapper:
+            # A user's function, which Keras finds by its name only if it was registered.
+            return type(metric)(metric._fn, metric.name, metric.dtype, **metric._fn_kwargs)
         return type(metric).from_config(metric.get_config())
     except (TypeError, NotImplementedError, ValueError) as error:
         raise ConfigError(
