@@ -10,6 +10,7 @@ from hvdtrain.backends.select import backend_for
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.service.use import Services
+from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import precision, with_loss_scaling
@@ -102,7 +103,8 @@ class TrainerCore:
 
     def build(self, data: TrainingData) -> None:
         """Create the variables of model and optimizer, if they are not there, and check loss and metrics."""
-        self.build_on(next(iter(data.batches(0))), training=True)
+        sample = data.sample() if isinstance(data, DatasetTraining) else next(iter(data.batches(0)))
+        self.build_on(sample, training=True)
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
         """Do what `build` does, on a batch that is like those to come, in `training` or in evaluation."""

@@ -2,7 +2,9 @@
 
 import collections
 import functools
+import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -167,6 +169,34 @@ def test_a_later_training_goes_on_with_the_next_order():
         return next(data.batches(0)).targets.numpy().tolist()
 
     assert first() != first()
+
+
+@pytest.mark.parametrize("map_last", [False, True], ids=["whole", "sharded"])
+def test_a_sample_uses_up_one_order_however_long_it_takes(map_last):
+    def build():
+        shuffled = slices().shuffle(SAMPLES, seed=3)
+        return (shuffled.map(decode) if map_last else shuffled).batch(SAMPLES // 2)
+
+    data = training_data(build(), SingleBackend(None), batch=None, seed=0, shuffle=True, steps_per_epoch=None)
+    data.sample()
+    time.sleep(0.3)  # what reads ahead in a thread would come to the next epoch
+    alone = build()
+    orders = [[y.numpy() for _, y in alone] for _ in range(4)]
+    expected = np.concatenate([*orders[2], *orders[3]])  # the ranks have compared the first, and one was read above
+    got = np.concatenate([batch.targets.numpy() for batch in itertools.islice(data.batches(0), 4)])
+    assert (got == expected).all()
+
+
+@pytest.mark.parametrize("start", [2, 3, 5, 7])
+def test_training_goes_on_in_the_order_of_batches_that_were_counted(start):
+    def training():
+        kept = slices().filter(lambda x, y: y < 24).shuffle(24, seed=3).batch(BATCH)
+        return training_data(kept, SingleBackend(None), batch=None, seed=0, shuffle=True, steps_per_epoch=None)
+
+    def targets(begin):
+        return [batch.targets.numpy().tolist() for batch in itertools.islice(training().batches(begin), 9 - begin)]
+
+    assert targets(start) == targets(0)[start:]
 
 
 def test_class_weights_are_those_of_the_whole_dataset():

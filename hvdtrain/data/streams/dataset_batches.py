@@ -65,13 +65,24 @@ class DatasetTraining:
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """See `TrainingData.batches`."""
-        if self.first_pass is not None and self.first_pass.kept and start_step < self.steps_per_epoch:
+        if self.first_pass is not None and self.first_pass.kept:
             yield from map(self._with_static_values, self.first_pass.take(start_step))
-            start_step = 0
+            # The pass that counted is the first epoch, also where training goes on behind it.
+            start_step = max(0, start_step - self.steps_per_epoch)
         slices = self._slices.repeat().skip(start_step)
         if self._service is not None:
             slices = distributed(slices, self._service)
         yield from map(self._with_static_values, slices.prefetch(PREFETCH))
+
+    def sample(self) -> Batch:
+        """Return a batch like those to come, and read nothing ahead.
+
+        A thread that reads ahead may come to the next passes before it is stopped, and each uses up an order of a
+        shuffle: the ranks would go on with different ones.
+        """
+        if self.first_pass is not None and self.first_pass.kept:
+            return next(self.batches(0))
+        return self._with_static_values(next(iter(self._slices)))
 
     def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return sliced(dataset, self._index, self._size)
