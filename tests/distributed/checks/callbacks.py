@@ -132,17 +132,12 @@ def check_batches_show_figures_of_all_samples_so_far(world: World) -> None:
 
 
 def check_what_cannot_work_is_refused(world: World) -> None:
-    refused = {
-        "BackupAndRestore would restore rank 0 alone": keras.callbacks.BackupAndRestore(str(world.folder / "backup")),
-        "callbacks must be keras.callbacks.Callback objects": print,
-    }
-    for said, callback in refused.items():
-        try:
-            fit(world, [callback])
-        except ConfigError as error:
-            assert said in str(error), error
-        else:
-            raise AssertionError(f"not refused: {said}")
+    try:
+        fit(world, [print])
+    except ConfigError as error:
+        assert "callbacks must be keras.callbacks.Callback objects" in str(error), error
+    else:
+        raise AssertionError("a function is no callback")
     if world.size > 1:
         rogue = keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: setattr(rogue.model.optimizer, "learning_rate", 0.1 * (world.rank + 1))

@@ -16,7 +16,7 @@ import hvdtrain
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.backends.tf_distribute import StrategyBackend
 from hvdtrain.checkpoint.checkpointer import Checkpointer
-from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes.registry import recipe
 from hvdtrain.runs.run import run_trainer
@@ -131,8 +131,12 @@ class Unreduced(StrategyBackend):
 
 def check_the_comparison_notices(world: World) -> None:
     backend = Unreduced(world.session, world.session.strategy)
-    error = error_of(trained(backend, "dense", "sgd", "float32"), "dense", "sgd", "float32")
-    assert error > 1e3 * TOLERANCE["float32"], f"the comparison did not notice: {error:.2e}"
+    try:
+        error = error_of(trained(backend, "dense", "sgd", "float32"), "dense", "sgd", "float32")
+    except DesyncError as refused:
+        assert backend.processes > 1, refused  # each process sees its own replicas only
+    else:
+        assert error > 1e3 * TOLERANCE["float32"], f"the comparison did not notice: {error:.2e}"
 
 
 def check_the_steps_options(world: World) -> None:

@@ -10,7 +10,7 @@ from world import World, flat_bytes
 
 import hvdtrain
 from hvdtrain.checkpoint.checkpointer import Checkpointer
-from hvdtrain.config.errors import ConfigError, LaunchError, NonFiniteError
+from hvdtrain.config.errors import ConfigError, DesyncError, NonFiniteError
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan
@@ -117,7 +117,7 @@ def check_the_hash_notices_a_rank_that_drifted(world: World) -> None:
         kernel.assign(np.nextafter(np.array(kernel), np.float32(9)))
     try:
         trainer.state.agreed_hash(world.backend)
-    except LaunchError as error:
+    except DesyncError as error:
         assert "rank 1" in str(error)
     else:
         raise AssertionError("a difference in the last bit went unnoticed")
