@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.data.batch import slice_batch
 from hvdtrain.data.streams import first_pass
+from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.sharded_dataset import sharded
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from tests.unit.gathering import on_ranks
@@ -254,3 +255,21 @@ def test_batches_that_do_not_fit_on_one_rank_are_made_again_on_all(monkeypatch):
 
     assert on_ranks(2, functools.partial(on_rank, too_small=None)) == [True, True]
     assert on_ranks(2, functools.partial(on_rank, too_small=1)) == [False, False]
+
+
+def test_no_pass_begins_that_is_not_trained():
+    """Reading ahead into the next pass would use up an order of a shuffle, on some ranks and not on others."""
+    begun = []
+
+    def samples():
+        begun.append(len(begun))
+        yield from range(6)
+
+    kinds = tf.TensorSpec((), "int64")
+    dataset = tf.data.Dataset.from_generator(samples, output_signature=kinds).map(lambda x: (x, x)).batch(2)
+    data = DatasetTraining(dataset, batch=2, index=0, size=1, steps_per_epoch=3)
+    batches = data.batches(0)
+    for step in range(7):
+        next(batches)
+        time.sleep(0.1)
+        assert len(begun) == step // 3 + 1

@@ -69,10 +69,11 @@ class DatasetTraining:
             yield from map(self._with_static_values, self.first_pass.take(start_step))
             # The pass that counted is the first epoch, also where training goes on behind it.
             start_step = max(0, start_step - self.steps_per_epoch)
-        slices = self._slices.repeat().skip(start_step)
         if self._service is not None:
-            slices = distributed(slices, self._service)
-        yield from map(self._with_static_values, slices.prefetch(PREFETCH))
+            slices = distributed(self._slices.repeat().skip(start_step), self._service).prefetch(PREFETCH)
+        else:
+            slices = _repeated(self._slices).skip(start_step)
+        yield from map(self._with_static_values, slices)
 
     def sample(self) -> Batch:
         """Return a batch like those to come, and read nothing ahead.
@@ -103,6 +104,17 @@ class DatasetTraining:
         if not self._one_shape or int(batch.global_samples) != self.batch:
             return batch
         return batch._replace(has_samples=1.0, global_samples=self.batch)
+
+
+def _repeated(slices: tf.data.Dataset) -> tf.data.Dataset:
+    """Repeat `slices` with read-ahead inside a pass only.
+
+    Each pass that begins uses up an order of a shuffle. Reading ahead would begin passes that are never trained, as
+    many as its thread comes to: a later training on the same dataset would go on with another order on each rank.
+    """
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return slices.prefetch(PREFETCH).repeat().with_options(options)
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:
