@@ -11,6 +11,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.service.use import Services
+from hvdtrain.data.streams.generator_object import as_function
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.data_arguments import (
     check_counts,
@@ -47,7 +48,7 @@ class DataArguments:
 
     def given(self) -> Any:
         """Return the data as one argument; see `combined`."""
-        return combined(self.x, self.y, self.sample_weight)
+        return combined(as_function(self.x, self.steps_per_epoch), self.y, self.sample_weight)
 
     def training(self, data: Any, backend: Backend, seed: int, services: Services) -> TrainingData:
         """Return the stream of this replica's batches of `data`; see `training_data`."""

@@ -97,7 +97,7 @@ class Trainer(ResumableTrainer):
             class_weight: weight of the samples of each class, by label; multiplies sample weights.
             sample_weight: weight of each sample, for arrays.
             initial_epoch: epochs trained before this call; those of this call are counted from there.
-            steps_per_epoch: needed for a Dataset that does not end.
+            steps_per_epoch: needed for a Dataset that does not end, and for a generator object.
             validation_steps: number of validation batches to evaluate; all of them by default.
             validation_batch_size: samples per evaluation step of each rank; `batch_size` by default.
             validation_freq: evaluate after every so many epochs, or after those in a list, counted from 1.

@@ -152,6 +152,30 @@ def batches():
         yield X[begin : begin + 8], Y[begin : begin + 8]
 
 
+def endless():
+    while True:
+        yield from batches()
+
+
+def test_a_generator_object_is_read_on_through_the_epochs():
+    model, trainer = compiled(), trainer_of()
+    model.fit(endless(), steps_per_epoch=4, epochs=3, verbose=0)
+    result = trainer.fit(endless(), steps_per_epoch=4, epochs=3, verbose=0)
+    np.testing.assert_allclose(trainer.model.get_weights()[0], model.get_weights()[0], rtol=1e-5)
+    np.testing.assert_allclose(result.history["loss"], model.history.history["loss"], rtol=1e-5)
+    weighted = trainer_of().fit(endless(), steps_per_epoch=4, class_weight={0: 2.0}, verbose=0)
+    assert weighted.history["loss"] != result.history["loss"][:1]
+
+
+def test_a_generator_object_that_ends_too_early_is_named():
+    with pytest.raises(DataError, match="batches ended before the training did"):
+        trainer_of().fit(batches(), steps_per_epoch=3, epochs=3, verbose=0)
+    with pytest.raises(DataError, match="ended after 6 batches, within an epoch of 4 steps"):
+        trainer_of().fit(batches(), steps_per_epoch=4, epochs=3, verbose=0)
+    with pytest.raises(ConfigError, match=r"pass steps_per_epoch=N, or the function.*fit\(batches\) and not"):
+        trainer_of().fit(batches(), verbose=0)
+
+
 class Batches(keras.utils.PyDataset):
     num_batches = None
 
