@@ -60,7 +60,7 @@ class DataConfig:
         if self.on_bad_record != "raise" and not re.fullmatch(r"skip:[1-9]\d*", self.on_bad_record):
             raise ConfigError(f"--on-bad-record must be raise or skip:N. Received: {self.on_bad_record!r}.")
         if self.data_workers > 1 and self.data_service != "local":
-            raise ConfigError(f"--data-workers is for --data-service local. Received: {self.data_workers}.")
+            raise ConfigError(f"--data-workers is for --data-service=local. Received: {self.data_workers}.")
         if len(set(self.augment)) < len(self.augment):
             raise ConfigError(f"--augment names one change twice. Received: {' '.join(self.augment)}.")
         if self.cache != "none" and self.tolerated:

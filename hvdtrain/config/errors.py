@@ -12,7 +12,7 @@ ARGUMENTS = frozenset(
         *("reduce_op", "compression", "sparse_gradients", "gradient_groups", "predivide"),
         *("zero", "local_steps", "average_slots"),
         *("loss", "metrics", "optimizer", "seed", "batch", "epochs", "shuffle", "log_every"),
-        *("steps_per_epoch", "validation_steps"),
+        *("steps_per_epoch", "validation_steps", "data_service"),
         *("backend", "replicas", "communication", "parameter_servers", "threads", "pin"),
         *("start_timeout", "load_timeout"),
         *("learning_rate", "lr_scaling", "base_batch", "schedule", "warmup_steps"),

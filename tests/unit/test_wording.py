@@ -73,6 +73,7 @@ ELSEWHERE = {
     "cache": "options of a run's data",
     "data": "options of a run's data",
     "data-args": "options of a run's data",
+    "data-workers": "options of a run's data",
     "on-bad-record": "options of a run's data",
     "shard-by": "options of a run's data",
     "tail": "options of a run's data",

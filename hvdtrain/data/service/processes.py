@@ -48,7 +48,7 @@ def _address_of(child: "subprocess.Popen[bytes]") -> str:
     timer.cancel()
     if not line.startswith("grpc://"):
         said = child.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-        raise DataError(f"--data-service local: its process did not start: {' '.join(said) or 'it said nothing'}.")
+        raise DataError(f"--data-service=local: its process did not start: {' '.join(said) or 'it said nothing'}.")
     threading.Thread(target=child.stderr.read, daemon=True).start()  # a full pipe would stop it
     return line
 
@@ -61,8 +61,8 @@ def check_address(address: str, timeout: float = REACH_TIMEOUT_S) -> None:
     """
     if not reachable(address, timeout):
         raise DataError(
-            f"--data-service {address} cannot be reached within {timeout:g} s. Start it there with "
-            "`python -m hvdtrain data serve --port N`, or use --data-service=local."
+            f"The service {address} cannot be reached within {timeout:g} s. Start it there with "
+            "`python -m hvdtrain data serve`, or use --data-service=local."
         )
     found: list[int] = []
     probe = threading.Thread(target=lambda: found.append(_workers(address)), daemon=True)
@@ -71,7 +71,7 @@ def check_address(address: str, timeout: float = REACH_TIMEOUT_S) -> None:
     if found != [1]:
         said = f"{found[0]} workers" if found else f"no answer within {timeout:g} s"
         raise DataError(
-            f"--data-service {address} must be a tf.data service with one worker, which keeps the order of samples. "
+            f"The service {address} must be a tf.data service with one worker, which keeps the order of samples. "
             f"Received: {said}. Start several with `python -m hvdtrain data serve`, and name all of them."
         )
 
