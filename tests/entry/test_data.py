@@ -129,7 +129,7 @@ def test_a_data_service_that_does_not_fit_is_refused(tmp_path):
             "photos",
             "--data-service",
             nowhere,
-        ): f"--data-service {nowhere} cannot be reached",
+        ): f"The service {nowhere} cannot be reached",
         ("digits", "--data-workers", "2"): "--data-workers is for --data-service local",
     }
     for words, said in cases.items():
