@@ -19,6 +19,8 @@ from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, secret_from_environment, secret_from_key_file
 from hvdtrain.runtime.launchers import Environment
 
+_CONNECT_S = 1.0
+"""A call that the full queue of a busy server has dropped is made anew: the system itself would wait 1, 2, 4 … s."""
 _FAILURES_A_CALL = 64
 """Ranks asked for a failure report in one look, so that a look stays short in a large job."""
 
@@ -26,7 +28,7 @@ _FAILURES_A_CALL = 64
 class Store:
     """PUT, GET and DELETE on Horovod's rendezvous store."""
 
-    def __init__(self, address: str, port: int, patience: float = 5.0) -> None:
+    def __init__(self, address: str, port: int, patience: float = 20.0) -> None:
         """Ask for ``patience`` seconds, at least one, while the server does not answer."""
         self._address = address
         self._port = port
@@ -70,8 +72,10 @@ class Store:
                 time.sleep(0.02)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._address, self._port, timeout=max(1.0, self._patience))
+        connection = http.client.HTTPConnection(self._address, self._port, timeout=_CONNECT_S)
         with contextlib.closing(connection):
+            connection.connect()
+            connection.sock.settimeout(max(1.0, self._patience))
             connection.request(method, path, body=body)
             response = connection.getresponse()
             return response.status, response.read()
