@@ -303,7 +303,7 @@ def check_central_storage_refuses_layers_that_change_variables(world: World) -> 
     backend = another(world, "central_storage")
     for layer in (keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5)):
         trainer = hvdtrain.Trainer(lambda layer=layer: classifier(0, layer()), "sgd", CROSSENTROPY, backend=backend)
-        with pytest.raises(ConfigError, match="central_storage. holds one copy of each variable"):
+        with pytest.raises(ConfigError, match=r"central_storage. holds one copy of each variable"):
             trainer.fit(samples(50), batch=16, verbose=False)
 
 
