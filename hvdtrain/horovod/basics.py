@@ -53,9 +53,16 @@ from horovod.tensorflow import (
     vars_to_refs,
 )
 
+from hvdtrain.config.errors import LoneRanksError
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.control.channel import end_process
+from hvdtrain.runtime.control.mpi_library import refuse_other_library
+from hvdtrain.runtime.failures import show_alone
 from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.rendezvous import meet_and_wait
 from hvdtrain.runtime.reset import keep_restartable
 from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
+from hvdtrain.runtime.world import refuse_lone_ranks
 
 __all__ = [
     "Adasum",
@@ -118,25 +125,33 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     A process set of all ranks, on which Horovod's own `init` fails, is aliased to the global one. Settings of the
     exchange that the environment leaves unset take the values measured for hvdtrain (`hvdtrain/runtime/tuning.py`),
-    except in elastic jobs.
+    except in elastic jobs. Ranks that were started without MPI and `horovodrun`, by `srun` or as pods of an Indexed
+    Job, meet at a store that rank 0 keeps.
     """
-    _init(*args, **kwargs)
+    try:
+        _init(*args, **kwargs)
+    except LoneRanksError as error:
+        end_process(show_alone(None, error))
 
 
 def _init(comm: Any = None, process_sets: Any = None) -> None:
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     whole: list[ProcessSet] = []
-    if is_elastic():
+    environment = None if is_elastic() else detect_environment(os.environ)
+    if environment is None:
         keep_restartable(os.environ)
     else:
         set_exchange_defaults(os.environ)
-        environment = detect_environment(os.environ)
-        if environment.launcher == "none":
+        meet_and_wait(os.environ, RuntimeConfig.start_timeout)
+        if environment.controller == "none":
             os.environ.update(ALONE)
+        refuse_other_library(environment)
         whole = [one for one in sets if comm is None and one.ranks == list(range(environment.size))]
     _refuse_duplicates(sets)
     apart = [one for one in sets if one not in whole]
     mpi_ops.init(comm, process_sets if isinstance(process_sets, str) else apart)
+    if comm is None and environment is not None:
+        refuse_lone_ranks(environment, rank(), size())
     for one in whole:
         one.process_set_id = global_process_set.process_set_id
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
+from tensorflow.python.ops import resource_variable_ops
 
-from hvdtrain.gradients.reduction import scaled
 from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.horovod import primitives
 from hvdtrain.horovod.basics import (
@@ -32,7 +32,7 @@ from hvdtrain.horovod.basics import (
     mpi_enabled,
     size,
 )
-from hvdtrain.horovod.exchange import one_over_size
+from hvdtrain.horovod.exchange import check_exists, size_of
 from hvdtrain.horovod.primitives import Call, Reduce, all_gather, all_reduce, reduce_scatter
 from hvdtrain.state.variables import as_written, unwrap
 
@@ -147,9 +147,12 @@ def broadcast_(
 ) -> Any:
     """Overwrite `variables`, all on one device, with the values of `root_rank`, and return their new values.
 
-    Variables are matched by position in the list, as names may repeat.
+    Variables are matched by position in the list, as names may repeat; reference variables of TensorFlow 1 by name.
     """
+    check_exists(process_set)
     tensors = [unwrap(variable) for variable in variables]
+    if not all(resource_variable_ops.is_resource_variable(tensor) for tensor in tensors):
+        return mpi_ops.broadcast_(tensors, root_rank, name, process_set)
     sent = mpi_ops.MPI_LIB.horovod_broadcast_inplace_resource(
         [tensor.handle for tensor in tensors],
         variable_names=[f"variable{place}" for place in range(len(tensors))],
@@ -218,7 +221,9 @@ def grouped_reducescatter(
 
 
 def _check_op(op: int, process_set: Any) -> None:
-    """Refuse an Adasum that would hang or fail inside Horovod."""
+    """Refuse a process set that does not exist, and an Adasum that would hang or fail inside Horovod."""
+    check_exists(process_set)
+    process_set.size()  # raises for an id that Horovod does not know
     if op != Adasum:
         return
     if process_set.process_set_id != global_process_set.process_set_id:
@@ -244,8 +249,15 @@ def _check_sparse(op: int, prescale: float, postscale: float) -> None:
 def _rows(slices: tf.IndexedSlices, op: int, name: str | None, process_set: Any, ignore_scope: bool) -> Any:
     values = allgather(slices.values, name and f"{name}_values", ignore_scope, process_set)
     indices = allgather(slices.indices, name and f"{name}_indices", ignore_scope, process_set)
-    total = sum_duplicates(tf.IndexedSlices(values, indices, slices.dense_shape))
-    return scaled(total, one_over_size(process_set)) if op == Average else total
+    if op == Average:  # before duplicates are added: small integers would overflow
+        values = _as_float(values)
+        values /= tf.cast(size_of(process_set), values.dtype)
+    return sum_duplicates(tf.IndexedSlices(values, indices, slices.dense_shape))
+
+
+def _as_float(tensor: tf.Tensor) -> tf.Tensor:
+    """Return integers as the floats that TensorFlow divides them in, as Horovod does; floats keep their dtype."""
+    return tensor if tensor.dtype.is_floating else tf.truediv(tensor, tf.ones((), tensor.dtype))
 
 
 def _compressed(tensors: Sequence[Any], compression: Any, reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:

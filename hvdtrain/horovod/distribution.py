@@ -11,6 +11,7 @@ from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.horovod.basics import Average, Sum
 from hvdtrain.horovod.reduction import Reduction
+from hvdtrain.runtime.compiled import outermost_graph
 
 Apply = Callable[[list[Gradient]], Any]
 
@@ -23,8 +24,18 @@ class CallableList(list[Any]):
         return self
 
 
-class Reduced(list[tuple[Any, Any]]):
-    """(gradient, variable) pairs with gradients already reduced."""
+def mark_reduced(gradients: list[Gradient]) -> list[Gradient]:
+    """Mark `gradients` as reduced, so that a wrapped optimizer applies them as they are, and return them."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient._is_reduced = True
+    return gradients
+
+
+def are_reduced(gradients: Sequence[Gradient]) -> bool:
+    """Whether all `gradients` were marked."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    return bool(there) and all(getattr(gradient, "_is_reduced", False) for gradient in there)
 
 
 class Distribution:
@@ -46,6 +57,7 @@ class Distribution:
         self._average = average
         self._sum: GradientSum | None = None
         self._count: tf.Variable | None = None
+        self._computed_in: list[Any] | None = None
         self.is_done = False
         """Whether the gradients to come are reduced already."""
 
@@ -58,6 +70,34 @@ class Distribution:
         finally:
             self.is_done = before
 
+    def note_computed(self) -> None:
+        """Note that `compute_gradients` reduces gradients here, which the next `apply_gradients` may get clipped."""
+        self._computed_in = [outermost_graph()]
+
+    def has_reduced(self, gradients: Sequence[Gradient]) -> bool:
+        """Whether `gradients`, which are about to be applied, are those that were computed and reduced before.
+
+        They bear a mark. One that was clipped since has lost it: an average may be reduced once more, but a sum would
+        grow.
+
+        Raises:
+            ConfigError: sums without a mark, of which nobody knows whether they come from `compute_gradients`.
+        """
+        if are_reduced(gradients):
+            self._computed_in = None
+            return True
+        if self._computed_in is None or self.reduction.op != Sum:
+            return False
+        if self._computed_in != [outermost_graph()]:
+            raise ConfigError(
+                "With op=Sum, gradients are reduced once: by compute_gradients or by apply_gradients. Received: an "
+                "optimizer that has computed gradients elsewhere, and gradients that may be those. Call both in one "
+                "tf.function, or both outside, or apply_gradients(..., experimental_aggregate_gradients=False) to "
+                "gradients that are reduced."
+            )
+        self._computed_in = []
+        return True
+
     def step(self, gradients: Sequence[Gradient], variables: Sequence[Any], iterations: Any, apply: Apply) -> None:
         """Reduce `gradients` and `apply` them, or accumulate them until the last pass.
 
@@ -66,7 +106,7 @@ class Distribution:
         if self.passes == 1:
             apply(self.reduction.reduce(gradients, variables))
             return
-        kept, count = self._buffers(variables)
+        kept, count = self._buffers(variables), self.counter
         kept.add(gradients, first=tf.equal(count, 0))
 
         def whole() -> tf.Tensor:
@@ -87,12 +127,18 @@ class Distribution:
         if self._count is not None:
             self._count.assign(0)
 
-    def _buffers(self, variables: Sequence[Any]) -> tuple[GradientSum, tf.Variable]:
-        if self._sum is None or self._count is None:
-            self._sum = GradientSum(variables)
+    @property
+    def counter(self) -> tf.Variable:
+        """The number of calls whose gradients wait for the last one."""
+        if self._count is None:
             with tf.init_scope():
                 self._count = tf.Variable(0, trainable=False, dtype=tf.int32, name="backward_passes")
-        return self._sum, self._count
+        return self._count
+
+    def _buffers(self, variables: Sequence[Any]) -> GradientSum:
+        if self._sum is None:
+            self._sum = GradientSum(variables)
+        return self._sum
 
 
 def distribution_of(optimizer: Any) -> Distribution | None:

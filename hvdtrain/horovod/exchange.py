@@ -9,6 +9,19 @@ from hvdtrain.horovod.basics import global_process_set, is_elastic, rank, size, 
 from hvdtrain.runtime.collectives import AxisCollectives, AxisGroup
 
 
+def check_exists(process_set: Any) -> None:
+    """Refuse a process set that was removed or never added; Horovod's ops would take it for all ranks.
+
+    Raises:
+        ConfigError: it has no id.
+    """
+    if process_set.process_set_id is None:
+        raise ConfigError(
+            f"A process set must be initialized, and not removed. Received: {process_set}. Pass it to "
+            "hvd.init(process_sets=[...]) or hvd.add_process_set first."
+        )
+
+
 def exchange_among(process_set: Any) -> AxisCollectives:
     """Return the collectives among the ranks of `process_set`, of which this one must be part."""
     if process_set.process_set_id == global_process_set.process_set_id:
@@ -32,7 +45,8 @@ def place_among(root_rank: int, exchange: AxisCollectives) -> int:
 
 
 def is_included(process_set: Any) -> bool:
-    """Tell whether this rank is part of `process_set`."""
+    """Tell whether this rank is part of `process_set`, which must exist."""
+    check_exists(process_set)
     return process_set.process_set_id == global_process_set.process_set_id or bool(process_set.included())
 
 

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import tensorflow as tf
+
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Adasum, Average, Compression, global_process_set
 from hvdtrain.horovod.distribution import Distribution
 from hvdtrain.horovod.reduction import Reduction, groups_of
 from hvdtrain.horovod.tape import variables_of
+from hvdtrain.horovod.v1.optimizer import session_optimizer
 from hvdtrain.horovod.wrapped import distributed
 
 
@@ -27,10 +30,27 @@ def DistributedOptimizer(
     process_set: Any = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Wrap a Keras optimizer as `hvdtrain.horovod.keras.DistributedOptimizer` does.
+    """Wrap a Keras optimizer as `hvdtrain.horovod.keras.DistributedOptimizer` does, or one of `tf.compat.v1.train`.
 
-    `use_locking` is for optimizers of TensorFlow 1, which are refused.
+    The latter reduces in `compute_gradients`, and so in `minimize`. `use_locking` is for it alone.
     """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return session_optimizer(
+            optimizer,
+            op,
+            process_set,
+            name=name,
+            use_locking=use_locking,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+            groups=groups_of(num_groups, groups),
+            scale_local_gradients=scale_local_gradients,
+        )
     if op == Adasum:
         raise ConfigError(
             "op == Adasum is not supported yet with Keras: use hvd.DistributedGradientTape(tape, op=hvd.Adasum)."

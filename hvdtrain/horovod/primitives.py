@@ -11,6 +11,8 @@ Gradients, for the upstream gradients g of the ranks:
     broadcast        at the root the average of g, elsewhere zero
     alltoall         the slices of g sent back
     reducescatter    all shards of g, times the number of ranks for Sum
+
+They have the dtype of the input: an upstream gradient may have another one, and its own on each rank.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdtrain.horovod.basics import Average, Sum, global_process_set, rank
+from hvdtrain.horovod.exchange import check_exists
 from hvdtrain.runtime.guarded import guarded, kept
 
 
@@ -31,6 +34,9 @@ class Call:
     name: str | None = None
     ignore_name_scope: bool = False
     process_set: Any = global_process_set
+
+    def __post_init__(self) -> None:
+        check_exists(self.process_set)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def all_reduce(tensors: Sequence[tf.Tensor], how: Reduce, call: Call) -> list[tf
             outputs = [mpi_ops._allreduce(safe[0], **how.options, **call.options)]
         else:
             outputs = mpi_ops._grouped_allreduce(safe, **how.options, **call.options)
-        return list(kept(outputs)), lambda *upstream: all_reduce(upstream, how, call.child("gradient"))
+        return list(kept(outputs)), lambda *upstream: all_reduce(_like(safe, upstream), how, call.child("gradient"))
 
     return list(reduced(*tensors))
 
@@ -87,7 +93,7 @@ def all_gather(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
             outputs = mpi_ops.grouped_allgather(safe, **call.options)
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            averages = all_reduce(upstream, Reduce(Average), call.child("gradient"))
+            averages = all_reduce(_like(safe, upstream), Reduce(Average), call.child("gradient"))
             return [
                 _own_rows(g, x, call.child(f"rows{i}")) for i, (g, x) in enumerate(zip(averages, safe, strict=True))
             ]
@@ -112,7 +118,7 @@ def broadcast(tensor: tf.Tensor, root_rank: int, call: Call) -> tf.Tensor:
     @tf.custom_gradient
     def sent(value: tf.Tensor) -> Any:
         def backward(upstream: tf.Tensor) -> tf.Tensor:
-            average = all_reduce([upstream], Reduce(Average), call.child("gradient"))[0]
+            average = all_reduce(_like([value], [upstream]), Reduce(Average), call.child("gradient"))[0]
             return average if rank() == root_rank else average * 0
 
         return kept(mpi_ops.broadcast(guarded(value), root_rank, **call.options)), backward
@@ -128,7 +134,7 @@ def all_to_all(tensor: tf.Tensor, splits: Any, call: Call) -> tuple[tf.Tensor, t
         output, received = mpi_ops.alltoall(guarded(value), splits=splits, **call.options)
 
         def backward(upstream: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            return all_to_all(upstream, received, call.child("gradient"))[0]
+            return all_to_all(_like([value], [upstream])[0], received, call.child("gradient"))[0]
 
         return (kept(output), received), backward
 
@@ -149,8 +155,14 @@ def reduce_scatter(tensors: Sequence[tf.Tensor], how: Reduce, call: Call) -> lis
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             times = how.prescale * how.postscale * (call.process_set.size() if how.op == Sum else 1)
-            return all_gather([g * tf.cast(times, g.dtype) for g in upstream], call.child("gradient"))
+            shards = [g * tf.cast(times, g.dtype) for g in _like(safe, upstream)]
+            return all_gather(shards, call.child("gradient"))
 
         return list(kept(outputs)), backward
 
     return list(reduced(*tensors))
+
+
+def _like(inputs: Sequence[tf.Tensor], upstream: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the upstream gradients as dense tensors of the inputs' dtypes."""
+    return [tf.cast(tf.convert_to_tensor(g), x.dtype) for g, x in zip(upstream, inputs, strict=True)]

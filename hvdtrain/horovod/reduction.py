@@ -70,6 +70,7 @@ class Reduction:
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         for i in set(range(len(results))) - set(shared):
+            results[i] = self._dense(results[i])
             if self.scale_local and results[i] is not None:
                 results[i] = scaled(results[i], one_over_size(self.process_set))
         return results

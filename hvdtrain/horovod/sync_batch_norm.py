@@ -4,9 +4,11 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import global_process_set, is_elastic, size
+from hvdtrain.horovod.basics import Sum, global_process_set, is_elastic, rank, size
 from hvdtrain.horovod.exchange import exchange_among
 from hvdtrain.horovod.flavour import keras, layers
+
+__all__ = ["Sum", "SyncBatchNormalization", "rank", "size"]
 
 
 @keras.saving.register_keras_serializable(package="horovod")
@@ -16,6 +18,8 @@ class SyncBatchNormalization(layers.SyncBatchNormalization):
     Arguments are those of `tf.keras.layers.BatchNormalization`, and `fused`, which must be False. Unlike Horovod's, it
     weights ranks by their number of samples, and supports masks.
     """
+
+    fused = False
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused in (True, None):

@@ -41,8 +41,8 @@ def _register_alike(wrapped: Any, kind: Any) -> None:
 def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         raise ConfigError(
-            f"TensorFlow 1's {type(optimizer).__name__} needs sessions. Use an optimizer of keras.optimizers, with "
-            "hvd.DistributedOptimizer in model.fit or hvd.DistributedGradientTape in a loop of your own."
+            "hvdtrain.horovod.keras wraps optimizers of Keras. Received: tf.compat.v1.train."
+            f"{type(optimizer).__name__}. Wrap it with hvdtrain.horovod.DistributedOptimizer."
         )
     if not isinstance(optimizer, optimizers.KINDS):
         refuse_other_keras(optimizer)

@@ -1,14 +1,19 @@
 """Optimizers of Keras 3: applying gradients, their state, and wrapping."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import h5py
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 
-from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.horovod.distribution import CallableList, Distribution, Reduced, innermost
+from hvdtrain.horovod.distribution import CallableList, innermost
+from hvdtrain.horovod.flavour.horovod_names import HorovodNames
+from hvdtrain.horovod.flavour.keras2_names import Keras2Names, add_names
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.state.variables import as_written
 
@@ -16,15 +21,14 @@ KINDS = (keras.optimizers.Optimizer,)
 """Base classes of optimizers."""
 
 
-class Distributed:
+class Distributed(Keras2Names, HorovodNames):
     """Mixin before a Keras optimizer's class: `apply` reduces first."""
-
-    distribution: Distribution
 
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduce `grads` and let the wrapped optimizer apply the result; every rank must call it."""
         gradients, written_out = list(grads), super().apply  # type: ignore[misc]
+        self.is_compiled = self.is_compiled or not tf.executing_eagerly()
 
         def plain(gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
             with fused_updates(self):
@@ -38,37 +42,25 @@ class Distributed:
         self.distribution.step(gradients, variables, counter, lambda reduced: plain(reduced, variables))
 
     @as_written
-    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce and apply pairs of gradients and variables; those of `compute_gradients` are reduced already."""
-        pairs = grads_and_vars if isinstance(grads_and_vars, Reduced) else list(grads_and_vars)
-        if not isinstance(pairs, Reduced):
-            return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
-        with self.distribution.done():
-            return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
+    def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **kwargs: Any) -> Any:
+        """Reduce and apply pairs of gradients and variables; those of `compute_gradients` are reduced already.
 
-    @as_written
-    def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: Any = None) -> list[tuple[Any, Any]]:
-        """Return (reduced gradient, variable) pairs; `loss` is a function, or a value that `tape` recorded.
-
-        For `apply_gradients`, which does not reduce them again.
+        As are those with Keras 2's `skip_gradients_aggregation=True` or `experimental_aggregate_gradients=False`.
         """
-        if self.distribution.passes > 1:
-            raise ConfigError("compute_gradients reduces at once: with backward_passes_per_step use apply_gradients.")
-        tape = tf.GradientTape() if tape is None else tape
-        if callable(loss):
-            with tape:
-                loss = loss()
-        gradients = tape.gradient(loss, list(var_list))
-        return Reduced(zip(self.distribution.reduction.reduce(gradients, var_list), var_list, strict=True))
-
-    def register_local_var(self, var: Any) -> None:
-        """Leave the gradient of `var` on its rank."""
-        self.distribution.reduction.keep_local([var])
+        pairs = list(grads_and_vars)
+        is_reduced = kwargs.pop("skip_gradients_aggregation", False)
+        is_reduced = not kwargs.pop("experimental_aggregate_gradients", True) or is_reduced
+        is_reduced = is_reduced or self.distribution.is_done
+        is_reduced = is_reduced or self.distribution.has_reduced([pair[0] for pair in pairs])
+        if not is_reduced or self.distribution.passes > 1:
+            return super().apply_gradients(pairs, **kwargs)
+        with self.distribution.done():
+            return super().apply_gradients(pairs, **kwargs)
 
     @property
     def variables(self) -> CallableList:
         """The wrapped optimizer's variables."""
-        return CallableList(super().variables)  # type: ignore[misc]
+        return CallableList(super().variables)
 
 
 def twin_of(optimizer: Any, kind: type) -> Any:
@@ -80,6 +72,28 @@ def twin_of(optimizer: Any, kind: type) -> Any:
         for mine, theirs in zip(twin.variables, optimizer.variables, strict=True):
             mine.assign(theirs)
     return twin
+
+
+def completed(optimizer: Any, variables: Sequence[Any], path: Any) -> Any:
+    """Return the optimizer of a loaded model with the slots for its `variables`, and their saved values.
+
+    Keras saves the state of an optimizer to HDF5 files, but loads it into one that it has built for no variables, which
+    cannot train.
+    """
+    if not h5py.is_hdf5(path):
+        return optimizer
+    whole = type(optimizer).from_config(optimizer.get_config())
+    whole.build(list(variables))
+    with h5py.File(path) as file:
+        saved = load_optimizer_weights_from_hdf5_group(file) if "optimizer_weights" in file else []
+        values = [np.array(value) for value in saved]
+    if [value.shape for value in values] == [variable.shape for variable in whole.variables]:
+        for variable, value in zip(whole.variables, values, strict=True):
+            variable.assign(value)
+    elif values:
+        text = f"load_model: {path} holds the state of another optimizer; {type(whole).__name__} begins anew."
+        warnings.warn(text, stacklevel=3)
+    return whole
 
 
 def built(optimizer: Any, variables: Sequence[Any] | None) -> list[Any]:
@@ -137,3 +151,4 @@ def reduce_before_loss_scaling() -> None:
 
     apply.reduces_first = True  # type: ignore[attr-defined]
     kind.apply = apply
+    add_names(kind)

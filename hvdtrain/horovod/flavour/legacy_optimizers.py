@@ -8,7 +8,8 @@ import tensorflow as tf
 import tf_keras
 
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.horovod.distribution import CallableList, Distribution, Reduced, innermost
+from hvdtrain.horovod.distribution import CallableList, Distribution, innermost
+from hvdtrain.horovod.flavour.horovod_names import HorovodNames
 from hvdtrain.state.variables import as_written
 
 _optimizers = tf_keras.optimizers
@@ -18,10 +19,8 @@ KINDS = (_optimizers.Optimizer, _optimizers.legacy.Optimizer)
 """Base classes of optimizers."""
 
 
-class Distributed:
+class Distributed(HorovodNames):
     """Mixin before an optimizer's class: `apply_gradients` reduces first."""
-
-    distribution: Distribution
 
     @as_written
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,23 +32,13 @@ class Distributed:
         plain = super().apply_gradients  # type: ignore[misc]
         return _reduced_first(self, self.distribution, plain, grads_and_vars, args, kwargs)
 
-    @as_written
-    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
-        """Return (reduced gradient, variable) pairs; `loss` is a function, or a value that `tape` recorded.
-
-        For `apply_gradients`, which does not reduce them again. With backward_passes_per_step, and within a
-        LossScaleOptimizer, they are this rank's still, and reduced when they are applied.
-        """
-        of_newer = getattr(super(), "compute_gradients", None)
-        pairs = (of_newer or super()._compute_gradients)(loss, var_list, tape=tape)  # type: ignore[misc]
-        if self.distribution.passes > 1 or getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
-            return list(pairs)
-        gradients, variables = zip(*pairs, strict=True)
-        return Reduced(zip(self.distribution.reduction.reduce(gradients, variables), variables, strict=True))
-
-    def register_local_var(self, var: Any) -> None:
-        """Leave the gradient of `var` on its rank."""
-        self.distribution.reduction.keep_local([var])
+    def _local_gradients(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> tuple[Any, Any]:
+        own: Any = super(HorovodNames, self)
+        if isinstance(self, _optimizers.legacy.Optimizer):
+            pairs = own._compute_gradients(loss, var_list, grad_loss, tape)
+        else:
+            pairs = own.compute_gradients(loss, var_list, tape)
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
     @property
     def variables(self) -> CallableList:
@@ -61,15 +50,21 @@ def _reduced_first(
     optimizer: Any, distribution: Distribution, plain: Any, grads_and_vars: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Call `plain`, the `apply_gradients` of `optimizer`, with reduced gradients."""
-    is_reduced = isinstance(grads_and_vars, Reduced) or kwargs.get("skip_gradients_aggregation", False)
     pairs = list(grads_and_vars)
-    if is_reduced or not kwargs.get("experimental_aggregate_gradients", True) or not pairs:
+    gradients, variables = zip(*pairs, strict=True) if pairs else ((), ())
+    if not pairs or distribution.is_done:
         return plain(pairs, *args, **kwargs)
-    gradients, variables = zip(*pairs, strict=True)
+    is_said = kwargs.get("skip_gradients_aggregation", False)
+    is_said = not kwargs.get("experimental_aggregate_gradients", True) or is_said
+    # Computed for several passes, or for a loss scale around this optimizer, they are this rank's still.
+    is_reduced = (is_said and isinstance(optimizer, Distributed)) or distribution.has_reduced(gradients)
+    if is_reduced and distribution.passes == 1:
+        return plain(pairs, *args, **kwargs)
     built(optimizer, variables)
 
     def apply(reduced: list[Gradient]) -> None:
-        plain(list(zip(reduced, variables, strict=True)), *args, **kwargs)
+        with distribution.done():
+            plain(list(zip(reduced, variables, strict=True)), *args, **kwargs)
 
     distribution.step(gradients, variables, innermost(optimizer).iterations, apply)
     return optimizer.iterations
@@ -87,6 +82,11 @@ def twin_of(optimizer: Any, kind: type) -> Any:
     return twin
 
 
+def completed(optimizer: Any, variables: Sequence[Any], path: Any) -> Any:
+    """Return the optimizer of a loaded model, to which tf_keras has loaded its state as far as it is saved."""
+    return optimizer
+
+
 def built(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """Create the slots of `optimizer`, which is impossible inside a branch of a graph, and return `variables`."""
     build = getattr(optimizer, "build", None) or optimizer._create_all_weights
@@ -96,8 +96,8 @@ def built(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """Return the variables of a built optimizer, including those of a LossScaleOptimizer."""
-    return [*optimizer.variables(), *_scale_of(optimizer)]
+    """Return the variables of a built optimizer, including its rates and those of a LossScaleOptimizer."""
+    return [*optimizer.variables(), *_rates_of(innermost(optimizer)), *_scale_of(optimizer)]
 
 
 def velocities_of(optimizer: Any) -> list[Any] | None:
@@ -138,6 +138,19 @@ def _reducing_first(plain: Any) -> Any:
 
     apply_gradients.reduces_first = True  # type: ignore[attr-defined]
     return apply_gradients
+
+
+def _rates_of(optimizer: Any) -> list[Any]:
+    """Return the learning rate, if it is a variable, and with a legacy optimizer its other hyperparameters.
+
+    tf_keras does not count them among the optimizer's variables. A rank that has resumed may have another rate.
+    """
+    if isinstance(optimizer, _optimizers.legacy.Optimizer):
+        rates = [optimizer._hyper[name] for name in sorted(optimizer._hyper)]
+    else:
+        rates = [optimizer._learning_rate]
+    known = {id(variable) for variable in optimizer.variables()}
+    return [rate for rate in rates if isinstance(rate, tf.Variable) and id(rate) not in known]
 
 
 def _scale_of(optimizer: Any) -> list[Any]:

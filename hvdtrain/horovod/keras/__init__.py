@@ -42,7 +42,7 @@ from hvdtrain.horovod.keras import callbacks, elastic
 from hvdtrain.horovod.keras.models import load_model
 from hvdtrain.horovod.optimizer import keras_optimizer as DistributedOptimizer
 from hvdtrain.horovod.optimizer import partial_keras_optimizer as PartialDistributedOptimizer
-from hvdtrain.horovod.variables import broadcast_global_variables
+from hvdtrain.horovod.v1.variables import broadcast_global_variables
 
 __all__ = [
     "Adasum",

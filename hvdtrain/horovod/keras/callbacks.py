@@ -1,6 +1,6 @@
 """Horovod's Keras callbacks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,9 +10,9 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import rank, size
 from hvdtrain.horovod.collectives import allreduce
 from hvdtrain.horovod.distribution import innermost
-from hvdtrain.horovod.flavour import keras, optimizers, refuse_other_keras
-from hvdtrain.horovod.variables import broadcast_variables
-from hvdtrain.state.variables import unwrap
+from hvdtrain.horovod.flavour import keras, optimizers
+from hvdtrain.horovod.keras.base import Callback, OfThisKeras
+from hvdtrain.horovod.keras.broadcast import BroadcastGlobalVariablesCallback
 
 __all__ = [
     "BestModelCheckpoint",
@@ -21,62 +21,6 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 ]
-
-
-class _OfThisKeras:
-    """Rejects models of the other Keras, whose callbacks have other methods."""
-
-    def set_model(self, model: Any) -> None:
-        """Set the model, after checking its Keras."""
-        refuse_other_keras(model)
-        super().set_model(model)  # type: ignore[misc]
-
-
-class Callback(_OfThisKeras, keras.callbacks.Callback):
-    """Base class of the face's callbacks."""
-
-
-class BroadcastGlobalVariablesCallback(Callback):
-    """Broadcasts weights and optimizer state from `root_rank` before the first step of training.
-
-    Args:
-        root_rank: the rank to broadcast from.
-        device: the device of the broadcast.
-        local_variables: a variable, or several, to leave local.
-    """
-
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
-        self.root_rank = root_rank
-        self.device = device
-        self.broadcast_done = False
-        self._local: dict[int, tf.Variable] = {}
-        alone = local_variables is None or hasattr(local_variables, "assign")
-        given: Iterable[Any] = [local_variables] if alone else local_variables
-        for variable in given:
-            if variable is not None:
-                self.register_local_var(variable)
-
-    def register_local_var(self, var: Any) -> None:
-        """Do not broadcast `var`."""
-        if not hasattr(var, "assign"):
-            raise ConfigError("All local variables must be of tf.Variable type.")
-        self._local[id(unwrap(var))] = unwrap(var)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast before the first step."""
-        self._broadcast()
-
-    def _broadcast(self) -> None:
-        if self.broadcast_done:
-            return
-        variables = [*self.model.variables]
-        if self.model.optimizer is not None:
-            optimizers.built(self.model.optimizer, self.model.trainable_variables)
-            variables += optimizers.state_of(self.model.optimizer)
-        with tf.device(self.device):
-            broadcast_variables([v for v in variables if id(unwrap(v)) not in self._local], self.root_rank)
-        self.broadcast_done = True
 
 
 class MetricAverageCallback(Callback):
@@ -190,7 +134,7 @@ class LearningRateWarmupCallback(_LearningRate, Callback):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
 
-class BestModelCheckpoint(_OfThisKeras, keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(OfThisKeras, keras.callbacks.ModelCheckpoint):
     """Saves the best model; set `filepath` on it before training."""
 
     def __init__(

@@ -5,7 +5,7 @@ from typing import Any
 from horovod._keras import elastic as horovod_callbacks
 
 from hvdtrain.horovod.elastic import TensorFlowKerasState, run
-from hvdtrain.horovod.keras.callbacks import Callback
+from hvdtrain.horovod.keras.base import Callback
 
 __all__ = [
     "CommitStateCallback",

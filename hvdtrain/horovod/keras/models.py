@@ -1,13 +1,15 @@
 """Loading saved models for further training."""
 
+import inspect
 import os
+import types
 from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Compression
 from hvdtrain.horovod.distribution import distribution_of
-from hvdtrain.horovod.flavour import IS_LEGACY, keras
+from hvdtrain.horovod.flavour import IS_LEGACY, keras, optimizers
 from hvdtrain.horovod.optimizer import keras_optimizer
 
 
@@ -23,7 +25,8 @@ def load_model(
     Args:
         filepath: a saved Keras model (`.keras`, `.h5`, with tf_keras also a SavedModel), or an open h5py.File.
         custom_optimizers: custom optimizer classes.
-        custom_objects: further custom classes and functions, by name.
+        custom_objects: further custom classes and functions, by name. A function may return a wrapped optimizer:
+            `{"Mine": lambda **config: hvd.DistributedOptimizer(Mine(**config))}`.
         compression: see `DistributedOptimizer`.
         legacy_opts: whether the optimizer is one of `tf.keras.optimizers.legacy`, which Keras 3 does not have. With
             tf_keras the file records it.
@@ -38,8 +41,25 @@ def load_model(
         )
     path = filepath if isinstance(filepath, str | os.PathLike) else filepath.filename
     own = {kind.__name__: kind for kind in custom_optimizers or ()}
-    model = keras.models.load_model(path, custom_objects={**own, **(custom_objects or {})})
+    given = {name: _as_class(name, made) for name, made in (custom_objects or {}).items()}
+    model = keras.models.load_model(path, custom_objects={**own, **given})
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and distribution_of(optimizer) is None:
-        model.optimizer = keras_optimizer(optimizer, compression=compression)
+        loaded = optimizers.completed(optimizer, model.trainable_variables, path)
+        model.optimizer = keras_optimizer(loaded, compression=compression)
     return model
+
+
+def _as_class(name: str, made: Any) -> Any:
+    """Return a class whose `from_config` calls `made`, if that is a function of a configuration; otherwise `made`.
+
+    Keras 3 makes optimizers of classes only, and takes a function for the optimizer itself.
+    """
+    if IS_LEGACY or not isinstance(made, types.FunctionType) or not _takes_a_configuration(made):
+        return made
+    return type(name, (), {"from_config": classmethod(lambda kind, config: made(**config))})
+
+
+def _takes_a_configuration(function: Any) -> bool:
+    """Whether `function` takes any keywords, and nothing else: a loss or an activation takes tensors."""
+    return [one.kind for one in inspect.signature(function).parameters.values()] == [inspect.Parameter.VAR_KEYWORD]

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from checks import broadcast_cases, wrapped_cases
 from checks.face_cases import (
     BATCH,
     STEPS,
@@ -132,18 +133,50 @@ def check_broadcast_leaves_local_variables(world: World) -> None:
     leaves_local_variables(world, hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), mean_square)
 
 
+def scaled() -> Any:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+
+
+def check_models_that_are_built_in_the_first_step(world: World) -> None:
+    cases = [(broadcast_cases.sequential, adam), (broadcast_cases.Subclassed, scaled)]
+    broadcast_cases.trains_unbuilt_models(world, cases)
+    broadcast_cases.resumes_on_the_first_rank(world, adam)
+    broadcast_cases.broadcasts_every_optimizer(world)
+
+
+class Adding(keras.optimizers.Optimizer):
+    """Adds gradients to variables."""
+
+    def __init__(self, learning_rate: float = 1.0, **options: Any) -> None:
+        super().__init__(learning_rate, **options)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        variable.assign_add(gradient)
+
+
+def check_what_scripts_call_on_a_wrapped_optimizer(world: World) -> None:
+    wrapped_cases.aggregates_computed_gradients(world, Adding())
+    wrapped_cases.reduces_a_computed_gradient_once(world, Adding())
+    wrapped_cases.reduces_gradients_of_its_own(world, Adding())
+
+
+def check_broadcasts_that_would_hang_or_send_nothing(world: World) -> None:
+    broadcast_cases.refuses_variables_that_differ(world)
+    broadcast_cases.warns_of_broadcasts_without_weights(world)
+
+
 class Renamed(keras.optimizers.SGD):
     """An optimizer that Keras does not know."""
 
 
 def check_a_saved_model_goes_on(world: World) -> None:
     """Loaded with its optimizer's state, wrapped; and without Horovod it is an ordinary model."""
-    for kind in (adam, lambda: Renamed(0.05, momentum=0.9)):
+    for kind, ending in ((adam, "h5"), (lambda: Renamed(0.05, momentum=0.9), "keras")):
         model = model_of()
         model.compile(hvd.DistributedOptimizer(kind()), keras.losses.MeanSquaredError())
         model.fit(dataset(world), verbose=0, shuffle=False)
         name = type(model.optimizer).__name__
-        path = world.folder / f"face-{name}.keras"
+        path = world.folder / f"face-{name}.{ending}"
         if world.rank == 0:
             model.save(path)
         world.gather(b"")

@@ -1,0 +1,1 @@
+"""tf.data service beside a Horovod job, as `horovod.tensorflow.data`."""
