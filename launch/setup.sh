@@ -13,17 +13,20 @@ VENV="$ROOT/.venv"
 # Measured: 3.1 GB at the peak, 2.7 GB in the end; pip keeps its downloads (0.6 GB) elsewhere. With CUDA: estimated.
 NEED_MB=4000
 NEED_MB_CUDA=12000
-tests='' python='' version='' quiet=--quiet
+tests='' gpu='' python='' version='' quiet=--quiet
 
 usage() {
     cat <<'END'
-Usage: launch/setup.sh [--test]
+Usage: launch/setup.sh [--test] [--gpu | --no-gpu]
 
 Makes .venv: installs the pinned dependencies, then runs python -m hvdtrain setup, which builds Horovod
 against the installed TensorFlow and checks that 2 ranks really reduce. Needs Linux, Python 3.11 to 3.13, g++ and make; no root. About 4 minutes on 2
 cores; a call that finds all of it in place returns at once.
 
   --test    also installs what launch/test.sh needs
+  --gpu     TensorFlow with CUDA's libraries, and Horovod with NCCL; needs no GPU here, as on a login node.
+            By itself where nvidia-smi shows a GPU. Later calls keep to it.
+  --no-gpu  for CPUs, whatever nvidia-smi shows; kept to as well
   -h        shows this
 
 Environment:
@@ -31,11 +34,8 @@ Environment:
                     python3.12, python3.13 (hvdtrain is tested on 3.11 only).
   HVDTRAIN_MPI      auto (the default): the system's MPI where mpicxx and mpirun are on PATH, else Open MPI
                     from PyPI in the venv. system, pypi: only this one. none: Horovod with Gloo alone.
+  HOROVOD_CUDA_HOME the CUDA toolkit that compiles Horovod's kernels; else nvcc on PATH, or NVIDIA's from PyPI
   HVDTRAIN_WHEELS   where built Horovod wheels are kept (default: ~/.cache/hvdtrain/wheels).
-
-Where nvidia-smi shows a GPU, TensorFlow comes with CUDA's libraries. Horovod is built for CPU operations
-even so, unless HOROVOD_GPU_OPERATIONS (and HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME) say otherwise. Neither
-was tested on a GPU yet.
 END
 }
 
@@ -43,6 +43,8 @@ parse() {
     while [ $# -gt 0 ]; do
         case "$1" in
         --test) tests=yes ;;
+        --gpu) gpu=nccl ;;
+        --no-gpu) gpu=none ;;
         -h | --help)
             usage
             exit 0
@@ -58,8 +60,7 @@ parse() {
 # What the packages depend on. A stamp that holds the same text says: all of them are in place.
 packages_key() (
     cd "$LAUNCH"
-    printf 'home %s\ngpu tools %s\npython %s\n' "$ROOT" \
-        "$(command -v nvidia-smi || echo none)" "$(python_version "${PYTHON:-$VENV/bin/python}")"
+    printf 'home %s\ngpu %s\npython %s\n' "$ROOT" "$(gpu_choice)" "$(python_version "${PYTHON:-$VENV/bin/python}")"
     sha256sum requirements.txt requirements-cuda.txt setup.sh lib/*.sh ../setup.cfg ../pyproject.toml
 )
 
@@ -109,11 +110,24 @@ need_tools() {
     done
 }
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+# What was asked for, now or in an earlier call; else what the machine has.
+gpu_choice() {
+    if [ -n "$gpu" ]; then
+        echo "$gpu"
+    elif [ -e "$STATE/gpu" ]; then
+        cat "$STATE/gpu"
+    elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+        echo nccl
+    else
+        echo none
+    fi
+}
+
+for_gpu() { [ "$(gpu_choice)" = nccl ]; }
 
 need_disk() {
     local free need="$NEED_MB"
-    if has_gpu; then need="$NEED_MB_CUDA"; fi
+    if for_gpu; then need="$NEED_MB_CUDA"; fi
     free="$(df -Pm "$ROOT" | awk 'NR == 2 { print $4 }')"
     [ "$free" -ge "$need" ] ||
         die "$ROOT has $free MB free and .venv needs $need: free some, or clone the repository to a larger disk"
@@ -123,7 +137,7 @@ need_disk() {
 
 install_packages() {
     local files=(-r "$LAUNCH/requirements.txt") how_long="500 MB to download, 1 to 5 minutes"
-    if has_gpu; then
+    if for_gpu; then
         files+=(-r "$LAUNCH/requirements-cuda.txt")
         how_long="with CUDA's libraries: 3 GB to download, 5 to 15 minutes"
     fi
@@ -169,6 +183,9 @@ main() {
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
     ensure_packages
+    if [ -n "$gpu" ]; then echo "$gpu" >"$STATE/gpu"; fi
+    HVDTRAIN_GPU="${HVDTRAIN_GPU:-$(gpu_choice)}"
+    export HVDTRAIN_GPU
     # shellcheck disable=SC2086  # quiet is a flag or nothing
     run_job "$VENV/bin/python" -P -m hvdtrain setup $quiet || exit
 }

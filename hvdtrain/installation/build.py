@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.config.errors import SetupError
+from hvdtrain.installation.build_gpu import gpu_settings
 from hvdtrain.installation.fingerprint import output_of
+from hvdtrain.installation.gpu import Gpu
 from hvdtrain.installation.mpi import Mpi
 from hvdtrain.installation.pip import Pip
 from hvdtrain.installation.steps import Steps
@@ -25,7 +27,7 @@ COMPILER_MEMORY = 1_500_000
 """Kilobytes that some of Horovod's files take to compile."""
 
 
-def build_wheel(environment: PythonEnvironment, mpi: Mpi, work: Path, steps: Steps, pip: Pip) -> Path:
+def build_wheel(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, work: Path, steps: Steps, pip: Pip) -> Path:
     """Build Horovod in the folder `work` and return its wheel.
 
     Raises:
@@ -34,6 +36,9 @@ def build_wheel(environment: PythonEnvironment, mpi: Mpi, work: Path, steps: Ste
     tools, wheels = work / "build-tools", work / "wheel"
     pip.install_into(tools, BUILD_TOOLS, what="the tools that build Horovod")
     cmake = _cmake_folder(work, os.environ, pip)
+    settings = build_environment(os.environ, mpi, work, cmake)
+    if gpu.kind == "nccl":
+        settings |= gpu_settings(gpu, environment, work, settings, pip)
     jobs = build_jobs()
     # Without --no-cache-dir pip silently takes a wheel that it built for another TensorFlow.
     words = ("--verbose", "--no-cache-dir", "--no-build-isolation", "--no-deps", "--no-binary", "horovod")
@@ -42,7 +47,7 @@ def build_wheel(environment: PythonEnvironment, mpi: Mpi, work: Path, steps: Ste
         pip.command("wheel", *words, "--wheel-dir", str(wheels), f"horovod=={HOROVOD}"),
         log="horovod.log",
         failure="Horovod's build failed",
-        environ=build_environment(os.environ, mpi, work, cmake) | {"PYTHONPATH": str(tools)},
+        environ=settings | {"PYTHONPATH": str(tools)},
     )
     built = find_wheel(wheels)
     if built is None:

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from hvdtrain.config.errors import SetupError
 from hvdtrain.installation.activation import prepare_activation
 from hvdtrain.installation.build import build_wheel
+from hvdtrain.installation.gpu import Gpu, choose_gpu
 from hvdtrain.installation.launcher import prepare_launcher
 from hvdtrain.installation.mpi import OPENMPI, Mpi, choose_mpi
 from hvdtrain.installation.pip import Pip
@@ -31,12 +32,13 @@ from hvdtrain.runtime.diagnosis.software import HOROVOD
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 
-def install(environment: PythonEnvironment, choice: str) -> bool:
+def install(environment: PythonEnvironment, choice: str, gpu_choice: str = "auto") -> bool:
     """Build Horovod for the TensorFlow of `environment`, or take it from the cache, install it and reduce over 2 ranks.
 
     Args:
         environment: where to install.
         choice: the MPI: auto, system, pypi or none.
+        gpu_choice: what reduces on GPUs: auto, nccl or none.
 
     Returns:
         Whether there was anything to do.
@@ -46,7 +48,8 @@ def install(environment: PythonEnvironment, choice: str) -> bool:
     """
     check_tensorflow(environment)
     mpi = choose_mpi(choice, environment, os.environ)
-    key = wheel_key(environment, mpi, os.environ)
+    gpu = choose_gpu(gpu_choice, environment, os.environ)
+    key = wheel_key(environment, mpi, gpu, os.environ)
     if _is_done(environment, mpi, key):
         prepare_launcher(environment)
         return False
@@ -60,15 +63,15 @@ def install(environment: PythonEnvironment, choice: str) -> bool:
         if _is_done(environment, mpi, key):
             return False
         _stamp(environment).unlink(missing_ok=True)
-        wheel = _install(environment, mpi, kept, work)
+        wheel = _install(environment, mpi, gpu, kept, work)
         prepare_activation(environment, mpi)
         prepare_launcher(environment)
-        _prove(mpi, wheel)
+        _prove(mpi, gpu, wheel)
         _stamp(environment).write_text(key)
     return True
 
 
-def _install(environment: PythonEnvironment, mpi: Mpi, kept: Path, work: Path) -> Path:
+def _install(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, kept: Path, work: Path) -> Path:
     """Install Horovod and its packages; return its wheel, taken from the folder `kept` of the cache or put there."""
     steps = Steps(environment.notes / "log")
     pip = Pip(environment, steps, work)
@@ -77,7 +80,7 @@ def _install(environment: PythonEnvironment, mpi: Mpi, kept: Path, work: Path) -
     if wheel:
         say(f"Horovod {HOROVOD} was built for this before: {wheel}")
     else:
-        wheel = keep_wheel(build_wheel(environment, mpi, work, steps, pip), kept)
+        wheel = keep_wheel(build_wheel(environment, mpi, gpu, work, steps, pip), kept)
     pip.install_wheel(wheel, what=f"Horovod {HOROVOD}")
     return wheel
 
@@ -114,13 +117,15 @@ def _install_packages(environment: PythonEnvironment, mpi: Mpi, pip: Pip) -> Non
         pip.install(wanted, what=", ".join(wanted))
 
 
-def _prove(mpi: Mpi, wheel: Path) -> None:
+def _prove(mpi: Mpi, gpu: Gpu, wheel: Path) -> None:
     """Reduce over two ranks: a build that compiles and loads may still not add up."""
     say("checking an all-reduce over 2 ranks (20 s)")
     checks = [check_gloo()] if mpi.kind == "none" else [check_gloo(), check_mpi()]
     for check in checks:
         _require(check, wheel)
     say(f"  done: {' and '.join(check.name.rpartition(' ')[2] for check in checks)}")
+    if gpu.kind == "nccl":
+        say("Horovod has NCCL. On a machine with GPUs, python -m hvdtrain doctor reduces and trains on each of them")
 
 
 def _require(check: Check, wheel: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.installation.fingerprint import output_of, short_hash
+from hvdtrain.installation.gpu import Gpu
 from hvdtrain.installation.mpi import Mpi
 from hvdtrain.installation.steps import say
 from hvdtrain.runtime.diagnosis.software import HOROVOD
@@ -17,17 +18,20 @@ from hvdtrain.runtime.python_environment import PythonEnvironment
 COMPILE_SCRIPT = Path(__file__).with_name("horovod-compile.sh")
 """Runs the compiler; says what differs from a plain build of Horovod."""
 
+GPU_SOURCE = Path(__file__).with_name("as_gpu_stream_value.cc")
+"""The function that TensorFlow's wheel lacks for Horovod on GPUs."""
+
 TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu")
 
 _BUILD_SETTING = re.compile(r"HOROVOD_(GPU|NCCL|CUDA|ROCM|ALLOW_MIXED|BUILD)")
 """Variables that change what is built: HOROVOD_GPU_OPERATIONS, HOROVOD_NCCL_HOME, and the like."""
 
 
-def wheel_key(environment: PythonEnvironment, mpi: Mpi, environ: Mapping[str, str]) -> str:
+def wheel_key(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, environ: Mapping[str, str]) -> str:
     """Return the name of the cache's folder for exactly this build of Horovod."""
     platform = f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
     tensorflow = environment.version(*TENSORFLOW_NAMES)
-    nccl = _nccl_identity(environ)
+    nccl = f"-{gpu.identity}" if gpu.identity else _nccl_identity(environ)
     return f"horovod{HOROVOD}-tensorflow{tensorflow}-{platform}-{mpi.identity}{nccl}-{_toolchain(environ)}"
 
 
@@ -38,6 +42,7 @@ def _toolchain(environ: Mapping[str, str]) -> str:
     flags = [environ.get(name, "") for name in ("CC", "CXX", "CXXFLAGS", "LDFLAGS")]
     return short_hash(
         COMPILE_SCRIPT.read_bytes()
+        + GPU_SOURCE.read_bytes()
         + _lines(settings)
         + output_of([*compiler.split(), "--version"])
         + output_of(["getconf", "GNU_LIBC_VERSION"])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from hvdtrain.runtime.diagnosis import exchange, host, software
+from hvdtrain.runtime.diagnosis import exchange, gpus, host, software
 from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.machine import read_machine
 from hvdtrain.runtime.diagnosis.probe import Finding, probe
@@ -22,7 +22,10 @@ def diagnose(announce: Callable[[str], None] = lambda what: None) -> Iterator[Ch
     yield software.check_horovod(found["horovod"], found["tensorflow"])
     if "version" in found["horovod"]:
         yield from _check_exchange(found, announce)
-    yield from _check_host(found)
+    yield from _check_host()
+    announce("looking for GPUs")
+    yield from gpus.check_gpus(found["tensorflow"], found["horovod"])
+    yield host.check_key()
 
 
 def _check_exchange(found: dict[str, Finding], announce: Callable[[str], None]) -> Iterator[Check]:
@@ -39,10 +42,8 @@ def _check_exchange(found: dict[str, Finding], announce: Callable[[str], None]) 
         yield exchange.check_mpi()
 
 
-def _check_host(found: dict[str, Finding]) -> Iterator[Check]:
+def _check_host() -> Iterator[Check]:
     machine = read_machine()
     yield host.check_cores(machine)
     yield host.check_memory(machine)
     yield host.check_shm(machine)
-    yield software.check_gpus(found["tensorflow"], found["horovod"])
-    yield host.check_key()

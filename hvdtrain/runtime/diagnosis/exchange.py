@@ -23,7 +23,7 @@ _NO_PROBLEM = re.compile(r"All log messages before absl|^(\[\S+?>:)?[IW]\d{4} |^
 
 def check_gloo(*, timeout: float = TIMEOUT) -> Check:
     """Reduce over two ranks that horovodrun starts with Gloo."""
-    horovodrun = _beside_python("horovodrun")
+    horovodrun = beside_python("horovodrun")
     if horovodrun is None:
         return failed("2 ranks, Gloo", "horovodrun is not on PATH", f"{activate()}, or {SETUP}")
     return check_ranks("gloo", [horovodrun, "--gloo", "-np", "2"], timeout=timeout)
@@ -46,7 +46,7 @@ def check_ranks(controller: str, launcher: Sequence[str], *, timeout: float = TI
     report = find_report(outcome.output)
     if outcome.returncode == 0 and report and report["ok"]:
         return _check_report(name, controller, report)
-    return failed(name, _what_went_wrong(outcome, report, timeout), again)
+    return failed(name, what_went_wrong(outcome, report, timeout), again)
 
 
 def _check_report(name: str, controller: str, report: Mapping[str, Any]) -> Check:
@@ -59,7 +59,8 @@ def _check_report(name: str, controller: str, report: Mapping[str, Any]) -> Chec
     return ok(name, "an all-reduce adds up")
 
 
-def _what_went_wrong(outcome: Outcome, report: Mapping[str, Any] | None, timeout: float) -> str:
+def what_went_wrong(outcome: Outcome, report: Mapping[str, Any] | None, timeout: float) -> str:
+    """Tell why ranks that were launched did not report that all is well."""
     if report and "error" in report:
         return str(report["error"])
     if report and not report["ok"]:
@@ -79,19 +80,26 @@ def find_report(output: str) -> dict[str, Any] | None:
     return report if isinstance(report, dict) else None
 
 
-def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` for two ranks on this machine, however few cores it has, and for root in a container."""
+def launch_environment(environ: Mapping[str, str], *, gpus: bool = False) -> dict[str, str]:
+    """Return `environ` for ranks on this machine, however few cores it has, and for root in a container.
+
+    Args:
+        environ: the environment to start from.
+        gpus: whether the ranks may see the GPUs; on one GPU, two ranks could not reduce.
+    """
     settings = {
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
+    if not gpus:
+        settings["CUDA_VISIBLE_DEVICES"] = "-1"
     if os.geteuid() == 0:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return dict(environ) | settings
 
 
-def _beside_python(program: str) -> str | None:
+def beside_python(program: str) -> str | None:
     """Return the path of a program of this Python's environment, also where that is not activated."""
     beside = Path(sys.executable).parent / program
     return str(beside) if beside.exists() else shutil.which(program)

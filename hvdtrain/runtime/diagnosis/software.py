@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
 from hvdtrain.runtime.diagnosis.probe import Finding
-from hvdtrain.runtime.diagnosis.process import first_line, run
+from hvdtrain.runtime.diagnosis.process import run
 from hvdtrain.runtime.python_environment import activate
 
 SETUP = "python -m hvdtrain setup"
@@ -129,23 +129,6 @@ def mpi_identity(text: str) -> str | None:
         if match := re.search(rf"{lead}\D*(\d+\.\d+(?:\.\d+)?)", text):
             return f"{maker} {match[1]}"
     return None
-
-
-def check_gpus(tensorflow: Finding, horovod: Finding) -> Check:
-    """Check that TensorFlow sees the machine's GPUs and that Horovod can reduce on them; having none is fine."""
-    if first_line(["nvidia-smi", "-L"]) is None and not tensorflow.get("gpus"):
-        return ok("GPUs", "none")
-    if not tensorflow.get("gpus"):
-        return warning(
-            "GPUs", "nvidia-smi shows GPUs, TensorFlow sees none", f"pip install 'tensorflow[and-cuda]~={TENSORFLOW}.0'"
-        )
-    if "nccl" in horovod and not horovod["nccl"]:
-        return warning(
-            "GPUs",
-            f"{tensorflow['gpus']}; Horovod is built without NCCL and reduces over the host's memory",
-            f"HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_HOME=... HOROVOD_CUDA_HOME=... {SETUP}",
-        )
-    return ok("GPUs", str(tensorflow["gpus"]))
 
 
 def _release(version: str) -> str:

@@ -1,7 +1,7 @@
 """The place of a process in its job, and what every launcher's file needs to find it out."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -11,6 +11,15 @@ Controller = Literal["gloo", "mpi", "none"]
 
 UNKNOWN = -1
 """Value of ``cross_rank`` and ``cross_size`` where the launcher does not tell them."""
+
+SECRET_VARIABLE = "HVDTRAIN_JOB_SECRET"
+"""Environment variable with the job's secret: any text, the same on every rank."""
+SECRET_FILE_VARIABLE = "HVDTRAIN_JOB_SECRET_FILE"
+"""Environment variable with the path of a file that holds it, and which nobody else can read."""
+DRAW_SECRET = "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+"""Draws one in a shell, without putting it on a command line."""
+STARTER_VARIABLE = "HVDTRAIN_STARTED_BY"
+"""Environment variable of ranks that met at a store on rank 0: the launcher that started them."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,8 @@ class Environment:
     """
 
     launcher: str
-    """``horovodrun``, ``mpirun`` (Open MPI), ``mpiexec`` (MPICH or Intel MPI), ``srun`` or ``none``."""
+    """``horovodrun``, ``mpirun`` (Open MPI), ``mpiexec`` (MPICH, Intel MPI, Cray), ``mpirun_rsh``, ``srun``, ``jsrun``,
+    ``kubernetes`` or ``none``."""
     controller: Controller
     """What Horovod and the control channel speak over; ``none`` for a process that is alone."""
     rank: int
@@ -36,6 +46,15 @@ class Environment:
     hostname: str
     job_id: str
     """The same on every rank of a job; not secret, and another job may have it later."""
+    elastic: bool = False
+    """Whether the launcher forms the job anew when ranks are lost or come: ``horovodrun`` with host discovery."""
+    hosts: tuple[str, ...] = ()
+    """Names of the job's hosts, that of rank 0 first, where the launcher tells them and keeps no store."""
+
+    @property
+    def store_on_rank_0(self) -> bool:
+        """Whether the ranks meet at a store on rank 0: the launcher starts processes, and does no more for them."""
+        return self.controller == "gloo" and self.launcher != "horovodrun"
 
 
 class Launcher(Protocol):
@@ -58,6 +77,8 @@ def place(
     job_id: str,
     cross: tuple[int, int] | None = None,
     hostname: str | None = None,
+    elastic: bool = False,
+    hosts: Sequence[str] = (),
 ) -> Environment:
     """Check and name (rank, size) over the job, over this host and over the hosts."""
     for what, (rank, size) in {"rank": world, "local rank": local}.items():
@@ -66,7 +87,8 @@ def place(
     if cross is None:
         one_host = local[1] == world[1]
         cross = (0, 1) if one_host else (UNKNOWN, UNKNOWN)
-    return Environment(launcher, controller, *world, *local, *cross, hostname or socket.gethostname(), job_id)
+    here = hostname or socket.gethostname()
+    return Environment(launcher, controller, *world, *local, *cross, here, job_id, elastic, tuple(hosts))
 
 
 def number(environ: Mapping[str, str], *names: str) -> int:
@@ -78,3 +100,8 @@ def number(environ: Mapping[str, str], *names: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise LaunchError(f"{name} must be a whole number of at least 0. Received: {environ[name]!r}.")
     return int(text)
+
+
+def has_secret(environ: Mapping[str, str]) -> bool:
+    """Tell whether the environment gives the job's secret, or a file that holds it."""
+    return bool(environ.get(SECRET_VARIABLE) or environ.get(SECRET_FILE_VARIABLE))

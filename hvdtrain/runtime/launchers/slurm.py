@@ -1,14 +1,23 @@
 """Slurm's launcher."""
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.launchers.environment import Environment, number, place
+from hvdtrain.config.errors import LaunchError, LoneRanksError
+from hvdtrain.runtime.launchers.environment import (
+    DRAW_SECRET,
+    SECRET_VARIABLE,
+    Controller,
+    Environment,
+    has_secret,
+    number,
+    place,
+)
 
 
 class Srun:
-    """Slurm's ``srun``, with one of its MPI plugins."""
+    """Slurm's ``srun``: with one of its MPI plugins or, where the job has a secret, over Gloo."""
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
         """See `Launcher.detect`.
@@ -18,24 +27,26 @@ class Srun:
         if not in_step(environ):
             return None
         size = number(environ, "SLURM_STEP_NUM_TASKS")
-        plugin = bool({"PMIX_RANK", "PMI_RANK"} & environ.keys())
-        if size > 1 and not plugin:
-            raise LaunchError(
-                f"srun started {size} tasks without MPI, so that they cannot find one another. Use: "
-                "srun --mpi=pmix … (srun --mpi=list shows what this cluster has). If srun did not start this "
-                "process, unset SLURM_STEP_ID, which it has inherited."
-            )
+        controller = _controller(environ, size)
         local_rank, nodes = number(environ, "SLURM_LOCALID"), _tasks_per_node(environ, size)
         node = number(environ, "SLURM_NODEID") if len(nodes) > 1 else 0
         if node >= len(nodes):
             raise LaunchError(f"SLURM_NODEID must be below {len(nodes)}, the step's nodes. Received: {node}.")
+        rank = number(environ, "SLURM_PROCID")
+        if controller == "gloo" and rank == 0 and node != 0:
+            raise LaunchError(
+                "Rank 0 must run on the first node of the step, where the others look for it. Received: "
+                f"SLURM_NODEID={node}. Unset SLURM_DISTRIBUTION and SLURM_HOSTFILE, or use MPI: srun --mpi=pmix …"
+            )
         return place(
             launcher="srun",
-            controller="mpi" if plugin else "none",
-            world=(number(environ, "SLURM_PROCID"), size),
+            controller=controller,
+            world=(rank, size),
             local=(local_rank, nodes[node]),
             cross=(sum(n > local_rank for n in nodes[:node]), sum(n > local_rank for n in nodes)),
-            job_id=f"{environ.get('SLURM_JOB_ID', 'srun')}.{environ['SLURM_STEP_ID']}",
+            job_id=_job_id(environ),
+            hostname=environ.get("SLURMD_NODENAME"),
+            hosts=_hosts(environ, len(nodes)) if controller == "gloo" else (),
         )
 
 
@@ -47,6 +58,53 @@ def in_step(environ: Mapping[str, str]) -> bool:
     if not {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
         return False
     return number(environ, "SLURM_STEP_ID") < 0xFFFF_FF00
+
+
+def _controller(environ: Mapping[str, str], size: int) -> Controller:
+    if {"PMIX_RANK", "PMI_RANK"} & environ.keys():
+        return "mpi"
+    if size == 1:
+        return "none"
+    if has_secret(environ):
+        return "gloo"
+    raise LoneRanksError(
+        f"srun started {size} tasks without MPI, so that they cannot find one another. Use MPI: srun --mpi=pmix … "
+        "(srun --mpi=list shows what this cluster has). Or use Gloo, with a secret in the job script, before srun: "
+        f"export {SECRET_VARIABLE}={DRAW_SECRET}. "
+        "If srun did not start this process, unset SLURM_STEP_ID, which it has inherited.",
+        rank=number(environ, "SLURM_PROCID"),
+    )
+
+
+def _job_id(environ: Mapping[str, str]) -> str:
+    """Return the job's and the step's number; a job that was requeued keeps both, and counts its starts."""
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    step = f"{environ.get('SLURM_JOB_ID', 'srun')}.{environ['SLURM_STEP_ID']}"
+    return step if restarts == "0" else f"{step}.{restarts}"
+
+
+def _hosts(environ: Mapping[str, str], count: int) -> tuple[str, ...]:
+    name = "SLURM_STEP_NODELIST"
+    hosts = tuple(expand_hosts(environ.get(name, "")))
+    if len(hosts) != count:
+        raise LaunchError(f"{name} must name the {count} nodes of the step. Received: {environ.get(name, '')!r}.")
+    return hosts
+
+
+def expand_hosts(text: str) -> Iterator[str]:
+    """Return the hosts of one of Slurm's lists, as `scontrol show hostnames` does: "n[1-2,07],gpu" has four."""
+    for pattern in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        pieces = re.split(r"\[([^\]]*)\]", pattern)  # names and, between them, ranges
+        choices = [list(_numbers(piece)) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        yield from ("".join(choice) for choice in itertools.product(*choices))
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        if not (first + last).isdecimal():
+            raise LaunchError(f"Slurm's list of hosts must hold numbers between brackets. Received: [{ranges}].")
+        yield from (str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1))
 
 
 def _tasks_per_node(environ: Mapping[str, str], size: int) -> list[int]:

@@ -62,7 +62,9 @@ class Machine:
         self._isolate()
 
     def _isolate(self) -> None:
-        for name in [name for name in os.environ if name.startswith(("HOROVOD_", "CXX", "VIRTUAL_ENV", "HVDTRAIN_"))]:
+        for name in [
+            name for name in os.environ if name.startswith(("HOROVOD_", "CUDA_", "CXX", "VIRTUAL_ENV", "HVDTRAIN_"))
+        ]:
             self._monkeypatch.delenv(name)
         self.set(PATH=f"{self.prefix}/bin:{self.bin}", SITE=str(self.packages), CALLS=str(self._calls))
         self.set(HVDTRAIN_WHEELS=str(self.folder / "wheels"))
@@ -83,6 +85,10 @@ class Machine:
         path = (folder or self.bin) / tool
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
+
+    def lacks(self, tool: str) -> None:
+        """Take a command off PATH."""
+        (self.bin / tool).unlink(missing_ok=True)
 
     def installs(self, name: str, version: str, metadata: str = "") -> None:
         """Put a package into the environment."""

@@ -23,9 +23,22 @@ def test_activation_allows_root_and_more_ranks_than_cores_once(machine):
     hook = machine.prefix / "etc/conda/activate.d/hvdtrain.sh"
     for script in [*(machine.prefix / "bin").glob("activate*"), hook]:
         assert script.read_text().count("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") == 1, script
+        assert script.read_text().count("OMPI_MCA_oob_tcp_keepalive_time") == 1, script
     assert (machine.prefix / "bin/activate").read_text().startswith("# its own\n")
     parameters = (machine.prefix / "etc/openmpi-mca-params.conf").read_text()
     assert parameters.count("rmaps_base_oversubscribe = 1") == 1
+
+
+def test_activation_of_an_earlier_setup_gets_what_is_new(machine):
+    script = machine.prefix / "bin/activate"
+    script.write_text(f"{activation._WHY}\n{activation._SCRIPTS['activate']}")
+    machine.setup()
+    out = subprocess.run(
+        ["sh", "-c", f". {script}; env"], env={"PATH": "/usr/bin:/bin"}, check=True, capture_output=True, text=True
+    ).stdout
+    set_by_it = {line for line in out.splitlines() if line.startswith("OMPI_MCA")}
+    assert set_by_it == {f"OMPI_MCA_oob_tcp_keepalive_{each}" for each in ("time=5", "intvl=2", "probes=3")}
+    assert script.read_text().count("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") == 1
 
 
 def test_activation_sets_the_variables_for_root_only(tmp_path):

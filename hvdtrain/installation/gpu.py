@@ -1,0 +1,151 @@
+"""Choosing how Horovod is built for GPUs: with NCCL and a CUDA compiler, or for CPUs alone."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from hvdtrain.config.errors import SetupError
+from hvdtrain.installation.fingerprint import output_of, short_hash
+from hvdtrain.runtime.diagnosis.software import TENSORFLOW
+from hvdtrain.runtime.python_environment import PythonEnvironment
+
+Choice = Literal["auto", "nccl", "none"]
+CHOICES: tuple[str, ...] = get_args(Choice)
+
+PYPI_COMPILER = (
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-cccl==13.0.85",
+)
+"""NVIDIA's compiler from PyPI, used for the build where the machine has none. PyPI has no whole one for CUDA 12, and
+what this one compiles wants a driver for CUDA 13: the first of its releases asks for the oldest of those."""
+PYPI_CUDA = 13
+
+OLDEST_CUDA = 11
+"""Horovod's few kernels compile with any later release; TensorFlow's own libraries are of CUDA 12."""
+
+NCCL_PACKAGE = "nvidia-nccl-cu12"
+"""What tensorflow[and-cuda] brings: TensorFlow and Horovod then share one NCCL."""
+
+_CUDA_PACKAGES = f"pip install 'tensorflow[and-cuda]~={TENSORFLOW}.0'"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """How Horovod is built for GPUs."""
+
+    kind: Literal["nccl", "none"]
+    compiler: Path | None = None
+    """Folder of the CUDA toolkit with ``bin/nvcc``; None takes the compiler from PyPI."""
+    nccl: Path | None = None
+    """Folder with ``include/nccl.h`` and ``lib``."""
+    capabilities: tuple[str, ...] = ()
+    """Compute capabilities that kernels are compiled for, such as 90; empty: all that the compiler knows."""
+    identity: str = ""
+    """A word that differs where another build is needed; empty without NCCL."""
+
+
+def choose_gpu(choice: str, environment: PythonEnvironment, environ: Mapping[str, str]) -> Gpu:
+    """Resolve the user's choice; `auto` is NCCL where a driver shows GPUs and TensorFlow has its CUDA libraries.
+
+    Who sets HOROVOD_GPU_OPERATIONS, or one of its kin, decides alone: these variables reach the build as they are.
+
+    Raises:
+        SetupError: an unknown choice; or NCCL is wanted, and its library or a CUDA compiler that fits the driver is
+            missing.
+    """
+    if choice not in CHOICES:
+        raise SetupError(f"GPUs must be one of {', '.join(CHOICES)} (--gpu, HVDTRAIN_GPU). Received: {choice!r}.")
+    nccl = _nccl_folder(environment, environ)
+    by_hand = any(re.match(r"HOROVOD_GPU(_|$)", name) for name in environ)
+    if choice == "none" or (choice == "auto" and (by_hand or nccl is None or not driver_shows_gpus(environ))):
+        return Gpu("none")
+    if nccl is None:
+        raise SetupError(f"Horovod reduces on GPUs with NCCL. Received: no {NCCL_PACKAGE}. Run: {_CUDA_PACKAGES}")
+    return _with_nccl(nccl, environ)
+
+
+def _with_nccl(nccl: Path, environ: Mapping[str, str]) -> Gpu:
+    compiler = find_compiler(environ)
+    version = compiler_version(compiler) if compiler else str(PYPI_CUDA)
+    _check_driver(int(version.partition(".")[0]), compiler, environ)
+    capabilities = _capabilities(environ)
+    header = short_hash((nccl / "include" / "nccl.h").read_bytes())
+    identity = f"nccl{header}-cuda{version}-{'.'.join(capabilities) or 'all'}"
+    return Gpu("nccl", compiler, nccl, capabilities, identity)
+
+
+def _nccl_folder(environment: PythonEnvironment, environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the NCCL to build with: HOROVOD_NCCL_HOME, else that of TensorFlow's CUDA libraries."""
+    packages = environment.distribution(NCCL_PACKAGE)
+    found = [Path(environ["HOROVOD_NCCL_HOME"])] if environ.get("HOROVOD_NCCL_HOME") else []
+    found += [Path(str(packages.locate_file("nvidia/nccl")))] if packages else []
+    return next((folder for folder in found if (folder / "include" / "nccl.h").exists()), None)
+
+
+def driver_shows_gpus(environ: Mapping[str, str]) -> bool:
+    """Tell whether an NVIDIA driver is loaded and shows at least one GPU."""
+    return b"GPU " in _nvidia_smi(environ, "-L")
+
+
+def driver_cuda(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the newest CUDA release that the driver runs, such as (12, 4); None without a driver."""
+    match = re.search(rb"CUDA Version\s*:\s*(\d+)\.(\d+)", _nvidia_smi(environ))
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _nvidia_smi(environ: Mapping[str, str], *words: str) -> bytes:
+    return output_of(["nvidia-smi", *words], PATH=environ["PATH"])
+
+
+def find_compiler(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of a CUDA toolkit of this machine whose compiler can build Horovod, or None."""
+    return next((folder for folder in _toolkits(environ) if _has_headers(folder) and compiler_version(folder)), None)
+
+
+def _has_headers(folder: Path) -> bool:
+    """Tell a toolkit from a folder whose ``bin/nvcc`` is a script that runs another."""
+    return any(next(folder.glob(f"{where}include/cuda_runtime.h"), None) for where in ("", "targets/*/"))
+
+
+def _toolkits(environ: Mapping[str, str]) -> Iterator[Path]:
+    """Yield the folders in which a toolkit may be, those that the user named first."""
+    named = (environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"))
+    yield from (Path(folder) for folder in named if folder)
+    if nvcc := shutil.which("nvcc", path=environ["PATH"]):
+        yield Path(os.path.realpath(nvcc)).parent.parent
+    yield Path("/usr/local/cuda")
+
+
+def compiler_version(folder: Path) -> str:
+    """Return the release of a toolkit's compiler, such as 12.9; empty where there is none or it is too old."""
+    match = re.search(rb"release (\d+)\.(\d+)", output_of([str(folder / "bin" / "nvcc"), "--version"]))
+    return f"{int(match[1])}.{int(match[2])}" if match and int(match[1]) >= OLDEST_CUDA else ""
+
+
+def _check_driver(cuda: int, compiler: Path | None, environ: Mapping[str, str]) -> None:
+    """Refuse a compiler whose kernels the machine's driver can't run."""
+    driver = driver_cuda(environ)
+    if driver is None or cuda <= driver[0]:
+        return
+    where = str(compiler) if compiler else "only the compiler that PyPI has"
+    raise SetupError(
+        f"Horovod's kernels must be compiled by a CUDA toolkit that the driver runs, here CUDA {driver[0]} or older. "
+        f"Received: CUDA {cuda} ({where}). Name one by HOROVOD_CUDA_HOME (module load cuda/{driver[0]}, or conda "
+        f"install -c nvidia cuda-nvcc={driver[0]} cuda-cudart-dev={driver[0]}), update the driver, or build for CPUs: "
+        "--gpu none."
+    )
+
+
+def _capabilities(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the compute capabilities to compile for: the user's, else those of this machine's GPUs."""
+    if chosen := environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
+        return tuple(chosen.split(","))
+    shown = _nvidia_smi(environ, "--query-gpu=compute_cap", "--format=csv,noheader")
+    return tuple(sorted({f"{major}{minor}" for major, minor in re.findall(r"^(\d+)\.(\d)$", shown.decode(), re.M)}))

@@ -1,0 +1,229 @@
+"""What connects a rank to the others before TensorFlow is there: channel, watchdog, and what follows from failures."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.consequences import is_consequence
+from hvdtrain.runtime.control.channel import ControlChannel, end_process
+from hvdtrain.runtime.control.open import open_control
+from hvdtrain.runtime.elastic.engine import Engine
+from hvdtrain.runtime.elastic.hosts import HostsChangedError
+from hvdtrain.runtime.elastic.worlds import Worlds, is_over
+from hvdtrain.runtime.failures import FailFast, FailurePolicy
+from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.progress import ProgressWatch
+from hvdtrain.runtime.hang.stacks import show_stacks_on_quit
+from hvdtrain.runtime.hang.watch import HangWatch
+from hvdtrain.runtime.interfaces import hosts_by_address
+from hvdtrain.runtime.launchers import Environment, detect_environment
+from hvdtrain.runtime.network.broken_links import BrokenLinkWatch
+from hvdtrain.runtime.network.places import Place
+from hvdtrain.runtime.output.rank_output import RankOutput
+from hvdtrain.runtime.rendezvous import meet
+from hvdtrain.runtime.stopping import StopAgreement, code_of
+from hvdtrain.runtime.stragglers import StragglerWatch
+from hvdtrain.runtime.tracing.trace import Trace, TracedActivity
+from hvdtrain.runtime.tuning import set_exchange_defaults
+from hvdtrain.runtime.watchdog import Watchdog
+
+INTERRUPTED = "interrupted"
+
+
+@dataclass
+class Link:
+    """What connects a rank to the others before TensorFlow is there."""
+
+    environment: Environment
+    control: ControlChannel
+    watchdog: Watchdog
+    policy: FailurePolicy = field(default_factory=FailFast)
+    generation: int = 0
+    """How many times the job has formed anew."""
+    on_interrupt: Callable[[], str] = lambda: INTERRUPTED
+    """Returns what the user is told at Ctrl-C; a run that can go on says how."""
+    stopping: StopAgreement | None = None
+    """While a training that saves is under way: signals ask it to stop."""
+    trainings: int = 0
+    """How many such trainings have begun."""
+    stop_signal: int | None = None
+    """The signal that asked one of them to stop."""
+
+    worlds: Worlds | None = None
+    """Of an elastic job: those that this process has been in, this one included."""
+
+    engine: Engine | None = None
+    """Horovod in a world of several ranks of an elastic job."""
+
+    activity: Activity = field(default_factory=Activity)
+    """What this rank does, which its watchdog shows the others."""
+
+    trace: Trace | None = None
+    """Where this rank records what it does, if it is asked to."""
+
+    stragglers: StragglerWatch | None = None
+    """Looks for a rank that is slower than the others, where Horovod trains."""
+
+    output: RankOutput = field(default_factory=RankOutput)
+    """Keeps what this rank writes to its standard streams."""
+
+    @property
+    def job(self) -> str | None:
+        """Name of an elastic job, the same in all of its worlds; None for others."""
+        return None if self.worlds is None else self.worlds.job
+
+    def record_to(self, trace: Trace | None) -> None:
+        """Record what this rank does; called before anything is watched."""
+        self.trace = trace
+        if trace is not None:
+            self.activity = TracedActivity(trace)
+
+    def watch_for_hangs(self, config: RuntimeConfig) -> None:
+        """Have the watchdog look for a hang of the job, if there are other ranks."""
+        if self.environment.size == 1 or not config.hang_timeout:
+            return
+
+        def end(text: str, show_stacks: Callable[[], None]) -> None:
+            self.policy.hung(self.control, self.environment, text, show_stacks)
+
+        show_stacks_on_quit()
+        progress = ProgressWatch(self.activity, config.hang_timeout, config.load_timeout)
+        hangs = HangWatch(
+            self.control,
+            progress,
+            config.hang_timeout,
+            end,
+            host=self.environment.hostname,
+            patience_with_silent=self._patience_with_silent,
+        )
+        self.watchdog.add(hangs, interval=config.hang_timeout / 10)
+
+    def watch_other_hosts(self, places: Sequence[Place], timeout: float) -> None:
+        """Have the watchdog look for other hosts that cannot be reached any more.
+
+        An elastic job goes on without them: its launcher finds out which ranks are lost.
+
+        Args:
+            places: of each rank.
+            timeout: see `BrokenLinkWatch`; 0: none is looked for.
+        """
+        here = self.environment.hostname
+        others = [rank for rank, place in enumerate(places) if place.host != here]
+        if not others or not timeout or self.worlds is not None:
+            return
+        hosts = hosts_by_address({place.host: place.addresses for place in places})
+        ranks = {host: [rank for rank in others if places[rank].host == host] for host in {*hosts.values()} - {here}}
+        away = {address: host for address, host in hosts.items() if host != here}
+        self.watchdog.add(BrokenLinkWatch(away, ranks, timeout, self._broken_link), interval=timeout / 10)
+
+    def _broken_link(self, text: str) -> None:
+        self.policy.broken_link(self.control, self.environment, text)
+
+    def _patience_with_silent(self) -> float:
+        return 0.0 if self.worlds is None else self.worlds.patience
+
+    def watch_engine(self, engine: Engine) -> None:
+        """Have the watchdog cut the connections of an engine that has stopped."""
+        self.engine = engine
+        self.watchdog.add(engine)
+
+    def watch_for_stragglers(self) -> None:
+        """Have the watchdog look for a rank that is slower than the others."""
+        self.stragglers = StragglerWatch(self.control, self.activity, self.environment.hostname)
+        self.watchdog.add(self.stragglers)
+
+    def fail(self, error: BaseException) -> int:
+        """Act on `error`, with which this rank fails, and return the exit code to leave with, if it returns."""
+        if self.stop_signal is not None and is_consequence(error):
+            return self._cut_off_while_stopping(self.stop_signal)
+        return self.policy.fail(self.control, self.environment, error)
+
+    def request_stop(self, number: int) -> bool:
+        """Ask the training under way to save and stop, because of a signal; tell whether there is one."""
+        if self.stopping is not None:
+            self.stopping.request(number)
+        return self.stopping is not None
+
+    @contextlib.contextmanager
+    def stoppable(
+        self, begun: int, *, grace: float, ranks: int | None = None, trains: bool = True
+    ) -> Iterator[StopAgreement]:
+        """Let signals stop the training in this context after a step that is saved; every rank calls it.
+
+        Args:
+            begun: finished steps.
+            grace: seconds from the signal until this process ends, saved or not.
+            ranks: how many ranks train, from rank 0 on; None: all.
+            trains: whether this rank does; one that serves others asks them to stop.
+        """
+        self.trainings += 1
+        agreement = StopAgreement(self.control, str(self.trainings), begun, grace=grace, ranks=ranks, trains=trains)
+        with agreement:
+            self.stopping = agreement
+            try:
+                yield agreement
+            finally:
+                self.stopping, self.stop_signal = None, agreement.requested
+
+    def _cut_off_while_stopping(self, number: int) -> int:
+        """End this process, which launchers ask to stop where another rank is gone: nobody is left to save with."""
+        if self.environment.rank == 0 and not self.control.failures():
+            print(f"hvdtrain: {self.on_interrupt()}", file=sys.stderr)
+        end_process(code_of(number))
+
+    def leave_world(self, error: BaseException) -> bool:
+        """Leave this world of an elastic job if `error` ends no more than that, and tell whether it does.
+
+        A training that was asked to stop does so: there is no other world for it.
+        """
+        if self.worlds is None or self.stop_signal is not None or not is_over(error, self.control):
+            return False
+        self.close()
+        if self.engine is not None and not isinstance(error, HostsChangedError):
+            self.engine.cut()
+        self.worlds.leave()
+        return True
+
+    def close(self) -> None:
+        """Stop watching and release the channel."""
+        self.watchdog.stop()
+        self.control.close()
+
+
+def open_link(
+    *,
+    timeout: float,
+    generation: int = 0,
+    restartable: bool = False,
+    policy: FailurePolicy | None = None,
+    worlds: Worlds | None = None,
+) -> Link:
+    """Find out who started this process and reach the other ranks.
+
+    Args:
+        timeout: seconds to wait for them.
+        generation: how many times the job has formed anew.
+        restartable: whether another generation may follow in this process.
+        policy: what follows from the failure of a rank; by default the end of the job.
+        worlds: of an elastic job: those that this process has been in before; None: none.
+
+    Raises:
+        LaunchError: ranks are missing, or cannot be reached.
+    """
+    elastic = detect_environment(os.environ).elastic
+    set_exchange_defaults(os.environ, restartable=restartable, elastic=elastic)
+    if elastic:
+        worlds = worlds or Worlds()
+        worlds.enter(timeout)
+    meeting = meet(os.environ, timeout)
+    environment = detect_environment(os.environ)
+    control = open_control(environment, timeout=meeting.timeout if meeting else timeout, generation=generation)
+    if meeting is not None:
+        meeting.complete()
+    policy = policy or FailFast()
+    watchdog = Watchdog(control, policy)
+    watchdog.start()
+    return Link(environment, control, watchdog, policy, generation, worlds=worlds)

@@ -1,0 +1,122 @@
+"""The store of a job, in a process of its own beside rank 0: it answers while rank 0 computes, or is stopped.
+
+    python -m hvdtrain.runtime.rendezvous.serve < order
+
+Its first line of input says what to serve, its first line of output on which port. It ends with rank 0: at the end
+of its input or, where a child of rank 0 holds that open, when it has another parent.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import signal
+import socketserver
+import sys
+from typing import Any
+
+from hvdtrain.runtime.horovodrun.guarded_store import guarded_handler
+from hvdtrain.runtime.rendezvous.hello import COMPLETE, STATE, answer, nonce_of
+
+_LOOK_S = 0.5
+_QUEUE = 1024
+"""Connections that wait to be accepted: all ranks call at once."""
+
+
+def main() -> int:
+    """Serve until rank 0 is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # meant for rank 0, which tells this process itself when to end
+    order, parent = json.loads(sys.stdin.buffer.readline()), os.getppid()
+    try:
+        server = start(order["address"], order["ports"], order["token"], bytes.fromhex(order["key"]))
+    except OSError as error:
+        _say({"error": error.strerror or str(error)})
+        return 1
+    _say({"port": server.server_address[1]})
+    while os.getppid() == parent and not _has_ended(sys.stdin.buffer.fileno()):
+        pass
+    return 0
+
+
+def start(address: str, ports: list[int], token: str, key: bytes) -> Any:
+    """Return a server that answers on the first free one of `ports`, on threads of its own.
+
+    Args:
+        address: where it listens; "" for all addresses of this machine.
+        ports: candidates.
+        token: which each request must begin with.
+        key: with which it signs its answer to who looks for it.
+
+    Raises:
+        OSError: none of the ports is free, or `address` is not one of this machine.
+    """
+    from horovod.runner.http import http_server
+    from horovod.runner.util.threads import in_thread
+
+    class MeetingServer(http_server.RendezvousHTTPServer):
+        request_queue_size = _QUEUE
+        daemon_threads = True
+
+        def server_bind(self) -> None:
+            socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks the network for this machine's name
+            self.server_name, self.server_port = self.server_address[:2]
+
+    handler = meeting_handler(guarded_handler(http_server.RendezvousHandler, token), key)
+    failure = OSError("no port to listen on")
+    for port in ports:
+        try:
+            server = MeetingServer((address, port), handler, 0)
+        except OSError as error:
+            failure = error
+            continue
+        in_thread(target=server.serve_forever)
+        return server
+    raise failure
+
+
+def meeting_handler(handler_class: type[Any], key: bytes) -> type[Any]:
+    """Return a handler that also answers who looks for the store of this job, as long as its ranks gather."""
+
+    class MeetingHandler(handler_class):
+        def _refusal(self) -> int | None:
+            return None if self._nonce() else super()._refusal()
+
+        def do_GET(self) -> None:
+            nonce = self._nonce()
+            if nonce is None:
+                super().do_GET()
+                return
+            scope, name = STATE
+            if self._get_value(scope, name) == COMPLETE:
+                self.send_status_code(http.client.CONFLICT)
+                return
+            self._send(answer(key, self.server.server_address[1], nonce))
+
+        def _nonce(self) -> str | None:
+            return nonce_of(self.path) if self.command == "GET" else None
+
+        def _send(self, body: bytes) -> None:
+            self.send_response(http.client.OK)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return MeetingHandler
+
+
+def _has_ended(descriptor: int) -> bool:
+    """Wait a little, and tell whether the input has ended."""
+    readable, _, _ = select.select([descriptor], [], [], _LOOK_S)
+    return bool(readable) and not os.read(descriptor, 1)
+
+
+def _say(message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

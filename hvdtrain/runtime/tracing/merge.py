@@ -1,0 +1,201 @@
+"""One trace of what the ranks have recorded, in the format that Perfetto and chrome://tracing read."""
+
+import contextlib
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.runtime.tracing.horovod_file import Exchange, read_horovod
+from hvdtrain.runtime.tracing.overlap import Overlap, overlap_of
+
+PARTS = ".part"
+FIRST_ROW = "training"
+EXCHANGE = "exchange, as rank 0 saw it"
+STEP = "step "
+LATEST_US = 60e6
+"""After the last event of a rank its world may still exchange something: what a rank has left is not drawn."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has recorded in one world."""
+
+    header: dict[str, Any]
+    events: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> "Part | None":
+        """Return what is in a file; the last line of a rank that was killed may be half there."""
+        lines = list(_objects(path))
+        return cls(lines[0], lines[1:]) if lines and "rank" in lines[0] else None
+
+    @property
+    def name(self) -> str:
+        """The rank, as the trace names it."""
+        return f"rank {self.header['rank']} ({self.header['host']})"
+
+
+def parts_folder(file: Path) -> Path:
+    """Return the folder beside `file` with what each rank records."""
+    return file.with_name(f"{file.name}.parts")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a trace holds."""
+
+    ranks: int
+    """How many have recorded something, counted in each world."""
+    overlaps: dict[str, Overlap]
+    """Of each rank with profiled steps, by the name of its process in the trace."""
+
+
+def merge_parts(file: Path) -> Merged:
+    """Write `file` from what is in its folder of parts.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    found = [Part.read(path) for path in sorted(parts_folder(file).glob(f"*{PARTS}"))]
+    parts = sorted((part for part in found if part is not None), key=lambda part: (_world(part), part.header["rank"]))
+    ranks = list(_ranks(parts))
+    overlaps = {rank.name: shared for rank in ranks if (shared := overlap_of(rank.events, rank.exchanges, STEP))}
+    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    with draft.open("w", encoding="utf-8") as stream:
+        stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        stream.write(",\n".join(map(json.dumps, _merged(ranks))))
+        stream.write(f'\n], "otherData": {json.dumps(_notes(parts, overlaps))}}}\n')
+    os.replace(draft, file)
+    return Merged(len(parts), overlaps)
+
+
+def _world(part: Part) -> int:
+    return int(part.header["world"])
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank did in one world, on rank 0's clock."""
+
+    name: str
+    """Of its process in the trace."""
+    events: list[dict[str, Any]]
+    exchanges: list[Exchange]
+    """Horovod's messages in which it took part."""
+    tensors: list[Exchange]
+    """Everything that Horovod recorded; empty on all ranks but the one where it did."""
+
+    def drawn(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of its process."""
+        yield from self.events
+        yield from ({**exchange.event(), "row": EXCHANGE} for exchange in self.exchanges)
+
+
+def _ranks(parts: Sequence[Part]) -> Iterator[RankRecord]:
+    several = len({_world(part) for part in parts}) > 1
+    recorded = {_world(part): list(_exchanges(part)) for part in parts if part.header.get("horovod")}
+    for part in parts:
+        name = part.name + (f", world {_world(part)}" if several else "")
+        events = [{**event, "ts": event["ts"] + part.header["offset_us"]} for event in part.events]
+        seen = recorded.get(_world(part), [])
+        yield RankRecord(name, events, _taken_part(events, seen), seen if part.header.get("horovod") else [])
+
+
+def _merged(ranks: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+    begin = min(chain(*(_times(rank) for rank in ranks)), default=0.0)
+    for number, rank in enumerate(ranks, start=1):
+        yield from _process(number, rank.name, rank.drawn(), begin)
+        if rank.tensors:
+            tensors = ({**exchange.event(), "row": exchange.tensor} for exchange in rank.tensors)
+            yield from _process(1000 + number, f"Horovod's tensors, seen by {rank.name}", tensors, begin)
+
+
+def _times(rank: RankRecord) -> Iterator[float]:
+    """Yield when something began."""
+    yield from (event["ts"] for event in rank.events)
+    yield from (exchange.begin for exchange in rank.tensors)
+
+
+def _exchanges(part: Part) -> Iterator[Exchange]:
+    """Return what Horovod recorded on this rank, on rank 0's clock."""
+    for exchange in read_horovod(Path(part.header["horovod"])):
+        yield exchange.shifted(part.header["offset_us"])
+
+
+def _taken_part(events: Sequence[Mapping[str, Any]], seen: Sequence[Exchange]) -> list[Exchange]:
+    """Return the messages in which the rank of these events took part.
+
+    They begin at one time on all ranks. Another rank than 0 may be done earlier: it is with the end of its step.
+    """
+    steps = sorted((each["ts"], each["ts"] + each["dur"]) for each in events if each["name"].startswith(STEP))
+    times = [event["ts"] for event in events]
+    joined = _joined(each for each in seen if not each.waits and each.top)
+    return [
+        _ended_with(steps, exchange)
+        for exchange in joined
+        if times and min(times) <= exchange.begin <= max(times) + LATEST_US
+    ]
+
+
+def _ended_with(steps: Sequence[tuple[float, float]], exchange: Exchange) -> Exchange:
+    """Return `exchange`, which ends at the latest with the one of a rank's steps, by begin and end, that holds it."""
+    place = bisect_right(steps, (exchange.begin, math.inf)) - 1
+    if place < 0 or steps[place][1] < exchange.begin:
+        return exchange
+    return replace(exchange, end=min(exchange.end, steps[place][1]))
+
+
+def _joined(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
+    """Yield as one what Horovod does at the same time: the tensors of one message."""
+    last: Exchange | None = None
+    for each in sorted(exchanges, key=lambda exchange: exchange.begin):
+        if last is not None and each.begin <= last.end:
+            last = last.with_another(each)
+            continue
+        if last is not None:
+            yield last
+        last = each
+    if last is not None:
+        yield last
+
+
+def _process(number: int, name: str, events: Iterable[dict[str, Any]], begin: float) -> Iterator[dict[str, Any]]:
+    """Yield the events of a process with their rows, in ms from `begin` on."""
+    yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+    rows: dict[str, int] = {}
+    for event in events:
+        row = event.pop("row", FIRST_ROW)
+        if row not in rows:
+            rows[row] = len(rows) + 1
+            place = {"pid": number, "tid": rows[row]}
+            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": row}}
+            order = 0 if row == FIRST_ROW else 1 if row == EXCHANGE else 1 + rows[row]
+            yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": order}}
+        yield {"ph": "X", **event, "ts": round(event["ts"] - begin, 3), "pid": number, "tid": rows[row]}
+
+
+def _notes(parts: Sequence[Part], overlaps: Mapping[str, Overlap]) -> dict[str, Any]:
+    """Return what is to be known of the clocks, and what the exchange cost."""
+    clocks = {
+        part.name: f"{part.header['offset_us']:.0f} us added, +- {part.header['uncertainty_us']:.0f} us"
+        for part in parts
+        if part.header["uncertainty_us"]
+    }
+    notes = {"clocks": clocks or "all ranks have the clock of rank 0", "exchange": EXCHANGE}
+    return {**notes, "overlap": {name: asdict(found) for name, found in overlaps.items()}}
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    yield found

@@ -1,0 +1,259 @@
+"""What one rank records for the trace of the job."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.observability import TraceConfig
+from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.hang.activity import Activity, Phase
+from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.tracing.clocks import Offset, clock_offset
+from hvdtrain.runtime.tracing.merge import PARTS, merge_parts, parts_folder
+
+TIMELINE = "HOROVOD_TIMELINE"
+DYNAMIC = "DYNAMIC"
+SHORTEST_US = 50.0
+"""Of what is recorded besides steps: two lines of a trace cost more to draw than they tell."""
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in one world of the job."""
+
+    rank: int
+    size: int
+    host: str
+    world: int
+    """Of an elastic job, from 1."""
+    elastic: bool = False
+
+
+class Trace:
+    """Records what this rank does into a file of its own, which `finish` merges with those of the others.
+
+    Args:
+        config: what is recorded, and where the merged trace goes.
+        environ: of the process: Horovod takes from it where its own records go.
+    """
+
+    def __init__(self, config: TraceConfig, environ: MutableMapping[str, str] = os.environ) -> None:
+        self.config = config
+        self._environ = environ
+        self._folder = parts_folder(config.timeline)
+        self._lock = threading.Lock()
+        self._file: Any = None
+        self._theirs = environ.get(TIMELINE)
+        """Where the user has Horovod record, if at all."""
+        self._horovod: Path | None = None
+        self._place: Place | None = None
+        self._profiles: Path | None = None
+        self._profiled = False
+        self._shift = _wall_minus_monotonic()
+
+    def now(self) -> int:
+        """Return the time in ns, by a clock that never jumps: all ranks of a host have the same."""
+        return time.monotonic_ns() + self._shift
+
+    def prepare(self, place: Place) -> None:
+        """Let Horovod, which is about to start, record; it does so on rank 0 alone.
+
+        Raises:
+            ConfigError: a rank to be profiled does not exist, or the file cannot be written.
+        """
+        beyond = [rank for rank in self.config.profile_ranks if rank >= place.size]
+        if beyond:
+            raise ConfigError(
+                f"--profile-ranks names ranks of the job, of which there are {place.size}, from 0. "
+                f"Received: {beyond[0]}."
+            )
+        first, self._place = self._place is None, place
+        try:
+            if first and place.rank == 0 and not place.elastic:
+                shutil.rmtree(self._folder, ignore_errors=True)  # of a job that died
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--timeline={self.config.timeline} cannot be written: {error.strerror}. Name another file."
+            ) from error
+        if self._theirs in (None, DYNAMIC):
+            self._horovod = self._folder / f"horovod-{place.world}-{os.getpid()}.json"
+            self._environ[TIMELINE] = str(self._horovod.absolute())
+        else:
+            self._horovod = Path(str(self._theirs))
+
+    def begin(self, control: ControlChannel) -> None:
+        """Compare the clocks, and begin the file of this world; every rank calls it."""
+        assert self._place is not None, "prepared before"
+        worlds = control.exchange(str(self._place.world).encode(), timeout=TIMEOUT_S)
+        self._place = replace(self._place, world=max(map(int, worlds)))  # a process that has joined counts from 1
+        self._agree_on_shift(control, self._place.host)
+        offset = clock_offset(control, self._place.host, timeout=TIMEOUT_S, clock=self.now)
+        self.close()
+        path = self._folder / f"rank-{self._place.world}-{self._place.rank}-{os.getpid()}{PARTS}"
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._write(self._header(offset))
+
+    def _agree_on_shift(self, control: ControlChannel, host: str) -> None:
+        """Take the difference of the wall clock and the steady one from the first rank of this host."""
+        mine = json.dumps([host, _wall_minus_monotonic()]).encode()
+        shifts = [json.loads(message) for message in control.exchange(mine, timeout=TIMEOUT_S)]
+        self._shift = next(shift for name, shift in shifts if name == host)
+
+    def _header(self, offset: Offset) -> dict[str, Any]:
+        assert self._place is not None
+        horovod = self._horovod if self._place.rank == 0 else None
+        return {
+            **asdict(self._place),
+            "process": os.getpid(),
+            "offset_us": offset.microseconds,
+            "uncertainty_us": offset.uncertainty,
+            "horovod": None if horovod is None else str(horovod.absolute()),
+        }
+
+    def record(self, name: str, begin_ns: int, end_ns: int, *, row: str = "training") -> None:
+        """Record what this rank did from `begin_ns` to `end_ns`, by `now`."""
+        self.record_event({"name": name, "ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000, "row": row})
+
+    def record_event(self, event: dict[str, Any]) -> None:
+        """Record an event with a name, a time and a duration in µs, and the row in which it is drawn."""
+        with contextlib.suppress(OSError, ValueError):  # a full disk
+            self._write(event)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.write(json.dumps(values) + "\n")
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """The first and the last step that are profiled on this rank; None where none is."""
+        ranks = self.config.profile_ranks
+        here = not ranks or (self._place is not None and self._place.rank in ranks)
+        return self.config.steps if here else None
+
+    def start_profile(self) -> None:
+        """Start TensorFlow's profiler."""
+        import tensorflow as tf
+
+        if self._profiles is None:
+            self._profiles = Path(tempfile.mkdtemp(prefix="hvdtrain-profile-"))
+            tf.profiler.experimental.start(
+                str(self._profiles), tf.profiler.experimental.ProfilerOptions(host_tracer_level=2)
+            )
+
+    def stop_profile(self) -> None:
+        """Stop the profiler, if it runs, and record what it saw."""
+        if self._profiles is None:
+            return
+        import tensorflow as tf
+
+        from hvdtrain.runtime.tracing.profile import events_of
+
+        folder, self._profiles, self._profiled = self._profiles, None, True
+        tf.profiler.experimental.stop()
+        moved = (self._shift - _wall_minus_monotonic()) / 1000
+        for event in events_of(folder):
+            self.record_event({**event, "ts": event["ts"] + moved})
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def finish(self, control: ControlChannel) -> None:
+        """Bring what all ranks have recorded to rank 0, which writes the trace; every rank calls it."""
+        self.stop_profile()
+        steps = self.profiled_steps
+        if steps is not None and not self._profiled:
+            say(f"hvdtrain: warning: there was no step {steps[0]}: nothing was profiled.")
+        self.close()
+        mine = {path.name: path.read_text(encoding="utf-8") for path in self._own_parts()}
+        everyone = control.exchange(json.dumps(mine).encode(), timeout=TIMEOUT_S)
+        if control.rank == 0:
+            for message in everyone:
+                for name, text in json.loads(message).items():
+                    (self._folder / Path(name).name).write_text(text, encoding="utf-8")
+            merged = merge_parts(self.config.timeline)
+            for rank, overlap in merged.overlaps.items():
+                say(f"hvdtrain: {rank}: {overlap}")
+            say(f"hvdtrain: the trace of all ranks is in {self.config.timeline}: open it at https://ui.perfetto.dev")
+        control.barrier(TIMEOUT_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _own_parts(self) -> list[Path]:
+        return sorted(self._folder.glob(f"rank-*-{os.getpid()}{PARTS}"))
+
+    def close(self) -> None:
+        """End the file of this world."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+
+class TracedActivity(Activity):
+    """An activity that records each phase, and profiles the steps that were asked for."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._phase: Phase = ""
+        self._since = trace.now()
+        self.step = None  # it is asked for as soon as there is a phase
+        super().__init__()
+
+    @property
+    def phase(self) -> Phase:
+        """See `Activity`."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        now = self._trace.now()
+        before, self._phase = self._phase, phase
+        begin, self._since = self._since, now
+        in_step = before in ("step", "compiling")
+        if before and (in_step or now - begin >= SHORTEST_US * 1000):
+            name = f"step {self.step}" + (" (compiles)" if before == "compiling" else "") if in_step else before
+            self._trace.record(name, begin, now)
+        steps = self._trace.profiled_steps
+        if steps is not None and self.step is not None:
+            self._profile(steps, ends_step=in_step, begins_step=phase in ("step", "compiling"))
+
+    def _profile(self, steps: tuple[int, int], *, ends_step: bool, begins_step: bool) -> None:
+        if begins_step and self.step == steps[0]:
+            self._trace.start_profile()
+        elif ends_step and self.step == steps[1]:
+            self._trace.stop_profile()
+        else:
+            return
+        begin, self._since = self._since, self._trace.now()
+        self._trace.record("profiler", begin, self._since)
+
+
+@contextlib.contextmanager
+def traced_step(trace: Trace | None, number: int) -> Iterator[None]:
+    """Record the step `number` of a script's own loop; without a trace, do nothing."""
+    if trace is None:
+        yield
+        return
+    steps = trace.profiled_steps
+    if steps is not None and number == steps[0]:
+        trace.start_profile()
+    begin = trace.now()
+    try:
+        yield
+    finally:
+        trace.record(f"step {number}", begin, trace.now())
+        if steps is not None and number == steps[1]:
+            trace.stop_profile()
+
+
+def _wall_minus_monotonic() -> int:
+    return time.time_ns() - time.monotonic_ns()
