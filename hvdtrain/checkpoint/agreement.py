@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.config.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hvdtrain.backends.protocol import Among
 
 TIMEOUT_S = 3600.0
 """A slow disk is no fault; a rank that ends takes the others with it by itself."""
@@ -17,11 +20,28 @@ class Ranks(Protocol):
     def primary(self) -> bool:
         """Whether this process writes the manifest, and reads what all hold alike; it comes first in `gather_bytes`."""
 
-    def broadcast(self, tensors: dict[str, Any], *, root: int = 0) -> None:
-        """Give every replica the values that replica `root` has, by path."""
+    @property
+    def rank(self) -> int:
+        """This process's place in `gather_bytes`."""
+
+    @property
+    def job_size(self) -> int:
+        """Number of processes; more than `processes` where each replica is split among some."""
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that hold the same part of a replica."""
+
+    def broadcast(self, tensors: dict[str, Any], *, root: int = 0, among: "Among" = "replicas") -> None:
+        """Give every replica, or every process of the job, the values that `root` has, by path."""
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
         """Return every process's `payload`, in rank order."""
+
+
+def is_split(ranks: Ranks) -> bool:
+    """Tell whether processes hold different parts of the model."""
+    return ranks.job_size > ranks.processes
 
 
 def on_every_rank(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:

@@ -1,7 +1,8 @@
 """Checkpoints in numbered folders that appear whole or not at all."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import tensorflow as tf
 
 from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.checkpoint.agreement import on_every_rank
-from hvdtrain.checkpoint.commit import commit, remove_old
+from hvdtrain.checkpoint.agreement import is_split, on_every_rank
+from hvdtrain.checkpoint.commit import commit
 from hvdtrain.checkpoint.drafts import Draft
 from hvdtrain.checkpoint.manifest import merged
 from hvdtrain.checkpoint.naming import complete, name_of, step_of
-from hvdtrain.checkpoint.selection import find_checkpoint
-from hvdtrain.checkpoint.snapshot import owned
+from hvdtrain.checkpoint.retention import Retention, remove_old
+from hvdtrain.checkpoint.selection import find_checkpoint, newest_good, put_aside
+from hvdtrain.checkpoint.snapshot import Owned, first_held, on_host, owned
 from hvdtrain.checkpoint.write import refuse_unshared, take_list, write_list, write_tensors
-from hvdtrain.config.errors import CheckpointError
+from hvdtrain.config.errors import CheckpointError, LaunchError
+from hvdtrain.runtime.open_files import reason
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.train_state import TrainState
 
@@ -33,12 +36,24 @@ class Checkpointer:
         folder: where the checkpoints are; created when the first is saved.
         keep: how many of the newest stay; None: all.
         backend: the ranks that hold the state; None: this process alone.
+        keep_every_hours: one checkpoint of every so many hours stays as well; None: none does.
+        before: called on the primary before each checkpoint; what it raises, OSError or CheckpointError, is the
+            checkpoint's failure.
     """
 
-    def __init__(self, folder: Path, keep: int | None = 3, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int | None = 3,
+        backend: Backend | None = None,
+        *,
+        keep_every_hours: float | None = None,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
         self._folder = folder
-        self._keep = keep
-        self._ranks: Any = backend if backend is not None else NoOpCollectives()
+        self._before = before
+        self._retention = Retention(keep, keep_every_hours)
+        self.ranks: Any = backend if backend is not None else NoOpCollectives()
 
     def save(self, step: int, tensors: Mapping[str, NamedTensor], scalars: Mapping[str, Any]) -> Path:
         """Write the state after `step` steps and return its folder.
@@ -51,29 +66,46 @@ class Checkpointer:
         Raises:
             CheckpointError: the disk is full or the folder cannot be written.
         """
-        final = self._folder / name_of(step)
-        drafts: list[Draft] = []
+        unwritten = self._begin(step, scalars)
         try:
-            path = Path(self._together(final, lambda: self._begin(final, drafts))[0])
-            written = self._together(final, lambda: self._write(path, tensors))
-            self._together(final, lambda: self._commit(path, final, written, scalars) if drafts else None)
+            unwritten.owned = self._owned(tensors)
+            written = self._together(unwritten, unwritten.write)
+            self._together(unwritten, lambda: unwritten.commit(written) if unwritten.primary else None)
         except BaseException:
-            for draft in drafts:
-                draft.give_up()
+            unwritten.give_up()
             raise
-        for draft in drafts:
-            draft.close()
-            best = scalars.get("best")
-            spared = {final} | ({self._folder / name_of(best["step"])} if best else set())
-            remove_old(self._folder, spared, self._keep)
-        return final
+        return unwritten.final
+
+    def copy(self, step: int, tensors: Mapping[str, NamedTensor], scalars: Mapping[str, Any]) -> "Unwritten":
+        """Return a copy of the state after `step` steps in the host's memory, and the folder that it goes to.
+
+        Args:
+            step: finished steps.
+            tensors: the state, by path.
+            scalars: as in `save`; nobody changes them any more.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        unwritten = self._begin(step, scalars)
+        try:
+            unwritten.owned = [on_host(tensor) for tensor in self._owned(tensors)]
+        except BaseException:
+            unwritten.give_up()
+            raise
+        return unwritten
 
     def save_state(self, state: TrainState) -> Path:
         """Do `save` for all of a training state."""
         return self.save(state.scalars.step, state.saved_tensors(), asdict(state.scalars))
 
-    def prepare(self, step: int, tensors: Mapping[str, NamedTensor]) -> None:
+    def prepare(self, step: int, tensors: Mapping[str, NamedTensor], *, again: bool = False) -> None:
         """Check that a training from `step` on can save here; called on every rank before the first step.
+
+        Args:
+            step: finished steps.
+            tensors: the state, by path.
+            again: whether this training has saved here before, and may have come further.
 
         Raises:
             CheckpointError: the folder cannot be written, holds checkpoints of later steps, or is not one that all
@@ -82,7 +114,7 @@ class Checkpointer:
 
         def attempt() -> str | None:
             try:
-                if not self._ranks.primary:
+                if not self.ranks.primary:
                     return None
                 drafts.append(Draft(self._folder, name_of(step)))
                 (drafts[0].path / "writable").write_bytes(b" ")
@@ -92,13 +124,14 @@ class Checkpointer:
 
         drafts: list[Draft] = []
         try:
-            path = Path(on_every_rank(self._ranks, attempt)[0])
-            shared = all(tensor.replicated for tensor in tensors.values())
-            on_every_rank(self._ranks, lambda: None if shared else refuse_unshared(path))
+            path = Path(on_every_rank(self.ranks, attempt)[0])
+            shared = not is_split(self.ranks) and all(tensor.replicated for tensor in tensors.values())
+            on_every_rank(self.ranks, lambda: None if shared else refuse_unshared(path))
         finally:
             for draft in drafts:
                 draft.give_up()
-        on_every_rank(self._ranks, lambda: self._refuse_later(step) if self._ranks.primary else None)
+        if not again:
+            on_every_rank(self.ranks, lambda: self._refuse_later(step) if self.ranks.primary else None)
 
     def _refuse_later(self, step: int) -> None:
         later = [step_of(path) for path in complete(self._folder) if step_of(path) > step]
@@ -110,46 +143,115 @@ class Checkpointer:
             )
 
     def find(self, which: str = "newest") -> Path:
-        """Return a checkpoint that the primary sees in the folder; see `find_checkpoint`.
+        """Return a checkpoint that the primary sees in the folder, and finds undamaged; see `find_checkpoint`.
 
         Raises:
             CheckpointError: there is none.
         """
 
         def look() -> str | None:
-            return str(find_checkpoint(self._folder, which)) if self._ranks.primary else None
+            return str(find_checkpoint(self._folder, which)) if self.ranks.primary else None
 
-        return Path(on_every_rank(self._ranks, look)[0])
+        return Path(on_every_rank(self.ranks, look)[0])
 
-    def _together(self, final: Path, act: Any) -> list[Any]:
+    def find_to_go_on(self) -> Path | None:
+        """Return the newest checkpoint that is not damaged, None if there is none; those that are, are set aside."""
+
+        def look() -> str | None:
+            found = newest_good(self._folder, put_aside) if self.ranks.primary else None
+            return None if found is None else str(found)
+
+        found = on_every_rank(self.ranks, look)[0]
+        return None if found is None else Path(found)
+
+    def _together(self, unwritten: "Unwritten", act: Callable[[], Any]) -> list[Any]:
         """Call `act` on every rank; what fails is told as the checkpoint's failure."""
 
         def attempt() -> Any:
-            try:
+            with unwritten.told_as_its_failure():
                 return act()
-            except (OSError, CheckpointError, tf.errors.OpError) as error:
-                raise CheckpointError(f"The checkpoint {final} cannot be written: {error}") from error
 
-        return on_every_rank(self._ranks, attempt)
+        return on_every_rank(self.ranks, attempt)
 
-    def _begin(self, final: Path, drafts: list[Draft]) -> str | None:
+    def _begin(self, step: int, scalars: Mapping[str, Any]) -> "Unwritten":
         """Make the folder that all write into, on the primary."""
-        if not self._ranks.primary:
-            return None
-        drafts.append(Draft(self._folder, final.name))
-        return str(drafts[0].path)
+        file = f"tensors-{self.ranks.rank:05d}.bin"
+        unwritten = Unwritten(self._folder / name_of(step), file, scalars, self._retention)
 
-    def _write(self, draft: Path, tensors: Mapping[str, NamedTensor]) -> str | None:
+        def make() -> str | None:
+            if not self.ranks.primary:
+                return None
+            self._before()
+            unwritten.draft = Draft(self._folder, unwritten.final.name)
+            return str(unwritten.draft.path)
+
+        unwritten.path = Path(self._together(unwritten, make)[0])
+        return unwritten
+
+    def _owned(self, tensors: Mapping[str, NamedTensor]) -> Iterable[Owned]:
+        if is_split(self.ranks):
+            return first_held(tensors, self.ranks)
+        return owned(tensors, index=self.ranks.index, primary=self.ranks.primary)
+
+
+@dataclass
+class Unwritten:
+    """A checkpoint on its way to the disk, as one rank sees it."""
+
+    final: Path
+    """Its folder, once it is there."""
+    file: str
+    """The name of this rank's file."""
+    scalars: Mapping[str, Any]
+    retention: Retention
+    path: Path = Path()
+    """The hidden folder that all ranks write into."""
+    draft: Draft | None = None
+    """This, where it was made: on the primary."""
+    owned: Iterable[Owned] = ()
+    """What this rank writes."""
+
+    @property
+    def primary(self) -> bool:
+        """Whether this rank commits the checkpoint."""
+        return self.draft is not None
+
+    @property
+    def token(self) -> str:
+        """Tells it from all others, on every rank."""
+        return self.path.name
+
+    def write(self) -> str | None:
         """Write what this rank owns, and return the name of its file; None if it owns nothing."""
-        mine = owned(tensors, index=self._ranks.index, primary=self._ranks.primary)
-        file = draft / f"tensors-{self._ranks.process:05d}.bin"
-        entries, size = write_tensors(file, mine)
+        file = self.path / self.file
+        entries, size = write_tensors(file, self.owned)
+        self.owned = ()
         if not entries:
             return None
         write_list(file, entries, size)
         return file.name
 
-    def _commit(self, draft: Path, final: Path, written: list[str | None], scalars: Mapping[str, Any]) -> None:
-        lists = {name: take_list(draft / name) for name in written if name is not None}
+    def commit(self, written: Sequence[str | None]) -> None:
+        """Give the checkpoint its name, once the files in `written` are there, and remove those that are not kept."""
+        assert self.draft is not None, "the primary commits"
+        lists = {name: take_list(self.path / name) for name in written if name is not None}
         tensors = merged([entries for entries, _ in lists.values()])
-        commit(draft, final, tensors, {name: size for name, (_, size) in lists.items()}, scalars)
+        commit(self.path, self.final, tensors, {name: size for name, (_, size) in lists.items()}, self.scalars)
+        self.draft.close()
+        self.draft = None
+        best, folder = self.scalars.get("best"), self.final.parent
+        remove_old(folder, {self.final} | ({folder / name_of(best["step"])} if best else set()), self.retention)
+
+    def give_up(self) -> None:
+        """Remove what was written."""
+        if self.draft is not None:
+            self.draft.give_up()
+            self.draft = None
+
+    @contextmanager
+    def told_as_its_failure(self) -> Iterator[None]:
+        """Let what fails in this context name the checkpoint."""
+        try:
+            yield
+        except (OSError, CheckpointError, LaunchError, tf.errors.OpError) as error:
+            raise CheckpointError(f"The checkpoint {self.final} cannot be written: {reason(error)}") from error

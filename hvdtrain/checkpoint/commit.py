@@ -3,15 +3,15 @@
 import contextlib
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import manifest
-from hvdtrain.checkpoint.drafts import clear_leavings
 from hvdtrain.checkpoint.manifest import Manifest, StoredTensor
-from hvdtrain.checkpoint.naming import REPLACED, complete
+from hvdtrain.checkpoint.naming import REPLACED, step_named
 from hvdtrain.checkpoint.write import sync
 
 
@@ -20,7 +20,8 @@ def commit(
 ) -> None:
     """Write the manifest of `draft`, in which every rank's file is, and give the folder its name."""
     file = draft / manifest.NAME
-    file.write_text(manifest.encode(Manifest(scalars, files, tensors)), encoding="utf-8")
+    content = Manifest(scalars, files, tensors, time.time(), step_named(final))
+    file.write_text(manifest.encode(content), encoding="utf-8")
     sync(file)
     sync(draft)
     _show(draft, final)
@@ -43,15 +44,6 @@ def _show(draft: Path, final: Path) -> None:
     if replaced.exists():
         with contextlib.suppress(OSError):
             discard(replaced)
-
-
-def remove_old(folder: Path, spared: Collection[Path], keep: int | None) -> None:
-    """Remove all but the `keep` newest checkpoints and those that are `spared`; None keeps all."""
-    for path in complete(folder)[:-keep] if keep else []:
-        if path not in spared:
-            with contextlib.suppress(OSError):
-                discard(path)
-    clear_leavings(folder)
 
 
 def discard(path: Path) -> None:

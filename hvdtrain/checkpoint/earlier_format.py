@@ -56,6 +56,18 @@ class EarlierReader:
             raise manifest.damaged(self._path, error) from error
         return np.array(whole.reshape(global_shape)[box], order="C")
 
+    def verify(self) -> None:
+        """Read every tensor, which TensorFlow compares with its checksum.
+
+        Raises:
+            CheckpointError: one is damaged.
+        """
+        try:
+            for name in self._reader.get_variable_to_shape_map():
+                self._reader.get_tensor(name)
+        except (tf.errors.OpError, ValueError, RuntimeError) as error:
+            raise manifest.damaged(self._path, error) from error
+
 
 def _matched(saved: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     """Return the saved name of each structural path; a saved tensor that belongs to none keeps its name."""

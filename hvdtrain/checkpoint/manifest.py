@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.checkpoint.dtypes import numpy_dtype
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.state.named_tensors import Box, box_shape, elements
 
@@ -48,6 +49,10 @@ class Manifest:
     """Sizes of the files of tensors."""
     tensors: Mapping[str, StoredTensor]
     """By structural path."""
+    saved_at: float = 0.0
+    """Seconds since 1970; 0 where an earlier version wrote it, which did not say."""
+    step: int | None = None
+    """The step that it was saved as; None where an earlier version wrote it."""
 
     @property
     def checksum(self) -> str:
@@ -67,13 +72,18 @@ def merged(entries: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor]:
             earlier = tensors.get(path, StoredTensor(dtype, tuple(shape), ()))
             tensors[path] = StoredTensor(dtype, tuple(shape), (*earlier.slices, _stored_slice(*piece)))
     for path, tensor in tensors.items():
-        written = sum(elements(box_shape(stored.box)) for stored in tensor.slices)
-        if written != elements(tensor.global_shape) or _overlap(tensor.slices):
-            raise CheckpointError(
-                f"Of {path} the ranks hold {written} of {elements(tensor.global_shape)} elements together: its slices "
-                "leave gaps or overlap."
-            )
+        _check_whole(path, tensor)
     return tensors
+
+
+def _check_whole(path: str, tensor: StoredTensor) -> None:
+    """Refuse slices that are not all of their tensor, or more."""
+    written = sum(elements(box_shape(stored.box)) for stored in tensor.slices)
+    if written != elements(tensor.global_shape) or _overlap(tensor.slices):
+        raise CheckpointError(
+            f"Of {path} the ranks hold {written} of {elements(tensor.global_shape)} elements together: its slices "
+            "leave gaps or overlap."
+        )
 
 
 def _overlap(slices: Sequence[StoredSlice]) -> bool:
@@ -115,6 +125,8 @@ def format_of(path: Path) -> int:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint at `path`, once the sizes of its files have been looked at.
 
+    Whoever wrote it: what it says of files, shapes and dtypes is checked before anything is done by it.
+
     Raises:
         CheckpointError: it is damaged, or of another format.
     """
@@ -125,6 +137,14 @@ def read_manifest(path: Path) -> Manifest:
     if checksum != _checksum(content):
         raise CheckpointError(f"The checkpoint {path} is damaged: {NAME} is not as it was written.")
     check_sizes(path, content["files"])
+    try:
+        return _decoded(content)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, CheckpointError) as error:
+        raise damaged(path, error) from error
+
+
+def _decoded(content: Mapping[str, Any]) -> Manifest:
+    """Return the manifest that `content` describes, checked as `_check_slice` says."""
     tensors = {
         name: StoredTensor(
             tensor["dtype"],
@@ -133,7 +153,28 @@ def read_manifest(path: Path) -> Manifest:
         )
         for name, tensor in content["tensors"].items()
     }
-    return Manifest(content["scalars"], content["files"], tensors)
+    for name, tensor in tensors.items():
+        for stored in tensor.slices:
+            _check_slice(name, tensor, stored, content["files"])
+        _check_whole(name, tensor)
+    saved = float(content.get("saved_at", 0.0))
+    return Manifest(dict(content["scalars"]), content["files"], tensors, saved, content.get("step"))
+
+
+def _check_slice(name: str, tensor: StoredTensor, stored: StoredSlice, files: Mapping[str, int]) -> None:
+    """Refuse a slice that is none of its tensor's, or that lies elsewhere than in a file of the checkpoint."""
+    if Path(stored.file).name != stored.file or stored.file not in files:
+        raise ValueError(f"{name} lies in {stored.file!r}, which is no file of it")
+    within = all(
+        0 <= start <= stop <= length for (start, stop), length in zip(stored.bounds, tensor.global_shape, strict=True)
+    )
+    if not within or not 0 <= stored.offset <= files[stored.file] - stored_bytes(tensor, stored):
+        raise ValueError(f"{name} has a slice {stored.bounds} that does not fit it or its file")
+
+
+def stored_bytes(tensor: StoredTensor, stored: StoredSlice) -> int:
+    """Return the size of a slice in its file."""
+    return elements(box_shape(stored.box)) * numpy_dtype(tensor.dtype).itemsize
 
 
 def scalars_of(path: Path) -> dict[str, Any]:
@@ -147,13 +188,25 @@ def scalars_of(path: Path) -> dict[str, Any]:
     return scalars
 
 
+def saved_at(path: Path) -> float:
+    """Return when the checkpoint at `path` was saved, in seconds since 1970.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    content = _content(path)
+    return float(content.get("saved_at") or (path / NAME).stat().st_mtime)
+
+
 def check_sizes(path: Path, files: Mapping[str, int]) -> None:
-    """Refuse the checkpoint at `path` if one of its files is missing or has another size.
+    """Refuse the checkpoint at `path` if one of its files is missing, has another size, or lies outside of it.
 
     Raises:
         CheckpointError: naming the file.
     """
     for name, size in files.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"The checkpoint {path} is damaged: {name!r} is no file in it.")
         try:
             found = (path / name).stat().st_size
         except OSError as error:
@@ -170,8 +223,8 @@ def damaged(path: Path, error: Exception) -> CheckpointError:
 def _content(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads((path / NAME).read_text(encoding="utf-8"))
-        _ = content["format"], content["files"], content["tensors"], content["scalars"]
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        _ = int(content["format"]), dict(content["files"]), dict(content["tensors"]), dict(content["scalars"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, error) from error
     return content
 

@@ -1,5 +1,6 @@
 """How the state comes back, on any number of ranks."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint import manifest
-from hvdtrain.checkpoint.agreement import Ranks, on_every_rank
+from hvdtrain.checkpoint.agreement import TIMEOUT_S, Ranks, is_split, on_every_rank
 from hvdtrain.checkpoint.earlier_format import EarlierReader
 from hvdtrain.checkpoint.slices import SliceReader
 from hvdtrain.config.errors import CheckpointError
@@ -41,10 +42,14 @@ def restore(
         if not ranks.primary:
             return {}
         readers.append(_reader(path, tensors, earlier_names))
-        check_fit(path, readers[0], tensors)
+        check_fit(path, readers[0], needed)
         return readers[0].scalars
 
+    needed = _kinds_of_all(tensors, ranks) if is_split(ranks) else _kinds(tensors)
     scalars: dict[str, Any] = on_every_rank(ranks, open_it)[0]
+    if is_split(ranks):
+        _restore_parts(path, tensors, needed, readers, ranks)
+        return scalars
     _restore_replicated(tensors, readers, ranks)
     _restore_slices(path, tensors, readers, ranks)
     return scalars
@@ -75,7 +80,7 @@ def extras(path: Path, ranks: Ranks) -> dict[str, np.ndarray]:
     sent = {name: tf.Variable(tf.zeros(shape, dtype), trainable=False) for name, dtype, shape in listed}
     if sent:
         on_every_rank(ranks, read)
-        ranks.broadcast(sent)
+        ranks.broadcast(sent, among="job")
     return {name.removeprefix(EXTRA): variable.numpy() for name, variable in sent.items()}
 
 
@@ -91,31 +96,47 @@ def _restore_replicated(tensors: Mapping[str, NamedTensor], readers: list[Reader
     ranks.broadcast({path: tensor.value for path, tensor in replicated.items()})
 
 
+def _restore_parts(
+    path: Path, tensors: Mapping[str, NamedTensor], needed: Mapping[str, "Kind"], readers: list[Reader], ranks: Ranks
+) -> None:
+    """Let each process take its part of the model; `needed` is what all of them hold together."""
+    if _is_seen_by_all(path, mine := readers or _readers_of_what_is_seen(path), ranks):
+        on_every_rank(ranks, lambda: _read_slices(tensors, mine[0]))
+        return
+    for name, (dtype, shape) in needed.items():
+        _send_slices(name, tf.Variable(tf.zeros(shape, dtype), trainable=False), tensors.get(name), readers, ranks)
+
+
 def _restore_slices(path: Path, tensors: Mapping[str, NamedTensor], readers: list[Reader], ranks: Ranks) -> None:
     slices = {name: tensor for name, tensor in tensors.items() if not tensor.replicated}
     if not slices:
         return
-    mine = readers or _readers_of_what_is_seen(path)
-    seen = on_every_rank(ranks, lambda: mine[0].checksum if mine else None)
-    # A disk of a rank's own may hold another checkpoint of that name.
-    if all(checksum == seen[0] for checksum in seen):
+    if _is_seen_by_all(path, mine := readers or _readers_of_what_is_seen(path), ranks):
         on_every_rank(ranks, lambda: _read_slices(slices, mine[0]))
         return
     for name, tensor in slices.items():
-        _send_slices(name, tensor, readers, ranks)
+        sent = tf.Variable(tf.zeros(tensor.global_shape, tensor.value.dtype), trainable=False)
+        _send_slices(name, sent, tensor, readers, ranks)
 
 
-def _send_slices(name: str, tensor: NamedTensor, readers: list[Reader], ranks: Ranks) -> None:
-    """Let the primary send all of a tensor, of which every rank takes its slice."""
-    sent = tf.Variable(tf.zeros(tensor.global_shape, tensor.value.dtype), trainable=False)
+def _is_seen_by_all(path: Path, mine: Sequence[Reader], ranks: Ranks) -> bool:
+    """Tell whether every rank sees the same checkpoint: a disk of its own may hold another one of that name."""
+    seen = on_every_rank(ranks, lambda: mine[0].checksum if mine else None)
+    return all(checksum is not None and checksum == seen[0] for checksum in seen)
+
+
+def _send_slices(name: str, sent: tf.Variable, tensor: NamedTensor | None, readers: list[Reader], ranks: Ranks) -> None:
+    """Let the primary send all of a tensor, of which every rank that holds some of it takes its slice."""
+    shape = tuple(sent.shape)
 
     def read() -> None:
         for reader in readers:
-            sent.assign(reader.read(name, tensor.global_shape, whole_box(tensor.global_shape)))
+            sent.assign(reader.read(name, shape, whole_box(shape)))
 
     on_every_rank(ranks, read)
-    ranks.broadcast({f"restore/{name}": sent})
-    _assign(tensor, sent.numpy()[tensor.slice])
+    ranks.broadcast({f"restore/{name}": sent}, among="job")
+    if tensor is not None:
+        _assign(tensor, sent.numpy()[tensor.slice])
 
 
 def _read_slices(slices: Mapping[str, NamedTensor], reader: Reader) -> None:
@@ -132,8 +153,10 @@ def _readers_of_what_is_seen(path: Path) -> list[Reader]:
 
 
 def _assign(tensor: NamedTensor, array: np.ndarray) -> None:
-    """Give `tensor` these values, and zeros where it is longer than its slice."""
+    """Give `tensor` these values, and zeros where it is longer than its slice; see `NamedTensor`."""
     shape = tuple(tensor.value.shape)
+    if array.ndim != len(shape):
+        array = array.reshape(shape)
     if array.shape != shape:
         array = np.pad(array, [(0, have - need) for have, need in zip(shape, array.shape, strict=True)])
     tensor.value.assign(array)
@@ -145,8 +168,8 @@ def _reader(path: Path, tensors: Mapping[str, NamedTensor], earlier_names: Seque
     return SliceReader(path)
 
 
-def check_fit(path: Path, reader: Reader, tensors: Mapping[str, NamedTensor]) -> None:
-    """Refuse a checkpoint whose tensors are not those of the state.
+def check_fit(path: Path, reader: Reader, needed: Mapping[str, "Kind"]) -> None:
+    """Refuse a checkpoint whose tensors are not those that the state needs, by path.
 
     Raises:
         CheckpointError: naming the first that differ.
@@ -156,7 +179,6 @@ def check_fit(path: Path, reader: Reader, tensors: Mapping[str, NamedTensor]) ->
         for name, tensor in reader.tensors.items()
         if not name.startswith(EXTRA)
     }
-    needed = {name: (spec_of(name, tensor).dtype, tensor.global_shape) for name, tensor in tensors.items()}
     wrong = [
         f"{name}: saved {_words(saved.get(name))}, needed {_words(needed.get(name))}"
         for name in sorted({*saved, *needed})
@@ -170,6 +192,16 @@ def check_fit(path: Path, reader: Reader, tensors: Mapping[str, NamedTensor]) ->
 
 
 Kind = tuple[str, tuple[int, ...]]
+
+
+def _kinds(tensors: Mapping[str, NamedTensor]) -> dict[str, Kind]:
+    return {name: (spec_of(name, tensor).dtype, tensor.global_shape) for name, tensor in tensors.items()}
+
+
+def _kinds_of_all(tensors: Mapping[str, NamedTensor], ranks: Ranks) -> dict[str, Kind]:
+    """Return what all processes hold together, in the same order on each."""
+    everyone = ranks.gather_bytes(json.dumps(_kinds(tensors)).encode(), timeout=TIMEOUT_S)
+    return {name: (kind[0], tuple(kind[1])) for text in everyone for name, kind in json.loads(text).items()}
 
 
 def _fits(saved: Kind | None, needed: Kind | None) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import tensorflow as tf
 
+from hvdtrain.checkpoint.dtypes import numpy_dtype
 from hvdtrain.checkpoint.manifest import Manifest, StoredSlice, StoredTensor, read_manifest
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.state.named_tensors import Box, box_shape, elements, whole_box
@@ -60,7 +60,7 @@ class SliceReader:
         for part in stored.slices:
             if part.box == box:
                 return self._part(path, stored.dtype, part)
-        result = np.empty(box_shape(box), _numpy_dtype(stored.dtype))
+        result = np.empty(box_shape(box), numpy_dtype(stored.dtype))
         for part in stored.slices:
             overlap = tuple(
                 slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(part.box, box, strict=True)
@@ -70,24 +70,24 @@ class SliceReader:
         return result
 
     def _part(self, path: str, dtype: str, part: StoredSlice) -> np.ndarray:
-        shape, kind = box_shape(part.box), _numpy_dtype(dtype)
+        shape, kind = box_shape(part.box), numpy_dtype(dtype)
         count = elements(shape) * kind.itemsize
         try:
             content = np.fromfile(self._path / part.file, np.uint8, count, offset=part.offset)
         except OSError as error:
             raise CheckpointError(f"The checkpoint {self._path} cannot be read: {error}") from error
         if hashlib.sha256(content.data).hexdigest() != part.sha256:
-            raise CheckpointError(
-                f"The checkpoint {self._path} is damaged: in {part.file} the bytes of {path} are not those that were "
-                "written."
-            )
+            raise other_bytes(self._path, path, part)
         return content.view(kind).reshape(shape)
+
+
+def other_bytes(checkpoint: Path, path: str, part: StoredSlice) -> CheckpointError:
+    """Return the error that names the slice of the tensor `path` whose bytes have changed."""
+    return CheckpointError(
+        f"The checkpoint {checkpoint} is damaged: in {part.file} the bytes of {path} are not those that were written."
+    )
 
 
 def _within(box: Box, outer: Box) -> Box:
     """Return the slice of `outer` that `box` is."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    return np.dtype(tf.as_dtype(name).as_numpy_dtype)

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import TypeVar
@@ -100,9 +101,11 @@ def together(control: ControlChannel, action: Callable[[], T], *, timeout: float
         LaunchError: a rank did not finish within ``timeout`` seconds of this one.
     """
     result, error = _attempt(action)
-    outcomes = [json.loads(part) for part in control.exchange(_encode_error(error), timeout=timeout)]
+    mine = _encode_error(error) + b"\n" + json.dumps(socket.gethostname()).encode()
+    lines = [part.split(b"\n") for part in control.exchange(mine, timeout=timeout)]
+    outcomes = [json.loads(outcome) for outcome, _ in lines]
     if any(outcomes):
-        raise _common_error(outcomes) from error
+        raise _common_error(outcomes, [json.loads(host) for _, host in lines]) from error
     return result[0]
 
 
@@ -151,17 +154,24 @@ def _encode_error(error: UserError | None) -> bytes:
     return json.dumps([] if error is None else [type(error).__name__, error.message]).encode()
 
 
-def _common_error(outcomes: Sequence[Sequence[str]]) -> UserError:
-    """Return one error for the outcomes of all ranks, at least one of which failed."""
+def _common_error(outcomes: Sequence[Sequence[str]], hosts: Sequence[str]) -> UserError:
+    """Return one error for the outcomes of all ranks, at least one of which failed, which run on these hosts."""
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, outcome in enumerate(outcomes):
         ranks.setdefault(tuple(outcome), []).append(rank)
     if len(ranks) == 1:
         return _revive(outcomes[0])
     failed = {outcome: where for outcome, where in ranks.items() if outcome}
-    text = "\n".join(f"on {name_ranks(where)}: {outcome[1]}" for outcome, where in failed.items())
+    text = "\n".join(f"on {_placed(where, hosts)}: {outcome[1]}" for outcome, where in failed.items())
     kinds = {outcome[0] for outcome in failed}
     return _revive([kinds.pop() if len(kinds) == 1 else "UserError", text])
+
+
+def _placed(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return "rank 3 (node-b)"; without a name where the job has one host, or the ranks are on many."""
+    theirs = sorted({hosts[rank] for rank in ranks})
+    named = len(set(hosts)) > 1 and len(theirs) <= 4
+    return name_ranks(ranks) + (f" ({', '.join(theirs)})" if named else "")
 
 
 def _revive(outcome: Sequence[str]) -> UserError:

@@ -5,8 +5,13 @@ while collectives hang: agreement at the start, failure reports, the end of the 
 through rank 0. Our own are small (settings, tracebacks); only a user's own script sends larger ones.
 """
 
+import contextlib
+import fcntl
 import os
+import stat
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NoReturn, Protocol
@@ -23,6 +28,9 @@ class ControlChannel(Protocol):
     each rank's latest value of each key for whoever wants to see it.
     """
 
+    while_waiting: Callable[[], None]
+    """Called about once a second while ranks are missing in an exchange; raises where they will not come."""
+
     @property
     def rank(self) -> int:
         """This process's rank."""
@@ -30,6 +38,10 @@ class ControlChannel(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
+
+    @property
+    def unanswered_s(self) -> float:
+        """Seconds so far in which `post`, `read` and `failures` waited for answers that did not come."""
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """Give ``payload`` to every rank and return what each gave, in rank order.
@@ -78,7 +90,22 @@ class ControlChannel(Protocol):
 def end_process(code: int) -> NoReturn:
     """End this process at once with exit code ``code``, from any thread and without waiting for any other."""
     flush_output()
+    let_readers_finish()
     os._exit(code)
+
+
+def let_readers_finish(seconds: float = 0.2) -> None:
+    """Wait until what was written to a standard stream that is a pipe has been read, but not for long."""
+    deadline = time.monotonic() + seconds
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            while stat.S_ISFIFO(os.fstat(number).st_mode) and _unread(number) and time.monotonic() < deadline:
+                time.sleep(0.002)
+
+
+def _unread(number: int) -> int:
+    """Return the bytes in a pipe."""
+    return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def flush_output() -> None:

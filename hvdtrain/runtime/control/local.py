@@ -1,5 +1,6 @@
 """The control channel of a process that is alone."""
 
+from collections.abc import Callable
 from typing import NoReturn
 
 from hvdtrain.runtime.control.board import StatusBoard
@@ -12,8 +13,11 @@ class LocalChannel:
 
     rank = 0
     size = 1
+    unanswered_s = 0.0
 
     def __init__(self) -> None:
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Never called: there is nobody to wait for."""
         self._board = StatusBoard(_NoTransport(), Signer(b"", ""), self.rank)
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:

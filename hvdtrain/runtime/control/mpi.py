@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import end_process, flush_output
+from hvdtrain.runtime.control.mpi_library import load_mpi
 from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, draw_secret, secret_from_environment
 from hvdtrain.runtime.launchers import Environment
@@ -31,6 +32,7 @@ class MpiTransport:
     """Point-to-point messages of one communicator."""
 
     longest_pause = 0.005
+    others_may_write = False
 
     def __init__(self, mpi: Any, communicator: Any, lobby: bool = False) -> None:
         self._mpi = mpi
@@ -165,7 +167,7 @@ def open_mpi(
         LaunchError: a rank is missing, the secrets differ, mpi4py is missing, or MPI counts other ranks than
             the launcher.
     """
-    mpi, deadline = _load_mpi(environment), time.monotonic() + timeout
+    mpi, deadline = load_mpi(environment), time.monotonic() + timeout
     rank, size = environment.rank, environment.size
     lobby = MpiTransport(mpi, mpi.COMM_WORLD, lobby=True)
     greeting = RootedChannel(lobby, Signer(b"", ""), rank, size)
@@ -177,44 +179,6 @@ def open_mpi(
     channel = RootedChannel(room, Signer(secret, f"{environment.job_id} {generation}"), rank, size)
     channel.barrier(max(1.0, deadline - time.monotonic()))
     return channel
-
-
-def _load_mpi(environment: Environment) -> Any:
-    """Return mpi4py's MPI module, initialised and checked against what the launcher said."""
-    try:
-        _bind_at_once()
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            f"{environment.launcher} started this job over MPI, but mpi4py cannot be loaded ({error}). "
-            "Run: python -m hvdtrain setup"
-        ) from error
-    told, seen = (environment.rank, environment.size), (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-    if told != seen:
-        raise LaunchError(
-            f"{environment.launcher} started this process as rank {told[0]} of {told[1]}, but MPI "
-            f"({MPI.Get_library_version().split(',')[0].strip()}) sees rank {seen[0]} of {seen[1]}: the "
-            "launcher belongs to another MPI than the one that mpi4py loads, or lacks its plugin "
-            "(srun --mpi=pmix)."
-        )
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise LaunchError(
-            "MPI was initialised without MPI_THREAD_MULTIPLE, which Horovod and hvdtrain need side by side. "
-            "Import hvdtrain first, or initialise mpi4py with its default threads."
-        )
-    return MPI
-
-
-def _bind_at_once() -> None:
-    """Have the MPI library's symbols resolved when it is loaded, not when each is first called.
-
-    TensorFlow exports the functions of the hwloc that it holds. An MPI that is loaded before it, and whose own
-    hwloc functions are looked up later, would hand its topology to TensorFlow's and crash in MPI_Finalize.
-    """
-    from mpi4py import _mpiabi
-
-    if hasattr(_mpiabi, "LIBMPI_MODE"):
-        _mpiabi.LIBMPI_MODE = os.RTLD_NOW | os.RTLD_GLOBAL
 
 
 def _duplicate(communicator: Any, deadline: float) -> Any:

@@ -8,14 +8,16 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NoReturn, Protocol
 
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import LaunchError, MissingRankError
 from hvdtrain.runtime.control.board import BoardTransport, StatusBoard
 from hvdtrain.runtime.control.channel import OnWait, flush_output, name_ranks
+from hvdtrain.runtime.control.refusals import Refusals
 from hvdtrain.runtime.control.signing import Signer
+from hvdtrain.runtime.control.unanswered import UnansweredTime
 
 _MOST_NAMED = 64
 """Missing ranks told to the others; keeps the message small enough that MPI sends it without a handshake."""
@@ -29,6 +31,8 @@ class Transport(BoardTransport, Protocol):
 
     longest_pause: float
     """Seconds to which the pause between two looks for a message grows."""
+    others_may_write: bool
+    """Whether processes that are no ranks may write messages, or replace those of ranks."""
 
     def send(self, sequence: int, message: bytes) -> None:
         """Send this rank's part of exchange ``sequence`` to rank 0."""
@@ -66,6 +70,8 @@ class _Answer:
     text: str = ""
     missing: Sequence[int] = ()
     lengths: Sequence[int] = ()
+    late: bool = False
+    """Of a failure: whether ranks did not come."""
 
     def encode(self, parts: Sequence[bytes] = ()) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n" + b"".join(parts)
@@ -106,7 +112,15 @@ class RootedChannel:
         self._reading_failures = threading.Lock()
         self._failures: dict[int, str] = {}
         self._closed = False
+        self.while_waiting: Callable[[], None] = _do_nothing
+        """Called about once a second while ranks are missing in an exchange; raises where they will not come."""
         self._board = StatusBoard(transport, signer, rank)
+        self._unanswered = UnansweredTime()
+
+    @property
+    def unanswered_s(self) -> float:
+        """See `ControlChannel.unanswered_s`."""
+        return self._unanswered.seconds
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """See `ControlChannel.exchange`."""
@@ -125,11 +139,13 @@ class RootedChannel:
 
     def post(self, key: str, value: bytes) -> None:
         """See `ControlChannel.post`."""
-        self._board.post(key, value)
+        with self._unanswered.measured():
+            self._board.post(key, value)
 
     def read(self, key: str) -> dict[int, bytes]:
         """See `ControlChannel.read`."""
-        return self._board.read(key)
+        with self._unanswered.measured():
+            return self._board.read(key)
 
     def report_failure(self, text: str) -> None:
         """See `ControlChannel.report_failure`."""
@@ -141,7 +157,8 @@ class RootedChannel:
         """See `ControlChannel.failures`."""
         with self._reading_failures:
             if not self._closed:
-                with contextlib.suppress(Exception):  # the launcher may be gone; others learn of it elsewhere
+                # The launcher may be gone; others learn of it elsewhere.
+                with contextlib.suppress(Exception), self._unanswered.measured():
                     self._read_failures()
             return dict(self._failures)
 
@@ -168,17 +185,23 @@ class RootedChannel:
     ) -> list[bytes]:
         with self._exchanging:
             sequence, self._sequence = self._sequence, self._sequence + 1
-            on_wait = on_wait or _wait_silently
+            say = on_wait or _wait_silently
+
+            def waits(missing: Sequence[int]) -> None:
+                say(missing)
+                self.while_waiting()
+
             if self.rank == 0:
-                return self._lead(sequence, payload, timeout, on_wait)
-            return self._follow(sequence, payload, timeout, refuse_stale, on_wait)
+                return self._lead(sequence, payload, timeout, waits)
+            return self._follow(sequence, payload, timeout, refuse_stale, waits)
 
     def _lead(self, sequence: int, payload: bytes, timeout: float, on_wait: OnWait) -> list[bytes]:
         deadline = time.monotonic() + timeout
         try:
             parts = self._gather(sequence, payload, timeout, deadline, on_wait)
         except LaunchError as error:
-            self._publish(sequence, _Answer("failed", text=error.message).encode(), range(1, self.size))
+            late = isinstance(error, MissingRankError)
+            self._publish(sequence, _Answer("failed", text=error.message, late=late).encode(), range(1, self.size))
             raise
         done = _Answer("done", lengths=[len(part) for part in parts])
         self._publish(sequence, done.encode(parts), range(1, self.size))
@@ -189,15 +212,15 @@ class RootedChannel:
         """Return every rank's part; tell those that wait who is missing, about once a second."""
         parts, missing = {0: payload}, list(range(1, self.size))
         pause, interval = _Pause(self._transport.longest_pause), max(0.001 * self.size, min(1.0, timeout / 4))
-        telling = time.monotonic() + interval
+        refusals, telling = self._refusals(), time.monotonic() + interval
         while missing:
             now = time.monotonic()
             tell = now >= min(telling, deadline)
-            came = self._take(sequence, missing if tell else missing[:1])
+            came = self._take(sequence, missing if tell else missing[:1], refusals)
             parts.update(came)
             missing = [rank for rank in missing if rank not in came]
             if missing and now >= deadline:
-                raise self._late(missing, timeout)
+                raise refusals.of(missing) or self._late(missing, timeout)
             if missing and tell:
                 waiting = _Answer("waiting", missing=missing[:_MOST_NAMED]).encode()
                 self._publish(sequence, waiting, parts.keys() - {0})
@@ -209,14 +232,20 @@ class RootedChannel:
                 pause.sleep()
         return [parts[rank] for rank in range(self.size)]
 
-    def _take(self, sequence: int, ranks: Sequence[int]) -> dict[int, bytes]:
+    def _take(self, sequence: int, ranks: Sequence[int], refusals: Refusals) -> dict[int, bytes]:
         """Return the parts of those of ``ranks`` that are there."""
-        messages = {rank: self._transport.received(rank, sequence) for rank in ranks}
-        return {
-            rank: self._signer.open(message, purpose="part", sequence=sequence, sender=rank)
-            for rank, message in messages.items()
-            if message is not None
-        }
+        parts = {}
+        for rank in ranks:
+            message = self._transport.received(rank, sequence)
+            try:
+                if message is not None:
+                    parts[rank] = self._signer.open(message, purpose="part", sequence=sequence, sender=rank)
+            except LaunchError as error:
+                refusals.note(rank, error)
+        return parts
+
+    def _refusals(self) -> Refusals:
+        return Refusals(self.rank, self._transport.others_may_write)
 
     def _publish(self, sequence: int, answer: bytes, ranks: Collection[int]) -> None:
         message = self._signer.sign(answer, purpose="answer", sequence=sequence, sender=0)
@@ -228,34 +257,49 @@ class RootedChannel:
         # Rank 0 gives up first, so that all ranks raise with its words.
         deadline = time.monotonic() + timeout + min(1.0, 0.2 * timeout)
         pause, missing, telling = _Pause(self._transport.longest_pause), [0], time.monotonic() + 1.0
+        refusals, is_missing = self._refusals(), False
         message = self._signer.sign(payload, purpose="part", sequence=sequence, sender=self.rank)
         self._transport.send(sequence, message)
         while time.monotonic() < deadline:
-            published = self._transport.published(sequence)
-            if published is not None:
-                answer, parts = self._open_answer(sequence, published)
+            answer, parts = self._look(sequence, refusals)
+            if answer is not None:
                 if self._is_mine(answer, parts, payload):
                     return parts
                 if answer.state == "failed" or (refuse_stale and answer.state == "done"):
-                    raise LaunchError(answer.text or f"Rank 0 lost this rank's part of exchange {sequence}.")
+                    kind = MissingRankError if answer.late else LaunchError
+                    raise kind(answer.text or f"Rank 0 lost this rank's part of exchange {sequence}.")
+                is_missing = self.rank in answer.missing
                 missing = [rank for rank in answer.missing if rank != self.rank] or [0]
             if time.monotonic() >= telling:
                 on_wait(missing)
                 telling += 1.0
+                if self._transport.others_may_write and (is_missing or refusals):
+                    self._transport.send(sequence, message)
             pause.sleep()
-        raise self._late(missing, timeout)
+        raise refusals.of([0]) or self._late(missing, timeout)
 
-    def _open_answer(self, sequence: int, message: bytes) -> tuple[_Answer, list[bytes]]:
-        return _Answer.decode(self._signer.open(message, purpose="answer", sequence=sequence, sender=0))
+    def _look(self, sequence: int, refusals: Refusals) -> tuple[_Answer | None, list[bytes]]:
+        """Return rank 0's answer and what it holds, or None while there is none."""
+        published = self._transport.published(sequence)
+        try:
+            if published is not None:
+                return _Answer.decode(self._signer.open(published, purpose="answer", sequence=sequence, sender=0))
+        except LaunchError as error:
+            refusals.note(0, error)
+        return None, []
 
     def _is_mine(self, answer: _Answer, parts: Sequence[bytes], payload: bytes) -> bool:
         return answer.state == "done" and len(parts) == self.size and parts[self.rank] == payload
 
     def _late(self, missing: Sequence[int], timeout: float) -> LaunchError:
-        return LaunchError(
+        return MissingRankError(
             f"No message from {name_ranks(missing)} of {self.size} within {timeout:g} s: not started, still "
             "starting, or hanging."
         )
+
+
+def _do_nothing() -> None:
+    """Wait on: nothing is known of the others."""
 
 
 def _wait_silently(missing: Sequence[int]) -> None:

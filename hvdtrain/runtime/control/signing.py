@@ -15,12 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.config.errors import LaunchError
-
-SECRET_VARIABLE = "HVDTRAIN_JOB_SECRET"
-"""Environment variable with the job's secret: any text, the same on every rank.
-
-Mind that ``horovodrun --gloo`` passes the environment on its workers' command lines, where ``ps`` shows it.
-"""
+from hvdtrain.runtime.launchers.environment import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 _MAC_BYTES = hashlib.sha256().digest_size
 _KEY_BYTES = 32
@@ -59,8 +54,32 @@ class Signer:
 
 
 def secret_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """Return the secret that HVDTRAIN_JOB_SECRET gives, or None where it is unset or empty."""
-    return environ.get(SECRET_VARIABLE, "").encode() or None
+    """Return the secret in HVDTRAIN_JOB_SECRET or in the file HVDTRAIN_JOB_SECRET_FILE; None where neither is set.
+
+    The environment's `horovodrun` (`hvdtrain.runtime.horovodrun`) sets the variable to a random one. Horovod's own
+    passes it on the command lines of its workers, where ``ps`` shows it.
+
+    Raises:
+        LaunchError: the file cannot be read, is empty, belongs to somebody else, or others may read it.
+    """
+    given = environ.get(SECRET_VARIABLE, "").encode()
+    path = environ.get(SECRET_FILE_VARIABLE)
+    return given or (_secret_in_file(Path(path)) if path else None)
+
+
+def _secret_in_file(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            _refuse_exposed(path, os.fstat(file.fileno()), "make another secret")
+            secret = file.read().strip()
+    except OSError as error:
+        raise LaunchError(
+            f"{SECRET_FILE_VARIABLE} must name a file with the job's secret. Received: {path}, which cannot be read "
+            f"({error.strerror or error})."
+        ) from error
+    if not secret:
+        raise LaunchError(f"{SECRET_FILE_VARIABLE} must name a file with the job's secret. Received: {path}, empty.")
+    return secret
 
 
 def draw_secret() -> bytes:
@@ -107,13 +126,13 @@ def _read_key(path: Path) -> bytes | None:
     return key
 
 
-def _refuse_exposed(path: Path, status: os.stat_result) -> None:
+def _refuse_exposed(path: Path, status: os.stat_result, cure: str = "remove it, and a new one is made") -> None:
     if status.st_uid != os.geteuid():
         raise LaunchError(f"{path} belongs to user {status.st_uid}, not to this one ({os.geteuid()}). Remove it.")
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise LaunchError(
             f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o}). Others may "
-            f"know it: remove it, and a new one is made, or: chmod 600 {path}"
+            f"know it: {cure}, or: chmod 600 {path}"
         )
 
 

@@ -1,11 +1,12 @@
-"""The control channel over the HTTP store that ``horovodrun --gloo`` keeps for its workers.
+"""The control channel over the HTTP store that ``horovodrun --gloo``, or rank 0 (`runtime/rendezvous`), keeps.
 
 The store knows PUT and GET of ``/<scope>/<key>`` (404 until written) and, from RendezvousHandler on, DELETE.
-It has no authentication: every message is signed. Horovod's own client unpickles its answers: it is not used.
+Horovod's own takes them from everybody (`hvdtrain.runtime.horovodrun` adds a token to the address): every message is
+signed. Horovod's own client unpickles its answers: it is not used.
 """
 
 import contextlib
-import hashlib
+import hmac
 import http.client
 import os
 import secrets
@@ -17,26 +18,52 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, secret_from_environment, secret_from_key_file
+from hvdtrain.runtime.interfaces import candidates
 from hvdtrain.runtime.launchers import Environment
 
 _CONNECT_S = 1.0
 """A call that the full queue of a busy server has dropped is made anew: the system itself would wait 1, 2, 4 … s."""
+MOST_BYTES = 2**30 + 2**26
+"""Of a value: the objects of a script (`hvdtrain.runtime.objects`) and what goes with them."""
+_MOST_IN_LOBBY = 2**22
+"""A greeting has 16 bytes, rank 0's answer 16 for each rank."""
+_OTHERS_LOOK_S = 2.0
+"""Twice as long as ranks take from one look for failures to the next (`hvdtrain.runtime.watchdog`)."""
 _FAILURES_A_CALL = 64
 """Ranks asked for a failure report in one look, so that a look stays short in a large job."""
+
+
+_ADVICE = (
+    "If horovodrun still runs, this host cannot reach that address, or has it itself: name an interface by which all "
+    "hosts reach one another with horovodrun --network-interfaces. This host has {}."
+)
 
 
 class Store:
     """PUT, GET and DELETE on Horovod's rendezvous store."""
 
-    def __init__(self, address: str, port: int, patience: float = 20.0) -> None:
-        """Ask for ``patience`` seconds, at least one, while the server does not answer."""
+    def __init__(self, address: str, port: int, patience: float = 20.0, most: int = MOST_BYTES) -> None:
+        """Ask for ``patience`` seconds, at least one, while the server does not answer.
+
+        Args:
+            address: HOROVOD_GLOO_RENDEZVOUS_ADDR: a host, or ``HOST:PORT/TOKEN`` of a store that wants a token.
+            port: HOROVOD_GLOO_RENDEZVOUS_PORT.
+            patience: seconds.
+            most: bytes of a value; a longer one is not read, as if it were not there.
+        """
         self._address = address
+        self._host, self._path = split_address(address, port)
         self._port = port
         self._patience = patience
+        self._most = most
 
     def with_patience(self, patience: float) -> "Store":
         """Return the same store, asked for so many seconds."""
-        return Store(self._address, self._port, patience)
+        return Store(self._address, self._port, patience, self._most)
+
+    def with_most(self, most: int) -> "Store":
+        """Return the same store, with values of so many bytes at most."""
+        return Store(self._address, self._port, self._patience, most)
 
     def put(self, scope: str, key: str, value: bytes) -> None:
         """Write a value, in place of an earlier one."""
@@ -54,7 +81,7 @@ class Store:
         self._request("DELETE", f"/{scope}/{key}")
 
     def __str__(self) -> str:
-        return f"{self._address}:{self._port}"
+        return f"{self._host}:{self._port}"
 
     def _request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Ask until there is an answer: many ranks at once overrun the short queue of the server.
@@ -68,30 +95,60 @@ class Store:
                 return self._ask(method, path, body)
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() > deadline:
-                    raise LaunchError(f"Horovod's store at {self} does not answer ({error}).") from error
+                    advice = _ADVICE.format(candidates())
+                    raise LaunchError(f"Horovod's store at {self} does not answer ({error}). {advice}") from error
                 time.sleep(0.02)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._address, self._port, timeout=_CONNECT_S)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_S)
         with contextlib.closing(connection):
             connection.connect()
             connection.sock.settimeout(max(1.0, self._patience))
-            connection.request(method, path, body=body)
+            connection.request(method, self._path + path, body=body)
             response = connection.getresponse()
-            return response.status, response.read()
+            return response.status, self._read(response)
+
+    def _read(self, response: http.client.HTTPResponse) -> bytes:
+        """Return the body of an answer; none if it is so long that no rank of this job can have written it."""
+        return b"" if (response.length or 0) > self._most else response.read(self._most)
+
+
+def split_address(address: str, port: int) -> tuple[str, str]:
+    """Return the host of a store, and what the path of each request to it begins with.
+
+    Args:
+        address: HOROVOD_GLOO_RENDEZVOUS_ADDR: a host, or ``HOST:PORT/TOKEN`` of a store that wants a token.
+        port: HOROVOD_GLOO_RENDEZVOUS_PORT.
+    """
+    host, _, token = address.partition("/")
+    return host.partition(":")[0], f"/{token}:{port}" if token else ""
 
 
 class StoreTransport:
     """The values of one scope as messages to rank 0 and back."""
 
-    def __init__(self, store: Store, scope: str, rank: int, size: int, *, consume: bool = False) -> None:
-        """With ``consume`` rank 0 empties each part it has read, so that a later channel finds none."""
+    others_may_write = True
+
+    def __init__(
+        self, store: Store, scope: str, rank: int, size: int, *, consume: bool = False, kept_here: bool = False
+    ) -> None:
+        """Speak for ``rank`` of ``size``.
+
+        Args:
+            store: the store.
+            scope: of all values.
+            rank: this one.
+            size: how many there are.
+            consume: whether rank 0 empties each part it has read, so that a later channel finds none.
+            kept_here: whether the store ends with this process.
+        """
         self.longest_pause = max(0.05, 0.001 * size)  # some 1,000 requests a second, whatever the size
         self._store = store
         self._scope = scope
         self._rank = rank
         self._size = size
         self._consume = consume
+        self._kept_here = kept_here
         self._next_asked = 0
 
     def send(self, sequence: int, message: bytes) -> None:
@@ -133,7 +190,7 @@ class StoreTransport:
         hint = store.get(self._scope, "failed")
         if hint is None:
             return {}
-        asked = dict.fromkeys([int(hint), *self._turn()])
+        asked = dict.fromkeys([int(hint) if hint.isdigit() else 0, *self._turn()])
         ranks = [rank for rank in asked if rank != self._rank and rank not in known]
         messages = {rank: store.get(self._scope, f"failure-{rank}") for rank in ranks}
         return {rank: message for rank, message in messages.items() if message is not None}
@@ -149,11 +206,20 @@ class StoreTransport:
         return {rank: board for rank, board in boards.items() if board is not None}
 
     def abort(self, code: int) -> NoReturn:
-        """End this process: horovodrun ends the others of a job where one ends with an error."""
+        """End this process: horovodrun ends the others of a job where one ends with an error.
+
+        Where no horovodrun does, they end by themselves once they have read why, and the store waits for that.
+        """
+        if self._kept_here:
+            time.sleep(max(_OTHERS_LOOK_S, 2 * self._size / 500))  # they look less often in a large job
         end_process(code or 1)
 
     def close(self) -> None:
-        """Do nothing: no connection is held, and the store ends with horovodrun."""
+        """Do nothing: no connection is held, and the store ends with horovodrun or rank 0."""
+
+    def clear_part(self) -> None:
+        """Empty this rank's part of the first exchange, which it may have sent once more after rank 0 had read it."""
+        self._store.put(self._scope, f"part-0-{self._rank}", b"")
 
     def _turn(self) -> list[int]:
         """Return the next ranks to ask, round and round."""
@@ -165,10 +231,11 @@ class StoreTransport:
 def open_store(
     environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ, generation: int = 0
 ) -> RootedChannel:
-    """Open the channel over the store whose address horovodrun gave in the environment.
+    """Open the channel over the store whose address horovodrun, or the ranks' meeting, put into the environment.
 
     Every rank contributes a random number to the session's name, which all later signatures cover: messages
-    of another job, or of an earlier channel of this one, do not fit.
+    of another job, or of an earlier channel of this one, do not fit. Without the secret the name cannot be
+    found, and the store lists none: nobody else can read what the ranks write, or replace it.
 
     Raises:
         LaunchError: a rank is missing, the secrets differ, or the store does not answer.
@@ -176,9 +243,12 @@ def open_store(
     store = Store(environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
     rank, size, job = environment.rank, environment.size, f"{environment.job_id} {generation}"
     secret = secret_from_environment(environ) or secret_from_key_file(environment.job_id, environ)
-    lobby = StoreTransport(store, f"hvdtrain-lobby-{generation}", rank, size, consume=True)
+    in_lobby = store.with_most(_MOST_IN_LOBBY)
+    lobby = StoreTransport(in_lobby, f"hvdtrain-lobby-{generation}", rank, size, consume=True)
     greeting = RootedChannel(lobby, Signer(secret, job), rank, size)
     numbers = greeting.greet(secrets.token_bytes(16), timeout=timeout)
-    session = hashlib.sha256(b"".join(numbers)).hexdigest()[:32]
-    room = StoreTransport(store, f"hvdtrain-{session}", rank, size)
+    lobby.clear_part()
+    session = hmac.digest(secret, b"session\0" + b"".join(numbers), "sha256").hex()[:32]
+    kept_here = environment.store_on_rank_0 and rank == 0
+    room = StoreTransport(store, f"hvdtrain-{session}", rank, size, kept_here=kept_here)
     return RootedChannel(room, Signer(secret, f"{job} {session}"), rank, size)

@@ -1,0 +1,107 @@
+"""The MPI library: loaded once, and the one that the job's launcher belongs to."""
+
+import ctypes
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.config.errors import LaunchError, LoneRanksError
+from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.terminal import say
+
+_LONGEST_VERSION = 8192
+"""MPI_MAX_LIBRARY_VERSION_STRING of all MPIs."""
+
+_OPEN_MPI, _MPICH = "Open MPI", "MPICH"
+_FAMILIES = {"mpirun": _OPEN_MPI, "horovodrun": _OPEN_MPI, "mpiexec": _MPICH, "mpirun_rsh": _MPICH}
+"""The MPI of a launcher; MPICH's ABI is also that of Intel, Cray and MVAPICH."""
+
+
+def load_mpi(environment: Environment) -> Any:
+    """Return mpi4py's MPI module, initialised and checked against what the launcher said.
+
+    Raises:
+        LaunchError: mpi4py is missing, or MPI was initialised without threads.
+        LoneRanksError: MPI counts other ranks than the launcher.
+    """
+    try:
+        _bind_at_once()
+        refuse_other_library(environment)
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"{environment.launcher} started this job over MPI, but mpi4py cannot be loaded ({error}). "
+            "Run: python -m hvdtrain setup"
+        ) from error
+    told, seen = (environment.rank, environment.size), (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    if told != seen:
+        library = _short(MPI.Get_library_version())
+        raise LoneRanksError(
+            f"{environment.launcher} started this process as rank {told[0]} of {told[1]}, but MPI ({library}) sees "
+            f"rank {seen[0]} of {seen[1]}: the launcher belongs to another MPI than the one that mpi4py loads, or "
+            "lacks its plugin (srun --mpi=pmix). Each would train a model of its own. Start them with its own mpirun, "
+            "or with horovodrun --gloo; with another MPI, build Horovod for it: python -m hvdtrain setup --mpi system.",
+            rank=environment.local_rank,
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise LaunchError(
+            "MPI was initialised without MPI_THREAD_MULTIPLE, which Horovod and hvdtrain need side by side. "
+            "Import hvdtrain first, or initialise mpi4py with its default threads."
+        )
+    return MPI
+
+
+def _bind_at_once() -> None:
+    """Have the MPI library's symbols resolved when it is loaded, not when each is first called.
+
+    TensorFlow exports the functions of the hwloc that it holds. An MPI that is loaded before it, and whose own
+    hwloc functions are looked up later, would hand its topology to TensorFlow's and crash in MPI_Finalize.
+    """
+    from mpi4py import _mpiabi
+
+    if hasattr(_mpiabi, "LIBMPI_MODE"):
+        _mpiabi.LIBMPI_MODE = os.RTLD_NOW | os.RTLD_GLOBAL
+
+
+def refuse_other_library(environment: Environment, environ: Mapping[str, str] = os.environ) -> None:
+    """Check, before MPI starts, that its library belongs to the launcher.
+
+    With another one, MPI_Init ends the process without a word about the cause, or each process is a job of its own.
+
+    Raises:
+        LoneRanksError: it does not.
+    """
+    library = _library()
+    wanted = _FAMILIES.get(environment.launcher)
+    if library is None or wanted is None or environment.controller != "mpi":
+        return
+    family, version = library
+    if family != wanted:
+        raise LoneRanksError(
+            f"{environment.launcher} belongs to {wanted} (or an MPI like it), and Python loads {version}: they do "
+            f"not work together. Start the ranks with the mpirun of {family}, or horovodrun --gloo; to use {wanted}, "
+            "build Horovod for it: python -m hvdtrain setup --mpi system.",
+            rank=environment.local_rank,
+        )
+    of_launcher = environ.get("OMPI_VERSION", "")
+    if environment.rank == 0 and of_launcher and f"v{of_launcher.partition('.')[0]}." not in version:
+        say(f"hvdtrain: warning: mpirun is Open MPI {of_launcher}, Python loads {version}: they may not work together.")
+
+
+def _library() -> tuple[str, str] | None:
+    """Return family and version of the MPI library that mpi4py loads; None where that cannot be told."""
+    try:
+        from mpi4py import _mpiabi
+
+        library = _mpiabi._dlopen_libmpi()  # type: ignore[attr-defined]
+        text, length = ctypes.create_string_buffer(_LONGEST_VERSION), ctypes.c_int()
+        library.MPI_Get_library_version(text, ctypes.byref(length))
+    except (ImportError, AttributeError, RuntimeError, OSError):
+        return None
+    family = _OPEN_MPI if hasattr(library, "ompi_mpi_comm_self") else _MPICH
+    return family, _short(text.value.decode(errors="replace"))
+
+
+def _short(version: str) -> str:
+    """Return name and number of a library's version, which may fill many lines."""
+    return " ".join(version.splitlines()[0].split(",")[0].replace("Version:", " ").split())

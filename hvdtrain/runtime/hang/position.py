@@ -1,0 +1,144 @@
+"""Where a thread stands, read from its Python stack: in a collective, in a read of data, in the user's own code."""
+
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, Literal
+
+from hvdtrain.runtime.interrupts import INSTALLED
+
+State = Literal["collective", "exchange", "leaving", "reading", "function", "code", "debugger"]
+"""collective: in an op of Horovod's, or in a compiled function that is known to hold some; exchange: of the control
+channel; leaving: waiting for the others at the end; function: in a compiled function."""
+
+_LIBRARIES = {"tensorflow", "keras", "tf_keras", "horovod"}
+_DEBUGGERS = {"pdb", "bdb", "pydevd", "debugpy", "_pydevd_bundle", "ipdb"}
+_COLLECTIVE_OPS = ("Horovod", "CollectiveReduce", "CollectiveGather", "CollectiveBcast", "CollectiveAllToAll")
+_CHANNEL, _LEAVING = "hvdtrain.runtime.control.rooted", "hvdtrain.runtime.leaving"
+_MOST_FUNCTIONS = 200
+_MOST_NAMED = 6
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a thread stands."""
+
+    state: State
+    anchor: FrameType | None
+    """The innermost call into TensorFlow, Keras, Horovod or the control channel: another one, where work goes on."""
+    call: FrameType | None
+    """The call that gave the state its name."""
+    where: str
+    """The innermost line of the user's own code: "train.py:41 in on_epoch_end"; empty if there is none."""
+    collectives: tuple[str, ...] = ()
+    """Names, in one of which the thread waits; empty where they are not known."""
+
+
+def current_position() -> Position:
+    """Return where the main thread stands, or, where another one waits in a collective, that one."""
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith("hvdtrain-")}
+    position = position_of(frames.pop(main) if main in frames else None)
+    if position.state == "code":
+        others = (position_of(frame) for ident, frame in frames.items() if ident not in ours)
+        position = next((other for other in others if other.state in ("collective", "function")), position)
+    return position
+
+
+def position_of(frame: FrameType | None) -> Position:
+    """Return where a thread stands whose innermost frame is `frame`."""
+    stack = list(_outwards(frame))
+    if any(_package(each) in _DEBUGGERS for each in stack):
+        return Position("debugger", None, None, _where(stack))
+    anchor = next((each for each in stack if _package(each) in _LIBRARIES or _is_channel(each)), None)
+    for each in itertools.takewhile(lambda each: not _is_users(each), stack):
+        state = _state(each)
+        if state is not None:
+            if state == "exchange" and any(_module(outer) == _LEAVING for outer in stack):
+                state = "leaving"
+            return Position(state, anchor, each, _where(stack))
+    return Position("code", anchor, None, _where(stack))
+
+
+def with_collectives(position: Position) -> Position:
+    """Return `position` with the names of the collectives in one of which the thread may wait.
+
+    A compiled function is looked through for that, which takes a while for a large one. One that holds some makes the
+    state "collective"; so does one that cannot be looked into.
+    """
+    if position.call is None or position.state not in ("collective", "function"):
+        return position
+    try:
+        local = position.call.f_locals
+        names = [str(local["name"])] if position.state == "collective" else _collectives_in(local["self"])
+    except Exception:  # TensorFlow's insides may change
+        return replace(position, state="collective")
+    more = ["…"] if len(names) > _MOST_NAMED else []
+    return replace(position, state="collective" if names else "function", collectives=(*names[:_MOST_NAMED], *more))
+
+
+def _state(frame: FrameType) -> State | None:
+    """Return the state that a single call of the stack stands for."""
+    module, name = _module(frame), frame.f_code.co_name
+    if _is_channel(frame):
+        return "exchange"
+    if module.startswith("horovod.") or (frame.f_code.co_filename == "<string>" and name.startswith("horovod_")):
+        return "collective"
+    if name.startswith("iterator_get_next"):
+        return "reading"
+    if _is_function(frame):
+        return "function"
+    return None
+
+
+def _is_function(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "call_flat" and _module(frame).endswith(".atomic_function")
+
+
+def _collectives_in(function: Any) -> list[str]:
+    """Return the names of the collectives in a compiled function, and in those that it calls."""
+    context, left, seen = function._bound_context, [function.cached_definition], set[str]()
+    names: list[str] = []
+    while left and len(seen) < _MOST_FUNCTIONS:
+        for node in left.pop().node_def:
+            if node.op.startswith(_COLLECTIVE_OPS):
+                names.append(node.attr["tensor_name"].s.decode() or node.name)
+            called = {value.func.name for value in node.attr.values() if value.func.name} - seen
+            seen |= called
+            left += [context.get_function_def(name) for name in called if context.has_function(name)]
+    return sorted(set(names))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _package(frame: FrameType) -> str:
+    return _module(frame).partition(".")[0]
+
+
+def _is_channel(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_exchange" and _module(frame) == _CHANNEL
+
+
+def _is_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return not file.startswith("<") and INSTALLED.search(file) is None
+
+
+def _where(stack: list[FrameType]) -> str:
+    own = next((each for each in stack if _is_users(each)), None)
+    if own is None:
+        return ""
+    file = own.f_code.co_filename.rpartition("/")[2]
+    return f"{file}:{own.f_lineno} in {own.f_code.co_name}"

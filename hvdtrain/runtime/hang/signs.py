@@ -1,0 +1,148 @@
+"""Signs of life of this process: the time its threads compute and the bytes that they read and write.
+
+Threads of Horovod and MPI do not count: they turn for as long as a job stands still. Linux only; elsewhere there are no
+signs.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICK = os.sysconf("SC_CLK_TCK")
+_COMPUTES = 0.02
+"""Share of a core. A process that waits for others takes less than a tick (10 ms) a second outside of Horovod."""
+_MOVES = 2**16
+"""Bytes a second. A loop that polls a file for a mark moves a few."""
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What was seen since the look before."""
+
+    computes: bool = False
+    """Whether the main thread or TensorFlow's did."""
+    helpers_compute: bool = False
+    """Whether other Python threads or child processes did, which may read data."""
+    moves_data: bool = False
+    """Whether any thread read or wrote."""
+
+
+class SignsOfLife:
+    """Compares what the threads of this process have done by now with the look before.
+
+    It opens few files: with each, another thread may take Python's lock and keep it for 5 ms.
+    """
+
+    def __init__(self) -> None:
+        self._before: _Work | None = None
+        self._of_tensorflow: list[int] = []
+
+    def forget(self) -> None:
+        """Let the next look be the first."""
+        self._before = None
+        self._of_tensorflow = []
+
+    def look(self) -> Signs:
+        """Return the signs since the look before; there are none at the first."""
+        before, now = self._before, self._work_so_far()
+        self._before = now
+        if before is None:
+            return Signs()
+        seconds = now.time - before.time
+        much = max(_COMPUTES * seconds, 2.5 / _TICK)  # between two looks, one tick is chance
+        return Signs(
+            now.own - before.own >= much,
+            max(now.helpers - before.helpers, now.children - before.children) >= much,
+            now.moved - before.moved >= _MOVES * max(seconds, 0.1),
+        )
+
+    def _work_so_far(self) -> "_Work":
+        if self._before is None:
+            self._of_tensorflow = _threads_of_tensorflow()
+        work, main = _Work(time.monotonic()), threading.main_thread()
+        for thread in threading.enumerate():
+            if thread.native_id is not None and not thread.name.startswith("hvdtrain-"):
+                work.add(
+                    "own" if thread is main else "helpers", _seconds_of(thread.native_id), _bytes_of(thread.native_id)
+                )
+        for number in self._of_tensorflow:
+            work.add("own", _seconds_of(number), _bytes_of(number))
+        work.children = sum(_seconds_of_children(Path("/proc/self"), 4))
+        return work
+
+
+@dataclass
+class _Work:
+    """What the threads of this process have done since it began: seconds of computing, and bytes."""
+
+    time: float
+    own: float = 0.0
+    helpers: float = 0.0
+    children: float = 0.0
+    moved: float = 0.0
+
+    def add(self, kind: str, seconds: float, moved: float) -> None:
+        setattr(self, kind, getattr(self, kind) + seconds)
+        self.moved += moved
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _threads_of_tensorflow() -> list[int]:
+    """Return the numbers of the threads that compute or read for TensorFlow."""
+    numbers = []
+    for task in _entries(Path("/proc/self/task")):
+        with suppress(OSError):  # a thread that has just ended
+            if (task / "comm").read_text().startswith("tf_"):
+                numbers.append(int(task.name))
+    return numbers
+
+
+def _seconds_of(thread: int) -> float:
+    """Return for how long a thread of this process has computed, by its clock (pthread_getcpuclockid(3))."""
+    try:
+        return time.clock_gettime((~thread << 3) | 6)
+    except OSError:  # it has just ended
+        return 0.0
+
+
+def _bytes_of(thread: int) -> int:
+    """Return how many bytes a thread of this process has read and written."""
+    try:
+        lines = dict(line.split(": ") for line in Path(f"/proc/self/task/{thread}/io").read_text().splitlines())
+        return sum(int(lines[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _seconds_of_process(process: Path) -> float:
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def _seconds_of_children(process: Path, depth: int) -> Iterator[float]:
+    """Yield for how long each child process has computed, and each of theirs: a script's readers and commands."""
+    for task in _tasks_with_children(process):
+        with suppress(OSError):
+            for number in (task / "children").read_text().split():
+                child = Path("/proc", number)
+                with suppress(OSError, ValueError, IndexError):
+                    yield _seconds_of_process(child)
+                if depth > 1:
+                    yield from _seconds_of_children(child, depth - 1)
+
+
+def _tasks_with_children(process: Path) -> list[Path]:
+    """Return the threads of a process that may have started others; of this one, those of Python."""
+    if process.name != "self":
+        return _entries(process / "task")
+    return [process / "task" / str(thread.native_id) for thread in threading.enumerate()]

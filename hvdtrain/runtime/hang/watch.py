@@ -1,0 +1,258 @@
+"""Watches, on the watchdog's thread, whether the job hangs, and ends it if it does."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from hvdtrain.config.errors import LaunchError
+from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.hang.progress import ProgressWatch, Report
+from hvdtrain.runtime.hang.stacks import show_own_stacks
+from hvdtrain.runtime.hang.verdict import (
+    Seen,
+    Verdict,
+    decide,
+    describe_cut_off,
+    describe_hang,
+    describe_left,
+    describe_wait,
+    left_alone,
+    waits,
+)
+from hvdtrain.runtime.terminal import say
+
+_BOARD = "activity"
+_READS_A_SECOND = 500
+"""Requests of all ranks together to the store of horovodrun, which answered 2,900 on 2 cores."""
+_STALL = 10.0
+"""Seconds without a look after which this process, or its machine, stood still itself: it then knows nothing. Less
+where others count as silent that soon: they stood still, too, and post when they go on."""
+_SURE_S = 5.0
+"""A busy machine may keep a process waiting for seconds."""
+_QUIET_S = 1.5
+"""A rank that has waited in a collective for so long, or has left its script, posts it at once."""
+_LEFT_ALONE_S = 4.0
+"""The last collective of a job may end a little earlier on some ranks, which then leave."""
+_OBSERVERS = 2
+"""The lowest ranks look, while they wait, whether others have left."""
+_TURN_S = 0.5
+_MOST_TURNS = 4
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How often, in seconds, a rank posts, and when another one counts as silent; from the hang timeout."""
+
+    timeout: float
+    size: int
+    rank: int
+
+    @property
+    def calm(self) -> float:
+        """Between two posts of a rank that goes on."""
+        return self.timeout / 10
+
+    @property
+    def alert(self) -> float:
+        """Between two posts of one that does not."""
+        return min(1.0, self.timeout / 10)
+
+    @property
+    def silence(self) -> float:
+        """From the last post to silence: it may have been calm, and noticed late."""
+        return max(_SURE_S, self.timeout - 2 * self.calm - 1.0)
+
+    @property
+    def slack(self) -> float:
+        """By which a rank that is alert may be late."""
+        return min(2.5, self.timeout / 2)
+
+    def reading(self, alert: bool) -> float:
+        """Between two looks at the board, which cost a request for each rank: low ranks look more often."""
+        return max(self.alert if alert else self.calm, self.size * (self.rank + 1) / _READS_A_SECOND)
+
+
+class HangHandler(Protocol):
+    """What a rank does that finds that its job hangs."""
+
+    def __call__(self, text: str, show_stacks: Callable[[], None]) -> None:
+        """Tell the user `text`, report it to the other ranks, let this one show where it stands, and end the job."""
+
+
+class HangWatch:
+    """Posts where this rank stands, reads what others post, and finds that no rank goes on while some wait.
+
+    Args:
+        control: the channel with the status board.
+        progress: of this rank.
+        timeout: seconds in which ranks that wait see another one go on.
+        handle: called with what is to be said, once, where the job hangs.
+        host: this rank's host name.
+        patience_with_silent: returns for how many seconds more a job that waits for silent ranks alone is not ended: an
+            elastic one goes on without them.
+        now: the time in seconds, of `time.monotonic` by default.
+    """
+
+    def __init__(
+        self,
+        control: ControlChannel,
+        progress: ProgressWatch,
+        timeout: float,
+        handle: HangHandler,
+        *,
+        host: str = "",
+        patience_with_silent: Callable[[], float] = lambda: 0.0,
+        now: float | None = None,
+    ) -> None:
+        self._control = control
+        self._progress = progress
+        self._rhythm = Rhythm(timeout, control.size, control.rank)
+        self._handle = handle
+        self._host = host
+        self._patience_with_silent = patience_with_silent
+        self._pid_space = _pid_space()
+        self._beat = 0
+        self._noticed = self._quiet = self._seen_left = False
+        self._lost = control.unanswered_s
+        self._unanswered: float | None = None
+        """Since when the channel has been broken; None where it is not."""
+        self.ends_job = False
+        """Whether this rank has found a hang and is about to end the job, even if it goes on by now."""
+        self._begin(time.monotonic() if now is None else now)
+
+    def _begin(self, now: float) -> None:
+        self._looked = now
+        self._posted = self._read = -1e9
+        self._messages: dict[int, tuple[bytes, float]] = {
+            rank: (b"", now) for rank in range(self._control.size) if rank != self._control.rank
+        }
+
+    def look(self, now: float) -> None:
+        """Look once, at the time `now`; call it about once a second, or more often where the timeout is short."""
+        lost = self._newly_lost()
+        if now - self._looked > min(_STALL, self._rhythm.silence / 2) + lost:
+            self._begin(now)
+            self._progress.went_on()
+        report = self._report(lost)
+        alert = report.idle > self._rhythm.timeout / 2
+        changed, self._quiet = self._quiet, _is_quiet(report)
+        changed = changed != self._quiet
+        if not alert:
+            self._noticed = False
+        begun = time.monotonic()
+        try:
+            self._post_and_read(report, now, alert=alert, changed=changed)
+        except LaunchError as error:
+            self._judge_cut_off(now, now + time.monotonic() - begun, error)
+        self._looked = now + time.monotonic() - begun  # what a slow store takes is no standstill
+
+    def _post_and_read(self, report: Report, now: float, *, alert: bool, changed: bool) -> None:
+        """Post and read what is due.
+
+        Raises:
+            LaunchError: the channel is broken.
+        """
+        if changed or now - self._posted >= (self._rhythm.alert if alert else self._rhythm.calm):
+            self._posted, self._beat = now, self._beat + 1
+            self._control.post(_BOARD, report.encode(self._beat))
+            self._unanswered = None
+        if now - self._read >= self._rhythm.reading(alert or (self._quiet and self._control.rank < _OBSERVERS)):
+            self._read = now
+            self._take_posts(now)
+            self._unanswered = None
+            self._judge(report, now)
+
+    def _newly_lost(self) -> float:
+        """Return the seconds, since the last call, in which the channel did not answer."""
+        before, self._lost = self._lost, self._control.unanswered_s
+        return self._lost - before
+
+    def _report(self, lost: float) -> Report:
+        report = self._progress.look(lost)
+        return replace(report, host=self._host, pid=os.getpid(), pid_space=self._pid_space)
+
+    def _judge_cut_off(self, asked: float, now: float, error: LaunchError) -> None:
+        """End this rank where it waits for others and has lost the channel to them: no launcher may reach it either.
+
+        Args:
+            asked: when the request was made that `error` came from.
+            now: when it was given up.
+            error: says what did not answer.
+        """
+        self._unanswered = asked if self._unanswered is None else self._unanswered
+        own = self._report(self._newly_lost())
+        seconds, rank = now - self._unanswered, self._control.rank
+        if waits(own) and own.idle >= self._rhythm.timeout and seconds >= self._rhythm.silence:
+            text = describe_cut_off(Seen(own), seconds, error.message)
+            self._end(text, Verdict([rank], [], [], []), {rank: Seen(own)})
+
+    def _take_posts(self, now: float) -> None:
+        for rank, message in self._control.read(_BOARD).items():
+            if rank != self._control.rank and message != self._messages[rank][0]:
+                self._messages[rank] = (message, now)
+
+    def _judge(self, own: Report, now: float) -> None:
+        ranks = {self._control.rank: Seen(own)} | {
+            rank: Seen(Report.decode(message) if message else Report(), now - since)
+            for rank, (message, since) in self._messages.items()
+        }
+        if own.idle >= self._rhythm.timeout:
+            self._judge_hang(ranks)
+        elif own.state == "collective" and own.idle >= _LEFT_ALONE_S:
+            self._judge_left(ranks)
+
+    def _judge_left(self, ranks: dict[int, Seen]) -> None:
+        """End a job in which ranks that have left are waited for, once that was seen twice."""
+        verdict, seen_before = left_alone(ranks, _QUIET_S), self._seen_left
+        self._seen_left = verdict is not None
+        if verdict is not None and seen_before and self._is_my_turn(verdict):
+            self._end(describe_left(verdict, ranks), verdict, ranks)
+
+    def _judge_hang(self, ranks: dict[int, Seen]) -> None:
+        rhythm = self._rhythm
+        verdict = decide(ranks, timeout=rhythm.timeout, silence=rhythm.silence, slack=rhythm.slack)
+        if self._control.rank not in verdict.waiting:
+            return
+        if verdict.silent and not verdict.stuck and ranks[self._control.rank].report.idle < self._limit_with_silent():
+            return
+        if verdict.hangs and self._is_my_turn(verdict):
+            self._end(describe_hang(verdict, ranks, rhythm.timeout), verdict, ranks)
+        elif verdict.working and not self._noticed and self._control.rank == verdict.waiting[0]:
+            self._noticed = True
+            say(f"hvdtrain: {describe_wait(verdict, ranks, rhythm.timeout)}")
+
+    def _limit_with_silent(self) -> float:
+        return self._rhythm.timeout + self._patience_with_silent()
+
+    def _end(self, text: str, verdict: Verdict, ranks: dict[int, Seen]) -> None:
+        self.ends_job = True
+        self._handle(text, lambda: self._show_stacks(verdict, ranks))
+
+    def _is_my_turn(self, verdict: Verdict) -> bool:
+        """Let lower ranks that wait speak first, and tell whether none has."""
+        time.sleep(_TURN_S * min(verdict.waiting.index(self._control.rank), _MOST_TURNS))
+        return not self._control.failures()
+
+    def _show_stacks(self, verdict: Verdict, ranks: dict[int, Seen]) -> None:
+        """Show this rank's stacks, and have silent ranks of the same host show theirs, if they can."""
+        for rank in verdict.silent:
+            report = ranks[rank].report
+            if report.pid and (report.host, report.pid_space) == (self._host, self._pid_space):
+                with contextlib.suppress(OSError):
+                    os.kill(report.pid, signal.SIGQUIT)
+        show_own_stacks(self._control.rank)
+
+
+def _is_quiet(report: Report) -> bool:
+    return report.state == "leaving" or (report.state == "collective" and report.idle >= _QUIET_S)
+
+
+def _pid_space() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
