@@ -5,6 +5,7 @@ Runs:
     hvdtrain  `hvdtrain.Trainer` on the same model, data, batch and optimizer
     paired    both in the same processes, a window of one after a window of the other: the plain loop has hvdtrain's
               settings of the exchange then, and where there is one process it has no Horovod at all
+    desync    `hvdtrain.Trainer` without its desync check, and then looks of the check, a window of ten after another
 
 All of them are pinned alike: one block of cores and as many threads for each rank. Every window has one logged step.
 """
@@ -12,8 +13,10 @@ All of them are pinned alike: one block of cores and as many threads for each ra
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 from hvdtrain.bench.catalog import MODELS, bench_config
+from hvdtrain.config.desync import DesyncConfig
 from hvdtrain.config.run import Config
 from hvdtrain.runtime.launchers import detect_environment
 
@@ -38,6 +41,33 @@ def with_hvdtrain(config: Config, windows: int, beside: Callable[[], None] | Non
     return watch.windows_ms
 
 
+def looks(config: Config, windows: int) -> dict[str, list[float]]:
+    """Return windows in milliseconds a step, and in milliseconds a look at whether the ranks hold the same state."""
+    from time import perf_counter
+
+    from hvdtrain.backends.select import current_exchange
+    from hvdtrain.bench.trained import Stopwatch
+    from hvdtrain.runs.run import run_trainer
+    from hvdtrain.runs.run_data import run_data
+    from hvdtrain.training.loop.desync_check import DesyncCheck
+    from hvdtrain.training.loop.loop import Plan
+
+    backend = current_exchange()
+    source = run_data(config, backend)
+    trainer = run_trainer(replace(config, desync=DesyncConfig(desync_every=0)), source, backend)
+    trainer.build(source.training)
+    watch = Stopwatch(WINDOW, None)
+    trainer.train(source.training, Plan(windows * WINDOW, WINDOW), observers=watch)
+    check = DesyncCheck(backend, trainer.state, trainer.rule, 0, 1)
+    took = []
+    for _ in range(windows):
+        begin = perf_counter()
+        for _ in range(WINDOW):
+            check.look("the last step")
+        took.append((perf_counter() - begin) * 1e3 / WINDOW)
+    return {"step": watch.windows_ms, "look": took}
+
+
 def measure(run: str, config: Config, windows: int) -> dict[str, list[float]]:
     """Return each side's windows in milliseconds a step, without those in which something is traced."""
     times: dict[str, list[float]] = {"plain": [], "hvdtrain": []}
@@ -46,6 +76,8 @@ def measure(run: str, config: Config, windows: int) -> dict[str, list[float]]:
         import hvdtrain
 
         hvdtrain.init()
+    if run == "desync":
+        return {side: values[WARM_UP:] for side, values in looks(config, windows).items()}
     from hvdtrain.bench.plain import PlainLoop, pin_and_start, window_of
 
     if run == "plain":
@@ -61,7 +93,7 @@ def measure(run: str, config: Config, windows: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", choices=("plain", "hvdtrain", "paired"))
+    parser.add_argument("run", choices=("plain", "hvdtrain", "paired", "desync"))
     parser.add_argument("model", choices=tuple(MODELS))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--windows", type=int, default=12)

@@ -10,6 +10,8 @@ Two ratios for every model and controller:
               take turns in the same processes, a window of ten steps each, so that neither placement nor the
               machine's mood tells them apart.
 
+With --desync instead: what a look of the desync check takes, and which share that is of the steps between two.
+
 A round's ratio is the median window of hvdtrain over that of the plain loop, each window with one logged step; the
 median and the range over the rounds are reported. Nothing else may run on the machine meanwhile.
 """
@@ -20,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 from harness import launcher, printed, write
+
+from hvdtrain.config.desync import DESYNC_EVERY
 
 HERE = Path(__file__).parent
 SIDES = HERE / "sides.py"
@@ -64,6 +68,21 @@ def compare(kind: str, model: str, controller: str, arguments: argparse.Namespac
     }
 
 
+def desync(model: str, controller: str, arguments: argparse.Namespace) -> dict[str, object]:
+    """Measure looks of the desync check and print their line."""
+    rounds = [run("desync", model, controller, arguments.ranks, arguments) for _ in range(arguments.rounds)]
+    looks, steps = ([float(np.median(r[what])) for r in rounds] for what in ("look", "step"))
+    shares = [look / (DESYNC_EVERY * step) for look, step in zip(looks, steps, strict=True)]
+    print(
+        f"{model:9} {controller:6} {arguments.ranks} rank(s)  step {np.median(steps):8.2f} ms"
+        f"  look {np.median(looks):8.2f} ms"
+        f"  every {DESYNC_EVERY} steps: {np.median(shares):.3%} ({min(shares):.3%} .. {max(shares):.3%})",
+        flush=True,
+    )
+    facts = {"model": model, "controller": controller, "ranks": arguments.ranks, "every": DESYNC_EVERY}
+    return {**facts, "look_ms": looks, "step_ms": steps, "share": float(np.median(shares))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["digits", "resnet20"])
@@ -73,7 +92,12 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=24, help="windows of ten steps, the first four not counted")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
+    parser.add_argument("--desync", action="store_true", help="measure the desync check alone")
     arguments = parser.parse_args()
+    if arguments.desync:
+        worlds = [(model, name) for model in arguments.models for name in arguments.controllers if name != "none"]
+        write(arguments, [desync(*world, arguments) for world in worlds])
+        return
     results = [
         compare(kind, model, controller, arguments)
         for model in arguments.models

@@ -4,8 +4,8 @@
 
 One launch for each model, optimizer and controller, in which the rules take turns, a window of a few steps each;
 `alone` is the step without any exchange. A window's time is that of the slowest rank. Reported are medians over the
-rounds, their ratios to the all-reduce of the same round, and the bytes that a rank holds for the slots (under ZeRO with
-the master slices of the weights). Nothing else may run on the machine meanwhile.
+rounds, their ratios to the all-reduce of the same round, and the bytes that a rank holds for the slots (`memory.py` has
+the peaks). Nothing else may run on the machine meanwhile.
 """
 
 import argparse
@@ -21,6 +21,9 @@ from options import LIMIT_S, MODELS, ours, window
 RULES: dict[str, dict[str, Any]] = {
     "all_reduce": {},
     "zero=1": {"zero": 1},
+    "zero=2": {"zero": 2},
+    "zero=3": {"zero": 3},
+    "zero=3, prefetch=1": {"zero": 3, "zero_prefetch": 1},
     "local_steps=4": {"local_steps": 4},
     "local_steps=16": {"local_steps": 16},
     "alone": {},
@@ -29,10 +32,9 @@ OPTIMIZERS = {"sgd": ("SGD", {}), "momentum": ("SGD", {"momentum": 0.9}), "adam"
 
 
 def slot_bytes(rule: Any) -> int:
-    """Return what this rank keeps beside the weights: slots, and master slices where slots are sharded."""
-    tensors = [tensor.value for tensor in rule.named_tensors().values()]
-    masters = [shard.master.value for shard in getattr(rule, "_shards", {}).values()]
-    return sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in [*tensors, *masters])
+    """Return what this rank keeps beside the weights."""
+    tensors = [tensor.value for path, tensor in rule.named_tensors().items() if not path.startswith("model/")]
+    return sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in tensors)
 
 
 def measure(name: str, optimizer: str, steps: int, rounds: int) -> None:

@@ -7,7 +7,7 @@ The names below are all there is to the public API; each is imported when it is 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.runtime.quiet import hush_tensorflow
+from hvdtrain.runtime.quiet import hush_tensorflow, open_closed_streams
 
 __version__ = "0.1.0"
 
@@ -23,18 +23,22 @@ if TYPE_CHECKING:
         rank,
         rank_zero_only,
         size,
+        trace_step,
     )
     from hvdtrain.config.checkpoint import Checkpoint
     from hvdtrain.data.own_loops import ShardedOrder, shard
     from hvdtrain.gradients.accumulator import GradientAccumulator
     from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
     from hvdtrain.gradients.tape import DistributedGradientTape
+    from hvdtrain.layers.embedding.sharded import ShardedEmbedding
+    from hvdtrain.layers.experts.mixture import MixtureOfExperts
     from hvdtrain.layers.recompute import Recompute
     from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
     from hvdtrain.optim.lars import LARS
     from hvdtrain.optim.precision import LossScaleOptimizer
     from hvdtrain.optim.rates import learning_rate_schedule
     from hvdtrain.optim.weight_decay import decaying_weights_only
+    from hvdtrain.parallel.parallelize import parallelize
     from hvdtrain.runs.use.loaded import LoadedRun, load_run
     from hvdtrain.training.trainer import Trainer
 
@@ -46,7 +50,9 @@ _PUBLIC = {
     "LARS": "hvdtrain.optim.lars",
     "LoadedRun": "hvdtrain.runs.use.loaded",
     "LossScaleOptimizer": "hvdtrain.optim.precision",
+    "MixtureOfExperts": "hvdtrain.layers.experts.mixture",
     "Recompute": "hvdtrain.layers.recompute",
+    "ShardedEmbedding": "hvdtrain.layers.embedding.sharded",
     "ShardedOrder": "hvdtrain.data.own_loops",
     "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
     "Trainer": "hvdtrain.training.trainer",
@@ -60,10 +66,12 @@ _PUBLIC = {
     "learning_rate_schedule": "hvdtrain.optim.rates",
     "load_run": "hvdtrain.runs.use.loaded",
     "local_rank": "hvdtrain.api",
+    "parallelize": "hvdtrain.parallel.parallelize",
     "rank": "hvdtrain.api",
     "rank_zero_only": "hvdtrain.api",
     "shard": "hvdtrain.data.own_loops",
     "size": "hvdtrain.api",
+    "trace_step": "hvdtrain.api",
 }
 
 __all__ = [
@@ -74,7 +82,9 @@ __all__ = [
     "LARS",
     "LoadedRun",
     "LossScaleOptimizer",
+    "MixtureOfExperts",
     "Recompute",
+    "ShardedEmbedding",
     "ShardedOrder",
     "SyncBatchNormalization",
     "Trainer",
@@ -88,12 +98,15 @@ __all__ = [
     "learning_rate_schedule",
     "load_run",
     "local_rank",
+    "parallelize",
     "rank",
     "rank_zero_only",
     "shard",
     "size",
+    "trace_step",
 ]
 
+open_closed_streams()
 hush_tensorflow()  # on every rank, and also where a script imports TensorFlow itself
 
 

@@ -2,20 +2,26 @@
 
 import atexit
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from hvdtrain.config.errors import LaunchError
-from hvdtrain.config.runtime import BackendName, CommunicationName, RuntimeConfig
+from hvdtrain.config.errors import LaunchError, LoneRanksError
+from hvdtrain.config.observability import trace_config
+from hvdtrain.config.runtime import BackendName, CommunicationName, HierarchyName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.exits import UNCLEAR, ExitWatch
-from hvdtrain.runtime.failures import show_failure
+from hvdtrain.runtime.failures import show_alone
 from hvdtrain.runtime.interrupts import show_interrupt
 from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.link import Link, open_link
 from hvdtrain.runtime.objects import object_of_root, objects_of_all, wait_for_all
-from hvdtrain.runtime.session import Link, Session, current, has_session, open_link, open_session, set_current
+from hvdtrain.runtime.session import Session, current, has_session, new_trace, open_session, set_current
+from hvdtrain.runtime.tracing.trace import traced_step
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,7 +37,15 @@ def init(
     pin: bool = True,
     start_timeout: float = 120.0,
     load_timeout: float = 3600.0,
+    hang_timeout: float = 300.0,
+    link_timeout: float = 15.0,
+    deterministic: bool = False,
+    hierarchical_allreduce: HierarchyName = "auto",
+    parallel: str | None = None,
     seed: int = 0,
+    timeline: str | PathLike[str] | None = None,
+    profile: tuple[int, int] | None = None,
+    profile_ranks: Sequence[int] = (),
 ) -> None:
     """Join the job: call it once, before TensorFlow does any work and before datasets and models are made.
 
@@ -52,6 +66,19 @@ def init(
         pin: give each rank its own cores where there are enough.
         start_timeout: seconds to wait for the other ranks.
         load_timeout: seconds to wait for ranks that still load their data, when they meet in `fit`.
+        hang_timeout: seconds after which a job ends whose ranks wait for one another; 0: never (docs/reliability.md).
+        link_timeout: seconds without a packet from another host after which the job ends; 0: never.
+        deterministic: train to the same bits in every run of the same job, on any number of ranks: messages between
+            them are cut in one way, and TensorFlow's operations add up in one order (docs/reliability.md).
+        hierarchical_allreduce: sum gradients inside each host first, then between the hosts: `always`, `never`, or
+            `auto`: where that is faster by a measurement at the start (docs/performance.md).
+        parallel: sizes of the axes of the mesh that the ranks are laid out on, such as `tp=2,pp=2`
+            (docs/parallel.md); None: every rank is a replica of the whole model.
+        timeline: file to which rank 0 writes one trace of all ranks at the end, with Horovod's exchange
+            (docs/clusters.md).
+        profile: the first and the last step whose TensorFlow operations are drawn into it: `(10, 12)`; steps of `fit`,
+            or those that a loop of your own names by `hvdtrain.trace_step(number)`.
+        profile_ranks: ranks whose operations are drawn; all by default.
         seed: seeds Python, NumPy and TensorFlow alike on all ranks, so that datasets shuffle alike.
 
     Raises:
@@ -61,10 +88,13 @@ def init(
         return
     link: Link | None = None
     try:
-        config = RuntimeConfig(
-            backend, replicas, communication, parameter_servers, threads, pin, start_timeout, load_timeout
-        )
+        timeouts = (start_timeout, load_timeout, hang_timeout, link_timeout)
+        others = (*timeouts, deterministic, hierarchical_allreduce, parallel)
+        config = RuntimeConfig(backend, replicas, communication, parameter_servers, threads, pin, *others)
+        path = None if timeline is None else Path(timeline)
+        trace = new_trace(trace_config(path, profile, profile_ranks), backend)
         link = open_link(timeout=start_timeout)
+        link.record_to(trace)
         session = open_session(link, config)
         if session.serves:
             session.close()
@@ -153,6 +183,14 @@ def gather_object(obj: Any, *, timeout: float | None = None) -> list[Any]:
     return objects_of_all(current(), obj, timeout)
 
 
+def trace_step(number: int) -> AbstractContextManager[None]:
+    """Return a context for the step `number`, from 1, of a loop of your own, in the trace of the job.
+
+    Without `init(timeline=…)` it does nothing. `fit` needs none: its steps are recorded.
+    """
+    return traced_step(current().link.trace, number)
+
+
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
     """Decorate a function so that only rank 0 runs it; on all other ranks it does nothing and returns None.
 
@@ -168,16 +206,19 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 
 def _fail(link: Link | None, error: BaseException) -> None:
     """End the job if it has other ranks; return where this process is alone."""
-    environment = link.environment if link else detect_environment()
+    try:
+        environment = link.environment if link else detect_environment()
+    except LoneRanksError:
+        end_process(show_alone(None, error))
     if environment.size > 1:
-        end_process(link.fail(error) if link else show_failure(environment, error))
+        end_process(link.fail(error) if link else show_alone(environment, error))
 
 
 def _end_with_the_job(session: Session) -> None:
     show = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _fail(session.link, error)
+        _fail(_last(session).link, error)
         atexit.unregister(leave)
         if isinstance(error, KeyboardInterrupt) and show is sys.__excepthook__:
             show_interrupt(trace)
@@ -192,6 +233,11 @@ def _end_with_the_job(session: Session) -> None:
     atexit.register(leave)
 
 
+def _last(session: Session) -> Session:
+    """Return the session of an elastic job's last world, `session` being that of its first."""
+    return current() if has_session() else session
+
+
 def _leave(session: Session, exits: ExitWatch) -> None:
     """Leave with the other ranks, or end the job where this rank's script left by an exit code.
 
@@ -199,7 +245,8 @@ def _leave(session: Session, exits: ExitWatch) -> None:
     others as long as after any other end: they may still save. If it left them in an exchange instead, it says so while
     it waits, Horovod names it as missing, and the job fails when the wait is over.
     """
-    left = exits.found()
+    session, left = _last(session), exits.found()
+    session.link.activity.exit = exits.described
     if left is not None:
         _fail(session.link, left)
     try:

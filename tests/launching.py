@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,22 +60,27 @@ def launcher(controller: str, size: int) -> list[str]:
     return ["horovodrun", *flag, "-np", str(size)]
 
 
-def run(command: Sequence[str], *, cwd: Path, timeout: float, **environ: str) -> Finished:
-    """Run `command` to its end; after `timeout` seconds its whole process group is killed and the test fails.
-
-    These are seconds in which the machine ran: see `tests.awake`.
-    """
-    process = subprocess.Popen(
+def start(command: Sequence[str], *, cwd: Path, stderr: int, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start `command` in a process group of its own, with its output in a pipe."""
+    return subprocess.Popen(
         list(command),
         cwd=cwd,
         env=job_environment(**environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         errors="replace",
         start_new_session=True,
     )
+
+
+def run(command: Sequence[str], *, cwd: Path, timeout: float, **environ: str) -> Finished:
+    """Run `command` to its end; after `timeout` seconds its whole process group is killed and the test fails.
+
+    These are seconds in which the machine ran: see `tests.awake`.
+    """
+    process = start(command, cwd=cwd, stderr=subprocess.PIPE, environ=environ)
     limit = awake_seconds() + timeout
     while True:
         try:
@@ -104,7 +109,7 @@ from hvdtrain.runtime.session import current
 from hvdtrain.runs.run import train
 for words in json.loads(sys.argv[1]):
     request = parse(words)
-    train(current(), request.config, request.files.run_dir, resume=False)
+    train(current(), request.config, request.files.run_dir)
 """
 
 
@@ -125,7 +130,8 @@ commands, mistaken = json.loads(sys.argv[1])
 for verb, *words in commands:
     module = importlib.import_module(f"hvdtrain.cli.{verb}")
     try:
-        getattr(module, f"_{verb}")(current(), module.parse(words))
+        commits = (lambda: None,) if verb == "train" else ()  # of elastic jobs
+        getattr(module, f"_{verb}")(*commits, current(), module.parse(words))
     except UserError as error:
         if not mistaken:
             raise

@@ -1,4 +1,4 @@
-"""Horovod: one replica in each process, collectives by its C++ engine."""
+"""Horovod: one replica, or a part of one, in each process, collectives by its C++ engine."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -6,26 +6,33 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Capabilities
+from hvdtrain.backends.protocol import Among, Capabilities
+from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
 from hvdtrain.runtime.collectives import AxisCollectives
 from hvdtrain.runtime.session import Session
 
 
 class HorovodBackend(AxisCollectives):
-    """Data parallel training over the ranks of a session."""
+    """Training over the ranks of a session; its collectives are those of the replicas, see `Backend`."""
 
     name = "horovod"
     local_index = 0
     local_size = 1
-    capabilities = Capabilities()
     roles: Mapping[str, int] = {}
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session.world.along("dp").group)
+        super().__init__(session.world.along(*REPLICA_AXES).group)
         self._session = session
+        self.capabilities = Capabilities(uneven=session.elastic)
         self.primary = session.world.primary
-        self.process = self.index
-        self.processes = self.size
+        mesh = session.world.mesh
+        self.axes = {axis: mesh.size(axis) for axis in mesh.named(mesh.axis_names)}
+        self.rank = session.world.rank
+        self.job_size = session.world.size
+        self.remarks = session.world.remarks
+        self.data_parallel = session.world.along(*DATA_AXES)
+        self.process = self.data_parallel.index
+        self.processes = self.data_parallel.size
         self.transport = session.environment.controller if self.size > 1 else None
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -46,16 +53,43 @@ class HorovodBackend(AxisCollectives):
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
         """Take all: they are plain variables."""
 
-    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, axis: str = "dp") -> None:
-        """Assign the values of member `root` along `axis`."""
-        if axis == "dp":
-            super().broadcast(tensors, root=root)
-        else:
-            self._session.world.along(axis).broadcast(tensors, root=root)
+    @property
+    def everyone(self) -> AxisCollectives:
+        """The collectives among all ranks of the session's world."""
+        return self._session.world.everyone if self.job_size > self.processes else self
 
-    def gather_bytes(self, payload: bytes, *, timeout: float | None, axis: str = "dp") -> list[bytes]:
+    def along(self, *axes: str) -> AxisCollectives:
+        """Return the collectives of the session's world."""
+        return self._session.world.along(*axes)
+
+    def between(self, axis: str, here: int, there: int) -> AxisCollectives:
+        """Return the collectives of the session's world."""
+        return self._session.world.between(axis, here, there)
+
+    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
+        """Assign the values of member `root`."""
+        if among == "replicas":
+            super().broadcast(tensors, root=root)
+        elif among == "job":
+            self._session.world.everyone.broadcast(tensors, root=root)
+        else:
+            self._group_of(among).broadcast(tensors, root=root)
+
+    def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
         """Exchange `payload` over the control channel."""
-        return self._session.gather(payload, timeout, axis)
+        return self._session.gather(payload, timeout, self._members(among))
+
+    def _members(self, among: Among) -> tuple[int, ...] | None:
+        """Return the ranks of a group; None for all."""
+        if among == "job":
+            return None
+        if among == "replicas":
+            return self.group.ranks
+        return self._group_of(among).group.ranks
+
+    def _group_of(self, among: Among) -> AxisCollectives:
+        axes: dict[Among, tuple[str, ...]] = {"holders": HOLDER_AXES, "data_parallel": DATA_AXES, "tp": ("tp",)}
+        return self.along(*axes[among])
 
     def close(self) -> None:
         """Wait for all ranks and shut Horovod down."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import ReduceOp
+from hvdtrain.backends.protocol import Among, ReduceOp
 
 
 class NoOpCollectives:
@@ -17,6 +17,15 @@ class NoOpCollectives:
     local_index = 0
     local_size = 1
     primary = True
+    axes: Mapping[str, int] = {}
+    fuses = True
+    by_host = None
+    remarks: Sequence[str] = ()
+
+    @property
+    def data_parallel(self) -> "NoOpCollectives":
+        """It takes all samples."""
+        return self
 
     @property
     def process(self) -> int:
@@ -27,6 +36,16 @@ class NoOpCollectives:
     def processes(self) -> int:
         """There are as many as replicas."""
         return self.size
+
+    @property
+    def rank(self) -> int:
+        """The processes are those of the job."""
+        return self.process
+
+    @property
+    def job_size(self) -> int:
+        """The processes are those of the job."""
+        return self.processes
 
     def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
         """Return `batches` as they are."""
@@ -72,9 +91,26 @@ class NoOpCollectives:
         """Return `tensor`."""
         return tensor
 
-    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, axis: str = "dp") -> None:
+    @property
+    def everyone(self) -> "NoOpCollectives":
+        """The replicas are the processes of the job."""
+        return self
+
+    def along(self, *axes: str) -> "NoOpCollectives":
+        """Return the exchange of one rank."""
+        return NoOpCollectives()
+
+    def between(self, axis: str, here: int, there: int) -> "NoOpCollectives":
+        """Return the exchange of one rank."""
+        return NoOpCollectives()
+
+    def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
+        """Return `tensor`."""
+        return tensor
+
+    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
         """Leave everything as it is."""
 
-    def gather_bytes(self, payload: bytes, *, timeout: float | None, axis: str = "dp") -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
         """Return this process's payload alone."""
         return [payload]

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Capabilities
+from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.update import UpdateConfig
@@ -33,8 +34,8 @@ class ParameterServerBackend(NoOpCollectives):
     # their servers: XLA could not reach them, and sums and random states of its own would lie on the chief.
     capabilities = Capabilities(
         lacks=(
-            *(option.name for part in (ExchangeConfig, UpdateConfig) for option in fields(part)),
-            *("sync_batch_norm", "accumulate", "jit", "recompute"),
+            *(option.name for part in (ExchangeConfig, UpdateConfig, BadStepConfig) for option in fields(part)),
+            *("sync_batch_norm", "accumulate", "jit", "recompute", "desync_every"),
         ),
         sends_together=True,
         needs_builders=True,

@@ -8,6 +8,10 @@ from typing import Any, Literal, Protocol
 import tensorflow as tf
 
 ReduceOp = Literal["sum", "average", "adasum"]
+Among = Literal["job", "replicas", "holders", "data_parallel", "tp"]
+"""Every process of the job; those that hold the same part of the model as this one, in the order of `index`; of these,
+those that hold the same experts and tables too: along `dp` and `cp`; those that are given different samples, in the
+order of `process`; or those that hold slices of the same layers for the same samples: along `tp`."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +24,24 @@ class Capabilities:
     """Gradients leave in one message, which no condition of the graph may hold."""
     needs_builders: bool = False
     """Model and optimizer must be made within `Backend.scope`."""
+    uneven: bool = False
+    """Whether global batches need not divide among the replicas, whose number changes: see `data.batch.per_replica`."""
     asynchronous: bool = False
     """Workers take the steps, each at its own pace; to the loop they are one replica that takes whole batches."""
     step_factory: str = "hvdtrain.training.step.step_factory:CompiledStepFactory"
     """`module:class` of the factory whose steps this backend runs, for models without a step of their own."""
+
+
+class HostSum(Protocol):
+    """Sums in two levels: inside each host first, then between the hosts."""
+
+    def suits(self, tensor: tf.Tensor) -> bool:
+        """Tell whether tensors of this shape and dtype are added up so; alike on all replicas."""
+
+    def sum(
+        self, tensor: tf.Tensor, between: "Callable[[tf.Tensor, Collectives], tf.Tensor]", *, name: str
+    ) -> tf.Tensor:
+        """Sum inside the host, let `between` sum this replica's slice over the hosts, and gather the whole."""
 
 
 class Collectives(Protocol):
@@ -36,6 +54,14 @@ class Collectives(Protocol):
     @property
     def index(self) -> int:
         """This replica's place among them; outside of `Backend.run` that of this process's first."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether tensors that are reduced at the same time may share a message."""
+
+    @property
+    def by_host(self) -> HostSum | None:
+        """How large tensors are added up in two levels; None where all replicas exchange at once."""
 
     def all_reduce(
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
@@ -70,6 +96,17 @@ class Collectives(Protocol):
         """Send the i-th of equal parts along dim 0 to replica i, and concatenate what came."""
 
 
+class Pair(Protocol):
+    """The collectives of two neighbouring ranks."""
+
+    @property
+    def index(self) -> int:
+        """This rank's place: 0 or 1."""
+
+    def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
+        """Return the tensor that the rank at place `root` gave; both give one of the same shape and dtype."""
+
+
 class Future(Protocol):
     """What a compiled function returns once it has run."""
 
@@ -97,8 +134,13 @@ class Workers(Protocol):
 class Backend(Collectives, Protocol):
     """The seam between the loop and its distribution engine.
 
-    `size` and `index`, and all collectives, are those of the data parallel axis.
+    `size` and `index`, and all collectives, are those of the replicas: the processes that hold the same part of the
+    model and are given different samples, or different positions of the same samples.
     """
+
+    @property
+    def data_parallel(self) -> Collectives:
+        """The collectives among the replicas that are given different samples: a global batch is divided among them."""
 
     @property
     def primary(self) -> bool:
@@ -118,7 +160,7 @@ class Backend(Collectives, Protocol):
 
     @property
     def processes(self) -> int:
-        """Number of processes; as many as there are replicas, or one that holds all of them."""
+        """Number of processes that read different samples; together they hold all replicas that are given these."""
 
     @property
     def local_index(self) -> int:
@@ -127,6 +169,10 @@ class Backend(Collectives, Protocol):
     @property
     def local_size(self) -> int:
         """Number of replicas in each process."""
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        """What the user should know about how tensors travel, a line each."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -154,14 +200,39 @@ class Backend(Collectives, Protocol):
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
         """Refuse variables, by path, that the model changes in its forward pass, where that cannot be done."""
 
-    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, axis: str = "dp") -> None:
-        """Assign the values that member `root` along `axis` has, by path."""
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Sizes of the axes of the mesh that hold several ranks."""
 
-    def gather_bytes(self, payload: bytes, *, timeout: float | None, axis: str = "dp") -> list[bytes]:
-        """Return the `payload` of every process along `axis`, in its order, outside of TensorFlow.
+    @property
+    def rank(self) -> int:
+        """This process's place among all processes of the job."""
 
-        Every process of the job must call it. Waits for `timeout` seconds; None: for as long as the others may take to
-        load their data.
+    @property
+    def job_size(self) -> int:
+        """Number of processes of the job; more than `processes` where each replica of the model is split among some."""
+
+    @property
+    def everyone(self) -> Collectives:
+        """The collectives among all processes of the job; within `run`, where it is the replicas that exchange."""
+
+    def along(self, *axes: str) -> Collectives:
+        """Return the collectives among the ranks of the job that differ from this one along `axes` of the mesh only."""
+
+    def between(self, axis: str, here: int, there: int) -> Pair:
+        """Return the collectives of this rank, at `here` along `axis`, and its neighbour at `there`.
+
+        The first and the last are neighbours too.
+        """
+
+    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
+        """Assign the values that member `root` has, by path."""
+
+    def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
+        """Return the `payload` of every process, outside of TensorFlow.
+
+        Every process of the job must call it, whoever is asked for. Waits for `timeout` seconds; None: for as long as
+        the others may take to load their data.
         """
 
     def close(self) -> None:
@@ -169,5 +240,10 @@ class Backend(Collectives, Protocol):
 
 
 def world_size(backend: Backend) -> int:
-    """Return how many take part: replicas, or ranks where these have different roles."""
-    return sum(backend.roles.values()) or backend.size
+    """Return how many take part: replicas, or ranks where these have different roles or share a replica."""
+    return sum(backend.roles.values()) or max(backend.size, backend.job_size)
+
+
+def split_axes(backend: Backend) -> dict[str, int]:
+    """Return the sizes of the mesh's axes if anything of the model is split along one of them."""
+    return dict(backend.axes) if set(backend.axes) - {"dp"} else {}

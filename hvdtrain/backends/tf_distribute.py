@@ -7,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Capabilities, ReduceOp
+from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.protocol import Among, Capabilities, Collectives, Pair, ReduceOp
+from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.update import UpdateConfig
 from hvdtrain.runtime.session import Session
@@ -24,12 +26,13 @@ class StrategyBackend:
     capabilities = Capabilities(
         lacks=(
             *("accumulate", "compression", "gradient_groups", "predivide", "sync_batch_norm"),
-            *(option.name for option in fields(UpdateConfig)),
+            *(option.name for part in (UpdateConfig, BadStepConfig) for option in fields(part)),
         ),
         sends_together=True,
         needs_builders=True,
     )
     roles: Mapping[str, int] = {}
+    axes: Mapping[str, int] = {}
 
     def __init__(self, session: Session, opened: OpenStrategy) -> None:
         self._session = session
@@ -37,8 +40,11 @@ class StrategyBackend:
         self.name = opened.name
         self.transport = opened.transport
         self.size = int(opened.strategy.num_replicas_in_sync)
+        self.data_parallel = self
         self.process = session.environment.rank
         self.processes = session.environment.size
+        self.rank = self.process
+        self.job_size = self.processes
         self.primary = session.world.primary
         self.local_size = self.size // self.processes
 
@@ -54,6 +60,14 @@ class StrategyBackend:
     def local_index(self) -> int:
         """See `Backend`."""
         return self.index - self.process * self.local_size
+
+    by_host = None
+    remarks: Sequence[str] = ()
+
+    @property
+    def fuses(self) -> bool:
+        """See `Collectives`: TensorFlow decides."""
+        return True
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return the scope in which variables become those of all replicas."""
@@ -147,7 +161,20 @@ class StrategyBackend:
         """
         raise ConfigError(f"tf.distribute has no all-to-all: --backend={self.name} cannot exchange {name!r}.")
 
-    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, axis: str = "dp") -> None:
+    @property
+    def everyone(self) -> Collectives:
+        """The replicas: the model is split among none."""
+        return self
+
+    def along(self, *axes: str) -> Collectives:
+        """Return the exchange of one rank: the model is split among none."""
+        return NoOpCollectives()
+
+    def between(self, axis: str, here: int, there: int) -> Pair:
+        """Return the exchange of one rank."""
+        return NoOpCollectives()
+
+    def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
         """Give every worker the values of `root`; the replicas of one process are always given the same."""
         if self.processes == 1:
             return
@@ -166,9 +193,9 @@ class StrategyBackend:
         total = self.all_reduce(mine if self.index == root else tf.zeros_like(mine), name=f"broadcast/{path}")
         return total if known else tf.cast(total, value.dtype)
 
-    def gather_bytes(self, payload: bytes, *, timeout: float | None, axis: str = "dp") -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
         """Exchange `payload` over the control channel."""
-        return self._session.gather(payload, timeout, axis)
+        return self._session.gather(payload, timeout)
 
     def close(self) -> None:
         """Wait for the other workers and end the session."""

@@ -105,7 +105,7 @@ def breakdown(session: Session, config: Config, trainer: Trainer, data: Training
         "whole": lambda: whole(next(stream), measure=False).totals,
         "batch": lambda: whole(one, measure=False).totals,
     }
-    mine = one._replace(global_samples=config.data.batch // backend.size)
+    mine = one._replace(global_samples=config.data.batch // backend.data_parallel.size)
     here = SingleBackend(session)
     steps["alone"] = _alone(
         config, trainer, here, mine, AllReduceUpdate(here, trainer.model, _fresh(trainer.optimizer))
@@ -126,7 +126,7 @@ def _alone(config: Config, trainer: Trainer, here: Backend, mine: Batch, rule: U
     model, training = trainer.model, config.training
     outputs = model(mine.inputs, training=False)
     names = lambda: getattr(model, "output_names", None)  # noqa: E731
-    samples = config.data.batch // trainer.backend.size
+    samples = config.data.batch // trainer.backend.data_parallel.size
     step = TrainStep(
         here,
         trainer.state,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdtrain.bench.bandwidth import ADD, calls
-from hvdtrain.runtime.session import Link
+from hvdtrain.runtime.link import Link
 
 TIMEOUT_S = 600.0
 Floats = npt.NDArray[np.float32]

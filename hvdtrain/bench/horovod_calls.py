@@ -6,7 +6,8 @@ from typing import Any
 from hvdtrain.bench.calls import Floats
 from hvdtrain.bench.timing import process_settings
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.session import Link, open_session
+from hvdtrain.runtime.link import Link
+from hvdtrain.runtime.session import open_session
 
 
 def open_engine(link: Link) -> "HorovodCalls":

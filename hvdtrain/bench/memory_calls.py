@@ -7,7 +7,7 @@ import numpy as np
 
 from hvdtrain.bench.calls import Floats
 from hvdtrain.bench.mpi_calls import MpiCalls
-from hvdtrain.runtime.session import Link
+from hvdtrain.runtime.link import Link
 
 
 def open_engine(link: Link) -> "MemoryCalls":

@@ -9,7 +9,7 @@ from hvdtrain.bench.calls import Floats
 from hvdtrain.bench.timing import process_settings
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.devices import place_process
-from hvdtrain.runtime.session import Link
+from hvdtrain.runtime.link import Link
 
 
 def open_engine(link: Link) -> "MpiCalls":

@@ -1,7 +1,7 @@
 """The figures of a report, as PNG. No TensorFlow."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.bench.bandwidth import ADD, COLLECTIVES, algorithm_bandwidth, bus_bandwidth
@@ -54,6 +54,18 @@ def titled(cell: Cell) -> str:
     words = [cell.model, f"{cell.ranks} rank" + "s" * (cell.ranks > 1), f"batch {cell.batch}"]
     words += [cell.precision] if cell.precision != "float32" else []
     return ", ".join(words + ([f"accumulate {cell.accumulate}"] if cell.accumulate > 1 else []))
+
+
+def bars(names: Sequence[str], figures: Mapping[str, Sequence[float]]) -> bytes:
+    """Plot one panel of horizontal bars for each of several figures of the same things."""
+    figure = _figure(8.5, 0.28 * len(names) + 0.8)
+    panels = figure.subplots(1, len(figures), squeeze=False, sharey=True)[0]
+    for axes, (title, values) in zip(panels, figures.items(), strict=True):
+        axes.barh(range(len(names)), values, color=[COLOURS[number % len(COLOURS)] for number in range(len(names))])
+        axes.set_yticks(range(len(names)), names)
+        _style(axes, title)
+    panels[0].invert_yaxis()
+    return _png(figure)
 
 
 def throughput(rows: Sequence[Row]) -> bytes | None:

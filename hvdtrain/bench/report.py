@@ -10,6 +10,7 @@ from hvdtrain.bench.bandwidth import algorithm_bandwidth, bus_bandwidth, shown_s
 from hvdtrain.bench.document import Block, Code, Figure, Heading, Paragraph, Table, to_html, to_markdown
 from hvdtrain.bench.engines import ENGINES
 from hvdtrain.bench.noise import LEAST_ROUNDS, MOST_FOREIGN, WIDEST, Refused, Spread, spread
+from hvdtrain.bench.parallel_report import parallel_report
 from hvdtrain.bench.results import CollectivesResults, Results, SuiteResults
 from hvdtrain.bench.sides import IDEAL, SIDES
 from hvdtrain.bench.statistics import EFFICIENCY, Figures, Ratio, figures, measured, setting
@@ -61,6 +62,8 @@ def report(results: Results) -> Iterator[Block]:
         yield from _suite(results.suite)
     if results.collectives is not None:
         yield from _collectives(results.collectives)
+    if results.parallel is not None:
+        yield from parallel_report(results.parallel)
 
 
 def _host(environment: dict[str, Any]) -> Table:
@@ -233,7 +236,7 @@ def _bandwidths(results: CollectivesResults, name: str) -> Table:
 
 
 def free_folder(parent: Path, date: str, host_class: str, part: str) -> tuple[Path, bool]:
-    """Return the folder for the `part` (suite or collectives) of a day's results, and whether it has others.
+    """Return the folder for the `part` (suite, collectives or parallel) of a day's results, and whether it has others.
 
     Earlier results are never overwritten: a second comparison on a day gets a new folder.
     """

@@ -105,6 +105,45 @@ class CollectivesResults:
 
 
 @section
+class LayoutRound:
+    """One launch of one layout of ranks."""
+
+    step_ms: float
+    """Median step."""
+    peak_mib: float
+    """Peak memory of the rank that needs most."""
+    sent_mb: float | None
+    """Megabytes on the loopback per step; None where the ranks do not use it."""
+    foreign_cores: float
+    """Cores that other programs kept busy during the launch."""
+
+
+@section
+class LayoutCell:
+    """All rounds of a layout."""
+
+    layout: str
+    model: str
+    controller: str
+    ranks: int
+    command: str
+    """Command that repeats one launch."""
+    parameters: int | None = None
+    rounds: list[LayoutRound] = field(default_factory=list)
+    skipped: str | None = None
+    """Why it was not measured, or not completely."""
+
+
+@section
+class ParallelResults:
+    """The comparison of layouts of ranks."""
+
+    command: str
+    options: dict[str, Any]
+    cells: list[LayoutCell]
+
+
+@section
 class Results:
     """The contents of results.json."""
 
@@ -115,6 +154,7 @@ class Results:
     format: Literal[1] = 1
     suite: SuiteResults | None = None
     collectives: CollectivesResults | None = None
+    parallel: ParallelResults | None = None
 
 
 def write_results(results: Results, folder: Path) -> None:

@@ -12,8 +12,8 @@ from hvdtrain.bench.calls import Floats, Unavailable
 from hvdtrain.bench.timing import process_settings
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.devices import place_process
+from hvdtrain.runtime.link import Link
 from hvdtrain.runtime.quiet import import_tensorflow_quietly
-from hvdtrain.runtime.session import Link
 
 GROUP = 1001
 """Group key of all ranks; the strategy's own keys begin at 1."""

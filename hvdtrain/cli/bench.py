@@ -10,6 +10,7 @@ COMMANDS = {
     "collectives": "hvdtrain.cli.bench_collectives:main",
     "compare": "hvdtrain.cli.bench_compare:main",
     "engine": "hvdtrain.cli.bench_engine:main",
+    "layout": "hvdtrain.cli.bench_layout:main",
     "report": "hvdtrain.cli.bench_report:main",
     "side": "hvdtrain.cli.bench_side:main",
 }
@@ -21,6 +22,10 @@ def main(argv: list[str]) -> int:
         from hvdtrain.cli.bench_autotune import main as autotune
 
         return autotune([word for word in argv if word != "--autotune"])
+    if "--parallel" in argv and argv[0].startswith("-"):
+        from hvdtrain.cli.bench_parallel import main as parallel
+
+        return parallel([word for word in argv if word != "--parallel"])
     if not argv or argv[0].startswith("-"):
         from hvdtrain.cli.bench_suite import main as suite
 

@@ -8,7 +8,7 @@ from hvdtrain.bench.engines import ENGINES
 from hvdtrain.bench.timing import say
 from hvdtrain.cli.launch import parse_errors_as_user_errors, run_linked, shows_help
 from hvdtrain.config.registry import resolve
-from hvdtrain.runtime.session import Link
+from hvdtrain.runtime.link import Link
 
 _DESCRIPTION = """\
 Times the collectives of one engine on the ranks that a launcher has started, and prints milliseconds a call as JSON.
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     """Measure one engine and return the exit code."""
     if shows_help(_parser(), argv):
         return 0
-    return run_linked(lambda: _parse(argv), _measure)
+    return run_linked(lambda files: _parse(argv), _measure)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

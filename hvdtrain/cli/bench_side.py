@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         return 0
     if argv and argv[0] in SIDES and SIDES[argv[0]].by_hand:
         return _by_hand(argv)
-    return run_on_all_ranks(lambda: parse(argv), _describe, _trained, ServedProcesses)
+    return run_on_all_ranks(lambda files: parse(argv), _describe, _trained, ServedProcesses)
 
 
 def parse(argv: list[str]) -> Request:
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
-    return request.config.runtime, {"the configuration": digest(request.config)}
+    return request.config.processes, {"the configuration": digest(request.config)}
 
 
 def _trained(session: Session, request: Request) -> None:

@@ -17,7 +17,7 @@ from hvdtrain.config.precision import PrecisionName
 from hvdtrain.runtime.launchers import detect_environment
 
 if TYPE_CHECKING:
-    from hvdtrain.bench.results import CollectivesResults, SuiteResults
+    from hvdtrain.bench.results import CollectivesResults, ParallelResults, SuiteResults
 
 OUT = "bench"
 
@@ -30,10 +30,12 @@ fresh processes. Writes results.json, report.md and report.html into OUT/DATE-HO
 _COMMANDS = """\
 commands:
   bench --autotune      the settings of the exchange that are fastest on this machine
+  bench --parallel      ZeRO, tensor and pipeline parallelism beside data parallelism: time, memory, bytes on the wire
   bench collectives     times of allreduce, allgather, reducescatter, alltoall and broadcast over sizes
   bench compare A B     what changed between two results
   bench report FOLDER   the report of results that are there, as after a comparison that was interrupted
-  bench side, engine    one launch, as the reports print them
+  bench side, engine, layout
+                        one launch, as the reports print them
 
 "python -m hvdtrain bench COMMAND --help" shows the options of a command. Nothing else may run on the machine
 meanwhile: where it was too noisy, no ratio is reported."""
@@ -153,11 +155,11 @@ def refuse_launchers() -> None:
 
 
 class Folder:
-    """The results folder of a day, shared by the suite and the collectives.
+    """The results folder of a day, shared by the suite, the collectives and the layouts.
 
     Args:
         parent: the folder to create it in.
-        part: the measurement: suite or collectives.
+        part: the measurement: suite, collectives or parallel.
     """
 
     def __init__(self, parent: Path, part: str) -> None:
@@ -170,13 +172,19 @@ class Folder:
         self.path, shared = free_folder(parent, date, kind, part)
         self._results = read_results(self.path) if shared else Results(date, kind, facts)
 
-    def keep(self, *, suite: "SuiteResults | None" = None, collectives: "CollectivesResults | None" = None) -> None:
+    def keep(
+        self,
+        *,
+        suite: "SuiteResults | None" = None,
+        collectives: "CollectivesResults | None" = None,
+        parallel: "ParallelResults | None" = None,
+    ) -> None:
         """Write the results so far."""
         import dataclasses
 
         from hvdtrain.bench.results import write_results
 
-        given = {"suite": suite, "collectives": collectives}
+        given = {"suite": suite, "collectives": collectives, "parallel": parallel}
         parts = {name: value for name, value in given.items() if value is not None}
         self._results = dataclasses.replace(self._results, **parts)  # type: ignore[arg-type]
         self.path.mkdir(parents=True, exist_ok=True)

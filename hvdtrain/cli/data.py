@@ -1,10 +1,6 @@
 """`data`: prepare and inspect data before training."""
 
-import sys
-
-from hvdtrain.config.errors import UserError, on_command_line
-from hvdtrain.config.registry import resolve, suggestion
-from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.cli.commands import run_command
 
 COMMANDS = {
     "bench": "hvdtrain.cli.data_bench:main",
@@ -27,14 +23,4 @@ Commands:
 
 def main(argv: list[str]) -> int:
     """Run the subcommand in `argv` and return the exit code: 1 for damaged data, 2 for a mistake."""
-    if argv and argv[0] in COMMANDS:
-        code: int = resolve("command of data", argv[0], COMMANDS)(argv[1:])
-        return code
-    asked = not argv or argv[0] in ("-h", "--help", "help")
-    if detect_environment().rank == 0:
-        if asked:
-            print(USAGE)
-        else:
-            error = UserError(f"data has no command {argv[0]!r}.{suggestion(argv[0], COMMANDS)}")
-            print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
-    return 0 if asked else 2
+    return run_command("data", argv, COMMANDS, USAGE)

@@ -6,6 +6,7 @@ from hvdtrain.cli.launch import run_on_all_ranks
 from hvdtrain.cli.train import Request, parse
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import digest
+from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
@@ -27,10 +28,10 @@ def main(argv: list[str]) -> int:
         return 0
     steps, words = STEPS, argv
 
-    def read() -> Request:
+    def read(files: FilesRead) -> Request:
         nonlocal steps
         steps, rest = _steps(words)
-        request = parse(rest)
+        request = parse(rest, files)
         if request.files.resume is not None or request.files.run_dir is not None:
             raise ConfigError("data bench writes nothing: leave out --run-dir and --resume.")
         return request

@@ -11,9 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdtrain.cli.script.report import lines_of, needs_hand, read_script
-from hvdtrain.cli.script.rewrite import difference, rewritten
-from hvdtrain.config.errors import UserError, on_command_line
+from hvdtrain.cli.script.report import read_scripts
 from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.diagnose import diagnose
 
@@ -28,39 +26,29 @@ all-reduce over 2 ranks with Gloo and with MPI, cores, memory, shared memory, GP
 The exit code is 1 if a check failed. A warning is something that training can do without: where Horovod is
 not installed, training runs on one process.
 
-With --script a Horovod script is read instead, not run: each of its imports and calls works as it is, works with the
-import changed to hvdtrain.horovod, or needs a change that is named. The exit code is 1 if one is to be made by hand.
+With --script Horovod scripts are read instead, not run: Python files, notebooks (.ipynb), and folders with all of
+both below them, together as one program. Each import and use of Horovod that needs action is listed with the change,
+and so are idioms of Keras 2 and TensorFlow 1 in these scripts that fail on the installed versions. The exit code is
+0 if nothing has to change, 1 if something does, and 2 if a file could not be read or written.
 """
 
 
 def main(argv: list[str]) -> int:
-    """Run and show all checks; return 1 if one failed, else 0."""
+    """Run and show all checks, or read scripts; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m hvdtrain doctor", description=_DESCRIPTION)
-    parser.add_argument("--script", type=Path, metavar="FILE", help="say what a Horovod script calls, and what changes")
-    parser.add_argument("--write", action="store_true", help="show and make the changes of the script's imports")
+    parser.add_argument(
+        "--script", type=Path, nargs="+", metavar="PATH", help="say what has to change in Horovod scripts and notebooks"
+    )
+    parser.add_argument("--write", action="store_true", help="change the scripts' imports, and show the changes")
+    parser.add_argument("--all", action="store_true", help="list the uses of Horovod that need no action, too")
     options = parser.parse_args(argv)
-    if options.write and options.script is None:
-        parser.error("--write changes a script: name it with --script FILE.")
     if options.script is not None:
-        return _read_script(options.script, write=options.write)
+        return read_scripts(options.script, write_changes=options.write, show_all=options.all)
+    for option in ("write", "all"):
+        if getattr(options, option):
+            parser.error(f"--{option} is about scripts: name them with --script PATH.")
     checks = _on_terminal() if sys.stdout.isatty() else _in_plain_text()
     return 1 if any(check.status == "failed" for check in checks) else 0
-
-
-def _read_script(path: Path, *, write: bool) -> int:
-    """Report on a Horovod script, and rewrite its imports if `write`; return 1 if manual changes remain."""
-    try:
-        script = read_script(path)
-        print("\n".join(lines_of(script)))
-        if write and script.replacements:
-            after = rewritten(script.source, script.replacements)
-            print(difference(path, script.source, after), end="")
-            path.write_bytes(after)
-    except (UserError, OSError) as error:
-        said = on_command_line(error.message) if isinstance(error, UserError) else error
-        print(f"hvdtrain: error: {said}", file=sys.stderr)
-        return 2
-    return 1 if needs_hand(script) else 0
 
 
 def _in_plain_text() -> list[Check]:

@@ -1,7 +1,7 @@
 """`evaluate`: evaluate a checkpoint of a run on its validation data, or on other data."""
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -9,6 +9,7 @@ from hvdtrain.cli.launch import parse_errors_as_user_errors, positive, run_on_al
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import digest
 from hvdtrain.config.model import Scalar
+from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import BackendName, RuntimeConfig
 from hvdtrain.runtime.session import Session
@@ -37,36 +38,41 @@ class Request:
     checkpoint: str = "newest"
     other_data: bool = False
     split: str | None = None
+    files: FilesRead = field(default_factory=FilesRead, compare=False)
+    """Those of the run, as the first rank sees them."""
 
 
 def main(argv: list[str]) -> int:
     """Evaluate a run and return the exit code."""
     if shows_help(_parser(), argv):
         return 0
-    return run_on_all_ranks(lambda: parse(argv), _describe, _evaluate)
+    return run_on_all_ranks(lambda files: parse(argv, files), _describe, _evaluate)
 
 
-def parse(argv: list[str]) -> Request:
+def parse(argv: list[str], files: FilesRead | None = None) -> Request:
     """Parse `RUN_DIR [--data NAME] [--data-args NAME VALUE …] [--checkpoint WHICH] …`.
 
     Raises:
         UserError: a wrong option, or no run in that folder.
     """
+    from hvdtrain.runs.description import read_description
     from hvdtrain.runs.folder import opened
     from hvdtrain.runs.places import check_located, located, start_folder
 
+    files = files or FilesRead()
     with parse_errors_as_user_errors():
         arguments = _parser().parse_args(argv)
-    folder, config = opened(arguments.run_dir, "evaluate")
+    folder, config = opened(arguments.run_dir, "evaluate", files)
     given, other = paired(arguments.data_args), arguments.data is not None or bool(arguments.data_args)
-    start = start_folder(folder)
+    start = start_folder(folder, files)
+    read_description(folder, files)
     config = located(config, start)
     config = check_located(_with_data(config, arguments.data, given) if other else config, start)
     changes = {"eval_batch": arguments.batch, "on_bad_record": arguments.on_bad_record}
     data = replace(config.data, **{name: value for name, value in changes.items() if value is not None})
     # The runtime options of the training do not apply to this machine.
     config = replace(config, data=data, runtime=RuntimeConfig(arguments.backend, arguments.replicas))
-    return Request(config, arguments.run_dir, arguments.checkpoint, other, arguments.split)
+    return Request(config, arguments.run_dir, arguments.checkpoint, other, arguments.split, files)
 
 
 def _with_data(config: Config, name: str | None, given: dict[str, Scalar]) -> Config:
@@ -130,17 +136,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
-    facts = {name: str(value) for name, value in vars(request).items() if name != "config"}
+    facts = {name: str(value) for name, value in vars(request).items() if name not in ("config", "files")}
     return request.config.runtime, {"the configuration": digest(request.config), **facts}
 
 
 def _evaluate(session: Session, request: Request) -> None:
+    from hvdtrain.runs.description import read_description
     from hvdtrain.runs.folder import RunFolder
     from hvdtrain.runs.run import left_out_line
     from hvdtrain.runs.use.evaluate import EvaluateOptions, evaluate
 
     options: Any = EvaluateOptions(request.checkpoint, request.other_data, request.split)  # type: ignore[arg-type]
-    done = evaluate(session, request.config, RunFolder(request.run_dir), options)
+    folder = RunFolder(request.run_dir)
+    done = evaluate(session, request.config, folder, options, read_description(folder, request.files))
     if session.world.primary:
         message = left_out_line(done.figures.get("left_out", []), done.file.name)
         print("\n".join(filter(None, [message, _line(done)])), flush=True)

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from hvdtrain.cli.launch import parse_errors_as_user_errors, positive, run_on_al
 from hvdtrain.cli.output import Output
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import digest
+from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.session import Session
@@ -37,6 +38,8 @@ class Request:
     seed: int
     samples: int
     checkpoint: str
+    files: FilesRead = field(default_factory=FilesRead, compare=False)
+    """Those of the run, as the first rank sees them."""
 
     def sampling(self) -> "Sampling":
         """Return how tokens are drawn.
@@ -53,10 +56,10 @@ def main(argv: list[str]) -> int:
     """Generate text and return the exit code."""
     if shows_help(_parser(), argv):
         return 0
-    return run_on_all_ranks(lambda: parse(argv), _describe, _generate)
+    return run_on_all_ranks(lambda files: parse(argv, files), _describe, _generate)
 
 
-def parse(argv: list[str]) -> Request:
+def parse(argv: list[str], files: FilesRead | None = None) -> Request:
     """Parse `RUN --prompt TEXT [--length N] …`.
 
     Raises:
@@ -66,15 +69,16 @@ def parse(argv: list[str]) -> Request:
     from hvdtrain.runs.folder import opened
     from hvdtrain.runs.places import located, start_folder
 
+    files = files or FilesRead()
     with parse_errors_as_user_errors():
         given = _parser().parse_args(argv)
-    folder, config = opened(given.run_dir, "generate")
-    described(folder, "generate")  # refused before TensorFlow starts
-    prompt = given.prompt if given.prompt_file is None else _read(given.prompt_file)
+    folder, config = opened(given.run_dir, "generate", files)
+    described(folder, "generate", files)  # refused before TensorFlow starts
+    prompt = given.prompt if given.prompt_file is None else _read(given.prompt_file, files)
     if not prompt:
         raise ConfigError("--prompt needs at least one character: what follows it is generated.")
     return Request(
-        located(config, start_folder(folder)),
+        located(config, start_folder(folder, files)),
         given.run_dir,
         prompt,
         given.length,
@@ -83,12 +87,13 @@ def parse(argv: list[str]) -> Request:
         given.seed,
         given.samples,
         given.checkpoint,
+        files,
     )
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, files: FilesRead) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return files.text(file)
     except OSError as error:
         raise ConfigError(f"--prompt-file {file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
@@ -135,7 +140,7 @@ def _not_negative(text: str) -> int:
 
 
 def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
-    facts = {name: str(value) for name, value in vars(request).items() if name != "config"}
+    facts = {name: str(value) for name, value in vars(request).items() if name not in ("config", "files")}
     return RuntimeConfig(), {"the configuration": digest(request.config), **facts}
 
 
@@ -145,7 +150,7 @@ def _generate(session: Session, request: Request) -> None:
     from hvdtrain.runs.use.generate import generate
 
     folder = RunFolder(request.run_dir)
-    description, write = described(folder, "generate"), Output(sys.stdout).write
+    description, write = described(folder, "generate", request.files), Output(sys.stdout).write
     generate(
         session,
         request.config,

@@ -3,20 +3,27 @@
 import argparse
 import contextlib
 import io
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
+from hvdtrain.cli.parsing import parsed_on_all_ranks
 from hvdtrain.config.errors import UserError, on_command_line
+from hvdtrain.config.observability import TraceConfig
+from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.agreement import together
 from hvdtrain.runtime.control.channel import end_process
-from hvdtrain.runtime.failures import FailFast, show_failure
+from hvdtrain.runtime.failures import FailFast, show_alone
 from hvdtrain.runtime.interrupts import InterruptWatch
-from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
-from hvdtrain.runtime.session import INTERRUPTED, Link, Session, open_link, open_session, set_current
+from hvdtrain.runtime.link import INTERRUPTED, Link, open_link
+from hvdtrain.runtime.output.rank_output import RankOutput
+from hvdtrain.runtime.session import Session, new_trace, open_session, set_current
+from hvdtrain.runtime.stopping import Stopped
+from hvdtrain.runtime.terminal import say
 
 LINK_TIMEOUT_S = 120.0
 
@@ -24,43 +31,68 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(
-    parse: Callable[[], T],
+    parse: Callable[[FilesRead], T],
     describe: Callable[[T], tuple[RuntimeConfig, Mapping[str, str]]],
     action: Callable[[Session, T], None],
     serve: Callable[[Session], object] = lambda session: None,
+    elastic: Callable[[T], bool] = lambda request: False,
+    trace: Callable[[T], TraceConfig | None] = lambda request: None,
 ) -> int:
     """Run a verb on every rank and return the exit code.
 
     Args:
-        parse: parses the command line; a mistake on any rank is shown once and ends the job.
+        parse: parses the command line, and reads files by its argument; a mistake on any rank is shown once and ends
+            the job.
         describe: returns the runtime options, and the values that must agree on all ranks.
         action: the verb itself.
         serve: additional work of ranks that serve another rank.
+        elastic: whether the verb goes on in another world when ranks are lost or come.
+        trace: what is recorded of the job.
     """
 
     def run(link: Link, request: T) -> None:
         runtime, facts = describe(request)
+        link.record_to(link.trace or new_trace(trace(request), runtime.backend))
         with left_out(*NOT_FOR_RUNS):
             session = open_session(link, runtime, facts)
         set_current(session)
-        if session.serves:
-            serve(session)
-        else:
+        try:
+            if session.serves:
+                with link.stoppable(0, grace=math.inf, trains=False):
+                    serve(session)
+                    session.close()
+                return
             action(session, request)
-        session.close()
+        except Stopped:
+            if session.world.primary:
+                say(f"hvdtrain: {link.on_interrupt()}")
+            session.close()
+            raise
+        _close(session, elastic(request))
 
-    return run_linked(parse, run)
+    return run_linked(parse, run, elastic)
 
 
-def run_linked(parse: Callable[[], T], action: Callable[[Link, T], None]) -> int:
+def run_linked(
+    parse: Callable[[FilesRead], T],
+    action: Callable[[Link, T], None],
+    elastic: Callable[[T], bool] = lambda request: False,
+) -> int:
     """Run a verb like `run_on_all_ranks`, without a session: neither TensorFlow nor Horovod is started.
+
+    A training that a signal has stopped returns that signal's code.
 
     Args:
         parse: as above.
         action: the verb itself; closes the link.
+        elastic: see there.
     """
     environment = detect_environment()
     link: Link | None = None
+    output, files = RankOutput(), FilesRead()
+
+    def place() -> Environment:
+        return link.environment if link else environment
 
     def on_interrupt() -> str:
         return link.on_interrupt() if link else INTERRUPTED
@@ -68,16 +100,47 @@ def run_linked(parse: Callable[[], T], action: Callable[[Link, T], None]) -> int
     def others_failed() -> bool:
         return link is not None and bool(link.control.failures())
 
+    def request_stop(number: int) -> bool:
+        return link is not None and link.request_stop(number)
+
     try:
-        with InterruptWatch(environment, on_interrupt, others_failed):
-            link = open_link(timeout=LINK_TIMEOUT_S, policy=FailFast(wording=on_command_line))
-            action(link, together(link.control, parse, timeout=LINK_TIMEOUT_S))
+        with InterruptWatch(place, on_interrupt, others_failed, stop=request_stop):
+            goes_on = False
+            while True:
+                try:
+                    policy = FailFast(wording=on_command_line)
+                    before = link
+                    link = open_link(timeout=LINK_TIMEOUT_S, policy=policy, worlds=before.worlds if before else None)
+                    link.output = output
+                    link.trace = before.trace if before else None
+                    request, files = parsed_on_all_ranks(link.control, parse, files, timeout=LINK_TIMEOUT_S)
+                    goes_on = elastic(request)
+                    action(link, request)
+                    break
+                except Exception as error:
+                    if not (goes_on and link is not None and link.leave_world(error)):
+                        raise
+    except Stopped as stopped:
+        return stopped.exit_code
     except BaseException as error:
-        code = link.fail(error) if link else show_failure(environment, error, wording=on_command_line)
+        if isinstance(error, BrokenPipeError) and environment.size == 1:
+            raise  # `hvdtrain predict … | head` has what it wants
+        code = link.fail(error) if link else show_alone(environment, error, wording=on_command_line)
         if link is None and environment.size > 1:
             end_process(code)
         return code
+    finally:
+        output.close()
     return 0
+
+
+def _close(session: Session, elastic: bool) -> None:
+    """Leave with the other ranks; one that is lost by now takes nothing of an elastic job with it."""
+    try:
+        session.close()
+    except Exception as error:
+        if not (elastic and session.link.leave_world(error)):
+            raise
 
 
 def shows_help(parser: argparse.ArgumentParser, argv: list[str]) -> bool:
@@ -124,4 +187,9 @@ def without_frame(text: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [line.strip("│").rstrip() for line in plain.splitlines() if not line.startswith("╭")]
     kept = [line for line in lines if line.strip(" ─╰╯")]
-    return textwrap.dedent("\n".join(kept)).strip()
+    return re.sub(r"(?<=Expected one of)\s*\(([^()]*)\)", _sorted_choices, textwrap.dedent("\n".join(kept)).strip())
+
+
+def _sorted_choices(found: re.Match[str]) -> str:
+    """Return the choices in one order: the parser's is another one in each process, and ranks must say the same."""
+    return " " + ", ".join(sorted(choice.strip() for choice in found[1].split(",")))

@@ -1,22 +1,28 @@
 """The command line: a verb, or a recipe to train."""
 
-import os
 import sys
 
 from hvdtrain import __version__
-from hvdtrain.config.errors import UserError, on_command_line
+from hvdtrain.config.errors import LaunchError, UserError, on_command_line
 from hvdtrain.config.registry import resolve, suggestion
 from hvdtrain.recipes.registry import RECIPES
 from hvdtrain.runtime.control.agreement import installed_versions
-from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.failures import show_alone
+from hvdtrain.runtime.launchers import Environment, detect_environment
+from hvdtrain.runtime.terminal import drop_unreadable_output
 
 VERBS = {
     "train": "hvdtrain.cli.train:main",
     "evaluate": "hvdtrain.cli.evaluate:main",
     "predict": "hvdtrain.cli.predict:main",
     "generate": "hvdtrain.cli.generate:main",
+    "checkpoint": "hvdtrain.cli.checkpoint:main",
     "data": "hvdtrain.cli.data:main",
     "bench": "hvdtrain.cli.bench:main",
+    "watch": "hvdtrain.cli.watch:main",
+    "launch": "hvdtrain.cli.launch_command:main",
+    "timeline": "hvdtrain.cli.timeline:main",
+    "supervise": "hvdtrain.cli.supervise:main",
     "recipes": "hvdtrain.cli.recipes:main",
     "env": "hvdtrain.cli.env:main",
     "doctor": "hvdtrain.cli.doctor:main",
@@ -34,9 +40,15 @@ Verbs:
   predict RUN PATH|-   predict images, rows of a table or arrays with the model of a run
   generate RUN --prompt TEXT
                        continue a text with the language model of a run
+  checkpoint list|verify|export DIR
+                       show checkpoints, compare them with their checksums, export a model
   data pack|inspect|bench
                        pack class folders into TFRecords, look at data, measure their speed
   bench                compare backends, hand-written loops and collectives, with a report
+  watch RUN_DIR        follow a run from another terminal
+  launch [-np N] ...   print or run the command that starts several processes here
+  timeline FILE        finish the trace of a job that died
+  supervise -- COMMAND start a job again after it has failed
   recipes              list the recipes
   env                  print what belongs into a bug report
   doctor               check the installation, part by part
@@ -57,27 +69,29 @@ def run() -> int:
 
 def main(argv: list[str]) -> int:
     """Run the verb in `argv` (default: train) and return the exit code."""
+    try:
+        environment = detect_environment()
+    except LaunchError as error:
+        return show_alone(None, error, wording=on_command_line)
     if argv[:1] in (["--version"], ["-V"]):
-        if detect_environment().rank == 0:
+        if environment.rank == 0:
             print(version_line())
         return 0
     verb, rest = _split(argv)
     if verb is None:
         # Every rank would print the same.
-        if detect_environment().rank == 0:
+        if environment.rank == 0:
             print(USAGE)
         return 0
     if verb not in VERBS:
-        return _refuse(verb)
-    if verb not in DISTRIBUTED and detect_environment().rank > 0:
+        return _refuse(verb, environment)
+    if verb not in DISTRIBUTED and environment.rank > 0:
         return 0
     try:
         code: int = resolve("verb", verb, VERBS)(rest)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of the pipe has gone; keep Python from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # the reader of the pipe has what it wants
+        code = 0
+    drop_unreadable_output()  # Python would complain of it at exit
     return code
 
 
@@ -99,8 +113,8 @@ def _split(argv: list[str]) -> tuple[str | None, list[str]]:
     return argv[0], argv[1:]
 
 
-def _refuse(word: str) -> int:
-    if detect_environment().rank == 0:
+def _refuse(word: str, environment: Environment) -> int:
+    if environment.rank == 0:
         error = UserError(f"There is no verb or recipe {word!r}.{suggestion(word, {**VERBS, **RECIPES})}")
         print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
     return 2

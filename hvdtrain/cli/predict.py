@@ -3,16 +3,18 @@
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.cli.launch import parse_errors_as_user_errors, positive, run_on_all_ranks, shows_help
 from hvdtrain.cli.output import opened_output
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import digest
+from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.agreement import on_first
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
 
 STANDARD_INPUT = "-"
@@ -45,16 +47,18 @@ class Request:
     checkpoint: str
     batch_size: int
     tolerated: int
+    files: FilesRead = field(default_factory=FilesRead, compare=False)
+    """Those of the run, as the first rank sees them."""
 
 
 def main(argv: list[str]) -> int:
     """Predict and return the exit code."""
     if shows_help(_parser(), argv):
         return 0
-    return run_on_all_ranks(lambda: parse(argv), _describe, _predict)
+    return run_on_all_ranks(lambda files: parse(argv, files), _describe, _predict)
 
 
-def parse(argv: list[str]) -> Request:
+def parse(argv: list[str], files: FilesRead | None = None) -> Request:
     """Parse `RUN PATH … [--out FILE] [--format csv|jsonl] …`.
 
     Raises:
@@ -64,18 +68,19 @@ def parse(argv: list[str]) -> Request:
     from hvdtrain.runs.folder import opened
     from hvdtrain.runs.places import located, start_folder
 
+    files = files or FilesRead()
     with parse_errors_as_user_errors():
         given = _parser().parse_args(argv)
-    folder, config = opened(given.run_dir, "predict")
-    described(folder, "predict")  # refused before TensorFlow starts
+    folder, config = opened(given.run_dir, "predict", files)
+    described(folder, "predict", files)  # refused before TensorFlow starts
     if STANDARD_INPUT in given.paths and len(given.paths) > 1:
         raise ConfigError(f"- stands for standard input, by itself. Received: {' '.join(given.paths)}.")
-    if given.out is not None and (given.out.is_dir() or not given.out.absolute().parent.is_dir()):
+    if given.out is not None and detect_environment().rank == 0 and not _is_writable(given.out):
         raise ConfigError(f"--out takes the name of a file in a folder that exists. Received: {given.out}.")
     if given.top > 1 and given.probabilities and given.form == "csv":
         raise ConfigError("--probabilities holds all classes: leave out --top, or use --format jsonl.")
     return Request(
-        located(config, start_folder(folder)),
+        located(config, start_folder(folder, files)),
         given.run_dir,
         tuple(given.paths),
         given.out,
@@ -85,7 +90,13 @@ def parse(argv: list[str]) -> Request:
         given.checkpoint,
         given.batch_size,
         _tolerated(given.on_bad_record),
+        files,
     )
+
+
+def _is_writable(file: Path) -> bool:
+    """Whether `file` can be one: asked on the first rank alone, which writes it, as hosts may share no folder."""
+    return not file.is_dir() and file.absolute().parent.is_dir()
 
 
 def _tolerated(how: str) -> int:
@@ -122,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
-    facts = {name: str(value) for name, value in vars(request).items() if name != "config"}
+    facts = {name: str(value) for name, value in vars(request).items() if name not in ("config", "files")}
     return RuntimeConfig(), {"the configuration": digest(request.config), **facts}
 
 
@@ -134,7 +145,7 @@ def _predict(session: Session, request: Request) -> None:
     from hvdtrain.runs.use.rows import RowFormat
 
     folder = RunFolder(request.run_dir)
-    description = described(folder, "predict")
+    description = described(folder, "predict", request.files)
     samples = samples_from(request.paths, _given(session, request), description.preprocessing, description.inputs)
     rows = RowFormat(request.form, request.top, request.probabilities)  # type: ignore[arg-type]
     options = PredictOptions(request.checkpoint, request.batch_size, request.tolerated, rows)

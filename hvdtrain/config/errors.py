@@ -3,18 +3,23 @@
 import re
 
 _OPTION = re.compile(
-    r"(?P<other>\b(?:horovodrun|mpirun|srun|tar|docker run) -[^\s,;)]*)"  # a flag of another program stays as it is
+    # A flag of another program stays as it is.
+    r"(?P<other>\b(?:horovodrun|mpirun|mpiexec|srun|jsrun|tar|docker run) -[^\s,;)]*)"
     r"|(?<![\w'\"`-])--(?P<name>[a-z][a-z-]*)(?:=(?P<value>\w(?:[\w.:+-]*\w)?))?"
 )
 ARGUMENTS = frozenset(
     (
         *("accumulate", "precision", "sync_batch_norm", "jit", "recompute", "clip_norm", "clip_value"),
         *("reduce_op", "compression", "sparse_gradients", "gradient_groups", "predivide"),
-        *("zero", "local_steps", "average_slots"),
+        *("pipeline_schedule", "virtual_stages", "pipeline_stages"),
+        *("zero", "zero_prefetch", "local_steps", "average_slots"),
+        *("on_bad_step", "spike_threshold", "max_bad_steps", "desync_every"),
         *("loss", "metrics", "optimizer", "seed", "batch", "epochs", "shuffle", "log_every"),
-        *("steps_per_epoch", "validation_steps", "data_service"),
+        *("steps_per_epoch", "validation_steps", "data_service", "elastic", "commit_every"),
         *("backend", "replicas", "communication", "parameter_servers", "threads", "pin"),
-        *("start_timeout", "load_timeout"),
+        *("start_timeout", "load_timeout", "hang_timeout", "link_timeout"),
+        *("deterministic", "hierarchical_allreduce", "parallel", "sequence_parallel"),
+        *("timeline", "profile", "profile_ranks"),
         *("learning_rate", "lr_scaling", "base_batch", "schedule", "warmup_steps"),
         *("final_rate", "decay_power", "decay_at", "decay_factor"),
     )
@@ -52,8 +57,12 @@ class NoSamplesError(DataError):
     """Input data without a single sample."""
 
 
-class NonFiniteError(UserError):
-    """The loss became NaN or infinite; the message names the step."""
+class BadStepError(UserError):
+    """A step whose loss is a spike, or too many bad steps; the message names the step."""
+
+
+class NonFiniteError(BadStepError):
+    """Loss, gradient or parameters became NaN or infinite; the message names the step."""
 
 
 class DesyncError(UserError):
@@ -66,6 +75,24 @@ class CheckpointError(UserError):
 
 class LaunchError(UserError):
     """The ranks of one job do not fit together, or the launcher is not usable."""
+
+
+class LoneRanksError(LaunchError):
+    """A launcher started several processes that cannot find one another; each would train a model of its own.
+
+    Args:
+        message: the error.
+        rank: this process's number among those that are sure to meet the error, the first of which shows it: of the
+            job, or of this host.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class MissingRankError(LaunchError):
+    """A rank did not come to where the others wait for it."""
 
 
 class SetupError(UserError):

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from hvdtrain.config.errors import ConfigError, UserError
+from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import Config
 
 
@@ -21,14 +22,14 @@ def digest(config: Config) -> str:
     return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """Return the sections and options that the file sets.
+def read_values(path: Path, files: FilesRead | None = None) -> dict[str, Any]:
+    """Return the sections and options that the file sets; `files` reads it.
 
     Raises:
         ConfigError: it cannot be read, or is not a mapping.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load((files or FilesRead()).text(path))
     except OSError as error:
         raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

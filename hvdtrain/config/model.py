@@ -9,6 +9,9 @@ Scalar = bool | int | float | str
 OutputKind = Literal["logits", "probabilities", "binary_logits", "binary_probabilities", "values"]
 """What a model returns: logits or probabilities of the classes, those of the label 1, or values."""
 
+EmbeddingSharding = Literal["none", "table", "row", "column"]
+"""How embedding tables are divided among ranks: not at all, whole tables to ranks, by rows, or by columns."""
+
 
 @section
 class ModelConfig:
@@ -22,3 +25,7 @@ class ModelConfig:
     """Keras name of the loss, or MODULE:ATTRIBUTE; None: the model family's, or your FUNCTION.loss."""
     metrics: tuple[str, ...] | None = None
     """Keras names of metrics, or MODULE:ATTRIBUTE; None: the model family's, or your FUNCTION.metrics."""
+    embedding_sharding: EmbeddingSharding = "none"
+    """Divide the model's embedding tables among the ranks along ep: whole tables, their rows, or their columns."""
+    sequence_parallel: bool = False
+    """With --parallel tp=N: keep activations between blocks as slices of the sequence; less memory, as many bytes."""

@@ -2,12 +2,18 @@
 
 from dataclasses import field, replace
 
+from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
+from hvdtrain.config.desync import DesyncConfig
+from hvdtrain.config.elastic import ElasticConfig
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.observability import ObservabilityConfig
 from hvdtrain.config.optim import OptimConfig
+from hvdtrain.config.parallel import parse_axes
+from hvdtrain.config.pipeline import PipelineConfig
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.config.section import section
 from hvdtrain.config.training import TrainingConfig
@@ -26,9 +32,28 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    bad_steps: BadStepConfig = field(default_factory=BadStepConfig)
+    desync: DesyncConfig = field(default_factory=DesyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+
+    def __post_init__(self) -> None:
+        axes = parse_axes(self.runtime.parallel)
+        if self.model.embedding_sharding != "none" and axes and "ep" not in axes:
+            raise ConfigError(
+                "--embedding-sharding divides tables among the ranks along ep. Received: "
+                f"--parallel={self.runtime.parallel}. Name ep there, or leave it out: then all ranks are along ep."
+            )
+
+    @property
+    def processes(self) -> RuntimeConfig:
+        """The options of processes, with the mesh that the other options ask for where `--parallel` is not given."""
+        if self.runtime.parallel or self.model.embedding_sharding == "none":
+            return self.runtime
+        return replace(self.runtime, parallel="ep=-1")
 
 
 NAMED_WITH_ARGUMENTS = (

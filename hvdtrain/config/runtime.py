@@ -1,8 +1,10 @@
 """Options of processes, threads and the exchange between ranks."""
 
-from typing import Literal
+import math
+from typing import Literal, get_args
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.section import section
 
 BackendName = Literal[
@@ -17,6 +19,7 @@ BackendName = Literal[
     "parameter_server",
 ]
 CommunicationName = Literal["auto", "ring", "nccl"]
+HierarchyName = Literal["auto", "always", "never"]
 WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored", "central_storage")
 """Backends with several replicas in one process (`--replicas`)."""
 IN_ONE_PROCESS: tuple[BackendName, ...] = ("single", *WITH_REPLICAS, "one_device", "tpu")
@@ -51,8 +54,19 @@ class RuntimeConfig:
     """Seconds to wait for the other ranks at the start."""
     load_timeout: float = 3600.0
     """Seconds to wait for ranks that still load, unpack or decode their data."""
+    hang_timeout: float = 300.0
+    """Seconds without progress after which a job whose ranks wait for one another ends; 0: never."""
+    link_timeout: float = 15.0
+    """Seconds without a packet from another host after which the job ends; 0: never."""
+    deterministic: bool = False
+    """Train to the same bits in every run of the same job: fixed messages, deterministic operations."""
+    hierarchical_allreduce: HierarchyName = "auto"
+    """Sum gradients inside each host first, then between the hosts; auto: measured at the start."""
+    parallel: str | None = None
+    """Split the model among ranks: sizes of the axes pp, dp, cp, ep, tp, such as tp=2,pp=2; dp takes the rest."""
 
     def __post_init__(self) -> None:
+        parse_axes(self.parallel)
         if self.replicas is not None:
             if self.replicas < 1:
                 raise ConfigError(f"--replicas must be at least 1. Received: {self.replicas}.")
@@ -65,6 +79,15 @@ class RuntimeConfig:
             raise ConfigError(
                 f"--communication is for --backend=multi_worker_mirrored: --backend={self.backend} does not take it."
             )
+        if self.hierarchical_allreduce not in get_args(HierarchyName):
+            raise ConfigError(
+                f"--hierarchical-allreduce must be one of {', '.join(get_args(HierarchyName))}. "
+                f"Received: {self.hierarchical_allreduce!r}."
+            )
+        if self.hierarchical_allreduce == "always" and self.backend not in ("auto", "horovod"):
+            raise ConfigError(
+                f"--hierarchical-allreduce=always is for --backend=horovod: --backend={self.backend} does not take it."
+            )
         if self.parameter_servers is not None:
             if self.parameter_servers < 1:
                 raise ConfigError(f"--parameter-servers must be at least 1. Received: {self.parameter_servers}.")
@@ -72,9 +95,22 @@ class RuntimeConfig:
                 raise ConfigError(
                     f"--parameter-servers is for --backend=parameter_server: --backend={self.backend} does not take it."
                 )
+        if self.deterministic and self.backend == "parameter_server":
+            raise ConfigError(
+                "--deterministic is not for --backend=parameter_server: the order of its workers' steps is a matter of "
+                "time. Leave it out, or use --backend=horovod."
+            )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads must be at least 1. Received: {self.threads}.")
         if not self.start_timeout > 0:
             raise ConfigError(f"--start-timeout must be positive. Received: {self.start_timeout}.")
         if not self.load_timeout > 0:
             raise ConfigError(f"--load-timeout must be positive. Received: {self.load_timeout}.")
+        if not (self.hang_timeout == 0 or 1 <= self.hang_timeout < math.inf):
+            raise ConfigError(
+                f"--hang-timeout must be at least 1 second, or 0 for none. Received: {self.hang_timeout}."
+            )
+        if not (self.link_timeout == 0 or 5 <= self.link_timeout < math.inf):
+            raise ConfigError(
+                f"--link-timeout must be at least 5 seconds, or 0 for none. Received: {self.link_timeout}."
+            )

@@ -15,7 +15,7 @@ def check_same_data(splits: DataSplits, backend: Backend) -> None:
     Raises:
         DataError: names a rank that differs, the split, and the first file that differs where samples are in files.
     """
-    if backend.size == 1:
+    if backend.job_size == 1:
         return
     mine = [source.fingerprint() for source in (splits.train, splits.validation)]
     gathered = backend.gather_bytes(b"".join(mine), timeout=None)

@@ -39,15 +39,20 @@ def split_bounds(total: Any, index: int, size: int) -> tuple[Any, Any]:
     return total * index // size, total * (index + 1) // size
 
 
-def per_replica(batch: int, size: int) -> int:
+def per_replica(batch: int, size: int, *, uneven: bool = False) -> int:
     """Return the samples per replica of a global batch over `size` replicas.
+
+    Args:
+        batch: samples of the global batch.
+        size: number of replicas.
+        uneven: whether it need not divide: some replicas then take one sample more than what is returned.
 
     Raises:
         ConfigError: `batch` is not positive, or does not divide.
     """
     if batch < 1:
         raise ConfigError(f"A batch needs at least one sample. Received: {batch}.")
-    if batch % size:
+    if batch % size and not uneven:
         near = max(1, batch // size) * size
         raise ConfigError(
             f"A batch of {batch} samples does not divide among {size} ranks (batch is the global batch). "

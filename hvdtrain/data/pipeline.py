@@ -112,6 +112,7 @@ class SourceTraining:
         read_options: augmentation, tolerance of bad samples, threads.
         gather: returns every rank's bytes to all, to share bad samples at the start of each epoch.
         remedy: advice shown if steps wait for data.
+        uneven: whether a batch need not divide among the replicas.
 
     Raises:
         ConfigError: the batch does not divide among the replicas.
@@ -131,8 +132,9 @@ class SourceTraining:
         read_options: ReadOptions | None = None,
         gather: GatherBytes | None = None,
         remedy: str = "What helps: a larger batch.",
+        uneven: bool = False,
     ) -> None:
-        per_replica(batch, size)
+        per_replica(batch, size, uneven=uneven)
         self.order: Order | FileOrder = (
             FileOrder(source, batch, seed, shuffle, tail)
             if shard_by == "files"
@@ -185,7 +187,10 @@ class SourceTraining:
             yield next(whole if step % self.steps_per_epoch < order.full_batches else rest)
 
     def _stream(self, epoch: int, skip: int, first: int, steps: int, samples: int) -> Iterator[Batch]:
-        """Yield this replica's slices of batches `first` … `first + steps - 1`, of `samples` each, of every epoch."""
+        """Yield this replica's slices of batches `first` … `first + steps - 1`, of `samples` each, of every epoch.
+
+        The pipeline is built with the first slice that is asked for.
+        """
         begin, end, has_samples = slice_bounds(samples, self._index, self._size)
         augment = self.read_options.augment
 
@@ -206,7 +211,8 @@ class SourceTraining:
         epochs = tf.data.Dataset.range(epoch, tf.int64.max)
         numbers = epochs.flat_map(no_autograph(numbers_of)).skip(skip)
         elements = self.read_options.batches(numbers, load, heavy=self.source.heavy or augment is not None)
-        return (as_batch(packed(part), has_samples, samples, finite=self.source.finite or None) for part in elements)
+        for part in elements:
+            yield as_batch(packed(part), has_samples, samples, finite=self.source.finite or None)
 
     def _gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         return gather_readable(self.source, numbers, self.bad)

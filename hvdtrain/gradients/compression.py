@@ -1,9 +1,10 @@
 """Sums over the replicas of which only 16 bits per element travel.
 
 The tensors are laid end to end and cut into one chunk for each of the R replicas. A chunk goes to its replica in 16
-bits (all-to-all), is added up there in the tensors' own 32 or 64 bits, and the sum goes to all replicas in 16 bits
-(all-gather). Both legs of the usual ring carry half the bytes, an element is rounded twice however many replicas there
-are, nothing is ever added in 16 bits, and all replicas decode the same words: their results are bitwise equal.
+bits, is added up there in the tensors' own 32 or 64 bits, and the sum goes to all replicas in 16 bits. Both legs of the
+usual ring carry half the bytes, an element is rounded twice however many replicas there are, nothing is ever added in
+16 bits, and all replicas decode the same words: their results are bitwise equal. Where sums go by host, the ranks of a
+host add up in their own 32 or 64 bits, and the hosts are the replicas.
 
 Formats:
     bf16  float32's exponents and 8 significant bits. Values are sent as they are. A float64 beyond float32's range
@@ -34,6 +35,7 @@ from typing import Literal, NamedTuple
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.runtime.packing import pack, unpack
 
 WireFormat = Literal["fp16", "bf16"]
 
@@ -77,13 +79,67 @@ def compressed_sum(
         prescale: multiplies before anything is rounded.
         postscale: multiplies the wide sum, before it is rounded again.
     """
-    dtype = tensors[0].dtype
-    scattered = exchange.all_to_all(
-        encode(_times(_chunks(tensors, exchange.size), prescale), wire), name=f"{name}/scatter"
-    )
+    flat = pack(tensors) if exchange.by_host is not None else None
+    if flat is None or exchange.by_host is None or not exchange.by_host.suits(flat):
+        return _compressed(tensors, exchange, wire, name, prescale, postscale)
+
+    def between(mine: tf.Tensor, crossing: Collectives) -> tf.Tensor:
+        return _compressed([mine], crossing, wire, name, 1.0, postscale)[0]
+
+    return unpack(exchange.by_host.sum(_times(flat, prescale), between, name=name), tensors)
+
+
+def compressed_sums(
+    tensors: Sequence[tf.Tensor],
+    exchange: Collectives,
+    wire: WireFormat,
+    *,
+    name: str,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    most: int,
+) -> list[tf.Tensor]:
+    """Return what `compressed_sum` does; a single tensor of more than `most` elements travels in slices."""
+    elements = tensors[0].shape.num_elements()
+    if len(tensors) > 1 or elements is None or elements <= most:
+        return compressed_sum(tensors, exchange, wire, name=name, prescale=prescale, postscale=postscale)
+    flat = tf.reshape(tensors[0], [-1])
+    # Slices that begin at a multiple of 64 bytes are no copies.
+    sums = [
+        compressed_sum(
+            [flat[begin : begin + most]],
+            exchange,
+            wire,
+            name=f"{name}/slice{begin // most}",
+            prescale=prescale,
+            postscale=postscale,
+        )[0]
+        for begin in range(0, elements, most)
+    ]
+    return [tf.reshape(tf.concat(sums, 0), tensors[0].shape)]
+
+
+def _compressed(
+    tensors: Sequence[tf.Tensor],
+    exchange: Collectives,
+    wire: WireFormat,
+    name: str,
+    prescale: float,
+    postscale: float,
+) -> list[tf.Tensor]:
+    dtype, size = tensors[0].dtype, exchange.size
+    if wire == "bf16":  # which is known element by element: what is laid end to end has half the bytes
+        words = _chunks(pack([encode(_times(tensor, prescale), wire) for tensor in tensors]), size)
+    else:
+        words = encode(_times(_chunks(pack(tensors), size), prescale), wire)
+    scattered = exchange.all_to_all(words, name=f"{name}/scatter")
     total = tf.reduce_sum(decode(scattered, wire, dtype), 0, keepdims=True)
-    gathered = exchange.all_gather(encode(_times(total, postscale), wire), name=f"{name}/gather")
-    return _cut(decode(gathered, wire, dtype), tensors)
+    # Gloo's all-gather of messages of 8 MB uses one direction of a link at a time; this one, both.
+    copies = tf.concat([encode(_times(total, postscale), wire)] * size, 0)
+    gathered = exchange.all_to_all(copies, name=f"{name}/gather")
+    if wire == "bf16":
+        return [decode(part, wire, dtype) for part in unpack(tf.reshape(gathered, [-1]), tensors)]
+    return unpack(tf.reshape(decode(gathered, wire, dtype), [-1]), tensors)
 
 
 def encode(chunks: tf.Tensor, wire: WireFormat) -> tf.Tensor:
@@ -136,21 +192,14 @@ def _power_of_two(exponents: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(bits, dtype)
 
 
-def _chunks(tensors: Sequence[tf.Tensor], count: int) -> tf.Tensor:
-    """Lay `tensors` end to end and cut them into `count` chunks of equal width, at least 1: [count, w]."""
-    size = tf.add_n([tf.size(tensor) for tensor in tensors])
+def _chunks(flat: tf.Tensor, count: int) -> tf.Tensor:
+    """Cut a vector into `count` chunks of equal width, at least 1: [count, w]."""
+    size = tf.size(flat)
     width = tf.maximum((size + count - 1) // count, 1)
-    padding = tf.zeros([width * count - size], tensors[0].dtype)
-    flat = tf.concat([*(tf.reshape(tensor, [-1]) for tensor in tensors), padding], 0)
+    known = flat.shape.num_elements()
+    if not known or known % count:  # a padding of nothing would be a copy of everything
+        flat = tf.pad(flat, [[0, width * count - size]])
     return tf.reshape(flat, [count, width])
-
-
-def _cut(chunks: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Undo `_chunks`."""
-    flat = tf.reshape(chunks, [-1])
-    sizes = [tf.size(tensor) for tensor in like]
-    *parts, _ = tf.split(flat, [*sizes, tf.size(flat) - tf.add_n(sizes)], num=len(like) + 1)
-    return [tf.ensure_shape(tf.reshape(p, tf.shape(t)), t.shape) for p, t in zip(parts, like, strict=True)]
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:

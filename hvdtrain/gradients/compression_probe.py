@@ -65,6 +65,6 @@ def compression_warning(compression: CompressionName, cost: float) -> str | None
     if cost <= 1.0:
         return None
     return (
-        f"warning: --compression={compression} makes the exchange {cost:.1f}x as slow as none on this machine; "
+        f"warning: --compression={compression} makes the exchange {cost:.1f}x as slow as none between these ranks; "
         "it pays where the network is slower than the cores: use --compression=none."
     )

@@ -52,8 +52,8 @@ class GradientSum:
 
 
 class _DenseSum:
-    def __init__(self, variable: tf.Variable, dtype: tf.DType) -> None:
-        self._sum = tf.Variable(tf.zeros(variable.shape, dtype), trainable=False, name="gradient_sum")
+    def __init__(self, shape: tf.TensorShape, dtype: tf.DType) -> None:
+        self._sum = tf.Variable(tf.zeros(shape, dtype), trainable=False, name="gradient_sum")
 
     def add(self, gradient: Gradient, *, first: bool) -> None:
         dense = tf.convert_to_tensor(gradient)
@@ -93,4 +93,6 @@ def _buffer(variable: tf.Variable, gradient: Gradient) -> _DenseSum | _RowList |
         return None
     if isinstance(gradient, tf.IndexedSlices):
         return _RowList(variable, gradient)
-    return _DenseSum(variable, gradient.dtype)
+    # The gradient may be a slice of the variable's.
+    shape = gradient.shape if gradient.shape.is_fully_defined() else variable.shape
+    return _DenseSum(shape, gradient.dtype)

@@ -48,9 +48,9 @@ class Recompute(keras.layers.Wrapper):
             self._plan = _Plan(_segments(self.layer))
         *first, last = self._plan.segments
         if not first:
-            return _recomputed(last, inputs)
+            return recomputed(last, inputs)
         for segment in first:
-            inputs = _recomputed(segment, inputs)
+            inputs = recomputed(segment, inputs)
         # The last segment's activations are needed at once: nothing to gain.
         return last(inputs, training=True)
 
@@ -168,8 +168,8 @@ def _leads_on(tensor: Any, outputs: Any) -> bool:
     return True
 
 
-def _recomputed(layer: Any, inputs: Any) -> Any:
-    """Call `layer` in training, with a gradient that recomputes it."""
+def recomputed(layer: Any, inputs: Any) -> Any:
+    """Call `layer`, or a callable like one, in training, with a gradient that recomputes it."""
     flat = tf.nest.flatten(inputs)
     masks = [getattr(tensor, _MASK, None) for tensor in flat]
     volatile = [_unwrapped(variable) for variable in layer.non_trainable_variables]

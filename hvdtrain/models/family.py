@@ -1,11 +1,14 @@
 """Model families, and helpers for their builders."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
+
+Rules: TypeAlias = Mapping[str, Sequence[str | None]]
+"""Layouts of variables by regular expressions of their paths, as `hvdtrain.parallelize` takes them."""
 
 
 @dataclass(frozen=True)
@@ -18,17 +21,25 @@ class ModelFamily:
     """Returns the loss for `Trainer`."""
     metrics: Callable[[], Any]
     """Returns the metrics for `Trainer`, new objects at each call."""
+    build_sharded: Callable[..., keras.Model] | None = None
+    """(input shape, classes, seed, sharding, **arguments) -> the model with its embedding tables divided among ranks;
+    None for a family without tables."""
     sample_dims: tuple[str, ...] | dict[str, tuple[str, ...]] | None = None
     """Names of the dims of a sample, by input if there are several; None for a model of one input of any shape."""
+    rules: Callable[..., Rules] | None = None
+    """(classes, ranks, **arguments) -> how the model is split along tp; None for one that nobody has split."""
 
 
-def classifier(build: Callable[..., keras.Model], *sample_dims: str) -> ModelFamily:
+def classifier(
+    build: Callable[..., keras.Model], *sample_dims: str, rules: Callable[..., Rules] | None = None
+) -> ModelFamily:
     """Return the family of a builder of classifiers: cross-entropy of logits, and accuracy."""
     return ModelFamily(
         build=build,
         loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         sample_dims=sample_dims or None,
+        rules=rules,
     )
 
 

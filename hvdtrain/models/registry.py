@@ -8,7 +8,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.registry import check_arguments, resolve
 from hvdtrain.config.user_code import is_user_code
-from hvdtrain.models.family import ModelFamily
+from hvdtrain.models.family import ModelFamily, Rules
 from hvdtrain.models.objective import check_probabilities, named_loss, named_metrics, on_logits
 from hvdtrain.models.user_model import user_family
 
@@ -18,6 +18,7 @@ MODELS = {
     "resnet_imagenet": "hvdtrain.models.resnet.imagenet:FAMILY",
     "mlp": "hvdtrain.models.mlp.model:FAMILY",
     "transformer": "hvdtrain.models.transformer.model:FAMILY",
+    "moe_transformer": "hvdtrain.models.moe_transformer.model:FAMILY",
     "bert": "hvdtrain.models.bert.model:FAMILY",
     "dlrm": "hvdtrain.models.dlrm.model:FAMILY",
 }
@@ -27,10 +28,17 @@ def model_family(config: ModelConfig) -> ModelFamily:
     """Return the family of `config.model`; `config.loss` and `config.metrics` override the family's own.
 
     Raises:
-        ConfigError: unknown model, argument, loss or metric; a user's model without a loss; see `user_family`.
+        ConfigError: unknown model, argument, loss or metric; a user's model without a loss; see `user_family`; or
+            tables to be divided of a model that has none.
     """
     own = is_user_code(config.model)
     family = user_family(config) if own else _known_family(config)
+    if config.embedding_sharding != "none" and family.build_sharded is None:
+        raise ConfigError(
+            "--embedding-sharding divides the tables of --model=dlrm among ranks. Received: "
+            f"--embedding-sharding={config.embedding_sharding}, --model={config.model}. Leave it out, or "
+            "give a model of your own hvdtrain.ShardedEmbedding layers."
+        )
     loss = _loss(config, family) if own else on_logits(_loss(config, family))
     metrics = config.metrics
     if metrics is not None:
@@ -39,7 +47,9 @@ def model_family(config: ModelConfig) -> ModelFamily:
         build=family.build,
         loss=lambda: loss,
         metrics=family.metrics if metrics is None else lambda: named_metrics(metrics),
+        build_sharded=family.build_sharded,
         sample_dims=family.sample_dims,
+        rules=family.rules,
     )
 
 
@@ -67,7 +77,34 @@ def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int)
             "integer labels, or are streamed. Give --model a function of your own, or let --data return labels, name "
             "them (FUNCTION.classes = [...]) or hold them with --cache=memory."
         )
-    return family.build(shape, classes, seed, **config.model_args)
+    if config.embedding_sharding == "none":
+        return family.build(shape, classes, seed, **config.model_args)
+    assert family.build_sharded is not None, "model_family refuses others"
+    return family.build_sharded(shape, classes, seed, config.embedding_sharding, **config.model_args)
+
+
+def layout_rules(config: ModelConfig, classes: int | None, ranks: int) -> Rules | None:
+    """Return how the model that `config` names is split along tp; None where there is nothing to say.
+
+    Raises:
+        ConfigError: nobody has written rules for it, and there are several `ranks` along tp.
+    """
+    rules = model_family(config).rules
+    if rules is not None and (ranks > 1 or is_user_code(config.model)):
+        return rules(classes, ranks, **config.model_args)
+    if ranks == 1:
+        return None
+    if is_user_code(config.model):
+        last = config.model.rpartition(":")[2]
+        raise ConfigError(
+            f"--parallel tp={ranks} splits the layers of the model, and --model {config.model} says nothing of how: "
+            f'write {last}.rules = {{"REGULAR EXPRESSION": (None, "tp")}} below the function (docs/parallel.md).'
+        )
+    known = [name for name in MODELS if resolve("model", name, MODELS).rules is not None]
+    raise ConfigError(
+        f"--parallel tp={ranks} splits the layers of the model, and nobody has written rules for {config.model!r}. "
+        f"Models with rules: {', '.join(known)}."
+    )
 
 
 def _known_family(config: ModelConfig) -> ModelFamily:

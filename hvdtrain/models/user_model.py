@@ -18,7 +18,8 @@ def user_family(config: ModelConfig) -> ModelFamily:
     The function is called with `config.model_args`, and with `sample_shape`, `classes` and `seed` if it has parameters
     of these names. Python's, NumPy's and Keras' generators are seeded, so that Keras layers start alike on every rank
     and in every run. Its attributes `loss` and `metrics`, if any, are the defaults of training, as
-    `keras.Model.compile` takes them; `config.loss` and `config.metrics` override them.
+    `keras.Model.compile` takes them; `config.loss` and `config.metrics` override them. Its attribute `rules`, if
+    any, holds the rules of `hvdtrain.parallelize`.
 
     Raises:
         ConfigError: no such function, or no loss.
@@ -40,7 +41,13 @@ def user_family(config: ModelConfig) -> ModelFamily:
         keras.utils.set_random_seed(seed)
         return _checked(config.model, function(**values))
 
-    return ModelFamily(build, loss=lambda: said.get("loss"), metrics=lambda: said.get("metrics") or [])
+    rules = said.get("rules")
+    return ModelFamily(
+        build,
+        loss=lambda: said.get("loss"),
+        metrics=lambda: said.get("metrics") or [],
+        rules=None if rules is None else lambda classes, ranks, **arguments: rules,
+    )
 
 
 def _checked(name: str, model: Any) -> keras.Model:

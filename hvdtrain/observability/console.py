@@ -1,5 +1,6 @@
 """Console output of the primary: plain lines in a log, a live display on a terminal."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,16 +14,19 @@ MIN_SECONDS_BETWEEN_LINES = 2.0
 """More step lines than this would hide the epochs in a log."""
 
 
-def make_console(stream: TextIO | None = None, *, live: bool, steps: bool = True) -> BaseObserver:
+def make_console(
+    stream: TextIO | None = None, *, live: bool, steps: bool = True, log: TextIO | None = None
+) -> BaseObserver:
     """Return the live display if `live`, for a terminal that can move its cursor, else plain lines.
 
-    Both write to `stream`, by default standard output. Without `steps` the lines are those of epochs alone.
+    Both write to `stream`, by default standard output. Without `steps` the lines are those of epochs alone. What others
+    write while there is a live display goes to `log` as well.
     """
-    stream = sys.stdout if stream is None else stream
+    stream = stream or sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if live:
         from hvdtrain.observability.live import LiveConsole
 
-        return LiveConsole(stream)
+        return LiveConsole(stream, log=log)
     return PlainConsole(stream, min_seconds=MIN_SECONDS_BETWEEN_LINES if steps else None)
 
 
@@ -49,6 +53,11 @@ class PlainConsole(BaseObserver):
         self._clock = clock
         self._last_line: float | None = None
         self._unsaid: StepRecord | None = None
+
+    @property
+    def output(self) -> str:
+        """See `Observer`."""
+        return "standard output"
 
     def on_start(self, info: RunInfo) -> None:
         """Print what the run is."""

@@ -6,12 +6,14 @@ In every record epochs count from 0, and steps count finished ones: after the fi
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.config.errors import in_script
+from hvdtrain.config.parallel import DATA_AXES
+from hvdtrain.runtime.terminal import drop_unreadable_output, say
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class RunInfo:
     backend: str
     """``horovod``, ``single`` …"""
     world_size: int
-    """Number of replicas; with a parameter server, of all ranks."""
+    """Number of replicas; of all ranks with a parameter server, or where several ranks share a replica."""
     launcher: str
     """Launcher of the ranks: ``horovodrun``, ``mpirun``, ``srun`` … ``none``."""
     controller: str | None
@@ -61,11 +63,20 @@ class RunInfo:
     """Number of processes; None: one per replica."""
     roles: Mapping[str, int] = field(default_factory=dict)
     """Number of ranks by role, if each step is taken by one of several workers."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the axes of the mesh, if the model is split along one of them."""
 
     @property
     def replica_word(self) -> str:
         """The word for a replica: ``rank`` if it is a process."""
+        if self.replicas != self.world_size:
+            return "replica"
         return "rank" if self.processes in (None, self.world_size) else "replica"
+
+    @property
+    def replicas(self) -> int:
+        """Number of those that are given different samples."""
+        return self.world_size // math.prod(size for axis, size in self.axes.items() if axis not in DATA_AXES)
 
     @property
     def microbatch(self) -> int:
@@ -138,6 +149,10 @@ class EpochRecord:
 class Observer(Protocol):
     """Receives the events of a run, on the primary only, in the order of the methods below."""
 
+    @property
+    def output(self) -> str:
+        """What it writes, in words."""
+
     def on_start(self, info: RunInfo) -> None:
         """Receive the facts about the run, before its first step."""
 
@@ -166,6 +181,11 @@ class Observer(Protocol):
 class BaseObserver:
     """An observer that ignores all events; override the methods of interest."""
 
+    @property
+    def output(self) -> str:
+        """See `Observer`."""
+        return type(self).__name__
+
     def on_start(self, info: RunInfo) -> None:
         """Ignore the start."""
 
@@ -192,52 +212,71 @@ class BaseObserver:
 
 
 class Observers(BaseObserver):
-    """Several observers as one."""
+    """Several observers as one.
+
+    One that can no longer write, to a pipe that nobody reads or a full disk, is left out from then on, with a warning:
+    what only watches a training does not end it.
+    """
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        self._observers = tuple(observers)
-        self._on_progress = tuple(_progress_listeners(self._observers))
+        self._observers = list(observers)
+        self._failed: list[Observer] = []
+        self._on_progress = list(_progress_listeners(self._observers))
 
     def on_start(self, info: RunInfo) -> None:
-        """Pass the facts about the run on to every observer."""
-        for observer in self._observers:
-            observer.on_start(info)
+        """Pass the facts about the run on to every observer; here a file that cannot be written is an error."""
+        self._each(lambda observer: observer.on_start(info), BrokenPipeError)
 
     def on_progress(self, step: int) -> None:
         """Pass the number of steps on to the observers that override `on_progress`."""
-        for listener in self._on_progress:
-            listener(step)
+        try:
+            for listener in self._on_progress:
+                listener(step)
+        except OSError:
+            self._each(lambda observer: observer.on_progress(step))
 
     def on_step(self, record: StepRecord) -> None:
         """Pass a logged step on to every observer."""
-        for observer in self._observers:
-            observer.on_step(record)
+        self._each(lambda observer: observer.on_step(record))
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         """Pass an evaluation on to every observer."""
-        for observer in self._observers:
-            observer.on_evaluation(record)
+        self._each(lambda observer: observer.on_evaluation(record))
 
     def on_epoch(self, record: EpochRecord) -> None:
         """Pass the end of an epoch on to every observer."""
-        for observer in self._observers:
-            observer.on_epoch(record)
+        self._each(lambda observer: observer.on_epoch(record))
 
     def on_message(self, text: str) -> None:
         """Pass a message on to every observer."""
-        for observer in self._observers:
-            observer.on_message(text)
+        self._each(lambda observer: observer.on_message(text))
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Pass the summary on to every observer."""
-        for observer in self._observers:
-            observer.on_end(summary)
+        self._each(lambda observer: observer.on_end(summary))
 
     def close(self) -> None:
         """Close every observer, even if closing one fails; the last error is raised."""
+        for observer in self._failed:
+            with suppress(OSError):
+                observer.close()
         with ExitStack() as stack:
             for observer in reversed(self._observers):
                 stack.callback(observer.close)
+
+    def _each(self, tell: Callable[[Observer], None], harmless: type[OSError] = OSError) -> None:
+        for observer in list(self._observers):
+            try:
+                tell(observer)
+            except harmless as error:
+                self._leave_out(observer, error)
+
+    def _leave_out(self, observer: Observer, error: OSError) -> None:
+        self._observers.remove(observer)
+        self._on_progress = list(_progress_listeners(self._observers))
+        self._failed.append(observer)
+        drop_unreadable_output()
+        say(f"hvdtrain: warning: {observer.output} cannot be written any more ({error}). Training goes on without it.")
 
 
 def _progress_listeners(observers: Iterable[Observer]) -> Iterable[Callable[[int], None]]:

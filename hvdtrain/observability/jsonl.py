@@ -1,18 +1,26 @@
 """metrics.jsonl: one JSON object for each logged step, each evaluation and each epoch."""
 
+import errno
 import json
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
 from hvdtrain.observability.summary import json_safe, replace_file
+from hvdtrain.runtime.terminal import say
 
 
 class JsonlWriter(BaseObserver):
-    """Writes each record as a line, flushed at once.
+    """Writes each record as a line, at once and whole.
+
+    Where a line cannot be written, as on a full disk, it is left out with a warning: training goes on. A file that was
+    removed is written anew.
 
     A resumed run appends to the file, after dropping records past the step it resumes from, since those steps are taken
     again. A run from step 0 overwrites the file.
@@ -20,13 +28,19 @@ class JsonlWriter(BaseObserver):
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._stream: TextIO | None = None
+        self._file: FileIO | None = None
+        self._warned = False
+
+    @property
+    def output(self) -> str:
+        """See `Observer`."""
+        return str(self._path)
 
     def on_start(self, info: RunInfo) -> None:
         """Open the file, keeping its records up to the step that this run resumes from."""
         kept = records_until(self._path, info.start_step)
         replace_file(self._path, "".join(map(_line, kept)))
-        self._stream = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
 
     def on_step(self, record: StepRecord) -> None:
         """Write a line of kind ``step``."""
@@ -42,13 +56,48 @@ class JsonlWriter(BaseObserver):
 
     def close(self) -> None:
         """Close the file."""
-        if self._stream is not None:
-            self._stream.close()
+        if self._file is not None:
+            self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        assert self._stream is not None, "on_start opens the file"
-        self._stream.write(_line(record))
-        self._stream.flush()
+        try:
+            file = self._file_at_its_place()
+            line, end = _line(record).encode(), file.seek(0, os.SEEK_END)
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(end)
+                raise
+        except OSError as error:
+            self._warn(error)
+
+    def _file_at_its_place(self) -> FileIO:
+        """Return the open file, or a new one if it was removed.
+
+        Raises:
+            OSError: it cannot be made, or another file has its name.
+        """
+        assert self._file is not None, "on_start opens the file"
+        try:
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return self._file
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = self._path.open("xb", buffering=0)
+            self._file.close()
+            self._file = new
+            say(f"hvdtrain: warning: {self._path} was removed. It is written anew, without the records from before.")
+            return new
+        raise OSError(errno.EEXIST, "another file is in its place")
+
+    def _warn(self, error: OSError) -> None:
+        """Say once that records are missing."""
+        if not self._warned:
+            self._warned = True
+            why = f"{self._path} cannot be written: {error.strerror}"
+            say(f"hvdtrain: warning: {why}. Records are missing from it, and training goes on.")
 
 
 def flat_record(kind: str, record: StepRecord | EvaluationRecord) -> dict[str, Any]:
@@ -77,10 +126,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         DataError: any other line is not a JSON object.
     """
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return list(_parsed(path, (line for line in lines if line.endswith("\n"))))
+    return list(parsed_lines(path, (line for line in lines if line.endswith("\n"))))
 
 
-def _parsed(path: str | Path, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+def parsed_lines(path: str | Path, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+    """Return the records in `lines` of `path`.
+
+    Raises:
+        DataError: one is not a JSON object.
+    """
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)

@@ -3,7 +3,8 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TextIO
+from contextlib import suppress
+from typing import Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -73,6 +74,24 @@ def fitting(parts: Iterable[str], width: int) -> str:
     return line
 
 
+class CopiedStream:
+    """A stream that writes to a log as well."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream = stream
+        self._log = log
+
+    def write(self, text: str) -> int:
+        """Write `text` to both; a log that cannot be written is passed over."""
+        with suppress(OSError, ValueError):
+            self._log.write(text)
+            self._log.flush()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class LiveConsole(BaseObserver):
     """A progress bar with the latest figures under it; epochs and messages scroll by above.
 
@@ -84,12 +103,19 @@ class LiveConsole(BaseObserver):
         stream: TextIO,
         *,
         console: Console | None = None,
+        log: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._console = console or Console(file=stream, highlight=False)
+        self._log = log
         self._clock = clock
         self._live: Live | None = None
         self._next_draw = 0.0
+
+    @property
+    def output(self) -> str:
+        """See `Observer`."""
+        return "standard output"
 
     def on_start(self, info: RunInfo) -> None:
         """Print the header of the run, and start the display."""
@@ -100,6 +126,11 @@ class LiveConsole(BaseObserver):
         # Standard error may be redirected to a file: leave it alone.
         self._live = Live(self._frame, console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
         self._live.start(refresh=True)
+        if self._log is not None:
+            # The display has put streams of its own in their place, and takes them away at its end.
+            sys.stdout = cast(TextIO, CopiedStream(sys.stdout, self._log))
+            if sys.stderr.isatty():
+                sys.stderr = cast(TextIO, CopiedStream(sys.stderr, self._log))
         # Do not hide the cursor: a killed run could not show it again.
         self._console.show_cursor(True)
 

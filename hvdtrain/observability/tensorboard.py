@@ -1,5 +1,7 @@
 """TensorBoard event files."""
 
+import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ class TensorBoardWriter(BaseObserver):
     """Writes the curves of a run to ``folder/train`` and ``folder/validation``.
 
     Training and validation values share tags, so that TensorBoard draws them in one chart. TensorFlow is imported with
-    the first record. A resumed run adds an event file; repeated steps are drawn twice.
+    the first record. A resumed run adds an event file; repeated steps are drawn twice. A folder that was removed is
+    made again.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -30,17 +33,33 @@ class TensorBoardWriter(BaseObserver):
         """Write validation loss and metrics, and flush."""
         self._write("validation", record)
         for writer in self._writers.values():
-            writer.flush()
+            self._attempt(writer.flush)
 
     def close(self) -> None:
         """Close the event files."""
         for writer in self._writers.values():
-            writer.close()
+            self._attempt(writer.close)
 
     def _write(self, run: str, record: StepRecord | EvaluationRecord) -> None:
+        self._attempt(lambda: self._draw(run, record))
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        """Call `act`, whose errors are those of files.
+
+        Raises:
+            OSError: the event files cannot be written.
+        """
         import tensorflow as tf
 
-        if run not in self._writers:
+        try:
+            act()
+        except tf.errors.OpError as error:
+            raise OSError(errno.EIO, f"{self._folder} cannot be written: {error.message}") from error
+
+    def _draw(self, run: str, record: StepRecord | EvaluationRecord) -> None:
+        import tensorflow as tf
+
+        if run not in self._writers or not (self._folder / run).is_dir():
             self._writers[run] = tf.summary.create_file_writer(str(self._folder / run))
         with self._writers[run].as_default(record.step):
             for tag, value in flat_record(run, record).items():

@@ -11,9 +11,11 @@ Figures = list[tuple[str, str]]
 
 
 def number(value: float | None) -> str:
-    """Format `value` with four decimals, or in scientific notation if that loses its digits."""
+    """Format a count as it is, and others with four decimals, or in scientific notation if that loses their digits."""
     if value is None:
         return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
     plain = value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value)
     return f"{value:.4f}" if plain else f"{value:.2e}"
 
@@ -98,9 +100,11 @@ def header(info: RunInfo) -> list[tuple[str, str]]:
 
 def _backend(info: RunInfo) -> str:
     controller = f" ({info.controller})" if info.controller else ""
-    ranks = plural(info.world_size, info.replica_word) + (f" by {info.launcher}" if info.launcher != "none" else "")
+    ranks = plural(info.world_size, "rank" if info.axes else info.replica_word)
+    ranks += f" on a mesh of {' x '.join(f'{axis} {size}' for axis, size in info.axes.items())}" if info.axes else ""
+    ranks += f" by {info.launcher}" if info.launcher != "none" else ""
     ranks += f" ({', '.join(plural(count, role) for role, count in info.roles.items())})" if info.roles else ""
-    each = " each" if info.world_size > 1 and info.replica_word == "rank" else ""
+    each = " each" if info.world_size > 1 and (info.axes or info.replica_word == "rank") else ""
     threads = f", {plural(info.threads, 'thread')}{each}" if info.threads else ""
     return f"{info.backend}{controller}, {ranks}{threads}"
 
@@ -109,13 +113,19 @@ def _batch(info: RunInfo) -> str:
     parts = [plural(info.global_batch, "sample")]
     if info.roles:
         parts.append("each by one worker")
-    elif info.world_size > 1:
-        parts.append(f"{info.per_replica_batch:,} per {info.replica_word}")
+    elif info.replicas > 1:
+        parts.append(f"{_share(info)} per {info.replica_word}")
     if info.accumulate > 1:
         parts.append(f"in {info.accumulate} microbatches of {info.microbatch:,}")
     if info.learning_rate:
         parts.append(f"learning rate {info.learning_rate}")
     return ", ".join(parts)
+
+
+def _share(info: RunInfo) -> str:
+    """Format the samples of a replica, of which some may have one more than others."""
+    even = info.global_batch % info.replicas == 0
+    return f"{info.per_replica_batch:,}" if even else f"{info.per_replica_batch:,} or {info.per_replica_batch + 1:,}"
 
 
 def _option(name: str, value: Any) -> str:
@@ -134,10 +144,29 @@ def ending(summary: Mapping[str, Any], info: RunInfo) -> list[tuple[str, str]]:
     lines = [
         ("validation", _named(summary, ("val_accuracy", "val_loss"))),
         ("training", _named(summary, ("train_loss",))),
+        ("bad steps", _bad_steps(summary.get("bad_steps") or {})),
         ("time", _time(summary)),
+        ("slowest", slow_rank(summary.get("slowest_rank"))),
         ("run folder", str(info.run_dir) if info.run_dir else ""),
     ]
     return [(label, value) for label, value in lines if value]
+
+
+def _bad_steps(counts: Mapping[str, Any]) -> str:
+    kinds = {"NaN or infinite": counts.get("non_finite", 0), "spikes": counts.get("spikes", 0)}
+    parts = [f"{count:,} {kind}" for kind, count in kinds.items() if count]
+    rollbacks = len(counts.get("rollbacks", ()))
+    return ", ".join([*parts, *([plural(rollbacks, "rollback")] if rollbacks else [])])
+
+
+def slow_rank(slow: Mapping[str, Any] | None) -> str:
+    """Return what is said of the rank for which the others waited; "" where there was none."""
+    if not slow:
+        return ""
+    return (
+        f"rank {slow['rank']} ({slow['host']}), {slow['own_ms']:.3g} ms of its own per step, others "
+        f"{slow['others_ms']:.3g} ms: they waited for it {slow['share']:.0%} of the time"
+    )
 
 
 def _named(summary: Mapping[str, Any], names: Iterable[str]) -> str:

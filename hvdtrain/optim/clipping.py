@@ -56,7 +56,7 @@ def square_sum(gradients: Sequence[Any]) -> tf.Tensor:
 
 def clip_by_norm(gradients: Sequence[Any], norm: Any, bound: Any) -> list[Any]:
     """Scale `gradients` of global norm `norm` to a norm of at most `bound`; NaN and inf pass through."""
-    bound = tf.cast(bound, norm.dtype)
+    bound = _as_scalar(bound, norm.dtype)
     factor = bound / tf.maximum(norm, bound)
     return [_on_values(g, lambda t: t * tf.cast(factor, t.dtype)) for g in gradients]
 
@@ -65,10 +65,15 @@ def clip_by_value(gradients: Sequence[Any], bound: Any) -> list[Any]:
     """Clip each element to [-bound, bound]; NaN and inf pass through, as they signal an overflow."""
 
     def clip(tensor: tf.Tensor) -> tf.Tensor:
-        limit = tf.cast(bound, tensor.dtype)
+        limit = _as_scalar(bound, tensor.dtype)
         return tf.where(tf.math.is_finite(tensor), tf.clip_by_value(tensor, -limit, limit), tensor)
 
     return [_on_values(gradient, clip) for gradient in gradients]
+
+
+def _as_scalar(number: Any, dtype: tf.DType) -> tf.Tensor:
+    # tf.cast would take a Python number through float32.
+    return tf.cast(number, dtype) if tf.is_tensor(number) else tf.constant(number, dtype)
 
 
 def _on_values(gradient: Any, function: Any) -> Any:

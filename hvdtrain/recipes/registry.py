@@ -9,6 +9,7 @@ RECIPES = {
     "cifar10": "hvdtrain.recipes.cifar10:cifar10",
     "resnet50": "hvdtrain.recipes.resnet50:resnet50",
     "gpt_char": "hvdtrain.recipes.text:gpt_char",
+    "moe_char": "hvdtrain.recipes.text:moe_char",
     "bert_mini": "hvdtrain.recipes.text:bert_mini",
     "dlrm": "hvdtrain.recipes.dlrm:dlrm",
     "wide_mlp": "hvdtrain.recipes.synthetic:wide_mlp",

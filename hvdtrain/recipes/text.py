@@ -1,7 +1,9 @@
 """Language models on text: any of your own, or the documentation that comes with Python."""
 
+from dataclasses import replace
+
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.model import ModelConfig
+from hvdtrain.config.model import ModelConfig, Scalar
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.run import Config
 from hvdtrain.config.training import TrainingConfig
@@ -25,6 +27,12 @@ def gpt_char() -> Config:
         ),
         training=TrainingConfig(epochs=15),
     )
+
+
+def moe_char() -> Config:
+    """Small transformer with 8 experts in every other block, on the characters of a text, as gpt_char."""
+    sizes: dict[str, Scalar] = {"depth": 4, "width": 128, "heads": 4, "dropout": 0.1, "experts": 8, "top_k": 2}
+    return replace(gpt_char(), recipe="moe_char", model=ModelConfig("moe_transformer", sizes))
 
 
 def bert_mini() -> Config:

@@ -3,6 +3,8 @@
 `preprocessing.json` holds it; a sentencepiece tokenizer lies beside it.
 """
 
+import contextlib
+import hashlib
 import json
 import shutil
 from dataclasses import asdict, dataclass, field, replace
@@ -11,6 +13,9 @@ from typing import Any
 
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.config.model import OutputKind
+from hvdtrain.config.primary_files import FilesRead
+from hvdtrain.data.files.locations import cache_folder
+from hvdtrain.data.files.unpacked import made_once, writing_into
 from hvdtrain.data.preprocessing import Preprocessing
 from hvdtrain.observability.summary import write_json
 from hvdtrain.runs.folder import RunFolder
@@ -65,18 +70,19 @@ def write_description(folder: RunFolder, description: RunDescription) -> None:
     write_json(folder.preprocessing, {**head, **asdict(replace(description, preprocessing=preprocessing))})
 
 
-def read_description(folder: RunFolder) -> RunDescription | None:
-    """Return the description in a run's folder; None if an earlier version wrote the run.
+def read_description(folder: RunFolder, files: FilesRead | None = None) -> RunDescription | None:
+    """Return the description in a run's folder, which `files` reads; None if an earlier version wrote the run.
 
     Raises:
         CheckpointError: it is damaged, or of a later version.
     """
     import pydantic
 
-    if not folder.preprocessing.is_file():
+    files = files or FilesRead()
+    if not files.exists(folder.preprocessing):
         return None
     try:
-        content = json.loads(folder.preprocessing.read_text(encoding="utf-8"))
+        content = json.loads(files.text(folder.preprocessing))
         if content["format"] != FORMAT:
             raise CheckpointError(
                 f"{folder.preprocessing} has format {content['format']}; this version of hvdtrain reads {FORMAT}."
@@ -87,20 +93,21 @@ def read_description(folder: RunFolder) -> RunDescription | None:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder.preprocessing} is damaged: {error}.") from None
-    return _with_tokenizer(description, folder)
+    return _with_tokenizer(description, folder, files)
 
 
-def described(folder: RunFolder, verb: str) -> RunDescription:
+def described(folder: RunFolder, verb: str, files: FilesRead | None = None) -> RunDescription:
     """Return the description in a run's folder.
 
     Args:
         folder: the run.
         verb: who asks, for the message.
+        files: reads it.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    description = read_description(folder)
+    description = read_description(folder, files)
     if description is None:
         raise CheckpointError(
             f"{verb} {folder.path}: there is no {folder.preprocessing.name} in it, which says how to prepare data for "
@@ -110,11 +117,29 @@ def described(folder: RunFolder, verb: str) -> RunDescription:
     return description
 
 
-def _with_tokenizer(description: RunDescription, folder: RunFolder) -> RunDescription:
-    """Make the path of the tokenizer's file absolute."""
+def _with_tokenizer(description: RunDescription, folder: RunFolder, files: FilesRead) -> RunDescription:
+    """Name a file of this host that holds the tokenizer."""
     preprocessing = description.preprocessing
     text = preprocessing.text
     if text is None or not text.model:
         return description
-    text = replace(text, model=str(folder.path / text.model))
+    if Path(text.model).name != text.model:
+        raise CheckpointError(
+            f"{folder.preprocessing} must name a tokenizer's file in its own folder. Received: {text.model!r}."
+        )
+    text = replace(text, model=str(_on_this_host(folder.path / text.model, files)))
     return replace(description, preprocessing=replace(preprocessing, text=text))
+
+
+def _on_this_host(path: Path, files: FilesRead) -> Path:
+    """Return a file with what `files` reads at `path`: a copy in the cache where this host has no such file."""
+    with contextlib.suppress(OSError):
+        content = files.read(path)
+        if not path.is_file() or path.read_bytes() != content:
+            copy = cache_folder() / f"tokenizer-{hashlib.sha256(content).hexdigest()[:24]}.model"
+            with made_once(copy) as draft:
+                if draft is not None:
+                    with writing_into(copy.parent):
+                        draft.write_bytes(content)
+            return copy
+    return path

@@ -4,8 +4,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.checkpoint import lock
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.files import apply_values, read_values
+from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import Config
 
 RUNS = Path("runs")
@@ -31,6 +33,16 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object for each logged step and evaluation."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """What the run is, and whether it runs: for `watch`."""
+        return self.path / "status.json"
+
+    @property
+    def logs(self) -> Path:
+        """What each rank wrote to its standard output and error."""
+        return self.path / "logs"
 
     @property
     def summary(self) -> Path:
@@ -100,22 +112,22 @@ def refuse_occupied(path: Path) -> None:
     Raises:
         ConfigError: it is not empty.
     """
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(entry.name != lock.NAME for entry in path.iterdir()):
         raise ConfigError(
             f"--run-dir {path} is not empty: nothing in it is overwritten. Name another folder, or go on with the run "
             f"in it by --resume {path}."
         )
 
 
-def opened(path: Path, option: str) -> tuple[RunFolder, Config]:
-    """Return the folder of an earlier run and its configuration.
+def opened(path: Path, option: str, files: FilesRead | None = None) -> tuple[RunFolder, Config]:
+    """Return the folder of an earlier run and its configuration, which `files` reads.
 
     Raises:
         CheckpointError: there is no run at `path`.
     """
-    folder = RunFolder(path)
-    if not folder.config.is_file():
+    folder, files = RunFolder(path), files or FilesRead()
+    if not files.exists(folder.config):
         raise CheckpointError(f"{option} {path}: there is no run (no {folder.config.name} in it).")
-    values = read_values(folder.config)
+    values = read_values(folder.config, files)
     recipe = str(values.get("recipe", ""))
     return folder, apply_values(Config(recipe), values, str(folder.config))

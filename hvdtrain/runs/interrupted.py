@@ -28,9 +28,13 @@ def interrupted(folder: RunFolder, step: int, total_steps: int, environment: Env
 
 def launch_command(environment: Environment) -> str:
     """Return what stood before `python` to start as many processes, with a space behind; "" for a single one."""
+    if environment.elastic:
+        return f"horovodrun --gloo -np {environment.size} --host-discovery-script SCRIPT "
     commands = {
         "horovodrun": "horovodrun --gloo -np" if environment.controller == "gloo" else "horovodrun -np",
         "mpirun": "mpirun -np",
+        "mpirun_rsh": "mpirun_rsh -np",
+        "jsrun": "jsrun -n",
         "mpiexec": "mpiexec -n",
         "srun": "srun -n",
     }

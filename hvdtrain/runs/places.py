@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.config.model import Scalar
+from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import import_from, is_user_code
 from hvdtrain.data.files.locations import find_data, is_there
@@ -18,10 +19,10 @@ OWN_PATHS = ("path", "file", "folder", "dir", "directory", "root")
 PATTERN = "*?["
 
 
-def start_folder(folder: RunFolder) -> Path | None:
+def start_folder(folder: RunFolder, files: FilesRead | None = None) -> Path | None:
     """Return the working folder in which a run was started; None if an earlier version wrote the run."""
     try:
-        recorded = json.loads(folder.environment.read_text(encoding="utf-8")).get("folder")
+        recorded = json.loads((files or FilesRead()).text(folder.environment)).get("folder")
     except (OSError, ValueError, AttributeError):
         return None
     return Path(recorded) if isinstance(recorded, str) else None

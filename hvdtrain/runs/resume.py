@@ -2,15 +2,60 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.checkpoint.agreement import on_every_rank
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.config.files import apply_values, read_values
 from hvdtrain.config.run import Config
 from hvdtrain.data.file_order import FileOrder
 from hvdtrain.data.identity import Identity, check_same_samples
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.wording import plural
+from hvdtrain.runs.folder import RunFolder
 from hvdtrain.state.scalars import Scalars
+
+Resume = Literal["no", "yes", "auto"]
+"""Whether a run goes on from its newest good checkpoint; `auto` starts it anew where there is none."""
+
+
+def newest_of_run(checkpoints: Checkpointer, run: Path, resume: Resume) -> Path | None:
+    """Return the newest good checkpoint of the run in the folder `run`; None if `auto` is to start it anew.
+
+    Raises:
+        CheckpointError: there is none to resume from.
+    """
+    newest = checkpoints.find_to_go_on()
+    if newest is None and resume == "yes":
+        raise CheckpointError(
+            f"--resume takes a run with a good checkpoint. Received: {run}, which has none. Start a new run, or start "
+            f"it anew by its first command and --resume auto."
+        )
+    return newest
+
+
+def is_finished(folder: RunFolder, config: Config, backend: Backend) -> bool:
+    """Tell whether the run in `folder` has reached its end before and written its results, and say so; on every rank.
+
+    Args:
+        folder: of the run.
+        config: as it is asked for now: longer training is not finished.
+        backend: the ranks.
+    """
+
+    def look() -> str | None:
+        if not backend.primary or not folder.summary.is_file() or not folder.config.is_file():
+            return None
+        before = apply_values(Config(config.recipe), read_values(folder.config), str(folder.config)).training
+        asked = (config.training.epochs, config.training.max_steps)
+        return str(folder.path) if asked == (before.epochs, before.max_steps) else None
+
+    finished = on_every_rank(backend, look)[0]
+    if finished is not None and backend.primary:
+        print(f"--resume auto: the run in {finished} is finished: there is nothing left to train.", flush=True)
+    return finished is not None
 
 
 def check_samples(before: Mapping[str, Any] | None, now: Identity, config: Config, earlier: Config, run: Path) -> None:

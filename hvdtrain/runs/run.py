@@ -1,79 +1,137 @@
 """A run from its configuration: what `train` does on every rank."""
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
+from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.checkpoint.lock import FolderLock, locked
 from hvdtrain.checkpoint.manifest import scalars_of
 from hvdtrain.config.errors import ConfigError, on_command_line
+from hvdtrain.config.observability import trace_config
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.identity import Identity, identity_of
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.data.shapes import check_shapes
-from hvdtrain.models.registry import build_model, model_family
+from hvdtrain.models.registry import build_model, layout_rules, model_family
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, Observers, RunInfo
 from hvdtrain.observability.jsonl import JsonlWriter
+from hvdtrain.observability.prometheus import open_exporter
+from hvdtrain.observability.status import StatusWriter, cause_of
 from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.optim.scaling import describe_rate
+from hvdtrain.parallel.parallelize import parallelize
 from hvdtrain.runs.describe import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
 from hvdtrain.runs.interrupted import interrupted
-from hvdtrain.runs.resume import check_samples, settle_processes, stretched_schedule
+from hvdtrain.runs.live_figures import run_figures
+from hvdtrain.runs.rank_logs import rank_logs
+from hvdtrain.runs.resume import (
+    Resume,
+    check_samples,
+    is_finished,
+    newest_of_run,
+    settle_processes,
+    stretched_schedule,
+)
 from hvdtrain.runs.run_data import RunData, left_out, run_data
 from hvdtrain.runs.run_files import summary_of_run, write_end, write_start
+from hvdtrain.runs.start_files import StartFiles
 from hvdtrain.runtime.session import Session
+from hvdtrain.runtime.stopping import Stopped
 from hvdtrain.runtime.terminal import on_terminal
+from hvdtrain.training.elastic import Commits, check_elastic
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.objective.soft_labels import soft_label_loss, soft_label_metrics
-from hvdtrain.training.options import StepOptions
+from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.run_info import who_trains
 from hvdtrain.training.trainer import Trainer
 
 
 def train(
-    session: Session, config: Config, path: Path, *, resume: bool = False, start: Path | None = None
+    session: Session,
+    config: Config,
+    path: Path,
+    *,
+    resume: Resume = "no",
+    start: Path | None = None,
+    commits: Commits | None = None,
 ) -> dict[str, Any]:
     """Train as `config` says, write the run's folder, and return its summary (the same on every rank).
 
     Args:
         session: this rank's part in the job.
         config: the whole configuration, the same on every rank.
-        path: the run's folder; rank 0 makes it once everything else is there, and writes into it.
-        resume: go on from the newest checkpoint in it.
+        path: the run's folder; rank 0 makes it and writes into it.
+        resume: whether to go on from the newest good checkpoint in it.
         start: the folder in which relative paths of `config` begin; None: the working folder.
+        commits: of an elastic training; those that are left of an earlier world are gone on from.
 
     Raises:
         UserError: options, data or a checkpoint that cannot be used.
     """
     backend = backend_for(session)
+    refusal = "--run-dir {folder} cannot be created"
+    with locked(path, backend, refusal, job=session.link.job) as lock, ExitStack() as closing:
+        begins = commits is None or not commits.goes_on
+        if resume == "auto" and begins and is_finished(RunFolder(path), config, backend):
+            return {}
+        return _train(session, backend, config, path, lock, resume, start, commits, closing)
+
+
+def _train(
+    session: Session,
+    backend: Backend,
+    config: Config,
+    path: Path,
+    lock: FolderLock,
+    resume: Resume,
+    start: Path | None,
+    commits: Commits | None,
+    closing: ExitStack,
+) -> dict[str, Any]:
+    if commits is not None:
+        check_elastic(session, backend.name, step_options(_step_options(config)), config.data.shard_by)
     source = run_data(config, backend)
     data = source.training
     plan = _plan(config, data.steps_per_epoch)
     trainer = run_trainer(config, source, backend)
     trainer.build(data)
     folder, first = RunFolder(path), backend.primary
-    checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep, backend)
+    kept = config.checkpoint
+    begun = StartFiles(folder, lock)
+    hours = kept.keep_every_hours
+    checkpoints = Checkpointer(folder.checkpoints, kept.keep, backend, keep_every_hours=hours, before=begun.restore)
     identity, stretched = identity_of(source.loaded), None
-    if resume:
-        stretched = _resume(trainer, checkpoints, identity, config, path)
-    elif first:
+    restored = commits is not None and commits.restore(trainer.state, backend)
+    newest = None if resume == "no" or restored else newest_of_run(checkpoints, path, resume)
+    if newest is not None:
+        stretched = _resume(trainer, newest, identity, config, path)
+    elif first and resume == "no" and (commits is None or not commits.goes_on):
         create(path)
     trainer.state.scalars.data = identity
     trainer.broadcast_state()
     settle_processes(trainer.state.scalars, data, backend.processes, path)
     if isinstance(data, SourceTraining):
         data.bad.recall(trainer.state.scalars.left_out)
-    _refuse_finished(trainer, plan)
-    observers = _observers(config, session, folder) if first else BaseObserver()
+    if resume != "auto":
+        _refuse_finished(trainer, plan)
+    _check_profile(config, trainer, plan)
+    log = closing.enter_context(rank_logs(session, folder, trainer.state.scalars.step))
+    status = StatusWriter(folder.status, elastic=commits is not None)
+    figures = run_figures(trainer, folder, session)
+    observers = _observers(config, session, folder, status, figures, log) if first else BaseObserver()
     info = _info(config, session, backend, data, plan, trainer, folder)
+    saver = BackgroundSaver(checkpoints, session.control, lambda state: _note_left_out(state, data))
     place = (plan.total_steps, session.environment)
     session.link.on_interrupt = lambda: interrupted(folder, trainer.state.scalars.step, *place)
     try:
@@ -81,31 +139,44 @@ def train(
             loss = model_family(config.model).loss()
             description = describe_run(config.data, source.splits, trainer.model, loss)
             write_start(folder, config, description, start or Path.cwd())
+            begun.remember()
         if stretched is not None:
             observers.on_message(stretched)
-        result = trainer.train(
-            data,
-            plan,
-            validation=source.validation,
-            observers=observers,
-            info=info,
-            save=lambda state: _save(checkpoints, state, data),
-        )
+        ranks = session.control.size
+        with session.link.stoppable(info.start_step, grace=kept.grace_seconds, ranks=ranks) as stopping:
+            result = trainer.train(
+                data,
+                plan,
+                validation=source.validation,
+                observers=observers,
+                info=info,
+                save=saver,
+                stopping=stopping,
+                commits=commits,
+            )
         summary = summary_of_run(config, session, backend, trainer, result, resumed_from=info.start_step)
         summary |= _left_out(source, observers, folder)
+        summary |= {} if commits is None else {"worlds": [asdict(world) for world in commits.worlds]}
         if first:
-            write_end(folder, config, trainer, summary)
+            write_end(folder, config, trainer, summary, begun)
         observers.on_end(summary)
+    except Stopped:
+        status.ended("stopped")
+        raise
+    except BaseException as error:
+        if commits is None:
+            status.ended("failed", cause_of(error, session.control.failures()))
+        raise
     finally:
+        saver.close()
         observers.close()
     return summary
 
 
-def _resume(trainer: Trainer, checkpoints: Checkpointer, identity: Identity, config: Config, path: Path) -> str | None:
-    """Restore the newest checkpoint, if its run had the same samples; return, on rank 0, a warning of the schedule."""
+def _resume(trainer: Trainer, newest: Path, identity: Identity, config: Config, path: Path) -> str | None:
+    """Restore a checkpoint, if its run had the same samples; return, on rank 0, a warning of the schedule."""
     first = trainer.backend.primary
     earlier = opened(path, "--resume")[1] if first else None
-    newest = checkpoints.find()
     if earlier is not None:
         # Before the tensors are looked at: other data may make another model.
         check_samples(scalars_of(newest).get("data"), identity, config, earlier, path)
@@ -146,7 +217,8 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
     total = config.training.epochs * steps_per_epoch
     total = min(total, config.training.max_steps or total)
     checkpoint = config.checkpoint
-    return Plan(total, config.observability.log_every, checkpoint.checkpoint_every, checkpoint.best)
+    commit_every = config.elastic.commit_every if config.elastic.elastic else None
+    return Plan(total, config.observability.log_every, checkpoint.checkpoint_every, commit_every, checkpoint.best)
 
 
 def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
@@ -157,6 +229,8 @@ def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
         DataError: data that do not fit the model.
     """
     splits = source.splits
+    if config.model.sequence_parallel and "tp" not in backend.axes:
+        raise ConfigError("--sequence-parallel has no effect without --parallel tp=N: leave it out.")
     trainer = trainer_for(config, splits.sample_shape, splits.classes, backend, _schedule_steps(config, source))
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     return trainer
@@ -179,7 +253,7 @@ def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backen
     seed, loss = config.training.seed, family.loss()
     metrics = "weighted_metrics" if config.data.tolerated else "metrics"  # what is left out weighs nothing
     return Trainer(
-        lambda: build_model(config.model, shape, classes, seed),
+        _split(lambda: build_model(config.model, shape, classes, seed), config, classes, backend),
         lambda: build_optimizer(config.optim, steps, config.data.batch),
         soft_label_loss(config.data, loss),
         seed=seed,
@@ -189,6 +263,18 @@ def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backen
     )
 
 
+def _split(build: Callable[[], Any], config: Config, classes: int | None, backend: Backend) -> Callable[[], Any]:
+    """Return a builder of the model that `build` builds, split where the ranks are laid out along tp or cp.
+
+    Raises:
+        ConfigError: a model without rules for tp.
+    """
+    if not {"tp", "cp"} & set(backend.axes):
+        return build
+    rules = layout_rules(config.model, classes, backend.axes.get("tp", 1))
+    return lambda: parallelize(build, rules, sequence_parallel=config.model.sequence_parallel)
+
+
 def _schedule_steps(config: Config, source: RunData) -> int:
     """Return the steps of all epochs: the schedule spans them also where --max-steps ends the run before."""
     return config.training.epochs * source.training.steps_per_epoch
@@ -196,13 +282,28 @@ def _schedule_steps(config: Config, source: RunData) -> int:
 
 def _step_options(config: Config) -> dict[str, Any]:
     names = {field.name for field in fields(StepOptions)}
-    sections = (config.training, config.optim, config.exchange, config.update)
+    sections = (
+        *(config.training, config.optim, config.exchange, config.update),
+        *(config.pipeline, config.bad_steps, config.desync),
+    )
     return {name: value for part in sections for name, value in vars(part).items() if name in names}
 
 
-def _observers(config: Config, session: Session, folder: RunFolder) -> Observers:
-    console = make_console(live=on_terminal(session.environment))
-    chosen: list[Observer] = [console, JsonlWriter(folder.metrics)]
+def _observers(
+    config: Config,
+    session: Session,
+    folder: RunFolder,
+    status: StatusWriter,
+    figures: Callable[[], dict[str, float]],
+    log: TextIO | None,
+) -> Observers:
+    chosen: list[Observer] = [make_console(live=on_terminal(session.environment), log=log)]
+    chosen += [JsonlWriter(folder.metrics), status]
+    if log is not None:
+        chosen.append(make_console(log, live=False))
+    reported = config.observability
+    if reported.metrics_port is not None:
+        chosen.append(open_exporter(reported.metrics_port, reported.metrics_host, figures, again=session.rejoined))
     if config.observability.tensorboard:
         chosen.append(TensorBoardWriter(folder.tensorboard))
     return Observers(chosen)
@@ -222,7 +323,7 @@ def _info(
         **who_trains(backend),
         launcher=session.environment.launcher,
         global_batch=data.batch,
-        per_replica_batch=data.batch // backend.size,
+        per_replica_batch=data.batch // backend.data_parallel.size,
         total_steps=plan.total_steps,
         steps_per_epoch=data.steps_per_epoch,
         parameters=trainer.state.parameters(),
@@ -252,6 +353,24 @@ def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
         )
 
 
-def _save(checkpoints: Checkpointer, state: Any, data: TrainingData) -> None:
+def _check_profile(config: Config, trainer: Trainer, plan: Plan) -> None:
+    """Refuse steps that this run does not take.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    reported, done = config.observability, trainer.state.scalars.step
+    trace = trace_config(reported.timeline, reported.profile, reported.profile_ranks)
+    if (
+        trace is not None
+        and trace.steps is not None
+        and not done < trace.steps[0] <= trace.steps[1] <= plan.total_steps
+    ):
+        raise ConfigError(
+            f"--profile={reported.profile} names steps that this run does not take: it goes from step {done + 1} to "
+            f"{plan.total_steps}. Name some of these."
+        )
+
+
+def _note_left_out(state: Any, data: TrainingData) -> None:
     state.scalars.left_out = {str(number): text for number, text in left_out(data).items()}
-    checkpoints.save_state(state)

@@ -60,8 +60,9 @@ def run_data(config: Config, backend: Backend) -> RunData:
         ConfigError: options of the data that do not fit.
         DataError: data that cannot be used.
     """
-    per_replica(config.data.batch, backend.size)
-    per_microbatch(config.data.batch, backend.size, config.training.accumulate)
+    uneven = backend.capabilities.uneven
+    per_replica(config.data.batch, backend.data_parallel.size, uneven=uneven)
+    per_microbatch(config.data.batch, backend.data_parallel.size, config.training.accumulate, uneven=uneven)
     splits = loaded_splits(config, backend)
     loaded, where = splits, config.data.cache
     splits = replace(splits, train=_cached(splits.train, where), validation=_cached(splits.validation, where))
@@ -127,6 +128,7 @@ def _training(config: Config, splits: DataSplits, backend: Backend, service: tup
         read_options=options,
         gather=_gather(backend),
         remedy=waiting_advice(data, heavy=splits.train.heavy),
+        uneven=backend.capabilities.uneven,
     )
 
 
@@ -210,7 +212,7 @@ def evaluation_of(
 
 
 def _gather(backend: Backend) -> GatherBytes:
-    return lambda mine: backend.gather_bytes(mine, timeout=GATHER_TIMEOUT_S)
+    return lambda mine: backend.gather_bytes(mine, timeout=GATHER_TIMEOUT_S, among="data_parallel")
 
 
 def _read_options(config: DataConfig, splits: DataSplits) -> ReadOptions:

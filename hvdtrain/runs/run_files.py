@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.backends.protocol import Backend, world_size
+from hvdtrain.backends.protocol import Backend, split_axes, world_size
+from hvdtrain.config.errors import CheckpointError
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.layers.convert import without_sync_batch_norm
@@ -14,8 +15,12 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.optim.scaling import scaled_learning_rate
 from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
+from hvdtrain.runs.start_files import StartFiles
+from hvdtrain.runtime.open_files import reason
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
+from hvdtrain.runtime.terminal import say
+from hvdtrain.state.placement import is_split
 from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.trainer import Trainer
 
@@ -34,8 +39,37 @@ def write_start(folder: RunFolder, config: Config, description: RunDescription, 
     write_description(folder, description)
 
 
-def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:
-    """Write the trained model, the curves and the summary."""
+def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any], begun: StartFiles) -> None:
+    """Write the trained model, the curves and the summary.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    try:
+        begun.restore()
+        _write_end(folder, config, trainer, summary)
+    except OSError as error:
+        why = reason(error).rstrip(".")
+        raise CheckpointError(
+            f"The model and the summary cannot be written to {folder.path}: {why}. The training is complete and saved: "
+            f"`python -m hvdtrain checkpoint export {folder.path}` writes the model."
+        ) from error
+
+
+def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:
+    if is_split(trainer.model):
+        say(
+            f"hvdtrain: each rank holds a part of the model, so that {folder.path} has no {folder.model.name}. "
+            f"`python -m hvdtrain checkpoint export {folder.path}` writes the whole model."
+        )
+    else:
+        _save_model(folder, config, trainer)
+    if config.observability.plots and folder.metrics.exists():
+        draw_curves(folder.metrics, folder.curves, title=_title(summary))
+    write_json(folder.summary, summary)
+
+
+def _save_model(folder: RunFolder, config: Config, trainer: Trainer) -> None:
     # Keras chooses the format by the suffix, so the draft keeps it; the rename is atomic.
     draft = folder.path / f".{folder.model.name}.{os.getpid()}.keras"
     with trainer.averaged_weights():
@@ -43,9 +77,6 @@ def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict
         model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
         model.save(draft)
     os.replace(draft, folder.model)
-    if config.observability.plots:
-        draw_curves(folder.metrics, folder.curves, title=_title(summary))
-    write_json(folder.summary, summary)
 
 
 def summary_of_run(
@@ -70,10 +101,11 @@ def summary_of_run(
         "backend": backend.name,
         "world_size": world_size(backend),
         **({"roles": dict(backend.roles)} if backend.roles else {}),
+        **({"mesh": axes} if (axes := split_axes(backend)) else {}),
         "launcher": session.environment.launcher,
         "controller": session.environment.controller,
         "global_batch": config.data.batch,
-        "per_replica_batch": config.data.batch // backend.size,
+        "per_replica_batch": config.data.batch // backend.data_parallel.size,
         "model": config.model.model,
         "data": config.data.data,
         "optimizer": config.optim.optimizer,

@@ -1,5 +1,6 @@
 """Horovod's collectives as training calls them, each under a name that the ranks share."""
 
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,17 @@ from horovod.tensorflow import mpi_ops
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.guarded import guarded, kept
+from hvdtrain.runtime.hierarchy.sums import sum_by_host
+from hvdtrain.runtime.packing import pack, unpack
+from hvdtrain.runtime.tuning import fuses
 
 ReduceOp = Literal["sum", "average", "adasum"]
 
 _OPS = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}
 _MOVED_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 """dtypes that Horovod does not move, and those of their bits."""
+TWO_LEVEL_BYTES = 64 * 1024
+"""Smaller sums go through all ranks at once: three messages cost more than one that is hardly longer."""
 
 
 def collective_name(*parts: str) -> str:
@@ -43,6 +49,20 @@ class AxisGroup:
     """This rank's place among them."""
     process_set: Any
     """Horovod's set of these ranks; None for a rank that is alone in a larger world."""
+    by_host: "HostGroups | None" = None
+    """For sums in two levels; None where every sum goes through all ranks at once."""
+
+
+@dataclass(frozen=True)
+class HostGroups:
+    """A rank's groups for sums in two levels; see `hvdtrain.runtime.hierarchy`."""
+
+    local: AxisGroup
+    """The ranks of its host."""
+    crossing: AxisGroup | None
+    """The ranks that it exchanges with on other hosts; None if it is no bridge."""
+    bridges: int
+    """How many ranks of each host exchange with other hosts."""
 
 
 class AxisCollectives:
@@ -56,6 +76,9 @@ class AxisCollectives:
         self.group = group
         self.size = len(group.ranks)
         self.index = group.index
+        self.by_host = None if group.by_host is None else TwoLevelSum(group.by_host)
+        # Of a sum in two levels Horovod could put nothing but the middle part into a message with others.
+        self.fuses = self.by_host is None and fuses(os.environ)
 
     def all_reduce(
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
@@ -67,12 +90,18 @@ class AxisCollectives:
         """
         if op == "adasum" and not hvd.mpi_enabled():
             raise ConfigError("Adasum needs MPI: start with mpirun, or horovodrun --mpi.")
+        if self.by_host is not None and op != "adasum" and self.by_host.suits(tensor):
+            after = postscale / self.size if op == "average" else postscale
+            return self.by_host.all_reduce(tensor, name=name, prescale=prescale, postscale=after)
         return self._reduce(_one(mpi_ops._allreduce), [tensor], name, op, prescale, postscale)[0]
 
     def grouped_all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> list[tf.Tensor]:
         """Sum each of `tensors`, of one dtype, over the ranks in one message; none leaves before all are there."""
+        if not self.fuses and self.size > 1 and len(tensors) > 1:
+            packed = self.all_reduce(pack(tensors), name=f"{name}/packed", prescale=prescale, postscale=postscale)
+            return unpack(packed, tensors)
         return self._reduce(mpi_ops._grouped_allreduce, tensors, name, "sum", prescale, postscale)
 
     def reduce_scatter(
@@ -105,6 +134,41 @@ class AxisCollectives:
         """
         return tf.ensure_shape(self._move(_one(mpi_ops.alltoall), [tensor], name)[0], tensor.shape)
 
+    def scatter_rows(self, tensor: tf.Tensor, rows: Sequence[int], *, name: str) -> tf.Tensor:
+        """Send `rows[i]` consecutive rows of `tensor` to rank i, and line up what came, by rank."""
+        if self.group.process_set is None:
+            return tensor
+
+        def operation(tensors: Sequence[tf.Tensor], **options: Any) -> list[tf.Tensor]:
+            return [mpi_ops.alltoall(tensors[0], splits=guarded(tf.constant(rows, tf.int32)), **options)[0]]
+
+        return self._move(operation, [tensor], name)[0]
+
+    def exchange_rows(self, tensor: tf.Tensor, rows: tf.Tensor, *, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        """Send `rows[i]` consecutive rows of `tensor` to rank i.
+
+        Args:
+            tensor: of the same shape on all ranks but for dim 0.
+            rows: int32 [ranks], different on each rank; they add up to the rows of `tensor`.
+            name: see `AxisCollectives`.
+
+        Returns:
+            What came, lined up by rank, and how many rows of each, int32 [ranks].
+        """
+        if self.group.process_set is None:
+            return tensor, rows
+
+        def operation(tensors: Sequence[tf.Tensor], **options: Any) -> list[tf.Tensor]:
+            return list(mpi_ops.alltoall(tensors[0], splits=guarded(rows), **options))
+
+        bits = _MOVED_AS.get(tensor.dtype)
+        came, counts = self._call(operation, [tensor if bits is None else tf.bitcast(tensor, bits)], name)
+        came = came if bits is None else tf.bitcast(came, tensor.dtype)
+        if not tf.executing_eagerly():
+            came.set_shape([None, *tensor.shape[1:]])
+            counts.set_shape([self.size])
+        return came, counts
+
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0) -> None:
         """Assign the values that rank `root` of the group has, by path.
 
@@ -120,6 +184,10 @@ class AxisCollectives:
                 )
 
         run_once(assign_all)
+
+    def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
+        """Return the tensor that rank `root` of the group gave; shape and dtype must agree on all of them."""
+        return self._move(_one(mpi_ops.broadcast), [tensor], name, root_rank=self.group.ranks[root])[0]
 
     def _reduce(
         self,
@@ -149,6 +217,8 @@ class AxisCollectives:
         prescale: float,
         postscale: float,
     ) -> list[tf.Tensor]:
+        if not self.fuses:  # Horovod scales in its fusion buffer, and has none
+            tensors, prescale = [_times(tensor, prescale) for tensor in tensors], 1.0
         slices = self._reduce(operation, tensors, name, "sum", prescale, postscale)
         if not tf.executing_eagerly():
             for tensor, mine in zip(tensors, slices, strict=True):
@@ -180,6 +250,43 @@ class AxisCollectives:
         inputs = [guarded(tensor) for tensor in tensors]
         outputs = operation(inputs, name=full, ignore_name_scope=True, process_set=self.group.process_set, **options)
         return list(kept(outputs, full))
+
+
+class TwoLevelSum:
+    """Sums inside each host first, then between the hosts; see `hvdtrain.runtime.hierarchy`."""
+
+    def __init__(self, groups: HostGroups) -> None:
+        self._local = AxisCollectives(groups.local)
+        self._crossing = None if groups.crossing is None else AxisCollectives(groups.crossing)
+        self._bridges = groups.bridges
+
+    def suits(self, tensor: tf.Tensor) -> bool:
+        """Tell whether a sum of tensors of this shape and dtype, the same on all ranks, is worth two levels."""
+        elements = tensor.shape.num_elements()
+        return elements is not None and elements * tensor.dtype.size >= TWO_LEVEL_BYTES
+
+    def all_reduce(self, tensor: tf.Tensor, *, name: str, prescale: float = 1.0, postscale: float = 1.0) -> tf.Tensor:
+        """Sum `tensor`, of a static shape, elementwise over all ranks; the factors multiply input and result."""
+
+        def between(mine: tf.Tensor, crossing: AxisCollectives) -> tf.Tensor:
+            return crossing.all_reduce(mine, name=name, postscale=postscale)
+
+        wide = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+        return tf.cast(self.sum(_times(wide, prescale), between, name=name), tensor.dtype)
+
+    def sum(
+        self, tensor: tf.Tensor, between: Callable[[tf.Tensor, "AxisCollectives"], tf.Tensor], *, name: str
+    ) -> tf.Tensor:
+        """Sum `tensor` inside each host, each slice of it by `between` over the hosts, and gather the whole.
+
+        Args:
+            tensor: this rank's, of the same static shape on all of them.
+            between: is given a slice, a vector, and the ranks of other hosts that hold the same slice.
+            name: tells this sum from every other.
+        """
+        crossing = self._crossing
+        add = None if crossing is None else lambda mine: between(mine, crossing)
+        return sum_by_host(tensor, self._local, self._bridges, add, name=name)
 
 
 def _one(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,16 @@
 """Compiled calls outside of the training step, and names within a compiled one."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
+_FUNCTIONS = "hvdtrain/functions"
 _NAMES = "hvdtrain/names"
+# The scopes in which TensorFlow's polymorphic_function.py traces: the first may create variables.
+_FIRST, _SECOND = "variable_capturing_scope", "invalid_creator_scope"
 
 
 def run_once(body: Callable[[], None]) -> None:
@@ -20,12 +26,86 @@ def numbered(name: str) -> str:
 
     A layer may be called twice, and layers of nested models may share a path; two messages under way must not share a
     name. What a function's body uses counts with the function itself.
+
+    TensorFlow traces a function again whose first trace created variables. The second trace takes the numbers of the
+    first, which never runs: on a rank where the variables exist already, there is only one.
     """
     if tf.executing_eagerly():
         return name
-    graph = tf.compat.v1.get_default_graph()
-    while (outer := getattr(graph, "outer_graph", None)) is not None and outer.building_function:
-        graph = outer
+    inner, outermost = _functions()
+    if not isinstance(outermost, FuncGraph):
+        return _numbered_in_session(name, outermost)
+    functions: list[_Function] = outermost.get_collection_ref(_FUNCTIONS)
+    own = next((each for each in functions if each.graph is inner), None)
+    if own is None:
+        own = _Function(inner, *_trace_of(inner))
+        own.replaced = own.first_trace(functions)
+        functions.append(own)
+    number = own.next_number(name, functions)
+    return name if number == 1 else f"{name}#{number}"
+
+
+def _numbered_in_session(name: str, graph: tf.Graph) -> str:
+    """Number `name` in a graph of TensorFlow 1, which is built once; savers take collections of strings alone."""
     used = graph.get_collection_ref(_NAMES)
     used.append(name)
-    return name if used.count(name) == 1 else f"{name}#{used.count(name)}"
+    count = used.count(name)
+    return name if count == 1 else f"{name}#{count}"
+
+
+@dataclass
+class _Function:
+    """The numbers that names have got in one trace of a function."""
+
+    graph: FuncGraph
+    signature: str
+    scope: str
+    """What TensorFlow calls the scope of variables of this trace."""
+    replaced: "_Function | None" = None
+    """The earlier trace of the same function that this one stands for."""
+    numbers: list[tuple[str, int]] = field(default_factory=list)
+
+    def next_number(self, name: str, functions: "list[_Function]") -> int:
+        earlier = [number for used, number in self.replaced.numbers if used == name] if self.replaced else []
+        count = sum(used == name for used, _ in self.numbers)
+        everywhere = [number for each in functions for used, number in each.numbers if used == name]
+        number = earlier[count] if count < len(earlier) else max(everywhere, default=0) + 1
+        self.numbers.append((name, number))
+        return number
+
+    def first_trace(self, functions: "list[_Function]") -> "_Function | None":
+        """Return the trace that created the variables, if this is the second trace of its function."""
+        if self.scope != _SECOND:
+            return None
+        replaced = [each.replaced for each in functions]
+        same = (each for each in reversed(functions) if (each.scope, each.signature) == (_FIRST, self.signature))
+        return next((each for each in same if not any(each is one for one in replaced)), None)
+
+
+def outermost_graph() -> Any:
+    """Return the graph that everything is traced for at this place; None where TensorFlow computes at once."""
+    return None if tf.executing_eagerly() else _functions()[1]
+
+
+def _functions() -> tuple[Any, Any]:
+    """Return the graphs of the function that is being traced, and of the one that everything is traced for.
+
+    A branch or a loop has a graph of its own, but belongs to the function around it.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    inner = None
+    while True:
+        if inner is None and type(graph) is FuncGraph:
+            inner = graph
+        outer = getattr(graph, "outer_graph", None)
+        if outer is None or not outer.building_function:
+            return inner or graph, graph
+        graph = outer
+
+
+def _trace_of(graph: tf.Graph) -> tuple[str, str]:
+    """Return the name and signature of the function that `graph` is a trace of, and its scope of variables."""
+    if not isinstance(graph, FuncGraph):  # a graph of TensorFlow 1
+        return "", ""
+    scopes = [creator.__name__ for _, creator in graph._variable_creator_stack if creator.__name__ in (_FIRST, _SECOND)]
+    return f"{graph.name} {graph.structured_input_signature}", scopes[-1] if scopes else ""

@@ -49,6 +49,13 @@ class ExitWatch:
         return None if status is None or code == 0 else ScriptExit(code, where)
 
     @property
+    def described(self) -> str:
+        """The exit that ended the script, whatever its code, "sys.exit(0) at train.py:12"; empty if there was none."""
+        if self._last is None or _has_returned(self._script):
+            return ""
+        return f"sys.exit({self._last[0]!r}) at {self._last[1]}"
+
+    @property
     def unclear(self) -> bool:
         """Whether the script, at its end, was left by an exception of which nothing more is known."""
         return self._last is None and not _has_returned(self._script)

@@ -4,7 +4,6 @@ What follows from a failure is a `FailurePolicy`, which the link between the ran
 """
 
 import contextlib
-import sys
 import threading
 import time
 import traceback
@@ -12,20 +11,27 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol, TextIO, TypeAlias
 
-from hvdtrain.config.errors import LaunchError, UserError, in_script
+from hvdtrain.config.errors import LaunchError, LoneRanksError, UserError, in_script
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel, end_process, flush_output, name_ranks
+from hvdtrain.runtime.hang.stacks import HANG
 from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.open_files import limit_reached
+from hvdtrain.runtime.stopping import EXIT_INTERRUPTED
+from hvdtrain.runtime.terminal import say
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
+EXIT_HANG = 124
+"""The code of `timeout` of the coreutils: the job did not go on."""
 
 _REPORTED_CHARACTERS = 2000
 """The end of a traceback tells failures apart, and MPI sends a message of this size without a handshake."""
 
 _CUT_OFF = "cut-off"
 """Key on the status board of ranks whose error is only a consequence."""
+
+_RANK_0_IS_GONE = "rank 0, which keeps the store of the job, is gone: killed, or its machine is gone."
 
 _REQUESTS_A_SECOND = 2000
 """Of all ranks together to the store of horovodrun, which answered 2,900 on 2 cores."""
@@ -44,6 +50,14 @@ class FailurePolicy(Protocol):
     def others_failed(self, control: ControlChannel, failed: Collection[int], stopped: threading.Event) -> None:
         """Act on the failure of other ranks, on the watchdog's thread; ``stopped`` is set when the link is closed."""
 
+    def broken_link(self, control: ControlChannel, environment: Environment, text: str) -> None:
+        """Act on another host that cannot be reached, on the watchdog's thread; `text` is for the user."""
+
+    def hung(
+        self, control: ControlChannel, environment: Environment, text: str, show_stacks: Callable[[], None]
+    ) -> None:
+        """Act on a job that hangs, on the watchdog's thread of a rank that waits; `text` is for the user."""
+
 
 @dataclass(frozen=True)
 class Grace:
@@ -59,6 +73,8 @@ class Grace:
     """The launcher passes the last lines on before the end of the job cuts them off."""
     hanging: float = 5.0
     """A rank that has not failed is ended by the launcher, or else by itself: it may hang in a collective for ever."""
+    stacks: float = 2.5
+    """Where a job hangs, all live ranks show where they stand before it ends."""
 
 
 class ScriptExit(Exception):
@@ -90,7 +106,7 @@ class FailFast:
             return show_failure(environment, error, stream=self.stream, wording=self.wording)
         remark = ""
         if is_consequence(error):
-            shows, remark = self._without_cause(control)
+            shows, remark = self._without_cause(control, environment)
         else:
             shows = self._shows(control, describe(error, self.wording)[-_REPORTED_CHARACTERS:])
         if shows:
@@ -102,12 +118,30 @@ class FailFast:
         """End this process unless it ends by itself within the time of grace."""
         if stopped.wait(self.grace.hanging):
             return
-        print(
+        say(
             f"hvdtrain: rank {control.rank} still ran {self.grace.hanging:g} s after {name_ranks(failed)} failed, and "
-            "is ended.",
-            file=sys.stderr,
+            "is ended."
         )
         self.end(EXIT_FAILURE)
+
+    def hung(
+        self, control: ControlChannel, environment: Environment, text: str, show_stacks: Callable[[], None]
+    ) -> None:
+        """Say that the job hangs, let every live rank show where it stands, and end the job."""
+        shown = f"hvdtrain: error: {self.wording(text)} [rank {environment.rank} ({environment.hostname})]"
+        say(shown, self.stream)
+        control.report_failure(HANG + text[:_REPORTED_CHARACTERS])
+        show_stacks()
+        time.sleep(self.grace.stacks)
+        control.abort(EXIT_HANG)
+
+    def broken_link(self, control: ControlChannel, environment: Environment, text: str) -> None:
+        """Say which hosts cannot be reached, unless another rank of this host does, and end the job."""
+        if self._shows(control, text):
+            shown = f"hvdtrain: error: {self.wording(text)} [rank {environment.rank} ({environment.hostname})]"
+            say(shown, self.stream)
+        time.sleep(self.grace.output)
+        control.abort(EXIT_FAILURE)
 
     def _shows(self, control: ControlChannel, report: str) -> bool:
         """Report this rank's error, and tell whether no lower rank shows the same one."""
@@ -118,7 +152,7 @@ class FailFast:
 
         return control.rank == 0 or not _wait(said_by_lower, self.grace.same)
 
-    def _without_cause(self, control: ControlChannel) -> tuple[bool, str]:
+    def _without_cause(self, control: ControlChannel, environment: Environment) -> tuple[bool, str]:
         """Wait for the report of the cause; return whether this rank is to show its error for want of one, and why.
 
         Not until then is a consequence reported as a failure, so that it ends no rank that is yet to tell the cause.
@@ -126,8 +160,16 @@ class FailFast:
         with contextlib.suppress(LaunchError):
             control.post(_CUT_OFF, b"yes")
         pause = max(0.05, control.size**2 / _REQUESTS_A_SECOND)
-        _wait(lambda: bool(control.failures()) or not _unheard(control), self.grace.cause, pause)
+
+        def known() -> bool:
+            return bool(control.failures()) or not _unheard(control) or _has_lost_rank_0(control, environment)
+
+        _wait(known, self.grace.cause, pause)
         if control.failures():
+            return False, ""
+        if _has_lost_rank_0(control, environment):
+            here = f"rank {environment.rank} ({environment.hostname})"
+            say(f"hvdtrain: error: {_RANK_0_IS_GONE} [{here}]", self.stream)
             return False, ""
         unheard = _unheard(control)
         if unheard:
@@ -139,6 +181,17 @@ class FailFast:
             return False, ""
         control.report_failure(remark)
         return True, remark
+
+
+def _has_lost_rank_0(control: ControlChannel, environment: Environment) -> bool:
+    """Tell whether the store of the job, which rank 0 kept, has gone with it, and nobody has said why."""
+    if not environment.store_on_rank_0 or control.rank == 0:
+        return False
+    try:
+        control.read(_CUT_OFF)
+    except LaunchError:
+        return True
+    return False
 
 
 def _unheard(control: ControlChannel) -> set[int]:
@@ -176,16 +229,28 @@ def show_failure(
     here, text = f"rank {rank} ({environment.hostname})" if environment else "", describe(error, wording)
     if isinstance(error, KeyboardInterrupt):
         line = f"hvdtrain: {str(error) or text}"
-    elif isinstance(error, UserError | ScriptExit):
+    elif isinstance(error, UserError | ScriptExit) or limit_reached(error) is not None:
         line = f"hvdtrain: error: {text}" + (f" [{here}]" if rank > 0 or isinstance(error, ScriptExit) else "")
     elif remark:
         line = f"{here} was {remark}:\n{text}"
     else:
         line = (f"{here} failed:\n" if size > 1 else "") + text
-    with contextlib.suppress(OSError, ValueError):  # nobody reads any more
-        (stream or sys.stderr).write(line + "\n")
+    say(line, stream)
     flush_output()
     return exit_code(error)
+
+
+def show_alone(environment: Environment | None, error: BaseException, *, wording: Wording = in_script) -> int:
+    """Show what ended a rank that has no channel to the others, as `show_failure`.
+
+    Of ranks that are sure to meet the same `LoneRanksError` the first shows it. The others leave a while later, so that
+    no launcher ends that one before it has spoken; Open MPI has ended them by then, unless they alone met it.
+    """
+    if isinstance(error, LoneRanksError) and error.rank > 0:
+        time.sleep(Grace.silent)
+        if environment is None or environment.launcher != "mpirun":
+            return exit_code(error)
+    return show_failure(environment, error, wording=wording)
 
 
 def describe(error: BaseException, wording: Wording = in_script) -> str:
@@ -194,6 +259,9 @@ def describe(error: BaseException, wording: Wording = in_script) -> str:
         return "interrupted"
     if isinstance(error, UserError):
         return wording(error.message)
+    limit = limit_reached(error)
+    if limit is not None:  # wherever it was met: a traceback says nothing about it
+        return f"{error}. {limit}"
     if isinstance(error, ScriptExit):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()

@@ -1,7 +1,8 @@
-"""Ctrl-C, and SIGTERM by which launchers pass it on: the process says how to go on, and ends.
+"""Ctrl-C, SIGTERM by which launchers pass it on, SIGTERM and SIGUSR1 of a scheduler: the process ends in order.
 
-Launchers end the ranks one to five seconds after the signal, and a rank may be within a collective all that time, where
-Python calls no handler: in a job of several ranks a thread acts on signals.
+A training that saves checkpoints stops after a step that all ranks agree on; everything else says how to go on, and
+ends at once. Launchers end the ranks one to five seconds after the signal, and a rank may be within a collective all
+that time, where Python calls no handler: in a job of several ranks a thread acts on signals.
 """
 
 import re
@@ -18,11 +19,12 @@ from typing import Any
 
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.stopping import code_of
 from hvdtrain.runtime.terminal import on_terminal
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PACKAGE = str(Path(__file__).parents[1])
-_INSTALLED = re.compile(rf"/(site-packages|dist-packages|lib/python3[^/]*)/|^{re.escape(_PACKAGE)}/|^<frozen")
+INSTALLED = re.compile(rf"/(site-packages|dist-packages|lib/python3[^/]*)/|^{re.escape(_PACKAGE)}/|^<frozen")
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -32,7 +34,7 @@ class Interrupted(KeyboardInterrupt):
 
 def show_interrupt(trace: TracebackType | None) -> None:
     """Show the KeyboardInterrupt that ends a script as Python does, without the frames of installed packages."""
-    own = [frame for frame in traceback.extract_tb(trace) if not _INSTALLED.search(frame.filename)]
+    own = [frame for frame in traceback.extract_tb(trace) if not INSTALLED.search(frame.filename)]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(own), "KeyboardInterrupt\n"]
     sys.stderr.write("".join(lines))
 
@@ -40,24 +42,29 @@ def show_interrupt(trace: TracebackType | None) -> None:
 class InterruptWatch:
     """Context in which the first Ctrl-C ends this process in order, and a second one at once.
 
-    A process that is alone gets Python's KeyboardInterrupt; of several ranks, the first one shows the message and all
-    end.
+    A training under way is asked to save and stop. Without one, a process that is alone gets Python's
+    KeyboardInterrupt; of several ranks, the first one shows the message and all end.
 
     Args:
-        environment: this process's place in the job.
+        place: returns this process's place in the job; in an elastic one it changes.
         message: what is shown.
         failed: whether another rank has failed: the launcher then ends this one by the same signal.
         end: ends this process, with an exit code.
+        stop: asks a training under way to save and stop because of a signal, and tells whether there is one.
     """
 
     def __init__(
         self,
-        environment: Environment,
+        place: Callable[[], Environment],
         message: Callable[[], str],
         failed: Callable[[], bool] = lambda: False,
         end: Callable[[int], Any] = end_process,
+        stop: Callable[[int], bool] = lambda number: False,
     ) -> None:
-        self._environment = environment
+        self._stop = stop
+        self._stopping = False
+        self._handled_interrupts = 0
+        self._place = place
         self._message = message
         self._failed = failed
         self._end = end
@@ -88,9 +95,11 @@ class InterruptWatch:
         return [number for number in SIGNALS if signal.getsignal(number) in usual]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt in a process that is alone; else the thread has seen the signal already."""
-        if self._environment.size == 1 and number == signal.SIGINT:
-            raise Interrupted(self._message())
+        """Raise KeyboardInterrupt in a process that is alone; else the thread sees the signal."""
+        if self._place().size == 1 and number == signal.SIGINT:
+            self._handled_interrupts += 1
+            if self._handled_interrupts > 1 or not self._stop(number):
+                raise Interrupted(self._message())
 
     def _watch(self) -> None:
         while True:
@@ -106,15 +115,20 @@ class InterruptWatch:
 
     def _arrived(self, number: int) -> None:
         again, self._first = self._first is not None, self._first or number
-        alone = self._environment.size == 1
+        if self._stopping and number != signal.SIGINT:
+            return  # schedulers and launchers may each send it
+        if not again and not self._failed() and self._stop(number):
+            self._stopping = True
+            return
+        alone = self._place().size == 1
         if alone and number == signal.SIGINT and not again:
             return  # Python's main thread is interrupted
-        if not again and self._environment.rank == 0 and not self._failed():
+        if not again and self._place().rank == 0 and not self._failed():
             self._say()
-        self._end(128 + (number if alone else signal.SIGINT))
+        self._end(code_of(number))
 
     def _say(self) -> None:
         with suppress(Exception):
-            if on_terminal(self._environment):
+            if on_terminal(self._place()):
                 sys.stdout.write(_SHOW_CURSOR)
             sys.stderr.write(f"hvdtrain: {self._message()}\n")

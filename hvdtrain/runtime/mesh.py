@@ -1,20 +1,26 @@
 """Where each rank stands on the axes of the job: pure NumPy, testable without Horovod."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
 
 from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.parallel import AXES, DATA_AXES, HOLDER_AXES, REPLICA_AXES, REST
 
-AXES = ("pp", "dp", "ep", "tp")
-"""Pipeline, data, expert and tensor parallel: those that exchange most are last, among neighbouring ranks."""
+GROUPS = (("pp",), ("dp",), ("cp",), ("ep",), ("tp",), DATA_AXES, HOLDER_AXES, REPLICA_AXES, ("ep", "tp"))
+"""Axes along which ranks exchange something, alone and together."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of ranks in row-major order, with a name for each axis."""
+    """A grid of ranks in row-major order, with a name for each axis.
+
+    Questions about several axes are about the ranks that differ along any of them. An axis that the mesh does not name
+    holds one rank.
+    """
 
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -36,7 +42,7 @@ class Mesh:
         """Return the mesh of a job of `size` ranks.
 
         Args:
-            axes: sizes of axes by name; without `dp`, that one takes the ranks that are left.
+            axes: sizes of axes by name; -1, or `dp` if it is not named, takes the ranks that are left.
             rank: this rank.
             size: the number of ranks.
 
@@ -44,42 +50,66 @@ class Mesh:
             LaunchError: an unknown axis, a size below 1, or sizes whose product is not `size`.
         """
         for axis, length in axes.items():
-            if axis not in AXES:
-                raise LaunchError(f"There is no axis {axis!r} of a mesh. Available: {', '.join(AXES)}.")
-            if length < 1:
+            _refuse_unknown(axis)
+            if length < 1 and length != REST:
                 raise LaunchError(f"The {axis} axis must hold at least 1 rank. Received: {length}.")
-        taken = prod(axes.values())
-        if size % taken or ("dp" in axes and size != taken):
-            sizes = " x ".join(f"{axis} {axes[axis]}" for axis in AXES if axis in axes)
+        rest = next((axis for axis, length in axes.items() if length == REST), None if "dp" in axes else "dp")
+        fixed = {axis: length for axis, length in axes.items() if axis != rest}
+        taken = prod(fixed.values())
+        if size % taken or (rest is None and size != taken):
+            sizes = " x ".join(f"{axis} {fixed[axis]}" for axis in AXES if axis in fixed)
             raise LaunchError(
-                f"{size} ranks cannot be laid out as {sizes}: start {'' if 'dp' in axes else 'a multiple of '}{taken}."
+                f"{size} ranks cannot be laid out as {sizes}: start {'' if rest is None else 'a multiple of '}{taken}."
             )
-        sizes_by_axis = {"dp": size // taken, **axes}
+        sizes_by_axis = {"dp": 1, **fixed, **({} if rest is None else {rest: size // taken})}
         names = tuple(axis for axis in AXES if axis in sizes_by_axis)
         return cls(names, tuple(sizes_by_axis[axis] for axis in names), rank)
 
-    def _position(self, axis: str) -> int:
-        if axis not in self.axis_names:
-            raise LaunchError(f"The mesh has no axis {axis!r}. Available: {', '.join(self.axis_names)}.")
-        return self.axis_names.index(axis)
+    def size(self, *axes: str) -> int:
+        """Number of ranks that differ along `axes` only, this one among them."""
+        return prod(self.shape[place] for place in self._places(axes))
 
-    def size(self, axis: str) -> int:
-        """Number of ranks along `axis`."""
-        return self.shape[self._position(axis)]
+    def coordinate(self, *axes: str) -> int:
+        """This rank's place among those that differ along `axes` only."""
+        return self.ranks_along(*axes).index(self.rank)
 
-    def coordinate(self, axis: str) -> int:
-        """This rank's index along `axis`."""
-        return int(np.unravel_index(self.rank, self.shape)[self._position(axis)])
+    def ranks_along(self, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from this one along `axes` only, in ascending order."""
+        return next(group for group in self.groups(*axes) if self.rank in group)
 
-    def ranks_along(self, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from this one along `axis` only, in the order of that axis."""
-        return next(group for group in self.groups(axis) if self.rank in group)
-
-    def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ along `axis` only, each in the order of that axis."""
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ along `axes` only, each in ascending order."""
         grid = np.arange(prod(self.shape)).reshape(self.shape)
-        lines = np.moveaxis(grid, self._position(axis), -1).reshape(-1, self.size(axis))
+        places = self._places(axes)
+        last = range(len(self.shape) - len(places), len(self.shape))
+        lines = np.moveaxis(grid, places, last).reshape(-1, self.size(*axes))
         return [tuple(map(int, line)) for line in lines]
+
+    def neighbours(self, axis: str) -> list[tuple[int, ...]]:
+        """All pairs of ranks that are next to each other along `axis`, and the first and the last of each line."""
+        pairs = []
+        for line in self.groups(axis):
+            pairs += [*pairwise(line), (line[0], line[-1])] if len(line) > 1 else []
+        return list(dict.fromkeys(pairs))
+
+    def named(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return those of `axes` that hold several ranks, in the order of the mesh."""
+        wanted = set(axes)
+        for axis in wanted:
+            _refuse_unknown(axis)
+        return tuple(
+            axis for axis, size in zip(self.axis_names, self.shape, strict=True) if axis in wanted and size > 1
+        )
+
+    def _places(self, axes: Iterable[str]) -> list[int]:
+        for axis in axes:
+            _refuse_unknown(axis)
+        return sorted(self.axis_names.index(axis) for axis in axes if axis in self.axis_names)
+
+
+def _refuse_unknown(axis: str) -> None:
+    if axis not in AXES:
+        raise LaunchError(f"There is no axis {axis!r} of a mesh. Available: {', '.join(AXES)}.")
 
 
 def process_sets_of(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -87,5 +117,6 @@ def process_sets_of(mesh: Mesh) -> list[tuple[int, ...]]:
 
     Horovod refuses a set twice, and one of all ranks, which is the global one; a rank alone exchanges nothing.
     """
-    groups = dict.fromkeys(group for axis in mesh.axis_names for group in mesh.groups(axis))
-    return [group for group in groups if 1 < len(group) < prod(mesh.shape)]
+    groups = [group for axes in GROUPS for group in mesh.groups(*axes)]
+    groups += mesh.neighbours("pp")
+    return [group for group in dict.fromkeys(groups) if 1 < len(group) < prod(mesh.shape)]

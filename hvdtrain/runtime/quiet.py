@@ -72,6 +72,22 @@ def import_tensorflow_quietly() -> None:
         import tensorflow  # noqa: F401
 
 
+def open_closed_streams() -> None:
+    """Open the null device for standard streams that are closed (`2>&-`), before another file gets their numbers.
+
+    What libraries print would end up in that file.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (for the whole process)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def hush_tensorflow() -> None:
     """Let TensorFlow, whoever imports it later in this process, start without start-up lines."""
     os.environ.setdefault(LEVEL, QUIET)

@@ -23,8 +23,11 @@ _VARIABLES = re.compile(
     r"|(CUDA_VISIBLE_DEVICES|LD_PRELOAD|LD_LIBRARY_PATH)$"
 )
 
-_SECRET = re.compile(r"SECRET|KEY|TOKEN|PASSWORD|CREDENTIAL|TRANSPORTS", flags=re.IGNORECASE)
-"""Open MPI 4 calls a job's key ``orte_precondition_transports``."""
+_SECRET = re.compile(r"SECRET|KEY|TOKEN|JWT|PASSW|CREDENTIAL|TRANSPORTS|RENDEZVOUS_ADDR", flags=re.IGNORECASE)
+"""Open MPI 4 calls a job's key ``orte_precondition_transports``; the address of horovodrun's store holds a token."""
+
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+"""A user's name and password before the host."""
 
 
 def collect_environment(*, full: bool = False) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def _machine_facts(machine: Machine) -> dict[str, Any]:
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that training may depend on, by name; secrets are masked."""
     names = sorted(name for name in environ if _VARIABLES.match(name))
-    return {name: "***" if _SECRET.search(name) else environ[name] for name in names}
+    return {name: "***" if _SECRET.search(name) else _IN_URL.sub("***@", environ[name]) for name in names}
 
 
 def _tried_facts() -> dict[str, Any]:

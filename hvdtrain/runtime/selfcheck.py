@@ -9,6 +9,7 @@ elsewhere.
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 ELEMENTS = 1000
@@ -27,7 +28,7 @@ def expected_sum(size: int) -> list[float]:
     return [size * i + size * (size - 1) / 2 for i in range(ELEMENTS)]
 
 
-def _wrong_elements(hvd: Any, tf: Any) -> int:
+def wrong_elements(hvd: Any, tf: Any) -> int:
     """Sum a vector over all ranks, eagerly and in a graph, and count the elements that came out wrong."""
     own = tf.range(ELEMENTS, dtype=tf.float32) + float(hvd.rank())
     eager = hvd.allreduce(own, op=hvd.Sum)
@@ -63,14 +64,14 @@ def check() -> dict[str, Any]:
     }
     # The verdict goes through gather, not through the sum that is on trial. It is also the barrier before
     # shutdown: a rank that left first would take Horovod down for the others.
-    wrong = hvd.allgather(tf.constant([_wrong_elements(hvd, tf)]), name="selfcheck_verdict").numpy()
+    wrong = hvd.allgather(tf.constant([wrong_elements(hvd, tf)]), name="selfcheck_verdict").numpy()
     hvd.shutdown()
     ok = not wrong.any() and len(wrong) == report["size"]
     return {"ok": bool(ok), **report, "wrong_elements": int(wrong.sum())}
 
 
-def main() -> int:
-    """Run the check; rank 0 prints its outcome as one line of JSON."""
+def run(check: Callable[[], dict[str, Any]]) -> int:
+    """Run a check; rank 0 prints its outcome as one line of JSON. Return the exit code."""
     try:
         report = check()
     except Exception as error:
@@ -81,4 +82,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(check))

@@ -3,74 +3,38 @@
 import importlib.util
 import math
 import os
+import socket
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.observability import TraceConfig
+from hvdtrain.config.parallel import REST, parse_axes
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.control.agreement import agree, installed_versions
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.control.local import LocalChannel
-from hvdtrain.runtime.control.open import open_control
-from hvdtrain.runtime.devices import DevicePlan, configure_tensorflow, place_process
-from hvdtrain.runtime.failures import FailFast, FailurePolicy
-from hvdtrain.runtime.launchers import Environment, detect_environment
+from hvdtrain.runtime.devices import (
+    DevicePlan,
+    choose_deterministic_operations,
+    configure_tensorflow,
+    place_process,
+)
+from hvdtrain.runtime.gpus import agree_on_gpu, visible_gpus
+from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hierarchy_choice import choose_hierarchy, resolve_hierarchy
+from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.leaving import leave_together
+from hvdtrain.runtime.link import Link, open_link
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.network.places import exchange_places
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
 from hvdtrain.runtime.roles import roles_of
 from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices
-from hvdtrain.runtime.tuning import set_exchange_defaults
-from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.runtime.tracing.trace import Place, Trace
+from hvdtrain.runtime.tuning import FUSION_THRESHOLD, fuse_nothing, lose_silent_ranks, outlast_hangs
 from hvdtrain.runtime.world import World, open_world
-
-INTERRUPTED = "interrupted"
-
-
-@dataclass
-class Link:
-    """What connects a rank to the others before TensorFlow is there."""
-
-    environment: Environment
-    control: ControlChannel
-    watchdog: Watchdog
-    policy: FailurePolicy = field(default_factory=FailFast)
-    generation: int = 0
-    """How many times the job has formed anew."""
-    on_interrupt: Callable[[], str] = lambda: INTERRUPTED
-    """Returns what the user is told at Ctrl-C; a run that can go on says how."""
-
-    def fail(self, error: BaseException) -> int:
-        """Act on `error`, with which this rank fails, and return the exit code to leave with, if it returns."""
-        return self.policy.fail(self.control, self.environment, error)
-
-    def close(self) -> None:
-        """Stop watching and release the channel."""
-        self.watchdog.stop()
-        self.control.close()
-
-
-def open_link(
-    *, timeout: float, generation: int = 0, restartable: bool = False, policy: FailurePolicy | None = None
-) -> Link:
-    """Find out who started this process and reach the other ranks.
-
-    Args:
-        timeout: seconds to wait for them.
-        generation: how many times the job has formed anew.
-        restartable: whether another generation may follow in this process.
-        policy: what follows from the failure of a rank; by default the end of the job.
-
-    Raises:
-        LaunchError: ranks are missing, or cannot be reached.
-    """
-    set_exchange_defaults(os.environ, restartable=restartable)
-    environment = detect_environment(os.environ)
-    control = open_control(environment, timeout=timeout, generation=generation)
-    policy = policy or FailFast()
-    watchdog = Watchdog(control, policy)
-    watchdog.start()
-    return Link(environment, control, watchdog, policy, generation)
 
 
 @dataclass
@@ -84,6 +48,8 @@ class Session:
     """None where tf.distribute does not take part."""
     load_timeout: float = RuntimeConfig.load_timeout
     """Seconds to wait for ranks that still load their data."""
+    config: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """The options it was opened with."""
 
     @property
     def environment(self) -> Environment:
@@ -97,22 +63,31 @@ class Session:
         return LocalChannel() if led else self.link.control
 
     @property
+    def elastic(self) -> bool:
+        """Whether ranks may be lost and others come, where what trains allows for it."""
+        return self.link.worlds is not None
+
+    @property
+    def rejoined(self) -> bool:
+        """Whether this process was in a world of the job before this one."""
+        return self.link.worlds is not None and self.link.worlds.entered > 1
+
+    @property
     def serves(self) -> bool:
         """Whether this rank does what another asks for: there is nothing left for it but to close."""
         return self.strategy is not None and self.strategy.server is not None
 
-    def gather(self, payload: bytes, timeout: float | None, axis: str = "dp") -> list[bytes]:
-        """Return the `payload` of each rank along `axis`, in its order; every rank of the job must call it.
+    def gather(self, payload: bytes, timeout: float | None, ranks: Sequence[int] | None = None) -> list[bytes]:
+        """Return the `payload` of each of `ranks`, in their order; every rank of the job must call it.
 
         Args:
             payload: this rank's.
             timeout: seconds to wait for the other ranks; None: as long as they may take to load their data.
-            axis: an axis of the mesh.
+            ranks: whose payloads are wanted; None: those of all.
 
         Raises:
             LaunchError: a rank did not come in time; it is named.
         """
-        members = self.world.mesh.ranks_along(axis)
         if self.control.size == 1:
             return [payload]
         try:
@@ -122,7 +97,7 @@ class Session:
                 raise
             advice = "Ranks that load their data for longer need more --load-timeout."
             raise LaunchError(f"{error.message} {advice}") from error
-        return [everyone[rank] for rank in members]
+        return everyone if ranks is None else [everyone[rank] for rank in ranks]
 
     def close(self, *, remark: str = "") -> None:
         """Wait for all ranks, then shut Horovod down: the first to leave would end it for everybody.
@@ -137,11 +112,13 @@ class Session:
         """
         if self.world.collectives:
             leave_together(self.link.control, remark=remark)
-            self.world.close()
+            self.world.close()  # Horovod writes the rest of its timeline
         elif self.strategy is not None:
             # The server that each worker of a strategy runs ends with its process.
             waits = {"patience": math.inf, "notice": math.inf} if self.serves else {}
             leave_together(self.link.control, remark=remark, **waits)
+        if self.link.trace is not None:
+            self.link.trace.finish(self.link.control)
         self.link.close()
 
 
@@ -163,48 +140,145 @@ def wants_horovod(config: RuntimeConfig, environment: Environment) -> bool:
     return wanted
 
 
-def open_session(
-    link: Link, config: RuntimeConfig, facts: Mapping[str, str] | None = None, *, axes: Mapping[str, int] | None = None
-) -> Session:
+def check_parallel(config: RuntimeConfig, environment: Environment, *, with_horovod: bool) -> None:
+    """Refuse a layout on a mesh that this job cannot have.
+
+    Raises:
+        ConfigError: an elastic job, whose number of ranks changes, or one without Horovod.
+        LaunchError: the number of ranks does not fit.
+    """
+    axes = parse_axes(config.parallel)
+    alone = (1, REST) if environment.size == 1 else (1,)
+    others = {axis: size for axis, size in axes.items() if axis != "dp" and size not in alone}
+    if not others:
+        Mesh.of(axes, environment.rank, environment.size)
+        return
+    if environment.elastic:
+        raise ConfigError(
+            "--parallel needs ranks that stay, and those of an elastic job come and go: leave it out, or start a job "
+            f"of a fixed number of ranks. Received: {config.parallel}."
+        )
+    if not with_horovod:
+        raise ConfigError(
+            "--parallel needs Horovod to carry what the ranks exchange: start it with horovodrun or mpirun, and leave "
+            f"out --backend={config.backend}; or let one process have all of the model with --parallel dp=-1. "
+            f"Received: {config.parallel}, started by {environment.launcher}."
+        )
+    Mesh.of(axes, environment.rank, environment.size)
+
+
+def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | None = None) -> Session:
     """Agree with the other ranks, take this rank's cores, start TensorFlow and Horovod.
 
     Args:
         link: the open connection between the ranks.
         config: options of processes and threads.
         facts: what must be the same on all ranks besides the installed versions, by name.
-        axes: sizes of the mesh's axes besides `dp`, by name.
 
     Raises:
-        LaunchError: the ranks differ, one is missing, the axes do not fit them, or Horovod is not usable.
+        LaunchError: the ranks differ, one is missing, `--parallel` does not fit them, or Horovod is not usable.
     """
     environment, timeout = link.environment, config.start_timeout
-    agree(link.control, {**installed_versions(), **(facts or {})}, timeout=timeout)
     with_horovod = wants_horovod(config, environment)
+    check_parallel(config, environment, with_horovod=with_horovod)
+    if config.deterministic and with_horovod:
+        fuse_nothing(os.environ)
+    hierarchy = resolve_hierarchy(config, environment, os.environ)
+    shared = {"timeline": repr(link.trace and link.trace.config), "hierarchical_allreduce": hierarchy}
+    shared |= {**installed_versions(), **_exchange_facts(config), **(facts or {})}
+    agree(link.control, shared, timeout=timeout)
     if config.backend == "parameter_server":
         roles_of(config, environment)  # too few ranks are told so before TensorFlow is loaded
     plan = place_process(link.control, environment, config, timeout=timeout)
     import_tensorflow_quietly()
-    strategy = _start_tensorflow(link, config, plan)
-    hosts = [host.decode() for host in link.control.exchange(environment.hostname.encode(), timeout=timeout)]
+    with start_up_chatter_hidden():
+        gpus = visible_gpus(environment.hostname)
+    gpu = agree_on_gpu(link.control, environment, gpus, mixed=not with_horovod, timeout=timeout)
+    strategy = _start_tensorflow(link, config, plan, gpu)
+    places = exchange_places(link.control, environment, timeout=timeout)
+    hosts = [place.host for place in places]
+    limit_silence = lose_silent_ranks if environment.elastic else outlast_hangs
+    limit_silence(os.environ, config.hang_timeout)
+    if link.trace is not None:
+        entered = 1 if link.worlds is None else link.worlds.entered
+        place = (environment.rank, environment.size, environment.hostname, entered, environment.elastic)
+        link.trace.prepare(Place(*place))
     world = open_world(
         link.control,
         environment,
         hosts,
-        axes=axes,
+        axes=parse_axes(config.parallel),
         generation=link.generation,
         horovod=with_horovod,
+        by_host=hierarchy != "never",
         timeout=timeout,
     )
-    return Session(link, world, plan, strategy, config.load_timeout)
+    if world.engine is not None:
+        link.watch_engine(world.engine)
+    if link.trace is not None:
+        link.trace.begin(link.control)
+    link.watch_for_hangs(config)
+    link.watch_other_hosts(places, config.link_timeout)
+    if with_horovod:
+        link.watch_for_stragglers()
+    world = choose_hierarchy(world, hierarchy, link.control, timeout)
+    return Session(link, world, plan, strategy, config.load_timeout, config)
 
 
-def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan) -> OpenStrategy | None:
+def join_next_world(session: Session) -> Session:
+    """Open the session of an elastic job's next world, after `session`, and make it the process's own.
+
+    Raises:
+        LaunchError: as `open_session`.
+    """
+    config, before = session.config, session.link
+    link = open_link(timeout=config.start_timeout, policy=before.policy, worlds=before.worlds)
+    link.record_to(before.trace)
+    try:
+        session = open_session(link, config)
+    except BaseException:
+        link.close()
+        raise
+    set_current(session)
+    return session
+
+
+def new_trace(config: TraceConfig | None, backend: str) -> Trace | None:
+    """Return what records a job on `backend`; None where nothing is to be recorded.
+
+    Raises:
+        ConfigError: a backend of tf.distribute, whose exchange is not Horovod's.
+    """
+    if config is None:
+        return None
+    if backend in OF_TF_DISTRIBUTE:
+        raise ConfigError(
+            f"--timeline records the exchange of Horovod: --backend={backend} does not take it. Leave it out; "
+            "TensorFlow's own profiler shows that of tf.distribute."
+        )
+    return Trace(config)
+
+
+def _exchange_facts(config: RuntimeConfig) -> dict[str, str]:
+    """Return what would have each rank cut messages in its own way: Horovod then waits for ever, or adds up wrongly."""
+    return {
+        "deterministic": str(config.deterministic),
+        FUSION_THRESHOLD: os.environ.get(FUSION_THRESHOLD, "its default"),
+    }
+
+
+def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, gpu: int | None) -> OpenStrategy | None:
     """Set up TensorFlow's threads and devices, and make the strategy of a backend of tf.distribute."""
     environment = link.environment
+    if link.worlds is not None and link.worlds.entered > 1:
+        return None  # TensorFlow keeps the threads and devices of the first world
     try:
         with start_up_chatter_hidden():
             prepare_devices(config)
-            configure_tensorflow(plan, environment, all_gpus=config.backend in WITH_REPLICAS)
+            # A model in a process of its own may have its halves on several.
+            configure_tensorflow(plan, gpu, all_gpus=config.backend in WITH_REPLICAS or environment.size == 1)
+            if config.deterministic:
+                choose_deterministic_operations()
     except RuntimeError as error:
         warnings.warn(
             f"TensorFlow was in use before hvdtrain.init(): its threads stay as they are ({error}).",
@@ -234,6 +308,16 @@ def set_current(session: Session | None) -> None:
 def has_session() -> bool:
     """Whether the process has started a session."""
     return _Current.session is not None
+
+
+def activity_of_rank() -> Activity:
+    """Return what this rank notes of itself; outside of a session nobody reads it."""
+    return Activity() if _Current.session is None else _Current.session.link.activity
+
+
+def host_name() -> str:
+    """Return the name of this rank's host."""
+    return socket.gethostname() if _Current.session is None else _Current.session.environment.hostname
 
 
 def current() -> Session:

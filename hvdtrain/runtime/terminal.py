@@ -1,8 +1,10 @@
 """Whether what a rank prints reaches a terminal, or only looks as if it did."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from hvdtrain.runtime.launchers import Environment
 
@@ -15,7 +17,7 @@ def on_terminal(environment: Environment, environ: Mapping[str, str] = os.enviro
     Open MPI gives each rank a terminal of its own and passes on what is written to it, wherever its own output
     goes and with a tag before each line if it was told so: there, the launcher's output decides.
     """
-    if not sys.stdout.isatty() or environ.get("TERM", "dumb") in ("dumb", "unknown"):
+    if sys.stdout is None or not sys.stdout.isatty() or environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return False
     if environment.launcher == "none":
         return True
@@ -25,3 +27,54 @@ def on_terminal(environment: Environment, environ: Mapping[str, str] = os.enviro
         return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(TERMINALS)
     except OSError:
         return False
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write to standard error in one piece, so that the launcher does not mix it with other ranks' lines."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads any more
+        out = stream or sys.stderr
+        out.write(text + "\n")
+        out.flush()
+
+
+def drop_unreadable_output() -> None:
+    """Drop what is written from now on to a standard stream whose reader is gone, or whose disk is full."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _drop(stream)
+        except (ValueError, AttributeError):  # a closed stream, or none
+            continue
+
+
+class LastingStream:
+    """A standard stream that can be written to for ever: what can no longer be written is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`."""
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write out what was buffered."""
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError:
+            _drop(self._stream)
+
+
+def _drop(stream: TextIO) -> None:
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -2,19 +2,25 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import LaunchError, LoneRanksError
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.elastic.engine import Engine, place_taken, threads
+from hvdtrain.runtime.hierarchy.grid import HostGrid, host_grid
 from hvdtrain.runtime.launchers import Environment
-from hvdtrain.runtime.mesh import Mesh, process_sets_of
+from hvdtrain.runtime.mesh import GROUPS, Mesh, process_sets_of
+from hvdtrain.runtime.network.sockets import sockets
 from hvdtrain.runtime.reset import forget_meeting
+from hvdtrain.runtime.tracing.trace import TIMELINE
 from hvdtrain.runtime.tuning import ALONE
 
 if TYPE_CHECKING:
-    from hvdtrain.runtime.collectives import AxisCollectives
+    from hvdtrain.runtime.collectives import AxisCollectives, HostGroups
 
 
 @dataclass(frozen=True)
@@ -29,9 +35,13 @@ class World:
     hosts: tuple[str, ...]
     """Host name of each rank."""
     collectives: "Mapping[str, AxisCollectives]"
-    """By axis of the mesh; empty where Horovod does not run."""
+    """By the axes of the mesh that their ranks differ along, joined by dots; empty where Horovod does not run."""
     generation: int = 0
     """How many times the job has formed anew."""
+    engine: Engine | None = None
+    """Of an elastic job with other ranks."""
+    remarks: tuple[str, ...] = ()
+    """What the user should know about how tensors travel."""
 
     @property
     def rank(self) -> int:
@@ -48,20 +58,42 @@ class World:
         """Whether this rank writes the run's files and speaks to the user."""
         return self.rank == 0
 
-    def along(self, axis: str) -> "AxisCollectives":
-        """Return the collectives among this rank's group along `axis`.
+    def along(self, *axes: str) -> "AxisCollectives":
+        """Return the collectives among the ranks that differ from this one along `axes` only.
 
         Raises:
-            LaunchError: the mesh has no such axis.
+            LaunchError: an unknown axis, or axes along which nothing is exchanged together.
         """
-        self.mesh.size(axis)
-        return self.collectives[axis]
+        from hvdtrain.runtime.collectives import AxisCollectives, AxisGroup
+
+        named = self.mesh.named(axes)
+        if not named and "dp" not in axes:
+            return AxisCollectives(AxisGroup(".".join(axes), (self.rank,), 0, None))
+        key = ".".join(named) or "dp"
+        if key not in self.collectives:
+            raise LaunchError(f"Nothing is exchanged along {key} together. Available: {', '.join(self.collectives)}.")
+        return self.collectives[key]
+
+    @property
+    def everyone(self) -> "AxisCollectives":
+        """The collectives among all ranks."""
+        return self.collectives["job"]
+
+    def between(self, axis: str, here: int, there: int) -> "AxisCollectives":
+        """Return the collectives of the two ranks at `here` and `there` along `axis`, one of which is this rank.
+
+        Only neighbours along `pp`, and the first and the last, have them.
+        """
+        line = self.mesh.ranks_along(axis)
+        return self.collectives[pair_name(axis, line[here], line[there])]
 
     def close(self) -> None:
         """Shut Horovod down, where it runs: for all ranks, so that they must have met before."""
         if self.collectives:
             import horovod.tensorflow as hvd
 
+            if TIMELINE in os.environ:
+                hvd.stop_timeline()  # its end would be lost
             hvd.shutdown()
 
 
@@ -73,6 +105,7 @@ def open_world(
     axes: Mapping[str, int] | None = None,
     generation: int = 0,
     horovod: bool = True,
+    by_host: bool = False,
     timeout: float = RuntimeConfig.start_timeout,
 ) -> World:
     """Lay out the ranks and, with `horovod`, start it with a process set for each group that needs one.
@@ -81,22 +114,40 @@ def open_world(
         control: the channel between the ranks of this generation.
         environment: this process's place.
         hosts: host name of each rank.
-        axes: sizes of the mesh's axes; `dp` takes what is left.
+        axes: sizes of the mesh's axes; see `Mesh.of`.
         generation: the number of worlds before this one, the last of which must be closed. For there to be a next
             one, the link must have been opened as `restartable`.
         horovod: whether Horovod carries the exchange.
+        by_host: make process sets for sums in two levels, inside each host and between the hosts, where there are
+            several hosts and several ranks on one.
         timeout: seconds to wait for the other ranks.
 
     Raises:
         LaunchError: the axes do not fit the number of ranks, or Horovod is not usable.
     """
     mesh = Mesh.of(axes or {}, environment.rank, environment.size)
-    if horovod and generation > 0:
+    if horovod and generation > 0 and not environment.elastic:
         forget_meeting(control, environment, os.environ, timeout)
-    return World(mesh, tuple(hosts), _start_horovod(environment, mesh) if horovod else {}, generation)
+    before = threads(), set(sockets())
+    grids = host_grids(mesh, hosts) if by_host else {}
+    collectives = _start_horovod(environment, mesh, grids) if horovod else {}
+    engine = Engine(*before) if environment.elastic and horovod and environment.size > 1 else None
+    if engine is not None:
+        control.while_waiting = engine.check
+    return World(mesh, tuple(hosts), collectives, generation, engine)
 
 
-def _start_horovod(environment: Environment, mesh: Mesh) -> "dict[str, AxisCollectives]":
+Grids: TypeAlias = Mapping[tuple[int, ...], HostGrid]
+"""By the ranks of a group along the data parallel axis."""
+
+
+def host_grids(mesh: Mesh, hosts: Sequence[str]) -> Grids:
+    """Return the grid of each data parallel group that has several hosts and several ranks on one."""
+    grids = {group: host_grid(group, hosts) for group in mesh.groups("dp")}
+    return {group: grid for group, grid in grids.items() if grid is not None}
+
+
+def _start_horovod(environment: Environment, mesh: Mesh, grids: Grids) -> "dict[str, AxisCollectives]":
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
@@ -104,25 +155,74 @@ def _start_horovod(environment: Environment, mesh: Mesh) -> "dict[str, AxisColle
             f"Horovod does not load with the installed TensorFlow ({error}). python -m hvdtrain setup builds it anew; "
             "python -m hvdtrain doctor shows what does not fit."
         ) from error
-    if environment.launcher == "none":
+    if environment.controller == "none":
         os.environ.update(ALONE)
-    sets = {ranks: hvd.ProcessSet(ranks) for ranks in process_sets_of(mesh)}
-    hvd.init(process_sets=list(sets.values()))
-    if (hvd.rank(), hvd.size()) != (environment.rank, environment.size):
-        raise LaunchError(
-            f"{environment.launcher} says rank {environment.rank} of {environment.size}, Horovod says rank "
-            f"{hvd.rank()} of {hvd.size()}. Horovod was probably built without the controller of this launcher; "
-            "python -m hvdtrain doctor shows which it has."
-        )
-    return _collectives(mesh, {tuple(range(hvd.size())): hvd.global_process_set, **sets})
+    groups = [*process_sets_of(mesh), *(group for grid in grids.values() for group in grid.process_sets())]
+    sets = {ranks: hvd.ProcessSet(ranks) for ranks in dict.fromkeys(groups)}
+    with place_taken(os.environ) if environment.elastic else nullcontext():
+        hvd.init(process_sets=list(sets.values()))
+    refuse_lone_ranks(environment, hvd.rank(), hvd.size())
+    return group_collectives(mesh, {tuple(range(hvd.size())): hvd.global_process_set, **sets}, grids)
 
 
-def _collectives(mesh: Mesh, sets: Mapping[tuple[int, ...], Any]) -> "dict[str, AxisCollectives]":
-    """Return the collectives of each axis on the process set of this rank's group; None stands for a rank alone."""
+def refuse_lone_ranks(environment: Environment, rank: int, size: int) -> None:
+    """Check that Horovod counts the ranks as the launcher does, once it is initialised.
+
+    Raises:
+        LoneRanksError: it counts other ones.
+    """
+    if (rank, size) == (environment.rank, environment.size):
+        return
+    counts = f"{environment.size} ranks, and Horovod counts {size}"
+    if size == environment.size:
+        counts = f"this process as rank {environment.rank}, and Horovod counts it as rank {rank}"
+    raise LoneRanksError(
+        f"{environment.launcher} started {counts}: Horovod was built without the controller of this launcher, or for "
+        "another MPI. Each process would train a model of its own. python -m hvdtrain doctor shows what Horovod has; "
+        "python -m hvdtrain setup builds it for the MPI on PATH, and horovodrun --gloo needs none.",
+        rank=environment.local_rank,
+    )
+
+
+def group_collectives(mesh: Mesh, sets: Mapping[tuple[int, ...], Any], grids: Grids) -> "dict[str, AxisCollectives]":
+    """Return the collectives of each of this rank's groups on its process set; None stands for a rank alone."""
     from hvdtrain.runtime.collectives import AxisCollectives, AxisGroup
 
-    groups = {axis: mesh.ranks_along(axis) for axis in mesh.axis_names}
-    return {
-        axis: AxisCollectives(AxisGroup(axis, ranks, mesh.coordinate(axis), sets.get(ranks)))
-        for axis, ranks in groups.items()
-    }
+    groups = {}
+    for axes in GROUPS:
+        key, ranks = ".".join(mesh.named(axes)), mesh.ranks_along(*axes)
+        if key or axes == ("dp",):
+            groups[key or "dp"] = ranks
+    groups["job"] = tuple(range(prod(mesh.shape)))
+    pairs = [pair for pair in mesh.neighbours("pp") if mesh.rank in pair]
+    groups |= {pair_name("pp", *pair): pair for pair in pairs}
+    collectives = {}
+    for name, ranks in groups.items():
+        by_host = host_groups(name, mesh.rank, grids[ranks], sets) if name == "dp" and ranks in grids else None
+        group = AxisGroup(name, ranks, ranks.index(mesh.rank), sets.get(ranks), by_host)
+        collectives[name] = AxisCollectives(group)
+    return collectives
+
+
+def pair_name(axis: str, one: int, other: int) -> str:
+    """Return the name of the collectives of two ranks along `axis`."""
+    return f"{axis}.{min(one, other)}-{max(one, other)}"
+
+
+def host_groups(axis: str, rank: int, grid: HostGrid, sets: Mapping[tuple[int, ...], Any]) -> "HostGroups":
+    """Return the groups of `rank` for sums in two levels.
+
+    Args:
+        axis: the axis of the mesh along which the sums go.
+        rank: this rank in the world.
+        grid: the ranks of its group, by host.
+        sets: Horovod's process sets, by their ranks.
+    """
+    from hvdtrain.runtime.collectives import AxisGroup, HostGroups
+
+    local, crossing = grid.host_of(rank), grid.crossing_of(rank)
+    return HostGroups(
+        AxisGroup(f"{axis}.host", local, local.index(rank), sets.get(local)),
+        None if crossing is None else AxisGroup(f"{axis}.between", crossing, crossing.index(rank), sets.get(crossing)),
+        grid.bridges,
+    )

@@ -2,12 +2,22 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
-Box: TypeAlias = tuple[slice, ...]
-"""One slice with start and stop for each dim of a tensor."""
+from hvdtrain.runtime.placement import Box, box_shape, whole_box
+
+__all__ = [
+    "Box",
+    "NamedTensor",
+    "StateSpec",
+    "box_shape",
+    "elements",
+    "replicated_tensor",
+    "spec_of",
+    "whole_box",
+]
 
 
 class NamedTensor(NamedTuple):
@@ -16,7 +26,8 @@ class NamedTensor(NamedTuple):
     value: Any
     """A tf.Variable, or anything with `dtype` and `shape` where only specs are wanted.
 
-    One dim may be longer than its slice: the elements behind it are padding, which is neither saved nor restored.
+    One dim may be longer than its slice: the elements behind it are padding, which is neither saved nor restored. A
+    slice of several dims may also be held flat, in row-major order.
     """
     global_shape: tuple[int, ...]
     slice: Box
@@ -51,16 +62,6 @@ def spec_of(path: str, tensor: NamedTensor) -> StateSpec:
     """Return the spec of `tensor`, which needs no values for it."""
     dtype = getattr(tensor.value.dtype, "name", tensor.value.dtype)
     return StateSpec(path, str(dtype), tensor.global_shape, tensor.slice, tensor.replicated)
-
-
-def whole_box(shape: Iterable[int]) -> Box:
-    """Return the slice that is all of a tensor of `shape`."""
-    return tuple(slice(0, int(n)) for n in shape)
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    """Return the shape of what `box` cuts out."""
-    return tuple(max(0, part.stop - part.start) for part in box)
 
 
 def elements(shape: Iterable[int]) -> int:

@@ -22,6 +22,24 @@ class Progress:
 
 
 @dataclass
+class BadSteps:
+    """The bad steps of a training so far; see `config.bad_steps`."""
+
+    non_finite: int = 0
+    """Steps whose loss or gradient was NaN or infinite."""
+    spikes: int = 0
+    """Steps whose loss was a spike."""
+    last: int = 0
+    """The last of them, as its number counted from 1; 0 where there was none."""
+    in_a_row: int = 0
+    """Of the steps up to the last one, those that were bad without a good one between."""
+    in_epoch: int = 0
+    """Those of the epoch under way."""
+    rollbacks: list[list[int]] = field(default_factory=list)
+    """Of each time that training was rolled back, the first and the last step that was left out."""
+
+
+@dataclass
 class Scalars:
     """The part of the state that lives on the host."""
 
@@ -45,6 +63,9 @@ class Scalars:
     stopped: bool = False
     """Whether a callback ended the training."""
     progress: Progress = field(default_factory=Progress)
+    bad_steps: BadSteps = field(default_factory=BadSteps)
+    recent_losses: list[float] = field(default_factory=list)
+    """Losses of the latest good steps, with which a new one is compared (--spike-threshold)."""
 
     def place(self, steps_per_epoch: int) -> int:
         """Return the finished steps of the epoch under way, in data of `steps_per_epoch`."""
@@ -67,7 +88,7 @@ class Scalars:
         self.step_in_epoch = 0
         self.epochs_before = self.epoch - initial_epoch
         self.best, self.stopped, self.data = None, False, None
-        self.progress = Progress()
+        self.progress, self.bad_steps, self.recent_losses = Progress(), BadSteps(), []
 
     @property
     def epoch_of_training(self) -> int:
@@ -82,4 +103,5 @@ def scalars_from(saved: Mapping[str, Any]) -> Scalars:
     """
     values = {"step_in_epoch": None if saved.get("step") else 0, **saved}
     values.pop("loss_scale", None)
-    return Scalars(**{**values, "progress": Progress(**values.get("progress", {}))})
+    progress, bad_steps = Progress(**values.get("progress", {})), BadSteps(**values.get("bad_steps", {}))
+    return Scalars(**{**values, "progress": progress, "bad_steps": bad_steps})

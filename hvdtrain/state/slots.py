@@ -7,7 +7,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.optim.averaging import innermost
-from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
+from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.structure import Structure
 from hvdtrain.state.variables import own_attributes, unwrap
 
@@ -46,10 +47,13 @@ def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str])
 
 
 def replicated_slots(optimizer: Any, structure: Structure, prefix: str = "optimizer") -> dict[str, NamedTensor]:
-    """Return the variables of a built `optimizer` of the model's own variables, of which every replica holds all."""
+    """Return the variables of a built `optimizer` of the model's own variables, which every replica holds alike."""
     variables = innermost(optimizer)._trainable_variables
     slots = slot_tensors(optimizer, variables, [structure.path(variable) for variable in variables])
-    return {f"{prefix}/{path}": replicated_tensor(slot.variable) for path, slot in slots.items()}
+    return {
+        f"{prefix}/{path}": placed_tensor(slot.variable, None if slot.owner is None else variables[slot.owner])
+        for path, slot in slots.items()
+    }
 
 
 def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Structure) -> None:

@@ -49,8 +49,12 @@ def structure_of(model: Any) -> Structure:
     """Return the structural paths of all variables of `model`.
 
     A variable that no attribute leads to is named by its place among those that its layer has created; one that
-    several lead to by the first of them, in alphabetical order.
+    several lead to by the first of them, in alphabetical order. A model that is a part of another one has an attribute
+    `structure`, that of the whole.
     """
+    whole = getattr(model, "structure", None)
+    if isinstance(whole, Structure):
+        return whole
     walk = _Walk()
     walk.visit(model, "")
     for place, variable in enumerate(model.variables):

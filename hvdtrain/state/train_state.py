@@ -11,10 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import DesyncError, LaunchError
+from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.compiled import run_once
-from hvdtrain.state.named_tensors import NamedTensor, StateSpec, replicated_tensor, spec_of
+from hvdtrain.state.named_tensors import NamedTensor, StateSpec, elements, replicated_tensor, spec_of, whole_box
+from hvdtrain.state.placement import drawn_apart, held_apart, is_split, placed_tensor
 from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.slots import replicated_slots
 from hvdtrain.state.structure import seed_states, structure_of
@@ -24,7 +25,8 @@ _TIMEOUT_S = 600.0
 """Ranks begin training together, but one may still compile what another has in its cache."""
 CALLS_PER_STEP = 4096
 """Draws that one dropout layer may make in a step before its numbers would meet those of the next."""
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+MODEL, _OPTIMIZER = "model/", "optimizer/"
+"""How the paths of the model's weights, and of the optimizer's slots, begin."""
 EXTRA = "callbacks/"
 """Begins the path of a tensor that a checkpoint may hold although no state needs it."""
 _MASK = 0xFFFFFFFF
@@ -81,12 +83,21 @@ class TrainState:
         """Return every tensor that is saved and broadcast, by structural path, with its place in the whole."""
         weights = self._structure.by_path(self.model.weights)
         return {
-            **{f"{_MODEL}{path}": replicated_tensor(value) for path, value in weights.items()},
+            **{f"{MODEL}{path}": placed_tensor(value) for path, value in weights.items()},
             **self._slots(),
         }
 
     def saved_tensors(self) -> dict[str, NamedTensor]:
-        """Return what a checkpoint holds: `named_tensors`, and the weights that callbacks hold."""
+        """Return what a checkpoint holds: `named_tensors`, and the weights that callbacks hold.
+
+        Raises:
+            ConfigError: callbacks hold weights of which each rank has slices.
+        """
+        if self.held_weights and is_split(self.model):
+            raise ConfigError(
+                "A callback holds weights (restore_best_weights=True), and each rank has slices of them, which "
+                "checkpoints cannot take yet: leave it out; --keep-best keeps the best checkpoint."
+            )
         held = {f"{EXTRA}{path}": replicated_tensor(tf.constant(array)) for path, array in self.held_weights.items()}
         return {**self.named_tensors(), **held}
 
@@ -100,36 +111,45 @@ class TrainState:
 
     def earlier_names(self) -> list[str]:
         """Return what checkpoints of format 1 call the tensors, in the order of `named_tensors`."""
-        return [*by_path(self.model.weights, _MODEL), *by_path(self.optimizer.variables, _OPTIMIZER)]
+        return [*by_path(self.model.weights, MODEL), *by_path(self.optimizer.variables, _OPTIMIZER)]
 
-    def equal_tensors(self) -> dict[str, tf.Variable]:
-        """Return, by path, what must be the same on all replicas: neither slices nor statistics, see `changing`."""
+    def compared_tensors(self) -> dict[str, NamedTensor]:
+        """Return, by path, what must be the same on all ranks that hold it: all but statistics, see `changing`."""
         own = self._statistics()
-        tensors = self.named_tensors().items()
-        return {path: tensor.value for path, tensor in tensors if tensor.replicated and path not in own}
+        return {path: tensor for path, tensor in self.named_tensors().items() if path not in own}
 
     def changing(self) -> dict[str, tf.Variable]:
         """Return the variables, by path, that the model changes in its forward pass."""
         return {**self._statistics(), **self.generators}
 
     def parameters(self) -> int:
-        """Number of scalars among the model's weights."""
-        return sum(int(np.prod(weight.shape)) for weight in self.model.weights)
+        """Number of scalars among the model's weights, of which this rank may hold slices."""
+        of_a_part: int | None = getattr(self.model, "whole_parameters", None)
+        if of_a_part is not None:
+            return of_a_part
+        return sum(elements(placed_tensor(weight).global_shape) for weight in self.model.weights)
 
-    def broadcast(self, backend: Backend) -> None:
-        """Give every replica the replicated tensors and the scalars of the first one; slices stay where they are.
+    def broadcast(self, backend: Backend, root: int = 0) -> None:
+        """Give every replica the replicated tensors and the scalars of `root`; slices stay where they are.
+
+        Ranks along tp, which hold slices of one replica, all get what is whole from the first of them.
 
         Raises:
             LaunchError: the replicas' models or optimizers are not alike.
         """
         kinds = [f"{spec.path} {spec.dtype}{list(spec.global_shape)}" for spec in self.specs()]
-        mine = [zlib.crc32("".join(kinds).encode()), asdict(self.scalars) if backend.index == 0 else None]
-        everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S)]
+        mine = [zlib.crc32("".join(kinds).encode()), asdict(self.scalars) if backend.index == root else None]
+        everyone = [json.loads(text) for text in _of_replicas(backend, json.dumps(mine))]
         if any(crc != everyone[0][0] for crc, _ in everyone):
             _refuse_other_tensors(kinds, backend)
         tensors = self.named_tensors().items()
-        backend.broadcast({path: tensor.value for path, tensor in tensors if tensor.replicated})
-        self.restore(everyone[0][1])
+        backend.broadcast({path: tensor.value for path, tensor in tensors if tensor.replicated}, root=root)
+        if held := held_apart(self._structure.by_path(self.model.weights)):
+            backend.broadcast(held, among="holders")
+        if backend.axes.get("tp", 1) > 1:
+            whole = {path: tensor.value for path, tensor in tensors if tensor.slice == whole_box(tensor.global_shape)}
+            backend.broadcast(whole, among="tp")
+        self.restore(everyone[root][1])
 
     def average_statistics(self, backend: Backend) -> None:
         """Average what layers count themselves (BatchNorm's moving statistics) over the replicas.
@@ -150,30 +170,23 @@ class TrainState:
 
     def parameter_hash(self) -> str:
         """Return the SHA-256 over path, dtype, shape and bytes of the replicated weights, in the order of paths."""
-        digest = hashlib.sha256()
-        for path, tensor in sorted(self.named_tensors().items()):
-            if path.startswith(_MODEL) and tensor.replicated:
-                value = np.ascontiguousarray(tensor.value.numpy())
-                digest.update(f"{path}:{value.dtype}:{value.shape}".encode())
-                digest.update(value.tobytes())
-        return digest.hexdigest()
+        tensors = self.named_tensors().items()
+        return _digest({path: t.value for path, t in tensors if path.startswith(MODEL) and t.replicated})
 
-    def agreed_hash(self, backend: Backend, *, axis: str = "dp", timeout: float = 600.0) -> str:
-        """Return the parameter hash after comparing it along `axis` of the mesh, whose ranks hold the same parameters.
+    def agreed_hash(self, backend: Backend, *, timeout: float = 600.0) -> str:
+        """Return the parameter hash after comparing it among the replicas, which hold the same parameters.
 
         Raises:
             DesyncError: the ranks' parameters differ.
         """
         mine = self.parameter_hash()
-        hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, axis=axis)]
-        others = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
-        if others:
-            raise DesyncError(
-                f"The parameters of rank {others[0]} differ from those of rank 0 "
-                f"({hashes[others[0]][:12]} and {hashes[0][:12]}; {len(others)} of {len(hashes)} ranks differ): "
-                "something other than the reduced gradients changed them."
-            )
-        return mine
+        hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, among="replicas")]
+        _refuse_others(hashes, hashes[:1] * len(hashes))
+        held = held_apart(self._structure.by_path(self.model.weights))
+        if not held:
+            return mine
+        slices = _agreed_slices(held, backend, timeout)
+        return hashlib.sha256("".join([mine, *slices]).encode()).hexdigest()
 
     def seed_generators(self, replica: int) -> None:
         """Set the model's random generators as a function of (seed, step, replica), within the compiled step."""
@@ -191,9 +204,14 @@ class TrainState:
         overflow = tf.bitwise.right_shift(draws, tf.constant(32, tf.int64)) * _SPREAD
         overflow = tf.bitwise.bitwise_and(overflow, tf.constant(_MASK, tf.int64))
         states = {}
-        # By their place in the model: Keras numbers their names over all models of the process.
-        for place, (path, state) in enumerate(self.generators.items()):
-            key = zlib.crc32(f"{self.scalars.seed}/{replica}/{place}".encode())
+        # By their place in the model, of which this may be a part: Keras numbers their names over all models of the
+        # process.
+        everyone = getattr(self.model, "generator_paths", None) or self.generators
+        places = {path: place for place, path in enumerate(everyone)}
+        for path, state in self.generators.items():
+            apart = drawn_apart(self.generators[path])
+            slice_of = "" if apart is None else f"/{apart}"
+            key = zlib.crc32(f"{self.scalars.seed}/{replica}/{places[path]}{slice_of}".encode())
             key = tf.bitwise.bitwise_xor(tf.constant(key, tf.int64), overflow)
             states[path] = tf.cast(tf.stack([key, counter]), state.dtype)
         return states
@@ -206,15 +224,52 @@ class TrainState:
     def _statistics(self) -> dict[str, tf.Variable]:
         """Return BatchNorm's moving statistics and the like; a frozen weight is none."""
         moving = [weight for weight in self.model.weights if id(unwrap(weight)) in self._structure.statistics]
-        return {f"{_MODEL}{path}": variable for path, variable in self._structure.by_path(moving).items()}
+        return {f"{MODEL}{path}": variable for path, variable in self._structure.by_path(moving).items()}
 
     def _replicated_slots(self) -> dict[str, NamedTensor]:
         return replicated_slots(self.optimizer, self._structure)
 
 
+def _digest(weights: Mapping[str, tf.Variable]) -> str:
+    digest = hashlib.sha256()
+    for path, variable in sorted(weights.items()):
+        value = np.ascontiguousarray(variable.numpy())
+        digest.update(f"{path}:{value.dtype}:{value.shape}".encode())
+        digest.update(value.tobytes())
+    return digest.hexdigest()
+
+
+def _agreed_slices(held: Mapping[str, tf.Variable], backend: Backend, timeout: float) -> list[str]:
+    """Return the hashes of the slices along `ep`, after comparing those of the ranks that hold the same ones."""
+    mine, parts = _digest(held), backend.along("ep").size
+    hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, among="replicas")]
+    _refuse_others(hashes, [hashes[rank % parts] for rank in range(len(hashes))])
+    return hashes[:parts]
+
+
+def _refuse_others(hashes: list[str], expected: list[str]) -> None:
+    """Refuse ranks whose hash is not the expected one.
+
+    Raises:
+        DesyncError: naming the first.
+    """
+    others = [rank for rank, (mine, right) in enumerate(zip(hashes, expected, strict=True)) if mine != right]
+    if others:
+        first = others[0]
+        raise DesyncError(
+            f"The parameters of rank {first} differ from those of rank {hashes.index(expected[first])} "
+            f"({hashes[first][:12]} and {expected[first][:12]}; {len(others)} of {len(hashes)} ranks differ): "
+            "something other than the reduced gradients changed them."
+        )
+
+
+def _of_replicas(backend: Backend, text: str) -> list[bytes]:
+    return backend.gather_bytes(text.encode(), timeout=_TIMEOUT_S, among="replicas")
+
+
 def _refuse_other_tensors(mine: list[str], backend: Backend) -> None:
     """Refuse replicas with other tensors than the first one has: a broadcast would wait for ever."""
-    everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S)]
+    everyone = [json.loads(text) for text in _of_replicas(backend, json.dumps(mine))]
     for rank, theirs in enumerate(everyone):
         strange = [f"{kind} on rank {rank} alone" for kind in theirs if kind not in everyone[0]]
         strange += [f"{kind} on rank 0 and not on rank {rank}" for kind in everyone[0] if kind not in theirs]

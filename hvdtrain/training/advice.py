@@ -1,19 +1,26 @@
 """Advice at the start of a run: settings that are valid, but slow or without effect."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.pipeline import PipelineConfig
 from hvdtrain.gradients.compression_probe import compression_cost, compression_warning
 from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.observability.wording import plural
+from hvdtrain.parallel.pipeline.schedule import ideal_bubble
+from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import EXCHANGE_OPTIONS, StepOptions
 
 TINY_BATCH = 8
 """Samples per rank and step below which overhead and exchange outweigh the work."""
+
+MOST_IDLE = 0.25
+"""Share of the time that ranks of a pipeline may be idle by its schedule, before a warning says so."""
 
 
 class Announcer:
@@ -45,7 +52,9 @@ class Announcer:
             self._compression_cost = compression_cost(self._backend, state.parameters(), self._options.compression)
         observers.on_start(info)
         lines = advice(info, self._options, compression_cost=self._compression_cost, narrow_outputs=narrow_outputs)
-        for line in [*self._notes, *notes, *lines]:
+        lines += _unchecked(self._options, self._backend.processes)
+        lines += pipeline_notes(state.model, self._options)
+        for line in [*self._notes, *notes, *self._backend.remarks, *lines]:
             observers.on_message(info.wording(line))
 
 
@@ -59,11 +68,7 @@ def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narr
         narrow_outputs: whether the model has 16-bit outputs.
     """
     lines = [_tiny(info), compression_warning(options.compression, compression_cost), _idle(info, options)]
-    if options.precision == "mixed_float16" and not tf.config.list_logical_devices("GPU"):
-        lines.append(
-            "warning: CPUs compute fp16 by converting each number: a small CNN took 300 times as long. "
-            "Use --precision=mixed_bfloat16."
-        )
+    lines.append(_precision(options.precision))
     if narrow_outputs:
         lines.append(
             'warning: the model\'s outputs have 16 bits: give its last layer dtype="float32", so that they are not '
@@ -82,11 +87,52 @@ def _tiny(info: RunInfo) -> str | None:
     )
 
 
+def _precision(precision: str | None) -> str | None:
+    has_gpu = bool(tf.config.list_logical_devices("GPU"))
+    if precision == "mixed_float16" and not has_gpu:
+        return (
+            "warning: CPUs compute fp16 by converting each number: a small CNN took 300 times as long. "
+            "Use --precision=mixed_bfloat16."
+        )
+    if precision == "float32" and has_gpu:
+        return "note: GPUs with tensor cores multiply 16-bit numbers several times as fast: --precision=mixed_float16."
+    return None
+
+
 def _idle(info: RunInfo, options: StepOptions) -> str | None:
     idle = [f"--{name.replace('_', '-')}" for name in EXCHANGE_OPTIONS if name in options.chosen()]
     if info.world_size > 1 or not idle:
         return None
     return f"note: one process exchanges nothing: {', '.join(idle)} have no effect."
+
+
+def _unchecked(options: StepOptions, processes: int) -> list[str]:
+    if processes > 1 or "desync_every" not in options.chosen():
+        return []
+    return ["note: one process has nobody to compare its weights with: --desync-every has no effect."]
+
+
+def pipeline_notes(model: Any, options: StepOptions) -> list[str]:
+    """Return how a pipeline is cut and how long its ranks are idle, or which of its options have no effect."""
+    if not isinstance(model, PipelineStage):
+        names = [field.name for field in fields(PipelineConfig) if field.name in options.chosen()]
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        return [f"note: no ranks share the layers, as with --parallel pp=2: {flags} have no effect."] if names else []
+    cut, chunks = model.whole.cut, options.virtual_stages
+    costs = [cut.cost(stage) for stage in range(cut.stages)]
+    shares = ", ".join(
+        f"{name} ({100 * cost / sum(costs):.0f} %)" for name, cost in zip(cut.first_names(), costs, strict=True)
+    )
+    idle = ideal_bubble(model.ranks, options.accumulate, chunks)
+    lines = [
+        f"note: {cut.stages} stages begin with {shares} of the work; ranks are idle for at least {100 * idle:.0f} %."
+    ]
+    if idle > MOST_IDLE:
+        lines.append(
+            f"warning: with --accumulate={options.accumulate} a pipeline of {model.ranks} ranks is busy for "
+            f"{100 - 100 * idle:.0f} % of the time: use --accumulate={4 * model.ranks} or more."
+        )
+    return lines
 
 
 def narrow(outputs: Any) -> bool:

@@ -1,5 +1,6 @@
 """Models and optimizers from a user's objects, names or builders."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -8,11 +9,14 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.layers.convert import with_sync_batch_norm
+from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.layers.sync_batch_norm import sync_layers
+from hvdtrain.optim.elementwise import check_updates_slices
 from hvdtrain.optim.optimizers import known_optimizers
 from hvdtrain.optim.precision import precision, set_precision
 from hvdtrain.state.optimizers import optimizers_of
+from hvdtrain.state.placement import placement_of
 from hvdtrain.training.options import StepOptions
 
 
@@ -55,7 +59,14 @@ def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
 
 def converted(model: Any, options: StepOptions) -> Any:
     """Return `model`, or a copy of it with layers converted as the options say."""
-    return with_sync_batch_norm(model) if options.sync_batch_norm else model
+    if not options.sync_batch_norm:
+        return model
+    if splits_sequences(model) or any(placement_of(variable) is not None for variable in model.variables):
+        raise ConfigError(
+            f"--sync-batch-norm copies the model, and {model.name!r} is split among ranks: use "
+            "hvdtrain.SyncBatchNormalization in its code, and leave the option out."
+        )
+    return with_sync_batch_norm(model)
 
 
 def check_layers(model: Any, options: StepOptions) -> None:
@@ -66,6 +77,11 @@ def check_layers(model: Any, options: StepOptions) -> None:
     """
     if options.jit and any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
         raise ConfigError("XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out --jit.")
+    exchanging = next((layer for layer in exchanging_layers(model) if layer.exchanges), None)
+    if options.jit and exchanging is not None:
+        raise ConfigError(
+            f"XLA cannot hold the exchange of {type(exchanging).__name__} {exchanging.name!r}: leave out --jit."
+        )
     synchronized = sync_layers(model)
     if not synchronized:
         return
@@ -78,6 +94,92 @@ def check_layers(model: Any, options: StepOptions) -> None:
             "Adasum combines gradients of one rank each, and SyncBatchNormalization "
             f"{synchronized[0].name!r} gives every rank a part of the others': leave out --reduce-op=adasum."
         )
+
+
+def check_split(model: Any, axes: Mapping[str, int]) -> None:
+    """Refuse axes of the mesh along which nothing of `model` is split: their ranks would all do the same work.
+
+    Args:
+        model: a built model. What splits it without a slice of a variable notes the axis in its `split_along`.
+        axes: sizes of the axes that hold several ranks.
+
+    Raises:
+        ConfigError: naming the axis.
+    """
+    used = {"dp", *getattr(model, "split_along", ())}
+    for variable in model.variables:
+        placement = placement_of(variable)
+        used.update(() if placement is None else placement.axes)
+    for axis, size in axes.items():
+        if axis not in used:
+            raise ConfigError(
+                f"--parallel names an axis along which nothing of the model {model.name!r} is split: its {size} ranks "
+                f"would all do the same work. Received: {axis}={size}. Leave the axis out; docs/parallel.md has what "
+                "splits a model."
+            )
+
+
+def check_held_apart(model: Any, options: StepOptions) -> None:
+    """Refuse options by which ranks would mix up experts or tables that they have divided among them.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    held = next((v for v in model.trainable_variables if (p := placement_of(v)) is not None and p.held_by), None)
+    unfit = {
+        f"--local-steps={options.local_steps}": options.local_steps is not None,
+        "--reduce-op=adasum": options.reduce_op == "adasum",
+    }
+    for option, used in unfit.items():
+        if held is not None and used:
+            raise ConfigError(
+                f"{option} exchanges every variable with all ranks, and those along ep hold different slices of "
+                f"{held.path}: leave out {option}, or ep in --parallel."
+            )
+
+
+def check_slices(model: Any, optimizer: Any, options: StepOptions) -> None:
+    """Refuse an optimizer, or options, that would look at slices of variables as if they were whole.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    placements = [placement_of(variable) for variable in model.variables]
+    axes = {axis for placement in placements if placement is not None for axis in placement.axes}
+    if not axes:
+        return
+    check_updates_slices(optimizer, f"--parallel {','.join(sorted(axes))}=N")
+    if options.jit:
+        raise ConfigError("XLA cannot hold the exchanges of a model that is split among ranks: leave out --jit.")
+    if options.reduce_op == "adasum":
+        raise ConfigError(
+            "Adasum combines whole gradients, and ranks of a model that is split hold slices: leave out "
+            "--reduce-op=adasum."
+        )
+
+
+def splits_sequences(model: Any) -> bool:
+    """Whether each rank along cp computes some positions of every sequence that `model` is given."""
+    return "cp" in getattr(model, "split_along", ())
+
+
+def check_sequences(model: Any, options: StepOptions) -> None:
+    """Refuse options that would take the ranks of one sequence for ranks with sequences of their own.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    unfit = {
+        "--jit": options.jit,
+        "--reduce-op=adasum": options.reduce_op == "adasum",
+        f"--local-steps={options.local_steps}": options.local_steps is not None,
+    }
+    for option, used in unfit.items():
+        if used and splits_sequences(model):
+            raise ConfigError(
+                f"Ranks along cp compute one gradient together, and exchange keys and values within each step: leave "
+                f"out {option}, or cp in --parallel."
+            )
 
 
 def built_optimizer(optimizer: Any, model: Any) -> Any:

@@ -3,10 +3,14 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
+
+import keras
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
+from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.service.use import Services
@@ -14,19 +18,35 @@ from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import precision, with_loss_scaling
+from hvdtrain.parallel.tensor.saving import refuse_files_of_slices
 from hvdtrain.runtime.session import current
+from hvdtrain.runtime.stopping import StopAgreement
+from hvdtrain.state.placement import is_split
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import Announcer
-from hvdtrain.training.assembly import built_model, built_optimizer, converted, refuse_instances
+from hvdtrain.training.assembly import (
+    built_model,
+    built_optimizer,
+    check_held_apart,
+    check_sequences,
+    check_slices,
+    check_split,
+    converted,
+    refuse_instances,
+)
+from hvdtrain.training.elastic import Commits, HostsCheck
 from hvdtrain.training.engine import step_factory_for
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.evaluation.same_weights import give_first_weights, weights_of
+from hvdtrain.training.loop.actions import Actions
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.loop.standard_hooks import Actions, StandardTraining
+from hvdtrain.training.loop.standard_hooks import StandardTraining
 from hvdtrain.training.objective.compile_settings import Objective, merge_compile_settings
 from hvdtrain.training.options import step_options
+from hvdtrain.training.pipelined.staging import check_optimizer, staged
+from hvdtrain.training.rollback import check_rollback, rollback_to
 from hvdtrain.training.run_info import run_info
 from hvdtrain.training.same_call import agree_on_call, settings_of
 from hvdtrain.training.step.result import CompiledStep
@@ -60,8 +80,19 @@ class TrainerCore:
             built = built_model(model, self.options)
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
             optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
-            self.model = converted(built, self.options)
+            own = not isinstance(model, keras.Model)
+            self.model = staged(converted(built, self.options), self.backend, self.options, own=own)
             optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
+            check_slices(self.model, optimizer, self.options)
+            check_sequences(self.model, self.options)
+            check_optimizer(self.model, optimizer)
+        self._parts = optimizer, objective, notes
+        self._scalars_before: Mapping[str, Any] | None = None
+        self._assemble()
+
+    def _assemble(self) -> None:
+        """Make all that knows the replicas, for a new trainer or a new world."""
+        optimizer, objective, notes = self._parts
         self.backend.prepare(optimizer)
         self._factory = step_factory_for(self.backend, self.model, optimizer, objective, self.options)
         self._services = Services()
@@ -89,6 +120,8 @@ class TrainerCore:
         if self._state is None:
             with self.backend.scope():
                 self._state = TrainState(self.model, self.optimizer, self._seed, slots=self.rule.named_tensors)
+            if self._scalars_before is not None:
+                self._state.restore(self._scalars_before)
             self.backend.check_changing(self._state.changing())
         return self._state
 
@@ -110,6 +143,10 @@ class TrainerCore:
         """Do what `build` does, on a batch that is like those to come, in `training` or in evaluation."""
         with precision(self.options.precision):  # for layers that are made when they are first called
             self._factory.build(batch, training=training)
+        check_split(self.model, self.backend.axes)
+        check_held_apart(self.model, self.options)
+        if is_split(self.model):
+            refuse_files_of_slices(self.model)
         with self.backend.scope():
             self.state.optimizer = self.optimizer
             self.state.follow_model()
@@ -130,6 +167,8 @@ class TrainerCore:
         info: RunInfo | None = None,
         save: Callable[[TrainState], object] | None = None,
         callbacks: Sequence[Any] = (),
+        stopping: StopAgreement | None = None,
+        commits: Commits | None = None,
     ) -> FitResult:
         """Broadcast the state of rank 0 and train until `plan.total_steps`.
 
@@ -139,16 +178,29 @@ class TrainerCore:
             validation: evaluated after every epoch.
             observers: told what happens; rank 0's only.
             info: what the observers are told at the start.
-            save: writes the state; called on every rank.
+            save: writes the state, or begins to (`BackgroundSaver`); called on every rank.
             callbacks: see `fit`. After `restore` they go on from what was saved of them.
+            stopping: agrees on the step after which a signal stops all ranks; needs `save`.
+            commits: of an elastic training, which keeps the state there every `plan.commit_every` steps.
 
         Raises:
             ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
         """
+        check_rollback(self.options, saves=isinstance(save, BackgroundSaver))
         sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
         self._agree("train", {"plan": plan, **sizes, "validation": validation, "save": save}, callbacks)
         self.broadcast_state()
-        return self._train(data, plan, validation, observers or BaseObserver(), info, save, callbacks)
+        return self._train(
+            data,
+            plan,
+            validation,
+            observers or BaseObserver(),
+            info,
+            save,
+            callbacks,
+            stopping=stopping,
+            commits=commits,
+        )
 
     def _train(
         self,
@@ -160,6 +212,8 @@ class TrainerCore:
         save: Callable[[TrainState], object] | None = None,
         callbacks: Sequence[Any] = (),
         verbose: str | int = 0,
+        stopping: StopAgreement | None = None,
+        commits: Commits | None = None,
     ) -> FitResult:
         """Do what `train` does, from a state that is the same on every rank."""
         begin = time.perf_counter()
@@ -167,13 +221,40 @@ class TrainerCore:
         notes = getattr(data, "notes", ())
         self._announcer.announce(info, self.state, observers, notes, narrow_outputs=self._factory.narrow_outputs)
         saving = None if save is None else lambda: save(self.state)
-        actions = Actions(self._evaluate, self.consolidate, self.averaged_weights, saving)
+        actions = Actions(self._evaluate, self.consolidate, self.prepare_to_save, self.averaged_weights, saving)
+        if isinstance(save, BackgroundSaver):
+            actions = replace(actions, finish_save=save.finish)
+            if self.options.on_bad_step == "rollback":
+                actions = replace(actions, roll_back=rollback_to(save, self.backend, self.state, self.rule))
+        if commits is not None:
+            actions = replace(actions, commit=self._commit_to(commits, observers), begin_step=commits.note_step)
         parts = (self.backend, self.state, self._factory, self.rule, data, plan)
         training = StandardTraining(
-            *parts, actions, observers, validation=validation, callbacks=callbacks, verbose=verbose
+            *parts,
+            actions,
+            observers,
+            validation=validation,
+            callbacks=callbacks,
+            verbose=verbose,
+            stopping=stopping,
+            bad_steps=self.options,
+            desync_every=self.options.desync_every,
         )
         training.run()
         return training.result(wall_seconds=time.perf_counter() - begin)
+
+    def _commit_to(self, commits: Commits, observers: Observer) -> Callable[[], None]:
+        """Commit the state with which an elastic world begins, and return what commits the later ones."""
+        said = commits.begin(self.state, self.backend)
+        if said is not None:
+            observers.on_message(said)
+        look_at_hosts = HostsCheck(current(), self.backend)
+
+        def commit() -> None:
+            commits.keep(self.state)
+            look_at_hosts()
+
+        return commit
 
     def compiled_step(self, data: TrainingData) -> CompiledStep:
         """Return the compiled step for batches of `data`, to be called by itself."""
@@ -182,6 +263,11 @@ class TrainerCore:
     def consolidate(self) -> None:
         """Make the model what is evaluated and saved; every rank calls it, and training goes on from there."""
         self.rule.consolidate()
+        self.state.average_statistics(self.backend)
+
+    def prepare_to_save(self) -> None:
+        """Make the state what is saved; every rank calls it, and training goes on from there."""
+        self.rule.prepare_to_save()
         self.state.average_statistics(self.backend)
 
     def averaged_weights(self) -> AbstractContextManager[None]:

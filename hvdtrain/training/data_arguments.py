@@ -94,7 +94,7 @@ def global_batch(batch_size: int | None, batch: int | None, backend: Backend, de
     if batch is not None:
         return batch
     size = default if batch_size is None else batch_size
-    return None if size is None else size * backend.size
+    return None if size is None else size * backend.data_parallel.size
 
 
 def split_arrays(data: Any, fraction: float) -> tuple[ArraySource, ArraySource]:

@@ -4,8 +4,10 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.registry import resolve
+from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.training.objective.compile_settings import Objective
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.pipelined.factory import PipelineStepFactory
 from hvdtrain.training.step.own.factory import KerasStepFactory
 from hvdtrain.training.step.own.train_step import has_own_step
 from hvdtrain.training.step.step_factory import StepFactory
@@ -19,6 +21,8 @@ def step_factory_for(
     Raises:
         ConfigError: options or layers that do not fit.
     """
+    if isinstance(model, PipelineStage):
+        return PipelineStepFactory(backend, model, optimizer, objective, options)
     if has_own_step(model):
         return KerasStepFactory(backend, model, optimizer, objective, options)
     table = {backend.name: backend.capabilities.step_factory}

@@ -50,6 +50,10 @@ class DataArguments:
         """Return the data as one argument; see `combined`."""
         return combined(as_function(self.x, self.steps_per_epoch), self.y, self.sample_weight)
 
+    def global_batch(self, backend: Backend) -> int | None:
+        """Return the samples of a step over all ranks; None where the data come in batches."""
+        return global_batch(self.batch_size, self.batch, backend, BATCH_SIZE if is_arrays(self.given()) else None)
+
     def training(self, data: Any, backend: Backend, seed: int, services: Services) -> TrainingData:
         """Return the stream of this replica's batches of `data`; see `training_data`."""
         read = training_data if self.shard is None else rank_training_data

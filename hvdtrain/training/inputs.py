@@ -66,10 +66,11 @@ def training_data(
     if steps_per_epoch is not None:
         raise ConfigError("steps_per_epoch is for datasets that do not end; arrays have their own length.")
     source = data if isinstance(data, ArraySource) else ArraySource(data)
-    per_replica(batch, backend.size)
+    uneven = backend.capabilities.uneven
+    per_replica(batch, backend.data_parallel.size, uneven=uneven)
     check_given(lambda: _given_arrays(source, batch), backend, "training")
     return SourceTraining(
-        source, batch=batch, index=backend.process, size=backend.processes, seed=seed, shuffle=shuffle
+        source, batch=batch, index=backend.process, size=backend.processes, seed=seed, shuffle=shuffle, uneven=uneven
     )
 
 
@@ -93,7 +94,7 @@ def _dataset(
     found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
     first = _checked(found)
     size = batch or _samples(first)
-    per_replica(size, backend.size)
+    per_replica(size, backend.data_parallel.size, uneven=backend.capabilities.uneven)
 
     def training(shards: ShardedDataset | None) -> DatasetTraining:
         place = {"index": backend.process, "size": backend.processes}
@@ -104,6 +105,7 @@ def _dataset(
             shards=shards,
             change=change,
             service=service[backend.process % len(service)] if service else None,
+            uneven=backend.capabilities.uneven,
             **place,
         )
 
@@ -123,13 +125,16 @@ def _stream(
         raise ConfigError(f"The data come in batches already: leave out batch. Received: batch={batch}.")
     first, batches = opened(data)
     size = _samples(first)
-    per_replica(size, backend.size)
+    uneven = backend.capabilities.uneven
+    per_replica(size, backend.data_parallel.size, uneven=uneven)
     place = {"batch": size, "index": backend.process, "size": backend.processes}
     training: TrainingData
     if isinstance(data, keras.utils.PyDataset):
-        training = PyDatasetTraining(data, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch, **place)
+        training = PyDatasetTraining(
+            data, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch, uneven=uneven, **place
+        )
     else:
-        training = GeneratorTraining(data, steps_per_epoch=steps_per_epoch, opened=batches, **place)
+        training = GeneratorTraining(data, steps_per_epoch=steps_per_epoch, opened=batches, uneven=uneven, **place)
     _check_same_batches(_kind(data), first, training, backend, "Draw from generators with a seed")
     return training
 
@@ -266,7 +271,7 @@ def _alike(
         return Given(kind, _samples(batch), count, content_of(batch))
 
     check_given(given, backend, what, "Leave out shuffle()")
-    return batches if count is not None or backend.processes == 1 else AsMany(batches, backend, what)
+    return batches if count is not None or backend.job_size == 1 else AsMany(batches, backend, what)
 
 
 def _checked(batch: Any) -> Any:

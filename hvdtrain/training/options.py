@@ -7,10 +7,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.bad_steps import BadStepConfig
+from hvdtrain.config.desync import DesyncConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.exchange import ExchangeConfig, SparseName
+from hvdtrain.config.pipeline import PipelineConfig
 from hvdtrain.config.precision import PrecisionName
 from hvdtrain.config.registry import suggestion
+from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.config.step import ClippingConfig, StepConfig
 from hvdtrain.config.update import UpdateConfig
 from hvdtrain.gradients.reduction import ReductionOptions
@@ -18,17 +22,29 @@ from hvdtrain.optim.clipping import Clipping
 
 EXCHANGE_OPTIONS = (*(field.name for field in (*fields(ExchangeConfig), *fields(UpdateConfig))), "sync_batch_norm")
 """Options that do nothing where nothing is exchanged."""
+OF_INIT = frozenset(field.name for field in fields(RuntimeConfig))
+"""Options that a job starts with."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(UpdateConfig, ExchangeConfig, ClippingConfig, StepConfig):
+class StepOptions(
+    DesyncConfig, BadStepConfig, PipelineConfig, UpdateConfig, ExchangeConfig, ClippingConfig, StepConfig
+):
     """Options of the training step; those of several sections of the configuration, each declared there."""
 
     precision: PrecisionName | None = None
     """Dtype policy that a model's builder runs with; None leaves Keras' own."""
 
     def __post_init__(self) -> None:
-        for part in (StepConfig, ClippingConfig, ExchangeConfig, UpdateConfig):
+        for part in (
+            StepConfig,
+            ClippingConfig,
+            ExchangeConfig,
+            UpdateConfig,
+            PipelineConfig,
+            BadStepConfig,
+            DesyncConfig,
+        ):
             part.__post_init__(self)
         if self.jit and self.sync_batch_norm:
             raise ConfigError("--jit cannot hold the exchange of --sync-batch-norm: leave out one of them.")
@@ -104,7 +120,8 @@ def step_options(given: dict[str, Any]) -> StepOptions:
     known = {field.name: "" for field in fields(StepOptions)}
     for name in given:
         if name not in known:
-            raise ConfigError(f"Trainer takes no option {name!r}.{suggestion(name, known)}")
+            advice = " It is one of hvdtrain.init()." if name in OF_INIT else suggestion(name, known)
+            raise ConfigError(f"Trainer takes no option {name!r}.{advice}")
     try:
         return TypeAdapter(StepOptions).validate_python(given)
     except ValidationError as error:

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.single import SingleBackend
-from hvdtrain.config.errors import NoSamplesError
+from hvdtrain.config.errors import ConfigError, NoSamplesError
+from hvdtrain.config.parallel import DATA_AXES
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.given import same_arrays
@@ -47,7 +48,8 @@ def rank_training_data(
         options["service"] = (service[backend.process % len(service)],)
     if backend.processes == 1:
         return training_data(data, backend, batch=batch, **options)
-    rows = None if batch is None else per_replica(batch, backend.size)
+    _refuse_shared_samples(backend)
+    rows = None if batch is None else per_replica(batch, backend.data_parallel.size)
     mine: TrainingData | None
     try:
         mine = training_data(data, SingleBackend(current()), batch=rows, **options)
@@ -55,7 +57,7 @@ def rank_training_data(
         mine = None
     first = None if mine is None else next(mine.batches(0))
     steps = 0 if mine is None else mine.steps_per_epoch
-    return RankTraining(mine, agree_on_parts(first, steps, backend, "training"), backend.size)
+    return RankTraining(mine, agree_on_parts(first, steps, backend, "training"), backend.data_parallel.size)
 
 
 def evaluation_data(
@@ -81,7 +83,8 @@ def own_evaluation_data(
     data: Any, backend: Backend, *, batch: int, steps: int | None, what: str = "validation"
 ) -> RankEvaluation:
     """Return this rank's own evaluation data, in as many batches on every rank; see `evaluation_data`."""
-    rows = per_replica(batch, backend.size) if is_arrays(data) else batch
+    _refuse_shared_samples(backend)
+    rows = per_replica(batch, backend.data_parallel.size) if is_arrays(data) else batch
     try:
         named = first_batches(data, steps, rows)
         mine = validation_batches(named, SingleBackend(current()), batch=rows, what=what)
@@ -90,6 +93,20 @@ def own_evaluation_data(
     except NoSamplesError:
         mine, first, count = (), None, 0
     return RankEvaluation(mine, agree_on_parts(first, count, backend, what))
+
+
+def _refuse_shared_samples(backend: Backend) -> None:
+    """Refuse samples of each rank's own where several ranks must be given the same.
+
+    Raises:
+        ConfigError: naming the axes of the mesh.
+    """
+    if backend.job_size > backend.processes:
+        axes = ", ".join(f"{axis}={size}" for axis, size in backend.axes.items() if axis not in DATA_AXES)
+        raise ConfigError(
+            f'shard="rank" gives each rank samples of its own, and ranks along other axes than dp and ep take the same '
+            f"ones. Received: {axes}. Give all samples to every rank, without shard."
+        )
 
 
 def _count(batches: Iterable[Batch]) -> int:

@@ -1,21 +1,25 @@
 """Checkpoints of a user's own script: save, restore and resume a trainer, and what `fit` saves and goes on from."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.checkpoint import manifest
 from hvdtrain.checkpoint.agreement import on_every_rank
+from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.checkpointer import Checkpointer
-from hvdtrain.checkpoint.naming import complete
+from hvdtrain.checkpoint.lock import locked
+from hvdtrain.checkpoint.naming import checkpoints_at
 from hvdtrain.checkpoint.restore import extras, restore
-from hvdtrain.checkpoint.selection import find_checkpoint
+from hvdtrain.checkpoint.selection import located, newest_good, put_aside
 from hvdtrain.config.checkpoint import Checkpoint
-from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.wording import plural
+from hvdtrain.runtime.session import current
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.backup import Backup
 from hvdtrain.training.core import TrainerCore
@@ -58,7 +62,8 @@ class ResumableTrainer(TrainerCore):
 
         Args:
             folder: of checkpoints, or of a run; or a single checkpoint in it.
-            which: `"newest"`, `"best"` (by the metric that the best was kept of), or the number of a step.
+            which: `"newest"` of those that are not damaged, `"best"` (by the metric that the best was kept of), or the
+                number of a step.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it was saved by another model or optimizer.
@@ -76,29 +81,29 @@ class ResumableTrainer(TrainerCore):
         The next `fit` then trains what is left of its `epochs`, from the next sample on, on any number of ranks, with
         callbacks that remember what they did. It needs the same data and global batch as before.
 
+        Damaged checkpoints are named, set aside as `step-N.damaged`, and the newest good one is used.
+
         Returns:
-            The checkpoint; None where there is none, and `fit` begins at the start.
+            The checkpoint; None where there is none that is good, and `fit` begins at the start.
 
         Raises:
-            CheckpointError: it is damaged, or was saved by another model or optimizer.
+            CheckpointError: it was saved by another model or optimizer.
         """
         agree_on_call(self.backend, "resume", {"folder": os.fspath(folder)})
         return self._resume(Path(folder))
 
     def _resume(self, folder: Path) -> Path | None:
-        path = self._on_primary(lambda: located(folder, "newest") if _has_any(folder) else None)
+        path = self._on_primary(lambda: _to_go_on_from(folder))
         if path is not None:
             self._load(path)
             self._goes_on = True
         return path
 
     def _on_primary(self, find: Callable[[], Path | None]) -> Path | None:
-        """Return on every rank the checkpoint that `find` returns on the primary, where it can be read."""
+        """Return on every rank the checkpoint that `find` returns on the primary."""
 
         def look() -> str | None:
             path = find() if self.backend.primary else None
-            if path is not None:
-                manifest.format_of(path)
             return None if path is None else str(path)
 
         found = on_every_rank(self.backend, look)[0]
@@ -147,11 +152,27 @@ class ResumableTrainer(TrainerCore):
         scalars.data = now
         return goes_on
 
-    def _checkpointer(self, checkpoint: Checkpoint) -> Checkpointer:
-        """Return what writes the checkpoints of a `fit`, once it is known that it can."""
-        files = Checkpointer(Path(checkpoint.folder), int(checkpoint.keep), self.backend)
-        files.prepare(self.state.scalars.step, self.state.named_tensors())
-        return files
+    @contextmanager
+    def _saving(self, checkpoint: Checkpoint | None, *, again: bool = False) -> Iterator[BackgroundSaver | None]:
+        """Yield what writes the checkpoints of a `fit`, once it is known that it can; None where nothing is saved.
+
+        Args:
+            checkpoint: where and when.
+            again: whether this `fit` has saved there in an earlier world.
+        """
+        if checkpoint is None:
+            yield None
+            return
+        folder, hours = Path(checkpoint.folder), checkpoint.keep_every_hours
+        with locked(folder, self.backend, job=current().link.job) as lock:
+            kept = int(checkpoint.keep)
+            files = Checkpointer(folder, kept, self.backend, keep_every_hours=hours, before=lock.renew)
+            files.prepare(self.state.scalars.step, self.state.named_tensors(), again=again)
+            saver = BackgroundSaver(files, current().control)
+            try:
+                yield saver
+            finally:
+                saver.close()
 
 
 def refuse_both(checkpoint: Checkpoint | None, backup: Backup) -> None:
@@ -184,24 +205,8 @@ def with_checkpoints(plan: Plan, checkpoint: Checkpoint | None) -> Plan:
     return replace(plan, checkpoint_every=every, best=checkpoint.metric)
 
 
-def located(folder: Path, which: str) -> Path:
-    """Return the checkpoint that is meant by `folder` and `which`; see `Trainer.restore`.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
+def _to_go_on_from(folder: Path) -> Path | None:
+    """Return the newest good checkpoint in `folder`, or the one that it is, None where there is none yet."""
     if (folder / manifest.NAME).is_file():
-        if which != "newest":
-            raise CheckpointError(f"{folder} is a single checkpoint: leave out which. Received: {which!r}.")
-        return folder
-    return find_checkpoint(_checkpoints_in(folder), which)
-
-
-def _checkpoints_in(folder: Path) -> Path:
-    """Return the folder of checkpoints: `folder` itself, or that of the run in it."""
-    of_run = folder / "checkpoints"
-    return of_run if of_run.is_dir() and not complete(folder) else folder
-
-
-def _has_any(folder: Path) -> bool:
-    return (folder / manifest.NAME).is_file() or bool(complete(_checkpoints_in(folder)))
+        return located(folder, "newest")
+    return newest_good(checkpoints_at(folder), put_aside)

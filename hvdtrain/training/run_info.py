@@ -5,11 +5,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend, world_size
+from hvdtrain.backends.protocol import Backend, split_axes, world_size
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.console import make_console
-from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
+from hvdtrain.observability.events import BaseObserver, Observer, Observers, RunInfo
 from hvdtrain.observability.wording import figures_of, formatted, joined
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.session import current
@@ -28,7 +28,7 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
         **who_trains(backend),
         launcher=session.environment.launcher,
         global_batch=data.batch,
-        per_replica_batch=data.batch // backend.size,
+        per_replica_batch=data.batch // backend.data_parallel.size,
         total_steps=plan.total_steps,
         steps_per_epoch=data.steps_per_epoch,
         parameters=state.parameters(),
@@ -56,8 +56,8 @@ def console_for(backend: Backend, verbose: str | int = "auto") -> Observer:
     if not backend.primary or not verbose:
         return BaseObserver()
     if verbose == 2:
-        return make_console(live=False, steps=False)
-    return make_console(live=on_terminal(current().environment))
+        return Observers([make_console(live=False, steps=False)])
+    return Observers([make_console(live=on_terminal(current().environment))])
 
 
 def check_verbose(verbose: str | int) -> None:
@@ -86,6 +86,7 @@ def who_trains(backend: Backend) -> dict[str, Any]:
         "controller": backend.transport,
         "processes": None if roles else backend.processes,
         "roles": roles,
+        "axes": split_axes(backend),
     }
 
 

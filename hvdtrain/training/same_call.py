@@ -31,7 +31,7 @@ def agree_on_call(
     Raises:
         ConfigError: the same on every rank, naming what differs, the values and the ranks.
     """
-    if backend.processes == 1:
+    if backend.job_size == 1:
         return
     told = {name: _described(value) for name, value in arguments.items()}
     facts = encode_call(call, {**told, **(settings or {})})

@@ -7,21 +7,22 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
+from hvdtrain.config.checkpoint import Checkpoint
+from hvdtrain.config.elastic import COMMIT_EVERY, check_commits
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.precision import precision
-from hvdtrain.training.backup import agreed_backup, without_backup
 from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
 from hvdtrain.training.fit_arguments import VALIDATION_BATCH, DataArguments, FitArguments, ValidationArguments
-from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.fitting import FitRequest, FittingTrainer
+from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.rank_inputs import evaluation_data
-from hvdtrain.training.resumable import ResumableTrainer, nothing_left, refuse_both, with_checkpoints
-from hvdtrain.training.run_info import console_for, show_evaluation
+from hvdtrain.training.run_info import show_evaluation
 from hvdtrain.training.same_call import agree_on_call
 
 
-class Trainer(ResumableTrainer):
+class Trainer(FittingTrainer):
     """Trains a Keras model on every rank of the session.
 
     Of a model that was compiled, the optimizer, the losses (with their weights) and the metrics (with the weighted
@@ -74,6 +75,8 @@ class Trainer(ResumableTrainer):
         shard: str | None = None,
         data_service: str | None = None,
         checkpoint: Checkpoint | str | PathLike[str] | None = None,
+        elastic: bool = False,
+        commit_every: int = COMMIT_EVERY,
     ) -> FitResult:
         """Train until epoch `epochs`; arguments are those of `keras.Model.fit`, the same on every rank.
 
@@ -111,14 +114,19 @@ class Trainer(ResumableTrainer):
             checkpoint: where and when to save the training state: `hvdtrain.Checkpoint(folder, …)`, or the folder
                 alone. A training that was interrupted goes on after `trainer.resume(folder)`. In place of both,
                 `BackupAndRestore(folder)` among the callbacks saves every epoch, goes on by itself, and removes the
-                folder at the end.
+                folder at the end. SIGTERM, SIGUSR1 or Ctrl-C on any rank then save after the step under way, on all
+                ranks, and end the script with exit code 75 (130 for Ctrl-C).
+            elastic: go on when ranks are lost, and with new ones when hosts come, under `horovodrun` with host
+                discovery. The batch over all ranks stays what it is in the first world. One `fit` of a script can be
+                elastic, and before it no rank may wait for the others: see docs/reliability.md.
+            commit_every: with `elastic`, keep the state in memory every this many steps: from there training goes on.
 
         Raises:
             CheckpointError: checkpoints cannot be saved, or a resumed training has other data.
             ConfigError: a batch that does not divide among the ranks, options that do not fit, or ranks that call it
                 with different arguments.
             DataError: data that cannot be used.
-            NonFiniteError: the loss became NaN or infinite.
+            BadStepError: the loss became NaN or infinite (NonFiniteError), or a spike; see `on_bad_step`.
         """
         arguments = FitArguments(
             DataArguments(
@@ -136,33 +144,12 @@ class Trainer(ResumableTrainer):
             initial_epoch,
             log_every,
         )
-        callbacks, backup = without_backup(callbacks or ())
-        saved = checkpoint_of(checkpoint)
-        self._agree("fit", {**arguments.facts(), "checkpoint": saved}, callbacks)
-        arguments.check()
-        backup = agreed_backup(backup, self.backend)
-        if backup is not None:
-            refuse_both(saved, backup)
-            saved = backup.checkpoint
-        data, validation = arguments.streams(self.backend, self._seed, self._services)
-        source = getattr(data, "source", None)
-        if source is not None:
-            self._factory.check(source)
-        self.build(data)
-        goes_on = self._begin_fit(data, initial_epoch, backup, described_data=saved is not None)
-        save = None if saved is None else self._checkpointer(saved).save_state
-        plan = with_checkpoints(arguments.plan(self.state.scalars, data.steps_per_epoch), saved)
-        observers = console_for(self.backend, verbose)
-        try:
-            if goes_on and plan.total_steps == self.state.scalars.step:
-                observers.on_message(nothing_left(self.state.scalars))
-            result = self._train(data, plan, validation, observers, save=save, callbacks=callbacks, verbose=verbose)
-            observers.on_end(summary_of(result))
-        finally:
-            observers.close()
-        if backup is not None and self.backend.primary:
-            backup.finish()
-        return result
+        request = FitRequest(arguments, callbacks or (), checkpoint, verbose)
+        if elastic:
+            return self._fit_elastically(request, check_commits(commit_every))
+        if commit_every != COMMIT_EVERY:
+            raise ConfigError("--commit-every has no effect without --elastic: leave it out.")
+        return self._fit(request)
 
     def evaluate(
         self,

@@ -6,6 +6,7 @@ Usage: (launcher) python interrupted_script.py FOLDER [RANK STEP]: that rank is 
 import os
 import signal
 import sys
+import time
 
 import keras
 import numpy as np
@@ -36,6 +37,7 @@ class Kill(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         if kill and [hvdtrain.rank(), self.steps] == [int(word) for word in kill]:
+            time.sleep(2.0)  # the checkpoint of the sixth step is written meanwhile
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -40,19 +40,38 @@ class World:
         return len(set(self.gather(payload))) == 1
 
 
-def plain_training(
-    model: Any, optimizer: Any, loss: Callable[[Any, Any], tf.Tensor], batches: Sequence[tuple[Any, Any]]
-) -> list[np.ndarray]:
-    """Train on whole batches in this process, with nothing of hvdtrain, and return the weights.
+Loss = Callable[[Any, Any], tf.Tensor]
+Transform = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
-    `loss` returns one value for each sample. Sparse gradients are made dense, which adds up duplicate rows.
+
+def plain_step(
+    model: Any, optimizer: Any, loss: Loss, batch: tuple[Any, Any], transform: Transform | None = None
+) -> Callable[[Any, Any], None]:
+    """A step on whole batches like `batch` in this process, with nothing of hvdtrain.
+
+    `loss` returns one value for each sample. Sparse gradients are made dense, which adds up duplicate rows; `transform`
+    changes them before the update. The step is compiled once for any number of samples, which halves the time of 20.
     """
-    optimizer.build(model.trainable_variables)
-    for inputs, targets in batches:
+
+    def step(inputs: Any, targets: Any) -> None:
         with tf.GradientTape() as tape:
             mean = tf.reduce_mean(loss(targets, model(inputs, training=True)))
         gradients = tape.gradient(mean, [v.value for v in model.trainable_variables])
-        optimizer.apply([tf.convert_to_tensor(g) for g in gradients], model.trainable_variables)
+        dense = [tf.convert_to_tensor(g) for g in gradients]
+        optimizer.apply(transform(dense) if transform else dense, model.trainable_variables)
+
+    optimizer.build(model.trainable_variables)
+    specs = tf.nest.map_structure(lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), batch)
+    return tf.function(step, input_signature=specs, autograph=False)
+
+
+def plain_training(
+    model: Any, optimizer: Any, loss: Loss, batches: Sequence[tuple[Any, Any]], transform: Transform | None = None
+) -> list[np.ndarray]:
+    """Take a `plain_step` on each of the batches, and return the weights."""
+    step = plain_step(model, optimizer, loss, batches[0], transform)
+    for inputs, targets in batches:
+        step(inputs, targets)
     return [np.array(weight) for weight in model.get_weights()]
 
 

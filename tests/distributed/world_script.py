@@ -6,13 +6,15 @@ from dataclasses import replace
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.collectives import AxisCollectives
-from hvdtrain.runtime.session import Session, open_link, open_session
+from hvdtrain.runtime.link import open_link
+from hvdtrain.runtime.session import Session, open_session
 from hvdtrain.runtime.world import World, open_world
 
 TIMEOUT_S = 60.0
-MESHES = ({"tp": 2}, {"tp": 4}, {"pp": 2, "tp": 2})
+MESHES = ("tp=2", "tp=4", "pp=2,tp=2")
 
 
 def exchanged(collectives: AxisCollectives, mine: tf.Tensor, rows: tf.Tensor) -> list[tf.Tensor]:
@@ -81,7 +83,7 @@ def check_roots(world: World) -> None:
 def check_bytes(session: Session) -> None:
     world = session.world
     for axis in world.mesh.axis_names:
-        found = session.gather(b"%d" % world.rank, TIMEOUT_S, axis)
+        found = session.gather(b"%d" % world.rank, TIMEOUT_S, world.mesh.ranks_along(axis))
         assert found == [b"%d" % rank for rank in world.mesh.ranks_along(axis)], axis
 
 
@@ -98,11 +100,12 @@ def check(session: Session, generation: int) -> None:
 
 
 def main() -> None:
-    session = open_session(open_link(timeout=TIMEOUT_S, restartable=True), RuntimeConfig(), axes=MESHES[0])
+    session = open_session(open_link(timeout=TIMEOUT_S, restartable=True), RuntimeConfig(parallel=MESHES[0]))
     check(session, 0)
-    for generation, axes in enumerate(MESHES[1:], start=1):
+    for generation, parallel in enumerate(MESHES[1:], start=1):
         session.close()
         link = open_link(timeout=TIMEOUT_S, generation=generation, restartable=True)
+        axes = parse_axes(parallel)
         world = open_world(link.control, link.environment, session.world.hosts, axes=axes, generation=generation)
         session = replace(session, link=link, world=world)
         check(session, generation)

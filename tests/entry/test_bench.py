@@ -111,6 +111,35 @@ def test_horovods_own_collectives_come_out_right(tmp_path):
     assert job.out.count('"collective"') == 5
 
 
+def test_layouts_of_ranks_are_compared(tmp_path):
+    words = [
+        "--parallel",
+        "--model",
+        "tiny",
+        "--layouts",
+        "tp",
+        "--controllers",
+        "gloo",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+    ]
+    job = hvdtrain("none", 1, "bench", *words, cwd=tmp_path)
+    assert job.code == 0, job.text[-4000:]
+    (made,) = (tmp_path / "bench").iterdir()
+    data_parallel, tensor_parallel = read_results(made).parallel.cells
+    assert data_parallel.parameters == tensor_parallel.parameters
+    for cell in (data_parallel, tensor_parallel):
+        (found,) = cell.rounds
+        assert found.step_ms > 0
+        assert found.peak_mib > 100
+        assert found.sent_mb > 0.1  # what the ranks tell one another, at least
+    text = (made / "report.md").read_text()
+    assert text.count("\n| tp | ") == 1
+    assert "bench layout lm_synthetic" in text
+
+
 def test_a_backend_that_is_not_there_is_refused_in_a_line(tmp_path):
     words = ["bench", "side", "single", "digits", "--batch", "16", "--ranks", "2"]
     job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
@@ -122,7 +151,7 @@ def test_a_backend_that_is_not_there_is_refused_in_a_line(tmp_path):
 def test_help_loads_no_tensorflow(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    for words in ([], ["collectives"], ["compare"], ["report"], ["side"], ["engine"]):
+    for words in ([], ["--parallel"], ["collectives"], ["compare"], ["report"], ["side"], ["engine"], ["layout"]):
         job = hvdtrain("none", 1, "bench", *words, "--help", cwd=tmp_path, PYTHONPATH=path)
         assert job.code == 0, job.text
         assert job.out.startswith("usage: python -m hvdtrain bench"), job.text

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.entry.test_mistakes import refused
-from tests.launching import hvdtrain, launcher, run, train_all
+from tests.launching import errors_of, hvdtrain, launcher, run, train_all
 from tests.unit.images import tar_of, write_folders
 
 IMAGES = ["--data", "class_folders", "--model", "small_cnn", "--batch", "8", "--epochs", "2", "--plots", "False"]
@@ -108,34 +108,26 @@ def test_a_data_service_decodes_the_same_samples(tmp_path, serving):
         "local": ("--data-service", "local", "--data-workers", "2"),
         "address": ("--data-service", serving),
     }
+    trainings = [[*words, *more, "--run-dir", name] for name, more in sides.items()]
+    train_all("mpirun", 2, trainings, cwd=tmp_path, timeout=300)
     figures = {}
-    for name, more in sides.items():
-        job = hvdtrain("mpirun", 2, *words, *more, "--run-dir", name, cwd=tmp_path)
-        assert job.code == 0, job.text[-4000:]
+    for name in sides:
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         figures[name] = summary["train_loss"], summary["val_loss"], summary["parameter_hash"]
     assert figures["local"] == figures["address"] == figures["plain"]
 
 
 def test_a_data_service_that_does_not_fit_is_refused(tmp_path):
-    nowhere = "grpc://localhost:1"
     write_folders(tmp_path / "photos", each=20, kind="jpeg")
-    cases = {
-        ("digits", "--data-service", "local"): "--data-service is for samples that are read, decoded or augmented",
-        (
-            *IMAGES,
-            "--data-args",
-            "path",
-            "photos",
-            "--data-service",
-            nowhere,
-        ): f"The service {nowhere} cannot be reached",
-        ("digits", "--data-workers", "2"): "--data-workers is for --data-service local",
-    }
-    for words, said in cases.items():
-        job = hvdtrain("none", 1, *words, cwd=tmp_path)
-        assert job.code != 0
-        assert said in job.text, job.text[-2000:]
+    photos, nowhere = [*IMAGES, "--data-args", "path", "photos"], "grpc://localhost:1"
+    cases = [
+        (["digits", "--data-service", "local"], "--data-service is for samples that are read, decoded or augmented"),
+        ([*photos, "--data-service", nowhere], f"The service {nowhere} cannot be reached"),
+        (["digits", "--data-workers", "2"], "--data-workers is for --data-service local"),
+    ]
+    messages = errors_of([["train", *words] for words, _ in cases], cwd=tmp_path)
+    for message, (_, said) in zip(messages, cases, strict=True):
+        assert said in message
 
 
 def test_a_damaged_image_is_named_and_can_be_left_out(tmp_path):
@@ -181,23 +173,32 @@ def test_a_file_that_one_rank_does_not_have(tmp_path):
     )
 
 
+MISTAKES = [
+    (["--data", "class_folders"], ["--data-args path PATH"]),
+    (["--data", "class_folders", "--data-args", "path", "nowhere"], ["There is no", "nowhere", "HVDTRAIN_DATA"]),
+    (["--data-args", "pth", "x", "--data", "class_folders"], ["'pth'", "Perhaps you meant: path"]),
+    (["--tail", "drop", "--batch", "2000"], ["--tail drop would leave nothing"]),
+    (["--augment", "flop"], ["no augmentation 'flop'", "Perhaps you meant: flip"]),
+    (["--augment", "flip", "flip"], ["--augment names one change twice"]),
+    (["--augment", "mixup", "--loss", "mse", "--model-args", "width", "4"], ["--augment mixup blends labels"]),
+    (["--on-bad-record", "skip"], ["raise or skip:N"]),
+    (["--data-threads", "-1"], ["--data-threads must not be negative"]),
+]
+
+
+def test_mistakes_are_said(tmp_path):
+    messages = errors_of([["train", *words] for words, _ in MISTAKES], cwd=tmp_path)
+    for message, (_, said) in zip(messages, MISTAKES, strict=True):
+        assert all(word in message for word in said), message
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--data", "class_folders"], ["--data-args path PATH"]),
-        (["--data", "class_folders", "--data-args", "path", "nowhere"], ["There is no", "nowhere", "HVDTRAIN_DATA"]),
-        (["--data-args", "pth", "x", "--data", "class_folders"], ["'pth'", "Perhaps you meant: path"]),
         (["--tail", "cut"], ["--tail", "pad", "drop", "repeat"]),
-        (["--tail", "drop", "--batch", "2000"], ["--tail drop would leave nothing"]),
-        (["--augment", "flop"], ["no augmentation 'flop'", "Perhaps you meant: flip"]),
-        (["--augment", "flip", "flip"], ["--augment names one change twice"]),
-        (
-            ["--augment", "mixup", "--loss", "mse", "--model-args", "width", "4"],
-            ["--augment mixup blends labels"],
-        ),
-        (["--on-bad-record", "skip"], ["raise or skip:N"]),
-        (["--data-threads", "-1"], ["--data-threads must not be negative"]),
         (["--cache", "disk"], ["--cache", "memory", "file"]),
+        (["--data", "class_folders", "--data-args", "path", "nowhere"], ["There is no", "nowhere", "HVDTRAIN_DATA"]),
     ],
 )
 def test_wrong_words(tmp_path, words, said):

@@ -50,7 +50,8 @@ def test_a_run_says_how_to_go_on(tmp_path, controller, size, resume):
     command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
     checkpoints = tmp_path / "run" / "checkpoints"
     code, text, seconds = interrupt(command, tmp_path, lambda: checkpoints.is_dir() and complete(checkpoints))
-    assert code == (130 if controller == "none" else 1), text
+    # horovodrun sends the ranks SIGTERM and hands on their code; interrupted before it has seen it, it ends with 0.
+    assert code in {"none": (130,), "mpirun": (1,), "gloo": (75, 0)}[controller], text
     assert seconds < 30, "the job hung"
     said = of_ranks(text)
     place = r"hvdtrain: interrupted at step \d+ of 23000\. Resume from step \d+ with:"

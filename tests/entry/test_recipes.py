@@ -25,6 +25,8 @@ WORDS = {
     "cifar10": "--batch 8 --model-args depth 8 width 4 --data-args path photos validation 4",
     "resnet50": "--batch 8 --eval-batch 8 --model-args depth 26 width 4 --data-args samples 16 size 64",
     "gpt_char": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 --data-args length 64",
+    "moe_char": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 every 1 experts 4 capacity_factor 0 "
+    "--data-args length 64",
     "bert_mini": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 --data-args length 64 copies 1",
     "dlrm": "--batch 8 --data-args samples 64 rows 20 --model-args rows 20 dim 4 width 8",
 }
@@ -38,7 +40,8 @@ def test_every_recipe_is_tried():
 
 def words_of(name, size):
     here = ["--run-dir", f"{name}-{size}", "--plots", "False", "--tensorboard", "False"]
-    return [name, "--max-steps", "2", *WORDS[name].split(), *here]
+    # With every step measured there is one graph of the step to compile, and no second one that measures nothing.
+    return [name, "--max-steps", "2", "--log-every", "1", *WORDS[name].split(), *here]
 
 
 @pytest.fixture(scope="module")

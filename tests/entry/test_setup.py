@@ -80,6 +80,21 @@ def test_a_gpu_needs_more_disk_and_brings_cuda(machine):
     assert any("requirements-cuda.txt" in call for call in machine.work())
 
 
+def test_a_login_node_is_set_up_for_gpus_and_stays_so(machine):
+    machine.setup("--gpu")
+    assert any("requirements-cuda.txt" in call for call in machine.work())
+    assert machine.setup() == ""
+    assert machine.work() == []
+    machine.setup("--no-gpu")
+    assert not any("requirements-cuda.txt" in call for call in machine.work())
+
+
+def test_no_gpu_whatever_nvidia_smi_shows(machine):
+    machine.has("nvidia-smi", "echo GPU 0: stub")
+    machine.setup("--no-gpu")
+    assert not any("requirements-cuda.txt" in call for call in machine.work())
+
+
 def test_no_gpu_behind_nvidia_smi(machine):
     machine.has("nvidia-smi", "echo no devices; exit 9")
     machine.setup()
@@ -227,7 +242,7 @@ def another_package(name):
         pytest.param(changed_file("setup.cfg"), id="metadata"),
         pytest.param(another_package("tensorflow"), id="other tensorflow"),
         pytest.param(lambda machine: (machine.root / ".venv/bin/python").unlink(), id="python gone"),
-        pytest.param(lambda machine: machine.has("nvidia-smi", "exit 9"), id="driver installed"),
+        pytest.param(lambda machine: machine.has("nvidia-smi", "echo GPU 0: stub"), id="driver installed"),
     ],
 )
 def test_a_change_that_matters_brings_the_work_back(machine, change):

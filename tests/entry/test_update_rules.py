@@ -1,11 +1,12 @@
-"""`--zero 1` and `--local-steps` as a user types them: trained, resumed on other numbers of ranks, evaluated."""
+"""`--zero` and `--local-steps` as a user types them: trained, resumed on other numbers of ranks, evaluated."""
 
 import json
 import shutil
 
+import numpy as np
 import pytest
 
-from tests.launching import hvdtrain
+from tests.launching import hvdtrain, use_all
 
 pytestmark = pytest.mark.xdist_group("update_rules")
 DIGITS = ["digits", "--epochs", "2", "--run-dir"]
@@ -17,43 +18,67 @@ def summary_of(folder):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """Two epochs on two ranks with sharded slots."""
+    """The folder of two epochs on two ranks with sharded slots, with sharded parameters and whole; what was printed."""
     folder = tmp_path_factory.mktemp("zero")
-    job = hvdtrain("mpirun", 2, *DIGITS, "run", "--zero", "1", cwd=folder)
-    assert job.code == 0, job.text[-4000:]
-    return folder, job
+    parameters = ["train", *DIGITS, "parameters", "--zero", "3", "--zero-prefetch", "1"]
+    trainings = [["train", *DIGITS, "run", "--zero", "1"], parameters, ["train", *DIGITS, "plain"]]
+    return folder, use_all("mpirun", 2, trainings, cwd=folder)
 
 
-def test_a_run_with_sharded_slots_says_so_and_is_the_plain_run(sharded, tmp_path):
-    folder, job = sharded
-    summary = summary_of(folder / "run")
-    assert "zero 1" in job.text
-    assert summary["options"] == {"zero": 1}
-    assert hvdtrain("mpirun", 2, *DIGITS, "plain", cwd=tmp_path).code == 0
-    plain = summary_of(tmp_path / "plain")
+@pytest.mark.parametrize(
+    ("run", "options", "said"),
+    [("run", {"zero": 1}, "zero 1"), ("parameters", {"zero": 3, "zero_prefetch": 1}, "zero 3, zero_prefetch 1")],
+)
+def test_a_run_with_slices_says_so_and_is_the_plain_run(sharded, run, options, said):
+    folder, printed = sharded
+    summary = summary_of(folder / run)
+    assert printed.count(said) == 1
+    assert summary["options"] == options
+    plain = summary_of(folder / "plain")
     assert plain["options"] == {}
     for figure in ("train_loss", "val_loss", "val_accuracy"):
         assert summary[figure] == pytest.approx(plain[figure], rel=1e-5)
 
 
-def test_a_checkpoint_holds_the_slices_of_all_ranks(sharded):
+@pytest.mark.parametrize(("run", "tensors"), [("run", "optimizer/velocities/"), ("parameters", "model/")])
+def test_a_checkpoint_holds_the_slices_of_all_ranks(sharded, run, tensors):
     folder, _ = sharded
-    newest = sorted((folder / "run" / "checkpoints").iterdir())[-1]
+    newest = sorted((folder / run / "checkpoints").iterdir())[-1]
     manifest = json.loads((newest / "manifest.json").read_text())
     text = json.dumps(manifest)
-    assert text.count("optimizer/velocities/") >= 2
+    assert text.count(tensors) >= 2
     assert len({path.name for path in newest.iterdir()} - {"manifest.json"}) >= 2, "one file for each rank"
 
 
-@pytest.mark.parametrize(("controller", "size"), [("none", 1), ("gloo", 4)])
-def test_any_number_of_ranks_goes_on_with_the_slices(sharded, tmp_path, controller, size):
+@pytest.mark.parametrize(
+    ("run", "controller", "size", "options"),
+    [
+        ("run", "none", 1, ()),
+        ("run", "gloo", 4, ("--zero", "3")),
+        ("parameters", "none", 1, ("--zero", "1", "--zero-prefetch", "0")),
+    ],
+)
+def test_any_number_of_ranks_goes_on_with_the_slices_in_any_stage(sharded, tmp_path, run, controller, size, options):
     folder, _ = sharded
-    shutil.copytree(folder / "run", tmp_path / "run")
-    job = hvdtrain(controller, size, "--resume", "run", "--epochs", "3", cwd=tmp_path)
+    shutil.copytree(folder / run, tmp_path / "run")
+    job = hvdtrain(controller, size, "--resume", "run", "--epochs", "3", *options, cwd=tmp_path)
     assert job.code == 0, job.text[-4000:]
     summary = summary_of(tmp_path / "run")
     assert (summary["epochs"], summary["resumed_from"], summary["world_size"]) == (3, 46, size)
-    assert summary["val_accuracy"] > summary_of(folder / "run")["val_accuracy"] - 0.02
+    assert summary["val_accuracy"] > summary_of(folder / run)["val_accuracy"] - 0.02
+
+
+def test_slices_of_parameters_are_exported_as_the_whole_model(sharded):
+    folder, _ = sharded
+    job = hvdtrain("none", 1, "checkpoint", "export", "parameters", "--to", "whole.keras", cwd=folder)
+    assert job.code == 0, job.text[-4000:]
+    import keras
+
+    exported, at_the_end = (
+        keras.models.load_model(folder / name) for name in ("whole.keras", "parameters/model.keras")
+    )
+    for ours, theirs in zip(exported.get_weights(), at_the_end.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_local_steps_end_with_one_model_on_all_ranks(tmp_path):

@@ -1,9 +1,11 @@
 import platform
+import threading
 from importlib import metadata
 
 import pytest
 
-from hvdtrain.config.errors import ConfigError, DataError, LaunchError, UserError
+from hvdtrain.config.errors import ConfigError, DataError, LaunchError, MissingRankError, UserError
+from hvdtrain.runtime.control import agreement
 from hvdtrain.runtime.control.agreement import agree, installed_versions, on_first, together
 from hvdtrain.runtime.control.local import LocalChannel
 from tests.unit.threaded_ranks import as_ranks
@@ -56,6 +58,17 @@ def test_a_mistake_of_one_rank_is_raised_on_all():
     assert isinstance(errors[1].__cause__, DataError)
 
 
+def test_a_mistake_of_one_host_names_the_host(monkeypatch):
+    def body(channel):
+        local.name = f"node-{channel.rank // 2}"
+        together(channel, lambda: channel.rank >= 2 and raising(DataError("no file")), timeout=10)
+
+    local = threading.local()
+    monkeypatch.setattr(agreement.socket, "gethostname", lambda: getattr(local, "name", "node"))
+    errors = as_ranks(4, body)
+    assert {str(error) for error in errors} == {"on ranks 2-3 (node-1): no file"}
+
+
 def test_different_mistakes_are_told_with_their_ranks():
     def body(channel):
         error = DataError("no file") if channel.rank == 1 else ConfigError("bad")
@@ -70,7 +83,7 @@ def test_an_error_that_is_not_the_users_rises_where_it_is():
     def body(channel):
         together(channel, lambda: channel.rank == 1 and raising(ZeroDivisionError()), timeout=0.3)
 
-    assert [type(error) for error in as_ranks(3, body)] == [LaunchError, ZeroDivisionError, LaunchError]
+    assert [type(error) for error in as_ranks(3, body)] == [MissingRankError, ZeroDivisionError, MissingRankError]
 
 
 def test_only_the_first_rank_acts_and_all_get_its_result():

@@ -100,7 +100,7 @@ class Others:
     def __init__(self, *others):
         self._others = others
 
-    def gather_bytes(self, payload, *, timeout):
+    def gather_bytes(self, payload, *, timeout, among="job"):
         return [payload, *self._others]
 
 

@@ -24,7 +24,7 @@ WHOLE = {
 class Rank(Gathering):
     """One that broadcasts as well."""
 
-    def broadcast(self, tensors, *, root=0):
+    def broadcast(self, tensors, *, root=0, among="replicas"):
         for path, variable in tensors.items():
             mine = variable.numpy()
             brought = self.gather_bytes(json.dumps([path, *mine.shape]).encode() + b"|" + mine.tobytes(), timeout=None)
@@ -140,7 +140,7 @@ def test_the_ranks_tell_one_another_no_more_than_that_they_have_written(tmp_path
     told = []
 
     class Noting(Rank):
-        def gather_bytes(self, payload, *, timeout):
+        def gather_bytes(self, payload, *, timeout, among="job"):
             told.append(payload)
             return super().gather_bytes(payload, timeout=timeout)
 
@@ -173,8 +173,15 @@ def test_slices_in_folders_of_their_own_are_refused(tmp_path):
     def body(ranks):
         tensors = sharded(ranks.index, 2, filled=True)
         draft = Checkpointer(tmp_path, backend=ranks)
+        begin = draft._begin
+
+        def begin_elsewhere(*arguments):
+            unwritten = begin(*arguments)
+            unwritten.path = elsewhere
+            return unwritten
+
         if ranks.index:
-            draft._write = lambda path, tensors, write=draft._write: write(elsewhere, tensors)
+            draft._begin = begin_elsewhere
         draft.save(1, tensors, {})
 
     elsewhere = tmp_path / "elsewhere"

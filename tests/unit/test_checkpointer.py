@@ -443,11 +443,11 @@ for point in sys.argv[2:]:
         folder = pathlib.Path(sys.argv[1], point)
         old = {"v": replicated_tensor(tf.Variable([1.0] * 100))}
         writer = module.Checkpointer(folder, keep=int(point[-1]))
-        writer.save(1, old, {"step": 1})
-        writer.save(2, old, {"step": 2})
+        writer.save(1, old, {"saved as": 1})
+        writer.save(2, old, {"saved as": 2})
         kill_at(point[:-2].removesuffix(" again"))
         new = {"v": replicated_tensor(tf.Variable([2.0] * 100))}
-        writer.save(2 if "again" in point else 3, new, {"step": 3})
+        writer.save(2 if "again" in point else 3, new, {"saved as": 3})
         os._exit(0)
     print(point, os.waitpid(child, 0)[1], sep=":", flush=True)
 """
@@ -478,9 +478,9 @@ def test_a_killed_writer_leaves_only_whole_checkpoints(killed, point):
     folder = killed / point
     fresh = {"v": tf.Variable(tf.zeros([100]))}
     for path in sorted(folder.glob("step-*")):
-        step = restore(path, fresh)["step"]
-        assert set(fresh["v"].numpy()) == {2.0 if step == 3 else 1.0}
-    newest = restore(Checkpointer(folder).find(), fresh)["step"]
+        saved_as = restore(path, fresh)["saved as"]
+        assert set(fresh["v"].numpy()) == {2.0 if saved_as == 3 else 1.0}
+    newest = restore(Checkpointer(folder).find(), fresh)["saved as"]
     # Only what comes after the new checkpoint has its name can find it.
     assert newest == (3 if point.startswith(("removal", "second rename 1", "second rename 2")) else 2)
     # The next writer clears away what was left.

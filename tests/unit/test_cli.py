@@ -121,8 +121,8 @@ def test_another_model_data_source_or_optimizer_does_not_get_the_recipes_argumen
         (["--epochs", "2.5"], ["--epochs", "'2.5'"]),
         (["--epochs"], ["--epochs"]),
         (["--run-dir"], ["--run-dir"]),
-        (["--pin", "maybe"], ["'maybe'", "--pin", "'True', 'False'"]),
-        (["--backend", "singel"], ["'singel'", "--backend", "'auto', 'horovod', 'single'"]),
+        (["--pin", "maybe"], ["'maybe'", "--pin", "'False', 'True'"]),
+        (["--backend", "singel"], ["'singel'", "--backend", "'auto', 'central_storage', 'horovod'"]),
         (["--model-args", "width"], ["--model-args"]),
         (["--epochs", "0"], ["--epochs must be at least 1. Received: 0."]),
         (["--learning-rate", "nan"], ["--learning-rate must be a positive number. Received: nan."]),
@@ -180,9 +180,10 @@ def test_resume_takes_the_runs_own_options(run_dir):
         ["--on-bad-record", "skip:2", "--data-threads", "3", "--data-memory-mb", "64"],
         ["--cache", "memory"],
         ["--data-args", "path", "elsewhere"],
+        ["--zero", "3", "--zero-prefetch", "1"],
     ],
 )
-def test_resume_may_change_how_long_how_it_is_watched_and_how_samples_are_read(run_dir, flags):
+def test_resume_may_change_how_long_how_it_is_watched_and_what_is_read_and_held_how(run_dir, flags):
     request = parse(["--resume", str(run_dir), *flags])
     assert request.config != changed("training", epochs=3, seed=4)
     assert request.config.training.seed == 4
@@ -213,7 +214,10 @@ def test_resume_keeps_the_other_arguments_of_data_that_were_moved(run_dir):
     moved = parse(["--resume", str(run_dir), "--data-args", "path", "there"]).config
     assert moved.data.data_args == {"path": "there", "validation": 500}
     refusal = said("--resume", run_dir, "--data-args", "path", "there", "validation", "5")
-    assert "--cache, --data-threads, --data-memory-mb, where its data are (--data-args path)" in refusal
+    assert (
+        "--cache, --data-threads, --data-memory-mb, --zero, --zero-prefetch, where its data are (--data-args path)"
+        in refusal
+    )
 
 
 @pytest.mark.parametrize("more", [["--run-dir", "x"], ["--config", "x.yaml"]])
@@ -340,7 +344,7 @@ def test_recipes_are_listed_in_a_line_each(capsys):
 
 def test_the_options_help_shows_the_recipes_own_arguments_as_one_would_type_them(capsys):
     assert main(["resnet_synthetic", "--help"]) == 0
-    typed = capsys.readouterr().out.split("This recipe's own arguments: ")[1].split()
+    typed = capsys.readouterr().out.split("Its own arguments: ")[1].split()
     assert parse(["resnet_synthetic", *typed]).config == recipe("resnet_synthetic")
     assert "--model-args depth 8" in " ".join(typed)
 
@@ -409,3 +413,35 @@ def test_switches_may_stand_alone():
     training = config.training
     assert (training.jit, training.recompute, training.sync_batch_norm, training.epochs) == (True, False, True, 3)
     assert config.data.shuffle is False
+
+
+# -- --resume auto --
+
+
+def test_resume_auto_goes_on_or_starts(tmp_path, run_dir):
+    from hvdtrain.cli.train import _folder
+
+    def folder(*argv):
+        return _folder(parse([str(word) for word in argv]))
+
+    words = ("digits", "--epochs", "3", "--seed", "4", "--resume", "auto")
+    assert folder(*words, "--run-dir", run_dir) == (str(run_dir), "auto")
+    assert folder(*words, "--run-dir", tmp_path / "new") == (str(tmp_path / "new"), "no")
+    assert folder(*words, "--run-dir", run_dir, "--epochs", "5", "--keep", "1") == (str(run_dir), "auto")
+    with pytest.raises(UserError, match="goes on with the run as it was"):
+        folder("digits", "--batch", "32", "--resume", "auto", "--run-dir", run_dir)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("mine")
+    with pytest.raises(UserError, match="is not empty: nothing in it is overwritten"):
+        folder(*words, "--run-dir", tmp_path / "other")
+    assert "--resume auto needs --run-dir" in said(*words)
+
+
+def test_choices_come_in_one_order_on_every_rank():
+    """The parser keeps them in sets, whose order each process chooses."""
+    from hvdtrain.cli.launch import without_frame
+
+    said = "invalid choice 'b' for argument '--x'. Expected one of\n('None', 'c',\n'a').\nFor full helptext"
+    other = said.replace("'None', 'c',\n'a'", "'c', 'a', 'None'")
+    assert without_frame(said) == without_frame(other)
+    assert "Expected one of 'None', 'a', 'c'." in without_frame(said)

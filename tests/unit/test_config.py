@@ -5,14 +5,18 @@ import typing
 import pytest
 
 from hvdtrain.cli.train import Files
+from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
+from hvdtrain.config.desync import DesyncConfig
+from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.files import apply_values, digest, read_values, to_yaml
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.observability import ObservabilityConfig
 from hvdtrain.config.optim import OptimConfig
+from hvdtrain.config.pipeline import PipelineConfig
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.config.training import TrainingConfig
@@ -22,7 +26,14 @@ BASE = Config("digits")
 ARGUMENTS = {"flag": True, "count": 3, "tiny": 1e-7, "whole": 2.0, "text": "größe: #1", "digits": "12", "word": "yes"}
 OTHER = Config(
     "another",
-    ModelConfig("resnet", ARGUMENTS, loss="mse", metrics=("mae", "package.module:Metric")),
+    ModelConfig(
+        "resnet",
+        ARGUMENTS,
+        loss="mse",
+        metrics=("mae", "package.module:Metric"),
+        embedding_sharding="row",
+        sequence_parallel=True,
+    ),
     DataConfig(
         "synthetic_images",
         {"size": 8},
@@ -65,11 +76,34 @@ OTHER = Config(
     ),
     ExchangeConfig("sum", "bf16", "dense", gradient_groups=3, predivide=2.0),
     UpdateConfig(local_steps=3, average_slots=True),
-    CheckpointConfig(checkpoint_every=4, keep=1, keep_best="val_accuracy", keep_best_mode="max"),
-    ObservabilityConfig(log_every=2, tensorboard=False, plots=False),
-    RuntimeConfig(
-        "multi_worker_mirrored", communication="ring", threads=2, pin=False, start_timeout=9.5, load_timeout=99.5
+    PipelineConfig(pipeline_schedule="interleaved", virtual_stages=2, pipeline_stages=("first", "second")),
+    BadStepConfig(on_bad_step="skip", spike_threshold=9.0, max_bad_steps=4),
+    DesyncConfig(desync_every=5),
+    CheckpointConfig(4, 1, "val_accuracy", "max", keep_every_hours=2.5, grace_seconds=9.0),
+    ObservabilityConfig(
+        log_every=2,
+        tensorboard=False,
+        plots=False,
+        timeline="t.json",
+        profile="2:3",
+        profile_ranks=(1,),
+        metrics_port=9400,
+        metrics_host="0.0.0.0",
     ),
+    RuntimeConfig(
+        "multi_worker_mirrored",
+        communication="ring",
+        threads=2,
+        pin=False,
+        start_timeout=9.5,
+        load_timeout=99.5,
+        hang_timeout=33.0,
+        link_timeout=44.0,
+        deterministic=True,
+        hierarchical_allreduce="never",
+        parallel="ep=2,tp=2",
+    ),
+    ElasticConfig(elastic=True, commit_every=3),
 )
 # Options that go with none of those of OTHER.
 THIRD = dataclasses.replace(
@@ -77,7 +111,7 @@ THIRD = dataclasses.replace(
     data=DataConfig(on_bad_record="skip:3"),
     optim=OptimConfig(schedule="step", decay_at=(0.25, 0.5), decay_factor=0.5, clip_value=2.0),
     training=TrainingConfig(sync_batch_norm=True),
-    update=UpdateConfig(zero=1),
+    update=UpdateConfig(zero=3, zero_prefetch=1),
     runtime=RuntimeConfig("mirrored", replicas=3),
 )
 FOURTH = dataclasses.replace(THIRD, runtime=RuntimeConfig("parameter_server", parameter_servers=2))
@@ -290,20 +324,33 @@ LIMITS = {
     "validation_steps": ([0, -1], [1, None]),
     "seed": ([-1, 2**31], [0, 2**31 - 1]),
     "accumulate": ([0, -1], [1]),
+    "virtual_stages": ([0, -1], [1]),
     "gradient_groups": ([-1], [0]),
     "predivide": ([0.0, -1.0, NAN, INF], [1e-3]),
     "local_steps": ([0, -1], [1, None]),
+    "zero_prefetch": ([-1], [0]),
+    "spike_threshold": ([0.0, -1.0, NAN, INF], [1e-3, None]),
+    "max_bad_steps": ([0, -1], [1]),
+    "desync_every": ([-1], [0, 1]),
     "checkpoint_every": ([0, -1], [1, None]),
     "keep": ([0, -1], [1]),
+    "grace_seconds": ([0.0, -1.0, NAN, INF], [1e-3]),
+    "keep_every_hours": ([0.0, -1.0, NAN, INF], [1e-3, None]),
     "log_every": ([0, -1], [1]),
+    "profile_ranks": ([(-1,), (0, -2)], [(), (0, 3)]),
+    "metrics_port": ([-1, 65536], [0, 1, 65535]),
+    "commit_every": ([0, -1], [1]),
     "replicas": ([0, -1], [1, None]),
     "parameter_servers": ([0, -1], [1, None]),
     "threads": ([0, -1], [1, None]),
     "start_timeout": ([0, -1.0, NAN], [0.1]),
     "load_timeout": ([0, -1.0, NAN], [0.1]),
+    "hang_timeout": ([0.5, -1.0, NAN, float("inf")], [0, 1.0, 1e6]),
+    "link_timeout": ([4.5, -1.0, NAN, float("inf")], [0, 5.0, 1e6]),
 }
 # What an option needs beside it to have an effect.
 BESIDE = {
+    "max_bad_steps": {"on_bad_step": "skip"},
     "base_batch": {"lr_scaling": "linear"},
     "final_rate": {"schedule": "cosine"},
     "decay_power": {"schedule": "polynomial"},
@@ -311,6 +358,8 @@ BESIDE = {
     "decay_factor": {"schedule": "step", "decay_at": (0.5,)},
     "replicas": {"backend": "mirrored"},
     "parameter_servers": {"backend": "parameter_server"},
+    "commit_every": {"elastic": True},
+    "profile_ranks": {"timeline": "t.json", "profile": "1:2"},
 }
 NUMBERS = {
     option: section

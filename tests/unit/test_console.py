@@ -225,4 +225,4 @@ def test_completion_needs_no_tensorflow():
 def test_usage_names_the_verbs():
     assert all(f"\n  {verb}" in USAGE for verb in VERBS)
     assert completion.SHELLS == ("bash", "zsh", "fish")
-    assert {option.flag for option in options_of(Files)} == {"--config", "--run-dir", "--resume"}
+    assert {option.flag for option in options_of(Files)} == {"--config", "--run-dir", "--resume", "--dry-run"}

@@ -5,13 +5,21 @@ import time
 import pytest
 
 from hvdtrain.config.errors import LaunchError
+from hvdtrain.runtime.control import refusals
 from hvdtrain.runtime.control.channel import name_ranks
 from hvdtrain.runtime.control.local import LocalChannel
 from hvdtrain.runtime.control.open import open_control
+from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer
 from hvdtrain.runtime.control.store import Store, StoreTransport
 from hvdtrain.runtime.launchers import detect_environment
 from tests.unit.threaded_ranks import as_ranks, on_threads, rendezvous, start_server, variables
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Wrongly signed messages are waited out for a short while only."""
+    monkeypatch.setattr(refusals, "PATIENCE_S", 0.2)
 
 
 def open_rank(rank, size, port, *, timeout=10.0, **more):
@@ -93,6 +101,7 @@ def test_a_rank_that_never_starts_is_named():
     assert on_threads(3, body) == [None] * 3
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_rank_with_another_secret_is_named_and_told():
     def body(rank):
         return open_rank(rank, 3, port, HVDTRAIN_JOB_SECRET="wrong" if rank == 1 else "right")
@@ -106,6 +115,7 @@ def test_a_rank_with_another_secret_is_named_and_told():
     assert all("HVDTRAIN_JOB_SECRET" in str(error) for error in errors)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("forgery", ["tampered", "replayed", "from another rank"])
 def test_a_forged_part_is_refused_and_its_sender_named(forgery):
     seen = {}
@@ -129,6 +139,7 @@ def test_a_forged_part_is_refused_and_its_sender_named(forgery):
     assert seen == {0: True, 1: True}
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_forged_answer_is_refused():
     def body(rank):
         channel = open_rank(rank, 2, port)
@@ -352,6 +363,28 @@ def test_a_store_that_is_gone_stops_nobody_from_failing():
     channels[0].report_failure("text")
     assert channels[1].failures() == {}
     assert time.monotonic() - started < 4
+
+
+def test_the_channel_counts_the_seconds_without_an_answer():
+    class Silent:
+        def post(self, message):
+            time.sleep(0.1)
+            raise LaunchError("does not answer")
+
+        def posted(self):
+            return {}
+
+        def received_failures(self, known):
+            return self.post(b"")
+
+    channel = RootedChannel(Silent(), Signer(b"", ""), 0, 2)
+    with pytest.raises(LaunchError):
+        channel.post("key", b"value")
+    assert channel.failures() == {}
+    assert 0.2 <= channel.unanswered_s < 2.0
+    before = channel.unanswered_s
+    assert channel.read("key") != {}
+    assert channel.unanswered_s == before
 
 
 def test_a_store_that_nobody_listens_at_is_named():

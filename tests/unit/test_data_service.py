@@ -108,10 +108,10 @@ def test_what_cannot_be_reached_is_named():
         silent.bind(("localhost", 0))
         port = silent.getsockname()[1]
         with pytest.raises(DataError, match=rf"grpc://localhost:{port}.? cannot be reached within 1 s"):
-            processes.check_address(f"grpc://localhost:{port}", timeout=1)
+            processes.check_address(f"grpc://localhost:{port}", timeout=1, answer_timeout=1)
         silent.listen()
         with pytest.raises(DataError, match="no answer within 1 s"):
-            processes.check_address(f"grpc://localhost:{port}", timeout=1)
+            processes.check_address(f"grpc://localhost:{port}", timeout=1, answer_timeout=1)
 
 
 def test_a_service_with_two_workers_is_refused():

@@ -86,7 +86,11 @@ def verb_of(words):
     """The verb, and the second word of verbs that have several parts."""
     if words[0] not in VERBS:
         return ["train"]
-    parts = {"data": ("pack", "inspect", "bench"), "bench": ("collectives", "compare", "report")}
+    parts = {
+        "checkpoint": ("list", "verify", "export"),
+        "data": ("pack", "inspect", "bench"),
+        "bench": ("collectives", "compare", "report"),
+    }
     return words[: 2 if words[1:2] and words[1] in parts.get(words[0], ()) else 1]
 
 

@@ -144,18 +144,6 @@ class TestSoftware:
         assert (check.status, "mpirun is not on PATH" in check.detail) == ("failed", True)
         assert software.check_mpi(HOROVOD | {"mpi": False}, {"missing": True}).status == "ok"
 
-    @pytest.mark.parametrize(
-        ("seen", "nccl", "status"),
-        [(1, 23203, "ok"), (1, 0, "warning"), (0, 0, "warning")],
-    )
-    def test_gpus(self, program: Program, seen: int, nccl: int, status: str) -> None:
-        program("nvidia-smi", "GPU 0: NVIDIA H200")
-        assert software.check_gpus(TENSORFLOW | {"gpus": seen}, HOROVOD | {"nccl": nccl}).status == status
-
-    def test_no_gpu(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        assert software.check_gpus(TENSORFLOW, HOROVOD) == ok("GPUs", "none")
-
 
 class TestHost:
     def test_cores(self) -> None:

@@ -20,6 +20,9 @@ def test_secrets_are_masked_and_other_programs_variables_left_out() -> None:
             "HVDTRAIN_JOB_SECRET": "s3cret",
             "HOROVOD_SECRET_KEY": "s3cret",
             "OMPI_MCA_orte_precondition_transports": "s3cret",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1:4711/s3cret",
+            "SLURM_JWT": "s3cret",
+            "HVDTRAIN_WHEELS": "https://me:s3cret@host/wheels",
             "SLURM_JOB_ID": "7",
             "TF_api_token": "s3cret",
             "TF_CLI_CONFIG_FILE": "of Terraform",
@@ -32,10 +35,13 @@ def test_secrets_are_masked_and_other_programs_variables_left_out() -> None:
     assert found == {
         "CUDA_VISIBLE_DEVICES": "0",
         "HOROVOD_CYCLE_TIME": "0.5",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "***",
         "HOROVOD_SECRET_KEY": "***",
         "HVDTRAIN_JOB_SECRET": "***",
+        "HVDTRAIN_WHEELS": "https://***@host/wheels",
         "OMPI_MCA_orte_precondition_transports": "***",
         "SLURM_JOB_ID": "7",
+        "SLURM_JWT": "***",
         "TF_api_token": "***",
     }
 

@@ -1,5 +1,6 @@
 import functools
 import io
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.control.local import LocalChannel
-from hvdtrain.runtime.failures import FailFast, Grace, ScriptExit, show_failure
+from hvdtrain.runtime.failures import EXIT_HANG, FailFast, Grace, ScriptExit, show_failure
 from hvdtrain.runtime.watchdog import Watchdog
 from tests.unit.threaded_ranks import as_ranks, place
 
@@ -221,6 +222,74 @@ def test_the_watchdog_ends_a_process_that_hangs_after_a_failure(capsys):
 
     assert as_ranks(2, body) == [(1, True), None]
     assert "rank 0 still ran 0.5 s after rank 1 failed" in capsys.readouterr().err
+
+
+def test_a_hang_is_told_to_all_ranks_and_ends_the_job(capsys):
+    said = []
+
+    class Aborting:
+        """The channel of a rank, of which the end of the job is only noted."""
+
+        def __init__(self, channel):
+            self.report_failure = channel.report_failure
+
+        def abort(self, code):
+            said.append(code)
+
+    def body(channel):
+        if channel.rank == 1:
+            FailFast(Grace(stacks=0.1)).hung(
+                Aborting(channel), place(1, 2), "It hangs: raise --hang-timeout.", lambda: said.append("stacks")
+            )
+            return None
+        watchdog = Watchdog(channel, FailFast(Grace(hanging=0.1), end=said.append), interval=0.02)
+        watchdog.start()
+        while 1 not in said:
+            time.sleep(0.02)
+        return None
+
+    assert as_ranks(2, body) == [None, None]
+    assert sorted(map(str, said)) == ["1", str(EXIT_HANG), "stacks"]
+    shown = capsys.readouterr().err
+    assert "hvdtrain: error: It hangs: raise hang_timeout. [rank 1 (host1)]" in shown
+    assert re.search(r"rank 0 stands at\n(.*\n)+.*in body", shown), shown
+
+
+def test_a_broken_link_is_told_once_by_the_ranks_of_a_host_and_ends_them(capsys):
+    ended = []
+
+    class Ending:
+        def __init__(self, channel):
+            self.rank, self.failures, self.report_failure = channel.rank, channel.failures, channel.report_failure
+
+        def abort(self, code):
+            ended.append((self.rank, code))
+
+    def body(channel):
+        FailFast(Grace(same=5)).broken_link(Ending(channel), place(channel.rank, 2), "Broken: see --link-timeout.")
+
+    as_ranks(2, body)
+    assert sorted(ended) == [(0, 1), (1, 1)]
+    assert capsys.readouterr().err.count("error: Broken: see link_timeout. [rank 0 (host0)]") == 1
+
+
+def test_a_watch_that_fails_itself_ends_nothing(capsys):
+    class Mistaken:
+        ends_job = False
+
+        def look(self, now):
+            raise KeyError("a mistake")
+
+    def body(channel):
+        watchdog = Watchdog(channel, FailFast(end=lambda code: None), interval=0.02)
+        watchdog.add(Mistaken(), interval=0.01)
+        watchdog.start()
+        channel.barrier(10)
+        time.sleep(0.3)
+        watchdog.stop()
+
+    assert as_ranks(2, body) == [None, None]
+    assert capsys.readouterr().err.count("KeyError: 'a mistake'") == 2
 
 
 def test_a_stopped_watchdog_ends_nothing():

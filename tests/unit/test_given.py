@@ -175,7 +175,7 @@ def test_batches_that_are_counted_need_no_meeting():
 
 def test_an_evaluation_that_is_left_compares_nothing():
     class Silent:
-        def gather_bytes(self, payload, *, timeout):
+        def gather_bytes(self, payload, *, timeout, among="job"):
             raise AssertionError("there is nobody to meet")
 
     assert next(iter(AsMany([1, 2, 3], Silent(), "validation"))) == 1

@@ -1,5 +1,6 @@
 """The face has every public name of Horovod 0.28.1, with the same arguments and defaults."""
 
+import functools
 import importlib
 import inspect
 import types
@@ -17,19 +18,33 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.flavour import IS_LEGACY, keras
 
 OF_KERAS_3 = pytest.mark.skipif(IS_LEGACY, reason="tf_keras has it, or has not got it")
-NOT_HOROVODS = {"is_version_greater_equal_than", "ops"}
+NOT_HOROVODS = {
+    *("is_version_greater_equal_than", "ops", "contextmanager"),
+    *("Any", "Mapping", "NamedTemporaryFile", "Optional", "Path", "Sequence", "Tuple"),
+}
 """What Horovod's modules imported for themselves, besides modules."""
 
 SAME = [
     ("horovod.tensorflow", "hvdtrain.horovod", {"BroadcastGlobalVariablesHook"}),
     ("horovod.tensorflow.elastic", "hvdtrain.horovod.elastic", set()),
+    ("horovod.tensorflow.mpi_ops", "hvdtrain.horovod.mpi_ops", set()),
+    ("horovod.tensorflow.compression", "hvdtrain.horovod.compression", set()),
+    ("horovod.tensorflow.functions", "hvdtrain.horovod.functions", set()),
+    ("horovod.tensorflow.util", "hvdtrain.horovod.util", set()),
+    ("horovod.tensorflow.sync_batch_norm", "hvdtrain.horovod.sync_batch_norm", set()),
+    ("horovod.tensorflow.gradient_aggregation", "hvdtrain.horovod.gradient_aggregation", set()),
+    ("horovod.tensorflow.gradient_aggregation_eager", "hvdtrain.horovod.gradient_aggregation_eager", set()),
+    ("horovod.tensorflow.data.compute_service", "hvdtrain.horovod.data.compute_service", set()),
+    ("horovod.tensorflow.data.compute_worker", "hvdtrain.horovod.data.compute_worker", set()),
     ("horovod.tensorflow.keras", "hvdtrain.horovod.keras", {"Adasum", "PartialDistributedOptimizer"}),
     ("horovod.tensorflow.keras.callbacks", "hvdtrain.horovod.keras.callbacks", set()),
     ("horovod.tensorflow.keras.elastic", "hvdtrain.horovod.keras.elastic", set()),
 ]
 """Horovod's module, the face's, and what the face has besides: of `horovod.keras`, and of TensorFlow 1."""
 
-MODULES_OF_A_MODULE = {"elastic", "callbacks"}
+MODULES_OF_A_MODULE = {
+    *("elastic", "callbacks", "mpi_ops", "compression", "functions", "util", "gradient_aggregation", "sync_batch_norm")
+}
 
 
 def public_names(module):
@@ -82,31 +97,64 @@ def test_what_keras_scripts_pass_by_name_is_accepted(name):
         assert {p.name for p in inspect.signature(theirs).parameters.values()} <= accepted
 
 
+@pytest.mark.parametrize("module", [ours for _, ours, _ in SAME if "keras" not in ours])
+def test_modules_hand_out_the_functions_of_the_face(module):
+    """Never another version of what the face has: `mpi_ops.broadcast` is `hvd.broadcast`."""
+    module = importlib.import_module(module)
+    face = {name: value for name, value in vars(hvd).items() if callable(value)}
+    for name in face.keys() & set(dir(module)):
+        assert getattr(module, name) is face[name], name
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("", "_allreduce_cond _grouped_allreduce_cond _make_allreduce_grads_fn _DistributedOptimizer _LegacyOptimizer"),
+        ("", "_DistributedGradientTape _DistributedAdasumOptimizer _IS_TF2 _global_variables _get_default_graph"),
+        (".mpi_ops", "_allreduce _grouped_allreduce _reducescatter _grouped_reducescatter _normalize_name _basics"),
+        (".mpi_ops", "_alltoall_grad MPI_LIB"),
+        (".util", "_executing_eagerly _make_subgraph _cache"),
+        (".functions", "_make_broadcast_group_fn"),
+        (".gradient_aggregation", "_IS_TF2"),
+        (".gradient_aggregation_eager", "_IS_TF2"),
+    ],
+)
+def test_names_with_an_underscore_that_scripts_use(module, names):
+    theirs, ours = (importlib.import_module(package + module) for package in ("horovod.tensorflow", "hvdtrain.horovod"))
+    for name in names.split():
+        mine, original = getattr(ours, name), getattr(theirs, name)
+        assert mine is original or arguments(mine) == arguments(original) or issubclass(mine, tf.GradientTape)
+    assert hvd.mpi_ops._allreduce is hvd._allreduce
+    assert not hasattr(ours, "_no_such_name")
+
+
 def test_constants_are_horovods():
     for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product", "global_process_set", "Compression"):
         assert getattr(hvd, name) is getattr(horovod.tensorflow, name)
 
 
+V1 = functools.partial(tf.compat.v1.train.GradientDescentOptimizer, 0.1)
+
+
 @pytest.mark.parametrize(
     ("call", "instead"),
     [
-        (lambda: hvd.BroadcastGlobalVariablesHook(0), "BroadcastGlobalVariablesCallback"),
         (lambda: hvd.broadcast_global_variables(0), "hvd.broadcast_variables"),
         (lambda: hvd_keras.broadcast_global_variables(0), "hvd.broadcast_variables"),
-        (lambda: hvd.LocalGradientAggregationHelper(4, len, False, False, 0, 0), "backward_passes_per_step=4"),
         (lambda: hvd.elastic.TensorFlowState(), "variables=model.variables"),
         (lambda: hvd.elastic.TensorFlowState([tf.Variable(0)], session=1), "Leave session out"),
-        (lambda: hvd.broadcast_object(1, session=1), "Leave session out"),
-        (lambda: hvd.allgather_object(1, session=1), "Leave session out"),
-        (lambda: hvd.broadcast_object_fn(session=1), "Leave session out"),
         (lambda: tf.function(lambda: hvd.broadcast_object(1))(), "outside of tf.function"),
-        (lambda: hvd.DistributedOptimizer(tf.compat.v1.train.AdamOptimizer()), "keras.optimizers"),
+        (lambda: hvd_keras.DistributedOptimizer(V1()), "Wrap it with hvdtrain.horovod.DistributedOptimizer"),
+        (lambda: hvd.DistributedOptimizer(V1(), backward_passes_per_step=2), "with eager execution. Received: 2"),
+        (lambda: hvd.DistributedOptimizer(V1(), op=hvd.Adasum, backward_passes_per_step=0), "> 0. Received: 0"),
+        (lambda: hvd.DistributedOptimizer(V1(), op=hvd.Adasum, gradient_predivide_factor=2), "op != Average"),
+        (lambda: hvd.DistributedOptimizer(V1(), op=hvd.Adasum, average_aggregated_gradients=True), "Adasum does not"),
         pytest.param(
             lambda: hvd_keras.load_model("model.keras", legacy_opts=True), "Leave legacy_opts out", marks=OF_KERAS_3
         ),
     ],
 )
-def test_what_belongs_to_tensorflow_1_says_what_to_use_instead(call, instead):
+def test_what_belongs_to_tensorflow_1_says_where_it_works_or_what_to_use_instead(call, instead):
     with pytest.raises(ConfigError, match=instead):
         call()
 
@@ -194,8 +242,10 @@ def test_what_callbacks_and_layers_refuse():
         hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[3])
     with pytest.raises(ConfigError, match=r"set callback\.filepath"):
         hvd_keras.callbacks.BestModelCheckpoint().on_train_begin()
-    with pytest.raises(ConfigError, match="does not support fused=True"):
-        hvd.SyncBatchNormalization(fused=True)
+    for fused in (True, None):
+        with pytest.raises(ConfigError, match="does not support fused=True"):
+            hvd.SyncBatchNormalization(fused=fused)
+    assert hvd.SyncBatchNormalization(fused=False, axis=1).fused is False
     with pytest.raises(ConfigError, match="Model must be built first"):
         hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.layers.Dense(1)]))
 

@@ -51,7 +51,7 @@ def launch(monkeypatch):
     from horovod.runner import launch
 
     monkeypatch.setattr(
-        util, "_check_extension_lambda", lambda *args: os.write(2, b"I0000 00:00:1.0 1 x.cc:1] on\nE1\n")
+        util, "_check_extension_lambda", lambda *args: os.write(2, b"I0000 00:00:1.0 1 x.cc:1] on\nE1\n") and None
     )
     monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", "true"])
 
@@ -63,7 +63,16 @@ def launch(monkeypatch):
 
 
 def test_the_lines_of_the_look_at_horovods_build_are_hidden(launch, capfd):
-    launch(lambda util: util._check_extension_lambda("tensorflow", None, "built", False))
+    launch(lambda util: util._check_extension_lambda("torch", None, "built", False))
+    assert capfd.readouterr().err == "E1\n"
+
+
+def test_what_horovod_was_built_with_is_asked_of_its_library(launch, capfd):
+    answers = []
+    for question in (lambda ext: ext.gloo_built(), lambda ext: ext.nccl_built(), lambda ext: ext.nothing()):
+        launch(lambda util, q=question: answers.append(util._check_extension_lambda("tensorflow", q, "built", False)))
+    # Horovod's own check has the last word where the library does not know.
+    assert answers == [True, False, None]
     assert capfd.readouterr().err == "E1\n"
 
 
@@ -79,10 +88,21 @@ def test_ranks_that_fail_are_named_in_a_line(launch, capfd):
         "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
         "terminated. The first process to do so was:\nProcess name: 1\nExit code: 143\n"
     )
-    assert launch(fail(text)) == 1
+    assert launch(fail(text)) == 143
     assert capfd.readouterr().err == "horovodrun: rank 1 was the first to end, with exit code 143.\n"
 
 
 def test_another_error_stays(launch):
     with pytest.raises(RuntimeError, match="no such host"):
         launch(fail("no such host"))
+
+
+def test_options_of_the_command_are_its_own(launch, monkeypatch):
+    """`--timeline` might be short for two options of horovodrun."""
+    words = ["python", "-m", "hvdtrain", "digits", "--timeline", "trace.json", "--profile=2:3", "--verb"]
+    monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", "--timeline-filename", "own.json", *words])
+    seen = []
+    monkeypatch.setattr("horovod.runner.launch._run", seen.append)
+    horovodrun.run_commandline()
+    assert seen[0].command == words
+    assert seen[0].timeline_filename == "own.json"

@@ -1,10 +1,12 @@
 """Ctrl-C and SIGTERM: what is said, by whom, and how the process ends."""
 
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -22,10 +24,16 @@ def environment(rank=0, size=1, launcher="mpirun", controller="mpi"):
 class Watched:
     """A watch whose end is noted down, not taken."""
 
-    def __init__(self, rank=0, size=2, failed=False):
-        self.codes = []
+    def __init__(self, rank=0, size=2, failed=False, trains=False):
+        self.codes, self.stops = [], []
+        self.place = environment(rank, size)
         self.ended = threading.Event()
-        self.watch = InterruptWatch(environment(rank, size), lambda: "stopped at step 3", lambda: failed, self._end)
+
+        def stop(number):
+            self.stops.append(number)
+            return trains
+
+        self.watch = InterruptWatch(lambda: self.place, lambda: "stopped at step 3", lambda: failed, self._end, stop)
 
     def _end(self, code):
         self.codes.append(code)
@@ -37,14 +45,26 @@ class Watched:
             assert self.ended.wait(10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
 @pytest.mark.parametrize(
     ("rank", "failed", "said"), [(0, False, "hvdtrain: stopped at step 3\n"), (1, False, ""), (0, True, "")]
 )
-def test_of_several_ranks_the_first_says_it_and_all_end(capsys, number, rank, failed, said):
+def test_of_several_ranks_the_first_says_it_and_all_end(capsys, number, code, rank, failed, said):
     job = Watched(rank, failed=failed)
     job.sends(number)
-    assert (job.codes, capsys.readouterr().err) == ([130], said)
+    assert (job.codes, capsys.readouterr().err) == ([code], said)
+
+
+def test_the_rank_that_is_the_first_by_now_says_it(capsys):
+    """In an elastic job rank 0 may be lost, and one rank may become two."""
+    job = Watched(1, size=2)
+    job.place = environment(0, 3)
+    job.sends(signal.SIGTERM)
+    assert (job.codes, capsys.readouterr().err) == ([75], "hvdtrain: stopped at step 3\n")
+    grown = Watched(0, size=1)
+    grown.place = environment(1, 2)
+    grown.sends(signal.SIGINT)
+    assert (grown.codes, capsys.readouterr().err) == ([130], "")
 
 
 def test_a_rank_that_is_stuck_in_a_call_ends_too(capfd):
@@ -58,7 +78,7 @@ def test_a_rank_that_is_stuck_in_a_call_ends_too(capfd):
         while not job.ended.is_set() and time.monotonic() - begin < 10:
             lock.acquire(timeout=1.0)
         assert time.monotonic() - begin < 5
-    assert job.codes == [130]
+    assert job.codes == [75]
 
 
 def test_a_process_that_is_alone_is_interrupted_as_python_does():
@@ -86,7 +106,30 @@ def test_a_second_interrupt_ends_it_at_once():
 def test_a_process_that_is_alone_is_terminated_with_a_message(capsys):
     job = Watched(size=1)
     job.sends(signal.SIGTERM)
-    assert (job.codes, capsys.readouterr().err) == ([143], "hvdtrain: stopped at step 3\n")
+    assert (job.codes, capsys.readouterr().err) == ([75], "hvdtrain: stopped at step 3\n")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_training_that_saves_is_asked_to_stop_and_a_second_ctrl_c_ends_it_at_once(capsys, size, first):
+    job = Watched(size=size, trains=True)
+    with job.watch:
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGTERM)  # a launcher passes on what a scheduler has sent already
+        time.sleep(0.3)
+        assert (set(job.stops), job.codes) == ({first}, [])
+        with contextlib.suppress(Interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert job.ended.wait(10)
+        assert job.ended.wait(10)
+    assert job.codes == [130]
+    assert capsys.readouterr().err == "", "whoever saves says where"
+
+
+def test_a_rank_whose_job_has_failed_saves_nothing():
+    job = Watched(failed=True, trains=True)
+    job.sends(signal.SIGTERM)
+    assert (job.stops, job.codes) == ([], [75])
 
 
 def test_handlers_are_put_back_and_those_of_others_left_alone():
@@ -173,3 +216,8 @@ def test_a_run_that_is_trained_cannot_be_resumed(folder):
 )
 def test_the_launchers_command(launcher, controller, command):
     assert launch_command(environment(0, 2, launcher, controller)) == command
+
+
+def test_the_command_of_an_elastic_job_needs_its_script():
+    elastic = replace(environment(0, 2, "horovodrun", "gloo"), elastic=True)
+    assert launch_command(elastic) == "horovodrun --gloo -np 2 --host-discovery-script SCRIPT "

@@ -8,9 +8,10 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, NonFiniteError
+from hvdtrain.runtime.hang.activity import Activity
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.loop import loss_monitor
-from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, Outcome, When
+from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Outcome, When
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.step.result import StepResult
@@ -61,6 +62,30 @@ def noting(loop, **whens):
     for name, when in whens.items():
         loop.add_hook(lambda step, name=name: called[name].append(step.number), when)
     return called
+
+
+def test_the_watchdog_is_told_what_the_loop_does():
+    activity, seen = Activity(), []
+
+    class Telling(Data):
+        def batches(self, start_step):
+            for number in super().batches(start_step):
+                seen.append((activity.phase, activity.step))
+                yield number
+
+    def step(batch, *, measure):
+        seen.append((activity.phase, activity.step))
+        return StepResult(tf.zeros(3), None)
+
+    state = types.SimpleNamespace(scalars=scalars_of(3))
+    loop = TrainingLoop(SingleBackend(None), state, step, Telling(), total_steps=5, measured=[], activity=activity)
+    loop.add_hook(lambda _: seen.append((activity.phase, activity.step)), EVERY_STEP)
+    loop.run()
+    assert seen == [
+        *[("loading", 4), ("compiling", 4), ("callbacks", 4)],
+        *[("loading", 5), ("step", 5), ("callbacks", 5)],
+    ]
+    assert activity.reads == 2
 
 
 def test_hooks_are_called_when_they_are_due():
@@ -232,3 +257,30 @@ def test_what_was_not_settled_is_forgotten_with_the_steps_that_are_rolled_back()
     noted(monitor, [[5.0, 1.0, 0.0], [np.nan, 1.0, 0.0]])
     with pytest.raises(NonFiniteError, match="The loss became NaN or infinite at step 3 "):
         monitor.settle(finite_parameters=True)
+
+
+class StopsAt:
+    """Stands for the agreement of the ranks."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def begin(self, step):
+        return step == self.step
+
+
+def test_the_step_at_which_ranks_agree_to_stop_is_measured_and_saved_within_its_epoch():
+    plan = Plan(10, log_every=100)
+    loop, state, step = looping(plan, saves=True)
+    loop._stopping = StopsAt(6)
+    called = noting(loop, saved=plan.saved, epochs=EPOCH_ENDS, stops=STOPS)
+
+    def leave(step):
+        raise SystemExit(75)
+
+    loop.add_hook(leave, STOPS)
+    with pytest.raises(SystemExit):
+        loop.run()
+    assert called == {"saved": [4, 6], "epochs": [4], "stops": [6]}
+    assert step.measured == [1, 4, 6]
+    assert state.scalars.step == 6

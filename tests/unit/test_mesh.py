@@ -53,8 +53,28 @@ def test_every_axis_needs_a_size():
 
 @pytest.mark.parametrize("question", ["size", "coordinate", "ranks_along"])
 def test_an_unknown_axis_is_named_with_those_there_are(question):
-    with pytest.raises(LaunchError, match=r"no axis 'tp'\. Available: dp"):
-        getattr(Mesh.data_parallel(0, 2), question)("tp")
+    with pytest.raises(LaunchError, match=r"no axis 'sp' of a mesh\. Available: pp, dp, cp, ep, tp"):
+        getattr(Mesh.data_parallel(0, 2), question)("sp")
+
+
+def test_an_axis_that_is_not_named_holds_one_rank():
+    mesh = Mesh.data_parallel(1, 2)
+    assert (mesh.size("tp"), mesh.coordinate("tp"), mesh.ranks_along("tp")) == (1, 0, (1,))
+    assert mesh.named(("dp", "tp")) == ("dp",)
+
+
+def test_several_axes_together_are_the_ranks_that_differ_along_any_of_them():
+    mesh = Mesh.of({"pp": 2, "ep": 2, "tp": 2}, 13, 16)
+    assert mesh.shape == (2, 2, 2, 2)
+    assert mesh.ranks_along("dp", "ep") == mesh.ranks_along("ep", "dp") == (9, 11, 13, 15)
+    assert (mesh.size("dp", "ep"), mesh.coordinate("dp", "ep")) == (4, 2)
+    assert mesh.ranks_along("pp", "dp", "cp", "ep", "tp") == tuple(range(16))
+
+
+def test_the_stages_of_a_pipeline_have_a_pair_with_each_neighbour_and_the_first_with_the_last():
+    assert Mesh.of({"pp": 3, "dp": 2}, 0, 6).neighbours("pp") == [(0, 2), (2, 4), (0, 4), (1, 3), (3, 5), (1, 5)]
+    assert Mesh.of({"pp": 2, "tp": 2}, 0, 4).neighbours("pp") == [(0, 2), (1, 3)]
+    assert Mesh.of({"tp": 2}, 0, 4).neighbours("pp") == []
 
 
 @pytest.mark.parametrize(
@@ -65,6 +85,9 @@ def test_an_unknown_axis_is_named_with_those_there_are(question):
         ({"tp": 2, "pp": 2, "ep": 1}, 8, ("pp", "dp", "ep", "tp"), (2, 2, 1, 2)),
         ({"tp": 4}, 4, ("dp", "tp"), (1, 4)),
         ({"tp": 2, "dp": 3}, 6, ("dp", "tp"), (3, 2)),
+        ({"tp": 2, "dp": -1}, 6, ("dp", "tp"), (3, 2)),
+        ({"tp": -1, "dp": 2}, 8, ("dp", "tp"), (2, 4)),
+        ({"cp": -1, "pp": 2}, 8, ("pp", "dp", "cp"), (2, 1, 4)),
     ],
 )
 def test_a_mesh_of_sizes_fills_dp_with_the_ranks_that_are_left(axes, size, names, shape):
@@ -79,7 +102,8 @@ def test_a_mesh_of_sizes_fills_dp_with_the_ranks_that_are_left(axes, size, names
         ({"tp": 8}, 4, r"4 ranks cannot be laid out as tp 8: start a multiple of 8"),
         ({"dp": 2, "tp": 2}, 8, r"8 ranks cannot be laid out as dp 2 x tp 2: start 4"),
         ({"tp": 0}, 4, r"The tp axis must hold at least 1 rank\. Received: 0"),
-        ({"sp": 2}, 4, r"no axis 'sp' of a mesh\. Available: pp, dp, ep, tp"),
+        ({"sp": 2}, 4, r"no axis 'sp' of a mesh\. Available: pp, dp, cp, ep, tp"),
+        ({"tp": 3, "cp": -1}, 8, r"8 ranks cannot be laid out as tp 3: start a multiple of 3"),
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks_are_refused(axes, size, cause):

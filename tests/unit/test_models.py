@@ -16,11 +16,12 @@ SMALL = {
     "resnet": {"depth": 8, "width": 4},
     "mlp": {"depth": 2, "width": 16},
     "transformer": {"depth": 2, "width": 16, "heads": 2},
+    "moe_transformer": {"depth": 2, "width": 16, "heads": 2, "experts": 3},
     "bert": {"depth": 2, "width": 16, "heads": 2},
     "resnet_imagenet": {"width": 2},
     "dlrm": {"rows": 9, "dim": 4, "width": 8, "depth": 1},
 }
-LANGUAGE_MODELS = {"transformer", "bert"}
+LANGUAGE_MODELS = {"transformer", "moe_transformer", "bert"}
 CLASSIFIERS = sorted(SMALL.keys() - LANGUAGE_MODELS - {"dlrm"})
 LENGTH, VOCABULARY = 6, 7
 

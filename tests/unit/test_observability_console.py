@@ -308,3 +308,13 @@ def _seconds_per_call(live: LiveConsole) -> float:
     for number in range(2, 20_000):
         live.on_progress(number)
     return (time.perf_counter() - start) / 20_000
+
+
+def test_ranks_on_a_mesh_share_replicas():
+    given = run_info(world_size=8, axes={"dp": 2, "tp": 4}, global_batch=64, per_replica_batch=32)
+    lines = dict(wording.header(given))
+    assert lines["backend"] == "horovod (mpi), 8 ranks on a mesh of dp 2 x tp 4 by horovodrun, 1 thread each"
+    assert lines["batch"].startswith("64 samples, 32 per replica")
+    assert given.replicas == 2
+    alone = dict(wording.header(run_info(axes={"tp": 2}, per_replica_batch=64)))
+    assert alone["batch"] == "64 samples"

@@ -1,8 +1,11 @@
 """The records of a run on disk: metrics.jsonl, summary.json, TensorBoard, and the observers' composite."""
 
+import errno
+import io
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -13,7 +16,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.observability.events import BaseObserver, EvaluationRecord, Observers, RunInfo, StepRecord
+from hvdtrain.observability.console import PlainConsole
+from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, Observers, RunInfo, StepRecord
 from hvdtrain.observability.jsonl import JsonlWriter, read_metrics
 from hvdtrain.observability.summary import median_p90, write_json
 
@@ -61,6 +65,24 @@ def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
     writer.on_step(step(1))
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     writer.close()
+
+
+def test_records_that_find_no_room_are_left_out_with_one_warning(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.on_start(run_info())
+    writer.on_step(step(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+    try:
+        writer.on_step(step(2))
+        writer.on_step(step(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.on_step(step(4))
+    writer.close()
+    assert [record["step"] for record in read_metrics(path)] == [1, 4]
+    assert capsys.readouterr().err.count("metrics.jsonl cannot be written: ") == 1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan")])
@@ -157,6 +179,37 @@ def test_one_that_fails_to_close_does_not_keep_the_others_open(first: bool) -> N
     with pytest.raises(OSError, match="disk full"):
         Observers([Recorder(log, fails=first), Recorder(log, fails=not first)]).close()
     assert log == ["closed", "closed"]
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Curves(BaseObserver):
+    """Draws to a disk that is full from the first epoch on."""
+
+    output = "curves.png"
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_one_that_can_no_longer_write_is_left_out_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    log: list[str] = []
+    observers = Observers([PlainConsole(FullDisk()), Curves(), Recorder(log)])
+    with pytest.raises(OSError, match="No space"):
+        observers.on_start(run_info())
+    observers.on_message("hello")
+    observers.on_progress(1)
+    for step in (1, 2):
+        observers.on_epoch(EpochRecord(step, 0, {}))
+    observers.close()
+    assert log == ["hello", "progress 1", "closed"]
+    said = capsys.readouterr().err.splitlines()
+    left_out = [f"hvdtrain: warning: {name}" for name in ("standard output", "curves.png")]
+    assert [line.split(" cannot be written")[0] for line in said] == left_out
+    assert "No space left on device). Training goes on without it." in said[0]
 
 
 def test_progress_costs_next_to_nothing(tmp_path: Path) -> None:

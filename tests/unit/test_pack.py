@@ -212,6 +212,10 @@ def test_an_index_that_is_lost_is_made_again(source, tmp_path):
     (dest / "index.json").write_text("{")
     with pytest.raises(DataError, match=r"The index of .* is damaged .*: remove index\.json and run data pack again"):
         load(dest)
+    elsewhere = first["index.json"].replace(b"train-00000-of-00002", b"../train-00000-of-00002")
+    (dest / "index.json").write_bytes(elsewhere)
+    with pytest.raises(DataError, match=r"the shard '\.\./train-00000-of-00002\.tfrecord' is no file in it"):
+        load(dest)
     (dest / "index.json").unlink()
     with pytest.raises(DataError, match="packing was not finished: run data pack again"):
         load(dest)

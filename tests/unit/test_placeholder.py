@@ -10,7 +10,8 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.layers.moments import moments_of_all
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import summed_loss
-from hvdtrain.training.step.forward_backward import ForwardBackward, zero_if_finite
+from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.placeholder import counted
 
 

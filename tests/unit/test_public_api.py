@@ -36,7 +36,9 @@ def test_the_public_names_are_those_that_are_promised():
         "LARS",
         "LoadedRun",
         "LossScaleOptimizer",
+        "MixtureOfExperts",
         "Recompute",
+        "ShardedEmbedding",
         "ShardedOrder",
         "SyncBatchNormalization",
         "Trainer",
@@ -50,10 +52,12 @@ def test_the_public_names_are_those_that_are_promised():
         "learning_rate_schedule",
         "load_run",
         "local_rank",
+        "parallelize",
         "rank",
         "rank_zero_only",
         "shard",
         "size",
+        "trace_step",
     }
     assert dir(hvdtrain) == sorted([*hvdtrain.__all__, "__version__"])
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import reduction_options
+from hvdtrain.runtime.packing import pack, unpack
 from tests.unit.threaded_exchange import reduce_on
 
 PATHS = ["a", "b", "c", "d", "e"]
@@ -65,6 +66,27 @@ def test_groups_leave_whole(groups, sizes):
     assert Counter(what[2] for what in log if what[0] == "group") == Counter(sizes)
 
 
+def test_where_nothing_is_fused_small_gradients_fill_a_message_in_their_order(monkeypatch):
+    monkeypatch.setattr("hvdtrain.gradients.reduction.BUFFER_BYTES", 24)
+    reduced, log = reduce_on(2, five, PATHS, op="sum", fuses=False)
+    expect_five(reduced, 3)
+    assert [what[2] for what in log] == [2, 1, 1]
+    named = reduce_on(2, five, PATHS, groups=1, fuses=False)[1]
+    assert [what[2] for what in named] == [3, 1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_tensors_are_unpacked(compiled):
+    def there_and_back(*tensors):
+        return unpack(tf.concat([pack(tensors), [7.0]], 0), tensors)
+
+    tensors = [tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant(5.0), tf.zeros([0, 3]), tf.constant([6.0])]
+    if compiled:
+        there_and_back = tf.function(there_and_back)
+    for before, after in zip(tensors, there_and_back(*tensors), strict=True):
+        np.testing.assert_array_equal(before, after, strict=True)
+
+
 def test_nothing_to_reduce_sends_nothing():
     for groups in (0, 3):
         assert reduce_on(2, lambda rank: [None, None], ["a", "b"], groups=groups) == ([None, None], [])
@@ -90,7 +112,7 @@ LETTERS = list("abcdef")
 
 
 def scattered(log):
-    return [what[1] for what in log if what[0] == "scatter"]
+    return [what[1] for what in log if what[0] == "scatter" and what[1].endswith("/scatter")]
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
@@ -114,18 +136,18 @@ def test_compressed_gradients_come_back_in_their_places(compression, size, op, g
 @pytest.mark.parametrize(
     ("groups", "names"),
     [
-        (0, ["compressed/float32", "compressed/float64"]),
+        (0, ["buffer0/compressed/float32", "buffer0/compressed/float64"]),
         (1, ["group0/compressed/float32", "group0/compressed/float64"]),
         (
             (("b", "f"),),
-            ["group0/compressed/float64", "group0/compressed/float32", "compressed/float32"],
+            ["group0/compressed/float64", "group0/compressed/float32", "buffer0/compressed/float32"],
         ),
     ],
 )
 def test_compressed_gradients_share_a_message_per_dtype_and_group(groups, names):
     _, log = reduce_on(2, many, LETTERS, role="first", groups=groups, compression="bf16")
     assert sorted(scattered(log)) == sorted(f"first/{name}/scatter" for name in names)
-    gathered = [what[1] for what in log if what[0] == "gather"]
+    gathered = [what[1] for what in log if what[0] == "scatter" and what[1].endswith("/gather")]
     assert sorted(gathered) == sorted(f"first/{name}/gather" for name in names)
 
 

@@ -241,9 +241,14 @@ def test_what_is_saved_is_restored_and_evaluated(tmp_path, capsys):
         else:
             assert np.array_equal(unbuilt.predict(X), first.predict(X))
         assert same(unbuilt, first)
-    (tmp_path / f"step-{2 * STEPS:08d}" / "manifest.json").write_text("{")
+    damaged = tmp_path / f"step-{2 * STEPS:08d}"
+    (damaged / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="is damaged"):
-        trainer_of(built=False).resume(tmp_path)
+        trainer_of(built=False).restore(damaged)
+    capsys.readouterr()
+    assert trainer_of(built=False).resume(tmp_path) is None
+    assert f"{damaged} is damaged: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [f"{damaged.name}.damaged"]
 
 
 def test_the_best_epoch_is_restored_by_its_name(tmp_path):

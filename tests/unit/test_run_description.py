@@ -80,6 +80,11 @@ def test_a_tokenizer_s_file_comes_along(tmp_path):
     assert folder.tokenizer.read_bytes() == b"pieces"
     assert '"model": "tokenizer.model"' in folder.preprocessing.read_text()  # the folder may be moved
     write_description(folder, read)  # a resumed run writes it again
+    for elsewhere in ("/etc/passwd", "../other/tokenizer.model"):
+        text = folder.preprocessing.read_text().replace('"tokenizer.model"', json.dumps(elsewhere))
+        (tmp_path / "preprocessing.json").write_text(text)
+        with pytest.raises(CheckpointError, match=f"in its own folder. Received: '{elsewhere}'"):
+            read_description(RunFolder(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.training.evaluation.same_weights import checksum, give_first_weights
+from hvdtrain.state.hashes import checksum
+from hvdtrain.training.evaluation.same_weights import give_first_weights
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.same_call import agree_on_call, settings_of
@@ -24,7 +25,7 @@ def said(*arguments):
 
 def test_one_process_compares_nothing():
     class Silent(SingleBackend):
-        def gather_bytes(self, payload, *, timeout):
+        def gather_bytes(self, payload, *, timeout, among="job"):
             raise AssertionError("there is nobody to meet")
 
     agree_on_call(Silent(None), "fit", {"epochs": 1})
@@ -78,7 +79,7 @@ def test_a_rank_that_does_something_else_is_noticed(other):
     class Meeting(SingleBackend):
         size = 2
 
-        def gather_bytes(self, payload, *, timeout):
+        def gather_bytes(self, payload, *, timeout, among="job"):
             return [payload, other]
 
     with pytest.raises(ConfigError, match=r"fit\(\) was called, and another rank did something else"):

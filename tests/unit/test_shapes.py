@@ -181,7 +181,7 @@ class OfThree(SingleBackend):
     size = 3
     other = None
 
-    def gather_bytes(self, payload, *, timeout):
+    def gather_bytes(self, payload, *, timeout, among="job"):
         return [payload, payload, self.other(payload)]
 
 
@@ -218,10 +218,10 @@ class OfTwo(SingleBackend):
 
     def __init__(self, rank, brought, barrier):
         super().__init__(None)
-        self.rank, self.brought, self.barrier = rank, brought, barrier
+        self.index, self.brought, self.barrier = rank, brought, barrier
 
-    def gather_bytes(self, payload, *, timeout):
-        self.brought[self.rank] = payload
+    def gather_bytes(self, payload, *, timeout, among="job"):
+        self.brought[self.index] = payload
         self.barrier.wait()
         gathered = list(self.brought)
         self.barrier.wait()

@@ -194,7 +194,7 @@ class Answering(SingleBackend):
     def __init__(self, answers):
         self.answers = answers
 
-    def gather_bytes(self, payload, *, timeout, axis):
+    def gather_bytes(self, payload, *, timeout, among="job"):
         return [payload if answer is None else answer for answer in self.answers]
 
 
@@ -219,7 +219,7 @@ def test_the_first_rank_alone_sends_its_scalars():
         def __init__(self):
             pass
 
-        def gather_bytes(self, payload, *, timeout):
+        def gather_bytes(self, payload, *, timeout, among="job"):
             kinds, scalars = json.loads(payload)
             sent.append(scalars)
             return [json.dumps([kinds, first]).encode(), payload]

@@ -100,6 +100,7 @@ class OwnStepOfNorms(OwnStep):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"deterministic": True}, "Trainer takes no option 'deterministic'. It is one of hvdtrain.init()."),
         ({"acumulate": 2}, "Trainer takes no option 'acumulate'. Perhaps you meant: accumulate."),
         ({"accumulate": 0}, "accumulate must be at least 1. Received: 0."),
         ({"clip_norm": 0.0}, "clip_norm must be a positive number. Received: 0.0."),
@@ -607,6 +608,12 @@ def test_what_is_slow_or_does_nothing_is_said():
     assert "outputs have 16 bits" in said_of({}, outputs=True)
     assert "Use --precision=mixed_bfloat16." in said_of({"precision": "mixed_float16"})
     assert said_of({"precision": "mixed_bfloat16"}) == ""
+
+
+def test_16_bits_are_advised_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: ["/GPU:0"])
+    assert said_of({"precision": "float32"}).endswith("several times as fast: --precision=mixed_float16.")
+    assert said_of({"precision": "mixed_float16"}) == ""
 
 
 def test_the_start_of_a_fit_tells_rate_and_options(capsys):

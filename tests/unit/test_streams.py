@@ -209,7 +209,23 @@ def test_how_much_is_read_depends_on_what_was_asked_for_alone(asked):
     for _ in range(asked):
         next(results)
     results.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("data"):
+            thread.join(20)
     assert called == list(range(asked + 3 if asked > 1 else 1))
+
+
+def test_who_wants_no_more_does_not_wait_for_a_reader_that_is_blocked():
+    """As the garbage collector does, on whatever thread it runs: the watchdog's once waited for a reader's hour."""
+    more, ended = threading.Event(), threading.Event()
+    results = ahead(itertools.chain([lambda: 0, lambda: 1], itertools.repeat(more.wait)), limit=1)
+    assert list(islice(results, 2)) == [0, 1]
+    closing = threading.Thread(target=lambda: (results.close(), ended.set()), daemon=True)
+    closing.start()
+    try:
+        assert ended.wait(20)
+    finally:
+        more.set()
 
 
 def test_workers_read_at_the_same_time():

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.terminal import on_terminal
+from hvdtrain.runtime.terminal import LastingStream, drop_unreadable_output, on_terminal
 
 ALONE = detect_environment({})
 RANK = replace(ALONE, launcher="mpirun", controller="mpi", size=2)
@@ -49,3 +49,29 @@ def test_tagged_output_is_never_redrawn(monkeypatch):
     launcher_writes_to(monkeypatch, "/dev/pts/3")
     with terminal_output(monkeypatch):
         assert not on_terminal(RANK, {**XTERM, "OMPI_MCA_orte_tag_output": "1"})
+
+
+def test_what_nobody_reads_is_dropped(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        pipe.write("unread")
+        drop_unreadable_output()
+        print("more", flush=True)
+    monkeypatch.setattr(sys, "stdout", None)
+    drop_unreadable_output()
+    assert not on_terminal(ALONE, XTERM)
+
+
+def test_a_lasting_stream_passes_on_what_is_read_and_drops_the_rest():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe:
+        stream = LastingStream(pipe)
+        assert (stream.write("read\n"), stream.fileno()) == (5, writer)
+        stream.flush()
+        assert os.read(reader, 100) == b"read\n"
+        os.close(reader)
+        for _ in range(2):
+            stream.write("unread\n")
+            stream.flush()

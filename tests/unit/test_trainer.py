@@ -377,6 +377,27 @@ def watched(plan):
     return result, notes, saved
 
 
+def test_the_watchdog_is_told_of_evaluation_and_saving():
+    activity, phases = current().link.activity, {}
+
+    class Telling(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            phases["evaluated"] = activity.phase, activity.step
+
+        def on_train_end(self, logs=None):
+            phases["ended"] = activity.phase, activity.step
+
+    def save(state):
+        phases["saved"] = activity.phase, activity.step
+
+    trainer = Trainer(dense(), sgd(), CROSSENTROPY)
+    data = training_data((X, Y), SingleBackend(current()), batch=16, seed=0, shuffle=False, steps_per_epoch=None)
+    trainer.build(data)
+    validation = data.batches(0)
+    trainer.train(data, Plan(1), validation=[next(iter(validation))], save=save, callbacks=[Telling()])
+    assert phases == {"evaluated": ("evaluation", 1), "saved": ("saving", 1), "ended": ("", None)}
+
+
 FINE, COARSE = Plan(8, log_every=1, checkpoint_every=3), Plan(8, log_every=100, checkpoint_every=100)
 
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.runtime.tuning import LARGE_MESSAGES, TUNED, set_exchange_defaults
+from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.tuning import LARGE_MESSAGES, TUNED, fuse_nothing, fuses, outlast_hangs, set_exchange_defaults
 
 
 def test_what_the_user_set_stays():
@@ -12,6 +14,38 @@ def test_what_the_user_set_stays():
     set_exchange_defaults(environ)
     assert (environ["HOROVOD_CYCLE_TIME"], environ["OMPI_MCA_mpi_yield_when_idle"]) == ("3", "1")
     assert environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "300"
+
+
+@pytest.mark.parametrize(
+    ("given", "hang_timeout", "used"), [(None, 300.0, "360"), (None, 0.0, "300"), ("30", 300.0, "30")]
+)
+def test_gloo_waits_longer_than_the_watchdog(given, hang_timeout, used):
+    environ = {} if given is None else {"HOROVOD_GLOO_TIMEOUT_SECONDS": given}
+    set_exchange_defaults(environ)
+    outlast_hangs(environ, hang_timeout)
+    assert environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == used
+
+
+def test_deterministic_jobs_fuse_nothing():
+    for environ in ({}, {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_AUTOTUNE": "0"}):
+        set_exchange_defaults(environ)
+        fuse_nothing(environ)
+        assert (environ["HOROVOD_FUSION_THRESHOLD"], fuses(environ)) == ("0", False)
+    assert fuses({})
+
+
+@pytest.mark.parametrize(("name", "value"), [("HOROVOD_FUSION_THRESHOLD", "1024"), ("HOROVOD_AUTOTUNE", "1")])
+def test_who_asks_horovod_to_fuse_otherwise_is_told(name, value):
+    environ = {name: value}
+    set_exchange_defaults(environ)
+    with pytest.raises(LaunchError, match=f"deterministic=True.*Received: {name}={value}. Take it out"):
+        fuse_nothing(environ)
+    assert environ[name] == value
+
+
+def test_asynchronous_workers_are_not_deterministic():
+    with pytest.raises(ConfigError, match="deterministic is not for backend='parameter_server'"):
+        RuntimeConfig("parameter_server", deterministic=True)
 
 
 def test_what_keeps_horovod_from_a_second_start_is_left_out_where_one_may_come():

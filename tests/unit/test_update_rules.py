@@ -6,16 +6,22 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
+from hvdtrain.checkpoint.snapshot import owned
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
+from hvdtrain.optim.elementwise import ELEMENTWISE
 from hvdtrain.runtime.session import current
+from hvdtrain.state.placement import Placement, place
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
 from hvdtrain.training.update_rules.local_sgd import LocalUpdate
 from hvdtrain.training.update_rules.select import RULES, check_rule, update_rule_for
-from hvdtrain.training.update_rules.zero import ELEMENTWISE, Shard, ZeroUpdate
+from hvdtrain.training.update_rules.zero.shards import Shard
+from hvdtrain.training.update_rules.zero.stage1 import ZeroUpdate
+from hvdtrain.training.update_rules.zero.stage2 import ScatteredGradientsUpdate
+from hvdtrain.training.update_rules.zero.stage3 import ShardedParametersUpdate
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -47,12 +53,42 @@ def rule_of(optimizer="sgd", **options):
     [
         ({}, AllReduceUpdate),
         ({"zero": 1}, ZeroUpdate),
+        ({"zero": 2}, ScatteredGradientsUpdate),
+        ({"zero": 3}, ShardedParametersUpdate),
         ({"local_steps": 1}, LocalUpdate),
         ({"zero": 0}, AllReduceUpdate),
     ],
 )
 def test_an_option_chooses_the_rule(options, kind):
     assert type(rule_of(**options)) is kind
+
+
+@pytest.mark.parametrize(("stage", "axis"), [(2, "pp"), (3, "cp"), (3, "tp"), (3, "ep")])
+def test_axes_that_a_stage_does_not_go_with_are_refused(stage, axis):
+    backend = SingleBackend(current())
+    backend.axes = {"dp": 2, axis: 4}
+    with pytest.raises(ConfigError) as refused:
+        update_rule_for(backend, model(), keras.optimizers.SGD(), step_options({"zero": stage}))
+    assert f"Received: {axis}=4. Take another stage" in str(refused.value)
+
+
+def test_slices_of_slices_are_boxes_of_the_whole():
+    class Ranks:
+        index, size = 1, 2
+
+    for shape, box, expected in (
+        ((6, 8), (slice(0, 6), slice(4, 8)), (slice(3, 6), slice(4, 8))),
+        ((4, 5, 8), (slice(1, 2), slice(0, 5), slice(0, 8)), (slice(1, 2), slice(3, 5), slice(0, 8))),
+    ):
+        whole = np.arange(np.prod(shape, dtype=float)).reshape(shape)
+        variable = keras.Variable(whole[box], dtype="float32")
+        place(variable, Placement(shape, box, ("tp",)))
+        shard = Shard(variable, Ranks())
+        tensor = shard.named_tensor(shard.master.value)
+        assert (tensor.global_shape, tensor.slice, tensor.replicated) == (shape, expected, False)
+        np.testing.assert_array_equal(np.ravel(whole[expected]), shard.cut())
+        (owned_by_this_rank,) = owned({"slot": tensor}, index=1, primary=False)
+        np.testing.assert_array_equal(owned_by_this_rank.array(), whole[expected])
 
 
 def test_every_rule_but_the_default_is_an_option_of_the_configuration():
@@ -84,12 +120,13 @@ def test_sharded_slots_say_where_in_the_whole_they_are():
 @pytest.mark.parametrize("kind", [k for k in ELEMENTWISE if k is not keras.optimizers.Ftrl])
 def test_elementwise_optimizers_train_alike_with_and_without_slices(kind):
     weights = []
-    for zero in (0, 1):
+    for zero in (0, 1, 3):
         trainer = Trainer(model(), kind(0.01), "mse", zero=zero)
         trainer.fit((X, X[:, :1]), batch=8, epochs=2, shuffle=False, verbose=False)
         weights.append(trainer.model.get_weights())
-    for plain, sharded in zip(*weights, strict=True):
-        np.testing.assert_allclose(sharded, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
+    for plain, *others in zip(*weights, strict=True):
+        for sharded in others:
+            np.testing.assert_allclose(sharded, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +159,11 @@ def test_local_steps_take_no_loss_scale():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"zero": 2}, "zero: Input should be 0 or 1"),
+        ({"zero": 4}, "zero: Input should be 0, 1, 2 or 3"),
+        ({"zero": 2, "jit": True}, "jit does not go with zero=2"),
+        ({"zero": 3, "jit": True}, "jit does not go with zero=3"),
+        ({"zero": 2, "zero_prefetch": 1}, "zero_prefetch has no effect without zero=3"),
+        ({"zero": 3, "zero_prefetch": -1}, "zero_prefetch must not be negative. Received: -1."),
         ({"local_steps": 0}, "local_steps must be at least 1. Received: 0."),
         ({"average_slots": True}, "average_slots has no effect without local_steps"),
         ({"zero": 1, "local_steps": 2}, "leave out zero or local_steps"),
@@ -132,6 +173,7 @@ def test_local_steps_take_no_loss_scale():
         ({"zero": 1, "predivide": 2.0}, "predivide does not go with zero"),
         ({"zero": 1, "sparse_gradients": "gather"}, "sparse_gradients='gather' does not go with zero"),
         ({"local_steps": 2, "reduce_op": "sum"}, "reduce_op='sum' does not go with local_steps"),
+        ({"local_steps": 2, "desync_every": 10}, "desync_every does not go with local_steps"),
         ({"local_steps": 2, "sync_batch_norm": True}, "sync_batch_norm does not go with local_steps"),
     ],
 )
@@ -147,10 +189,10 @@ def test_a_process_alone_has_the_default_rule(monkeypatch):
         assert type(rule_of("adam", **options)) is AllReduceUpdate
 
 
-def trained_both_ways(make_model, make_optimizer, callbacks=tuple, epochs=2):
+def trained_both_ways(make_model, make_optimizer, callbacks=tuple, epochs=2, stages=(0, 1, 3)):
     """Return the weights after training without slices and with them."""
     weights = []
-    for zero in (0, 1):
+    for zero in stages:
         trainer = Trainer(make_model(), make_optimizer(), "mse", zero=zero)
         data = (X, X[:, :1])
         trainer.fit(data, batch=8, epochs=epochs, shuffle=False, verbose=False, callbacks=list(callbacks()))
@@ -158,9 +200,10 @@ def trained_both_ways(make_model, make_optimizer, callbacks=tuple, epochs=2):
     return weights
 
 
-def assert_alike(plain, sharded):
-    for one, other in zip(plain, sharded, strict=True):
-        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
+def assert_alike(plain, *sharded):
+    for weights in sharded:
+        for one, other in zip(plain, weights, strict=True):
+            np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
 def test_variables_with_a_constraint_stay_whole():
@@ -171,9 +214,9 @@ def test_variables_with_a_constraint_stay_whole():
             [keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, kernel_constraint=bound), keras.layers.Dense(1)]
         )
 
-    plain, sharded = trained_both_ways(constrained, lambda: keras.optimizers.SGD(0.1))
-    assert_alike(plain, sharded)
-    assert np.linalg.norm(sharded[0], axis=0).max() <= 0.5 + 1e-6
+    plain, *sharded = trained_both_ways(constrained, lambda: keras.optimizers.SGD(0.1))
+    assert_alike(plain, *sharded)
+    assert np.linalg.norm(sharded[0][0], axis=0).max() <= 0.5 + 1e-6
 
 
 def test_exclusions_from_decay_by_the_name_of_a_layer_hold_for_slices():
@@ -187,9 +230,9 @@ def test_exclusions_from_decay_by_the_name_of_a_layer_hold_for_slices():
         made.exclude_from_weight_decay(var_names=["spared"])
         return made
 
-    plain, sharded = trained_both_ways(named, optimizer)
-    assert_alike(plain, sharded)
-    assert np.linalg.norm(sharded[0]) > 1.2 * np.linalg.norm(sharded[2]), "the exclusion did nothing"
+    plain, *sharded = trained_both_ways(named, optimizer)
+    assert_alike(plain, *sharded)
+    assert np.linalg.norm(sharded[0][0]) > 1.2 * np.linalg.norm(sharded[0][2]), "the exclusion did nothing"
 
 
 EVENTS = ["on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end"]
@@ -206,14 +249,16 @@ def test_weights_that_a_callback_sets_reach_the_slices(event):
     assert_alike(*trained_both_ways(model, lambda: keras.optimizers.SGD(0.01), lambda: [kind()], epochs=4))
 
 
-def test_restored_weights_reach_the_slices():
-    trainer = Trainer(model(), keras.optimizers.SGD(1e-9), "mse", zero=1)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_restored_weights_reach_the_slices(stage):
+    trainer = Trainer(model(), keras.optimizers.SGD(1e-9), "mse", zero=stage)
     data = training_data((X, X[:, :1]), trainer.backend, batch=8, seed=0, shuffle=False, steps_per_epoch=None)
     trainer.build(data)
     for weight in trainer.model.weights:
         weight.assign(tf.ones_like(weight))
     trainer.broadcast_state()
     trainer.compiled_step(data)(next(iter(data.batches(0))), measure=False)
+    trainer.consolidate()
     for weight in trainer.model.get_weights():
         np.testing.assert_allclose(weight, 1.0, rtol=1e-3)
 
@@ -242,8 +287,9 @@ def test_a_model_with_a_step_of_its_own_takes_no_rule():
             Trainer(Own(), "sgd", "mse", **options)
 
 
-def test_a_saved_model_holds_no_slices(tmp_path):
-    trainer = Trainer(model(), keras.optimizers.Adam(0.01), "mse", zero=1)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_saved_model_holds_no_slices(tmp_path, stage):
+    trainer = Trainer(model(), keras.optimizers.Adam(0.01), "mse", zero=stage)
     checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")
     trainer.fit((X, X[:, :1]), batch=8, epochs=1, verbose=False, callbacks=[checkpoint])
     loaded = keras.models.load_model(tmp_path / "model.keras")

@@ -151,7 +151,7 @@ def test_ranks_meet_a_few_times_in_a_long_run(now):
     met = []
 
     class Counting(SingleBackend):
-        def gather_bytes(self, payload, *, timeout):
+        def gather_bytes(self, payload, *, timeout, among="job"):
             met.append(payload)
             return [payload]
 

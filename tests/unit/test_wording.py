@@ -18,7 +18,7 @@ from hvdtrain.training.options import StepOptions, step_options
 PACKAGE = Path(hvdtrain.__file__).parent
 COMMAND_LINE_ONLY = (
     *("cli", "installation", "bench", "runs", "recipes", "models"),
-    *("data/sources", "data/files", "data/packing"),
+    *("data/sources", "data/files", "data/packing", "horovod/data/compute_worker.py", "runtime/launch/"),
 )
 """Rooms whose errors no script of a user's own meets."""
 FLAG = re.compile(r"(?<![\w'\"`-])--([a-z][a-z-]*)")
@@ -49,6 +49,7 @@ def test_the_arguments_are_those_that_scripts_have():
     sections = [section for section in vars(Config("")).values() if is_dataclass(section)]
     flags = {option.name for section in sections for option in fields(section)}
     functions = (hvdtrain.init, hvdtrain.Trainer.__init__, hvdtrain.Trainer.fit, hvdtrain.learning_rate_schedule)
+    functions = (*functions, hvdtrain.parallelize)
     taken = {name for function in functions for name in inspect.signature(function).parameters}
     taken |= {option.name for option in fields(StepOptions)}
     assert flags & taken == ARGUMENTS | {"model"}  # which has a name on the command line, and is an object in a script
@@ -79,6 +80,7 @@ ELSEWHERE = {
     "tail": "options of a run's data",
     "model": "a run's model",
     "model-args": "a run's model",
+    "embedding-sharding": "a run's model",
     "resume": "a run that goes on",
     "ema": "the optimizer of a run",
     "max-steps": "a run's length",
@@ -86,15 +88,21 @@ ELSEWHERE = {
     "keep": "a run's checkpoints",
     "keep-best": "a run's checkpoints",
     "keep-best-mode": "a run's checkpoints",
+    "keep-every-hours": "a run's checkpoints",
+    "grace-seconds": "a run's checkpoints",
     "checkpoint-every": "a run's checkpoints",
+    "metrics-host": "what a run reports",
+    "metrics-port": "what a run reports",
     "weight-decay": "the optimizer of a run",
     "query-gpu": "nvidia-smi",
     "format": "nvidia-smi",
     "bind-to": "mpirun",
     "version": "mpirun",
     "gloo": "horovodrun",
+    "network-interfaces": "horovodrun",
     "mpi": "horovodrun",
     "shm-size": "docker",
+    "gpu": "python -m hvdtrain setup",
 }
 
 

@@ -33,10 +33,12 @@ class Meeting:
 class Replica:
     """An exchange that adds in the tensors' own precision, as Horovod does."""
 
-    def __init__(self, meeting, index):
+    def __init__(self, meeting, index, fuses=True):
         self._meeting = meeting
         self.index = index
         self.size = meeting.size
+        self.fuses = fuses
+        self.by_host = None
 
     def _sum(self, what, tensors, prescale, postscale):
         scaled = [t * tf.cast(prescale, t.dtype) for t in tensors]
@@ -74,12 +76,12 @@ def outcomes_on(size, body):
     return outcomes
 
 
-def reduce_on(size, gradients, paths, role="gradient", exact=(), **options):
+def reduce_on(size, gradients, paths, role="gradient", exact=(), fuses=True, **options):
     """Reduce `gradients(rank)` on every replica; return rank 0's result and what was sent."""
     meeting = Meeting(size)
 
     def body(rank):
-        reducer = GradientReducer(Replica(meeting, rank), reduction_options(**options))
+        reducer = GradientReducer(Replica(meeting, rank, fuses), reduction_options(**options))
         return reducer.reduce(gradients(rank), paths, role=role, exact=exact)
 
     outcomes = outcomes_on(size, body)

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ def read_packed(folder: Path) -> PackedFolder:
     try:
         values = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         shards = [Shard(**shard) for shard in values["shards"]]
+        _refuse_elsewhere(shards)
         with np.load(folder / ARRAYS) as arrays:
             index = Index(arrays["offsets"], arrays["lengths"], arrays["checksums"])
             packed = PackedFolder(folder, values["classes"], shards, index, arrays["labels"])
@@ -118,6 +120,13 @@ def read_packed(folder: Path) -> PackedFolder:
             f"The index of {folder} is damaged ({error}): remove {INDEX} and run data pack again."
         ) from None
     return packed
+
+
+def _refuse_elsewhere(shards: Sequence[Shard]) -> None:
+    """Refuse an index by which files outside of its folder would be read."""
+    for shard in shards:
+        if Path(shard.file).name != shard.file:
+            raise ValueError(f"the shard {shard.file!r} is no file in it")
 
 
 def refuse_changed(packed: PackedFolder) -> None:

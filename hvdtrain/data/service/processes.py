@@ -15,6 +15,8 @@ from hvdtrain.data.service.served import distributed
 
 START_TIMEOUT_S = 120.0
 REACH_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 60.0
+"""A dataset takes a tenth of a second on an idle machine; on a busy one with few cores it has taken more than 10."""
 WATCH_EVERY_S = 2.0
 MISSED = 3
 """Looks in a row that find nobody before a service counts as lost."""
@@ -49,12 +51,24 @@ def _address_of(child: "subprocess.Popen[bytes]") -> str:
     if not line.startswith("grpc://"):
         said = child.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
         raise DataError(f"--data-service=local: its process did not start: {' '.join(said) or 'it said nothing'}.")
-    threading.Thread(target=child.stderr.read, daemon=True).start()  # a full pipe would stop it
+    threading.Thread(target=_outlast, args=(child,), daemon=True).start()
     return line
 
 
-def check_address(address: str, timeout: float = REACH_TIMEOUT_S) -> None:
+def _outlast(child: "subprocess.Popen[bytes]") -> None:
+    """Read what `child` writes until it ends: a full pipe would stop it, and so would its input, once collected."""
+    assert child.stderr is not None
+    child.stderr.read()
+    child.wait()
+
+
+def check_address(address: str, timeout: float = REACH_TIMEOUT_S, answer_timeout: float = ANSWER_TIMEOUT_S) -> None:
     """Refuse a service that cannot be reached, or has not one worker.
+
+    Args:
+        address: `grpc://HOST:PORT`.
+        timeout: seconds to wait for a connection.
+        answer_timeout: seconds to wait for a dataset's elements.
 
     Raises:
         DataError: names the address.
@@ -67,9 +81,9 @@ def check_address(address: str, timeout: float = REACH_TIMEOUT_S) -> None:
     found: list[int] = []
     probe = threading.Thread(target=lambda: found.append(_workers(address)), daemon=True)
     probe.start()
-    probe.join(timeout)
+    probe.join(answer_timeout)
     if found != [1]:
-        said = f"{found[0]} workers" if found else f"no answer within {timeout:g} s"
+        said = f"{found[0]} workers" if found else f"no answer within {answer_timeout:g} s"
         raise DataError(
             f"The service {address} must be a tf.data service with one worker, which keeps the order of samples. "
             f"Received: {said}. Start several with `python -m hvdtrain data serve`, and name all of them."

@@ -25,10 +25,15 @@ def ahead(tasks: Iterable[Callable[[], T]], *, workers: int = 1, limit: int = 4)
         yield first()
         break
     waiting: deque[Future[T]] = deque()
-    with ThreadPoolExecutor(workers, thread_name_prefix="data") as pool:
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="data")
+    try:
         for task in remaining:
             waiting.append(pool.submit(task))
             if len(waiting) > limit:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        # Python's garbage collector may close this on any thread, the watchdog's too, and a task may take for ever.
+        # What was begun is finished, so that ranks have drawn the same.
+        pool.shutdown(wait=False)

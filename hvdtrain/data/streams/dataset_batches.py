@@ -32,6 +32,7 @@ class DatasetTraining:
         shards: the same dataset, sharded at its source; None where it cannot be.
         change: applied to this replica's samples.
         service: address of a service that maps in place of this process.
+        uneven: whether a batch need not divide among the replicas.
     """
 
     remedy = (
@@ -50,8 +51,9 @@ class DatasetTraining:
         shards: ShardedDataset | None = None,
         change: Change | None = None,
         service: str | None = None,
+        uneven: bool = False,
     ) -> None:
-        per_replica(batch, size)
+        per_replica(batch, size, uneven=uneven)
         self.batch = batch
         self._index = index
         self._size = size
@@ -101,7 +103,8 @@ class DatasetTraining:
 
     def _with_static_values(self, batch: Batch) -> Batch:
         """Replace tensors by Python values that hold for all full batches, if their shapes are static."""
-        if not self._one_shape or int(batch.global_samples) != self.batch:
+        all_have_samples = self.batch >= self._size
+        if not (self._one_shape and all_have_samples) or int(batch.global_samples) != self.batch:
             return batch
         return batch._replace(has_samples=1.0, global_samples=self.batch)
 

@@ -48,7 +48,7 @@ def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: s
     Raises:
         DataError: the same on every rank, naming one that differs, and in what.
     """
-    if backend.processes == 1:
+    if backend.job_size == 1:
         return []
     payload = json.dumps(asdict(given())).encode()
     everyone = [Given(**json.loads(part)) for part in backend.gather_bytes(payload, timeout=None)]

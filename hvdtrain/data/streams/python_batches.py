@@ -99,8 +99,9 @@ class PyDatasetTraining:
         seed: int,
         shuffle: bool,
         steps_per_epoch: int | None = None,
+        uneven: bool = False,
     ) -> None:
-        per_replica(batch, size)
+        per_replica(batch, size, uneven=uneven)
         count = dataset.num_batches
         if count is None and steps_per_epoch is None:
             raise ConfigError(f"{_name(dataset)} never ends (num_batches is None): pass --steps-per-epoch=N.")
@@ -158,6 +159,7 @@ class GeneratorTraining:
         size: number of replicas.
         steps_per_epoch: required for infinite generators; else counted by reading all batches once.
         opened: the batches of a first call; None: it has not been called.
+        uneven: whether a batch need not divide among the replicas.
 
     Raises:
         ConfigError: the batch does not divide among the replicas.
@@ -175,8 +177,9 @@ class GeneratorTraining:
         size: int,
         steps_per_epoch: int | None = None,
         opened: Iterator[Any] | None = None,
+        uneven: bool = False,
     ) -> None:
-        per_replica(batch, size)
+        per_replica(batch, size, uneven=uneven)
         self.batch = batch
         self._function = function
         self._cut = Cut(batch, index, size, _name(function))

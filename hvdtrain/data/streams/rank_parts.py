@@ -98,7 +98,10 @@ def agree_on_parts(first: Batch | None, steps: int, backend: Backend, what: str)
         DataError: no rank has a sample, or the samples of two ranks do not have one structure.
     """
     facts = {"steps": steps, "rows": rows_of(first), "kinds": _kinds(first)}
-    everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(facts).encode(), timeout=None)]
+    everyone = [
+        json.loads(text)
+        for text in backend.gather_bytes(json.dumps(facts).encode(), timeout=None, among="data_parallel")
+    ]
     holders = [rank for rank, other in enumerate(everyone) if other["steps"]]
     if not holders:
         raise DataError(f'No rank has {what} samples: with shard="rank" each is given its own part of them.')
@@ -112,7 +115,7 @@ def agree_on_parts(first: Batch | None, steps: int, backend: Backend, what: str)
     row = None if first is None else _row(first)
     if len(holders) < len(everyone):
         # A rank without samples runs another's, which does not count.
-        sent = backend.gather_bytes(b"" if row is None else _encoded(row), timeout=None)
+        sent = backend.gather_bytes(b"" if row is None else _encoded(row), timeout=None, among="data_parallel")
         row = _decoded(sent[giver]) if row is None else row
     assert row is not None, "some rank has samples"
     placeholder = Batch(*row, tf.constant(0.0), tf.constant(1), None, nominal=True)

@@ -66,4 +66,5 @@ FAMILY = ModelFamily(
     loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=IGNORED),
     metrics=lambda: [MaskedAccuracy(name="accuracy")],
     sample_dims=("length",),
+    rules=transformer.rules,
 )

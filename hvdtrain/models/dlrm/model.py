@@ -10,6 +10,9 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.model import EmbeddingSharding
+from hvdtrain.layers.embedding.sharded import ShardedEmbedding, TableLookups
+from hvdtrain.layers.slices import ranks_along
 from hvdtrain.models.family import ModelFamily, path_seed
 
 
@@ -37,6 +40,32 @@ def build(
     Raises:
         ConfigError: sizes that are not positive, or more than two labels.
     """
+    return build_sharded(shape, classes, seed, "none", rows=rows, dim=dim, width=width, depth=depth)
+
+
+def build_sharded(
+    shape: dict[str, tuple[int, ...]],
+    classes: int,
+    seed: int,
+    sharding: EmbeddingSharding,
+    *,
+    rows: int = 1000,
+    dim: int = 16,
+    width: int = 128,
+    depth: int = 2,
+) -> keras.Model:
+    """Return the same model with its tables divided among the ranks along `ep`, if there are several.
+
+    Args:
+        shape: see `build`, as the other arguments.
+        classes: see `build`.
+        seed: see `build`.
+        sharding: by `table`, `row` or `column`.
+        rows: see `build`.
+        dim: see `build`.
+        width: see `build`.
+        depth: see `build`.
+    """
     if min(rows, dim, width, depth) < 1:
         raise ConfigError(f"dlrm needs positive sizes. Received: rows={rows}, dim={dim}, width={width}, depth={depth}.")
     if classes != 2:
@@ -45,7 +74,10 @@ def build(
     categories = keras.Input(shape["categorical"], dtype="int32", name="categorical")
     dense = _mlp(numbers, depth, width, seed, "numbers")
     dense = _dense(dense, dim, seed, "numbers_out", activation="relu")
-    fields = [_looked_up(categories, field, rows, dim, seed) for field in range(shape["categorical"][0])]
+    if sharding == "none" or ranks_along("ep") is None:
+        fields = [_looked_up(categories, field, rows, dim, seed) for field in range(shape["categorical"][0])]
+    else:
+        fields = _looked_up_together(categories, shape["categorical"][0], rows, dim, seed, sharding)
     x = keras.layers.Concatenate(name="features")([dense, _products([dense, *fields])])
     x = _mlp(x, depth, width, seed, "features")
     odds = _dense(x, 1, seed, "log_odds", dtype="float32")
@@ -65,11 +97,31 @@ def _dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
 
 def _looked_up(categories: Any, field: int, rows: int, dim: int, seed: int) -> Any:
     """Return the embeddings [batch, dim] of one field's categories."""
-    name = f"table{field}"
-    bound = 1 / math.sqrt(rows)
+    name, bound = f"table{field}", _bound(rows)
     draw = keras.initializers.RandomUniform(-bound, bound, seed=path_seed(seed, name))
     table = keras.layers.Embedding(rows, dim, embeddings_initializer=draw, name=name)
     return table(keras.ops.mod(categories[:, field], rows))
+
+
+def _looked_up_together(
+    categories: Any, fields: int, rows: int, dim: int, seed: int, sharding: EmbeddingSharding
+) -> list[Any]:
+    """Return the embeddings [batch, dim] of each field, from tables that ranks have divided among them.
+
+    The tables have the paths, and the initial values, of those of `_looked_up`.
+    """
+    names = [f"table{field}" for field in range(fields)]
+    tables = [
+        ShardedEmbedding(rows, dim, sharding, owner=field, bound=_bound(rows), seed=path_seed(seed, name), name=name)
+        for field, name in enumerate(names)
+    ]
+    categories = keras.ops.mod(categories, rows)
+    found = TableLookups(tables, name="lookups")(categories)
+    return [table(categories[:, field], found[:, field]) for field, table in enumerate(tables)]
+
+
+def _bound(rows: int) -> float:
+    return 1 / math.sqrt(rows)
 
 
 def _products(vectors: list[Any]) -> Any:
@@ -83,6 +135,7 @@ def _products(vectors: list[Any]) -> Any:
 
 FAMILY = ModelFamily(
     build=build,
+    build_sharded=build_sharded,
     loss=lambda: keras.losses.BinaryCrossentropy(from_logits=True),
     metrics=lambda: [
         keras.metrics.BinaryAccuracy(name="accuracy", threshold=0.0),

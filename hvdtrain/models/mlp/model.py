@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import classifier, path_seed
+from hvdtrain.models.family import Rules, classifier, path_seed
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 3, width: int = 1024) -> keras.Model:
@@ -37,4 +37,15 @@ def _dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
     return keras.layers.Dense(units, kernel_initializer=initializer, name=name, **options)(x)
 
 
-FAMILY = classifier(build)
+def rules(classes: int, ranks: int, *, depth: int = 3, **arguments: Any) -> Rules:
+    """Return how the model is split along tp: in pairs of layers, the first by its units and the second by its inputs.
+
+    With an even number of hidden layers the last one, of the logits, has no partner and stays whole.
+    """
+    del classes, ranks, arguments
+    first, second = (None, "tp"), ("tp", None)
+    layouts = {rf"(^|/)hidden{number}/kernel$": second if number % 2 else first for number in range(depth)}
+    return {**layouts, r"(^|/)logits/kernel$": second} if depth % 2 else layouts
+
+
+FAMILY = classifier(build, rules=rules)

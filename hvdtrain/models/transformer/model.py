@@ -4,16 +4,19 @@ It uses Keras' own layers only, so that a saved model loads without this package
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import classifier, path_seed
+from hvdtrain.models.family import Rules, classifier, path_seed
 
 STDDEV = 0.02
 """Standard deviation of initial kernels and embeddings, as in GPT-2."""
 RESIDUAL_ENDS = ("attention_output/kernel", "mlp_out/kernel")
+Mlp = Callable[[Any, int, int], Any]
+"""(x [batch, length, width], width, number of the block) -> what it adds to x after the attention."""
 
 
 def build(
@@ -45,15 +48,31 @@ def build(
     Raises:
         ConfigError: sizes that are not positive or do not divide, or a dropout outside [0, 1).
     """
+    return language_model(shape, classes, seed, dense_mlp, "transformer", depth, width, heads, dropout, causal)
+
+
+def language_model(
+    shape: tuple[int, ...],
+    classes: int,
+    seed: int,
+    mlp: Mlp,
+    name: str,
+    depth: int,
+    width: int,
+    heads: int,
+    dropout: float,
+    causal: bool = True,
+) -> keras.Model:
+    """Return a model whose blocks apply `mlp` after their attention; the other arguments are those of `build`."""
     _check(depth, width, heads, dropout)
     tokens = keras.Input(shape, dtype="int32", name="tokens")
     x = _embedded(tokens, shape[0], classes, width)
     x = _dropped(x, dropout, seed, "embedding")
     for number in range(depth):
-        x = _block(x, width, heads, dropout, seed, f"block{number}", causal)
+        x = _block(x, width, heads, dropout, seed, number, causal, mlp)
     x = keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm")(x)
     logits = keras.layers.Dense(classes, dtype="float32", name="logits")(x)
-    model = keras.Model(tokens, logits, name="transformer")
+    model = keras.Model(tokens, logits, name=name)
     _draw(model, seed, depth)
     return model
 
@@ -78,16 +97,21 @@ def _embedded(tokens: Any, length: int, vocabulary: int, width: int) -> Any:
     return of_tokens + of_positions
 
 
-def _block(x: Any, width: int, heads: int, dropout: float, seed: int, name: str, causal: bool) -> Any:
-    layers = keras.layers
+def _block(x: Any, width: int, heads: int, dropout: float, seed: int, number: int, causal: bool, mlp: Mlp) -> Any:
+    layers, name = keras.layers, f"block{number}"
     y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_attention_norm")(x)
     attention = layers.MultiHeadAttention(heads, width // heads, name=f"{name}_attention")
     y = attention(y, y, use_causal_mask=causal)
     x = layers.Add(name=f"{name}_attention_add")([x, _dropped(y, dropout, seed, f"{name}_attention")])
     y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_mlp_norm")(x)
-    y = layers.Dense(4 * width, activation="gelu", name=f"{name}_mlp_in")(y)
-    y = layers.Dense(width, name=f"{name}_mlp_out")(y)
-    return layers.Add(name=f"{name}_mlp_add")([x, _dropped(y, dropout, seed, f"{name}_mlp")])
+    y = _dropped(mlp(y, width, number), dropout, seed, f"{name}_mlp")
+    return layers.Add(name=f"{name}_mlp_add")([x, y])
+
+
+def dense_mlp(x: Any, width: int, number: int) -> Any:
+    """Return two dense layers applied to `x`, with four times the width between them."""
+    x = keras.layers.Dense(4 * width, activation="gelu", name=f"block{number}_mlp_in")(x)
+    return keras.layers.Dense(width, name=f"block{number}_mlp_out")(x)
 
 
 def _dropped(x: Any, rate: float, seed: int, name: str) -> Any:
@@ -107,4 +131,22 @@ def _draw(model: keras.Model, seed: int, depth: int) -> None:
             variable.assign(draw(variable.shape, dtype=variable.dtype))
 
 
-FAMILY = classifier(build, "length")
+def rules(classes: int, ranks: int, **arguments: Any) -> Rules:
+    """Return how the model is split along tp: attention by heads, the MLP by its width, and by vocabulary.
+
+    A vocabulary that the ranks do not divide stays whole.
+    """
+    del arguments
+    layouts: dict[str, tuple[str | None, ...]] = {
+        r"_attention/(query|key|value)/kernel$": (None, "tp", None),
+        r"_attention/attention_output/kernel$": ("tp", None, None),
+        r"_mlp_in/kernel$": (None, "tp"),
+        r"_mlp_out/kernel$": ("tp", None),
+        r"(^|/)(tokens|positions)_embedding/output$": (None, "tp", None),
+    }
+    if classes % ranks:
+        return {**layouts, r"(^|/)final_norm/output$": (None, None, None)}
+    return {**layouts, r"(^|/)tokens_embedding/embeddings$": ("tp", None), r"(^|/)logits/kernel$": (None, "tp")}
+
+
+FAMILY = classifier(build, "length", rules=rules)

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, world_size
 from hvdtrain.backends.select import backend_for
-from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import CheckpointError, DataError
 from hvdtrain.config.run import Config
@@ -24,7 +23,7 @@ from hvdtrain.data.splits import DataSplits
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.summary import write_json
 from hvdtrain.runs.describe import describe_run
-from hvdtrain.runs.description import RunDescription, read_description, write_description
+from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.run import trainer_for
 from hvdtrain.runs.run_data import check_loaded, evaluation_of, left_out, loaded_splits
@@ -54,15 +53,23 @@ class Evaluated:
     file: Path
 
 
-def evaluate(session: Session, config: Config, folder: RunFolder, options: EvaluateOptions) -> Evaluated:
+def evaluate(
+    session: Session, config: Config, folder: RunFolder, options: EvaluateOptions, description: RunDescription | None
+) -> Evaluated:
     """Evaluate a checkpoint in `folder` on the data of `config`, distributed over all ranks.
+
+    Args:
+        session: this rank's part in the job.
+        config: of the run, with the data to evaluate.
+        folder: of the run.
+        options: what is evaluated.
+        description: of the run; None if an earlier version wrote it.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the configuration.
         DataError: the data do not fit the model, or have classes that it does not know.
     """
     backend = backend_for(session)
-    description = read_description(folder)
     if description is None and options.other_data:
         raise CheckpointError(_no_description(folder))
     splits = _splits(config, description, options, backend)
@@ -71,7 +78,7 @@ def evaluate(session: Session, config: Config, folder: RunFolder, options: Evalu
     trainer = trainer_for(config, shape, splits.classes, backend, ANY_STEPS)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     trainer.build_on(next(iter(batches)))
-    trainer.restore(Checkpointer(folder.checkpoints, backend=backend).find(options.checkpoint))
+    trainer.restore(folder.checkpoints, options.checkpoint)
     trainer.broadcast_state()
     outcome = trainer.evaluate_on(batches)
     figures = {

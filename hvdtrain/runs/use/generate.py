@@ -50,7 +50,7 @@ def generate(
     check_language_model(description, str(folder.path))
     backend = backend_for(session)
     like = Batch(tf.zeros([1, *description.sample_shape], tf.int32), None, None, 1.0, 1)
-    with trained_model(config, description, folder, checkpoint, backend, like) as model:
+    with trained_model(config, description, folder.checkpoints, checkpoint, backend, like) as model:
         generator = TextGenerator(model, description)
         given = generator.encoded(prompt)
         if backend.size == 1:
@@ -65,7 +65,7 @@ def generate(
             for sample in range(backend.process, samples, backend.processes)
         }
         texts: dict[str, str] = {}
-        for part in backend.gather_bytes(json.dumps(mine).encode(), timeout=None):
+        for part in backend.gather_bytes(json.dumps(mine).encode(), timeout=None, among="data_parallel"):
             texts |= json.loads(part)
         if backend.primary:
             for sample in range(samples):

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.runs.description import RunDescription
-from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.run import trainer_for
 from hvdtrain.training.evaluation.predict import build_for
 
@@ -19,15 +18,15 @@ ANY_STEPS = 10**9
 
 @contextmanager
 def trained_model(
-    config: Config, description: RunDescription, folder: RunFolder, checkpoint: str, backend: Backend, like: Batch
+    config: Config, description: RunDescription, folder: Path, which: str, backend: Backend, like: Batch
 ) -> Iterator[Any]:
     """Yield the model as it is evaluated in training: with the averages of its weights, where there are any.
 
     Args:
         config: of the run.
         description: of the run.
-        folder: of the run.
-        checkpoint: `newest`, `best`, or the number of a step.
+        folder: of the run's checkpoints, or one of them.
+        which: `newest`, `best`, or the number of a step.
         backend: the ranks; every rank calls this.
         like: a batch of its inputs.
 
@@ -36,7 +35,7 @@ def trained_model(
     """
     trainer = trainer_for(config, description.sample_shape, description.classes, backend, ANY_STEPS)
     build_for(trainer.model, [like])
-    trainer.restore(Checkpointer(folder.checkpoints, backend=backend).find(checkpoint))
+    trainer.restore(folder, which)
     trainer.broadcast_state()
     trainer.rule.consolidate()
     with trainer.averaged_weights():

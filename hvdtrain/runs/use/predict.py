@@ -68,7 +68,7 @@ def predict(
     batches = _batches(samples, options, backend)
     writer = RowWriter(description, options.rows, samples.id_name, errors=options.tolerated > 0)
     first = next(iter(batches))
-    with trained_model(config, description, folder, options.checkpoint, backend, first) as model:
+    with trained_model(config, description, folder.checkpoints, options.checkpoint, backend, first) as model:
         number = 0
         for outputs, errors in _outputs(model, batches, backend, options):
             ids = [samples.identify(place) for place in range(number, number + len(errors))]
@@ -92,11 +92,11 @@ def _check_same(samples: PredictionSamples, backend: Backend) -> None:
 def _batches(samples: PredictionSamples, options: PredictOptions, backend: Backend) -> SourceEvaluation:
     return SourceEvaluation(
         samples.source,
-        batch=options.batch_size * backend.size,
+        batch=options.batch_size * backend.data_parallel.size,
         index=backend.process,
         size=backend.processes,
         read_options=ReadOptions(finish=samples.finish, tolerated=options.tolerated),
-        gather=lambda mine: backend.gather_bytes(mine, timeout=GATHER_TIMEOUT_S),
+        gather=lambda mine: backend.gather_bytes(mine, timeout=GATHER_TIMEOUT_S, among="data_parallel"),
     )
 
 
@@ -122,7 +122,7 @@ def _outputs(
 def _gathered(parts: Any, backend: Backend) -> Any:
     """Return the outputs of all ranks, in their order."""
     flat = [
-        backend.all_gather(tensor, name=f"prediction/output{place}")
+        backend.data_parallel.all_gather(tensor, name=f"prediction/output{place}")
         for place, tensor in enumerate(tf.nest.flatten(parts))
     ]
     return tf.nest.pack_sequence_as(parts, flat)

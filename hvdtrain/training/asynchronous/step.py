@@ -15,7 +15,8 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.asynchronous.pinned import pinned
 from hvdtrain.training.asynchronous.tally import Tally
 from hvdtrain.training.objective.metrics import Figure, MetricSet
-from hvdtrain.training.step.forward_backward import ForwardBackward, zero_if_finite
+from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
 

@@ -11,6 +11,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
+from hvdtrain.parallel.outputs import local_outputs
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
 from hvdtrain.training.objective.metrics import Figure, MetricSet, figure_of
@@ -100,15 +101,14 @@ class Evaluator:
         return {"loss": loss, **{name: figure_of(value) for name, value in metrics.items()}}
 
     def _look_at_all(self) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        sums = self._backend.all_reduce(self._sums.own.read_value(), name="evaluation_so_far/loss")
-        return sums, self._metrics.results_so_far("evaluation_so_far")
+        return self._summed("evaluation_so_far/loss"), self._metrics.results_so_far("evaluation_so_far")
 
     def _update_batch(self, batch: Batch) -> None:
         self._backend.run(self._update_replica, batch)
 
     def _update_replica(self, batch: Batch) -> None:
         batch = replica_slice(batch, self._backend)
-        outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
+        outputs = local_outputs(self._model, self._model, inputs_for(self._model, batch.inputs), training=False)
         part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._model)
         share = tf.cast(tf.stack([part.total, part.weight]), tf.float64)
         # A placeholder's loss may be anything: it is left out, not multiplied by zero.
@@ -116,6 +116,9 @@ class Evaluator:
         self._metrics.update(batch.targets, outputs, batch.sample_weight, batch.has_samples)
 
     def _reduce_all(self) -> None:
-        sums = self._sums.own
-        sums.assign(self._backend.all_reduce(sums.read_value(), name="evaluation/loss"))
+        self._sums.own.assign(self._summed("evaluation/loss"))
         self._metrics.reduce("evaluation")
+
+    def _summed(self, name: str) -> tf.Tensor:
+        """Return [2], the loss and its weight over all replicas."""
+        return self._backend.all_reduce(self._sums.own.read_value(), name=name)

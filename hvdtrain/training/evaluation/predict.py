@@ -40,11 +40,13 @@ class Predictor:
 
     def _outputs_of(self, batch: Batch) -> Any:
         batch = replica_slice(batch, self._backend)
-        outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
+        return self._of_all_replicas(batch, self._model(inputs_for(self._model, batch.inputs), training=False))
+
+    def _of_all_replicas(self, batch: Batch, outputs: Any) -> Any:
         # Each replica's part is the next piece of the global batch: gathered, they are in order. Placeholders go.
         rows = tf.cast(batch.has_samples, tf.int32) * tf.shape(tf.nest.flatten(outputs)[0])[0]
         flat = [
-            self._backend.all_gather(tensor[:rows], name=f"prediction/output{place}")
+            self._backend.data_parallel.all_gather(tensor[:rows], name=f"prediction/output{place}")
             for place, tensor in enumerate(tf.nest.flatten(outputs))
         ]
         return tf.nest.pack_sequence_as(outputs, flat)

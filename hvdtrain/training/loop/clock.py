@@ -43,7 +43,8 @@ class StepClock:
         self._recent_seconds = 0.0
         self._under_way = 0
         self._begin = time.perf_counter()
-        self._wait = 0.0
+        self.last_wait = 0.0
+        """Seconds for which the last batch was waited for."""
 
     def resume(self) -> None:
         """Start timing anew after a pause."""
@@ -54,7 +55,7 @@ class StepClock:
         begin = time.perf_counter()
         batch = next(batches)
         waited = 0.0 if self._overlapping else time.perf_counter() - begin - HAND_OVER_S
-        self._wait = max(0.0, waited)
+        self.last_wait = max(0.0, waited)
         return batch
 
     def tick(self, *, waited: bool = True) -> None:
@@ -65,7 +66,7 @@ class StepClock:
             return
         each = (now - self._begin) / self._under_way
         for _ in range(self._under_way):
-            self.note(each, self._wait)
+            self.note(each, self.last_wait)
         self._under_way, self._begin = 0, now
 
     def note(self, seconds: float, waited: float = 0.0) -> None:

@@ -35,6 +35,8 @@ class StepEnd:
     """Whether its epoch ends with it, cut short or not."""
     last: bool
     """Whether training ends with it, as planned or because an earlier hook stopped it."""
+    stops: bool = False
+    """Whether all ranks stop after it, as one of them got a signal; its epoch goes on where training is resumed."""
     measured: bool = False
     """Whether its figures were measured, and so waited for."""
     result: StepResult | None = None
@@ -52,6 +54,7 @@ class When:
     epoch_ends: bool = False
     last: bool = False
     measured: bool = False
+    stops: bool = False
 
     def due(self, step: StepEnd) -> bool:
         """Tell whether a hook is due after `step`."""
@@ -61,12 +64,14 @@ class When:
             or (self.epoch_ends and step.ends_epoch)
             or (self.first and step.first)
             or (self.last and step.last)
+            or (self.stops and step.stops)
         )
 
 
 EVERY_STEP = When(every=1)
 MEASURED = When(measured=True)
 EPOCH_ENDS = When(epoch_ends=True)
+STOPS = When(stops=True)
 
 Hook = Callable[[StepEnd], Outcome | None]
 """Called after a step; None means `Outcome.CONTINUE`."""

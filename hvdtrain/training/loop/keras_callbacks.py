@@ -12,10 +12,13 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
+from hvdtrain.state.hashes import checksum
+from hvdtrain.state.holders import Holders
+from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.optimizers import optimizers_of
+from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
-from hvdtrain.training.evaluation.same_weights import checksum
 from hvdtrain.training.loop.hooks import Outcome, StepEnd
 
 _callbacks = keras.callbacks
@@ -147,7 +150,7 @@ class KerasCallbacks(EvaluationHooks):
         model.stop_training = False
 
     def _agree(self, mine: tf.Tensor) -> tf.Tensor:
-        return self._backend.all_gather(mine, name="callbacks/agreement")
+        return self._backend.everyone.all_gather(mine, name="callbacks/agreement")
 
     @property
     def history(self) -> Any:
@@ -169,6 +172,7 @@ class KerasCallbacks(EvaluationHooks):
         paths: Sequence[str] = (),
     ) -> None:
         """Begin training, with callbacks that remember `states` and hold these weights; see `state.callbacks`."""
+        self._holders = Holders(self._backend, self._weights())
         self._list.on_train_begin()
         restore_callbacks(self._list.callbacks, states, held, paths)
         self._agreed(weights=True)
@@ -237,25 +241,33 @@ class KerasCallbacks(EvaluationHooks):
         """Tell whether any replica's callbacks ask to stop, once rates, and `weights`, are seen to be the same."""
         held = optimizers_of(self._model).values()
         mine_rates = [float(tf.convert_to_tensor(optimizer.learning_rate)) for optimizer in held]
-        crc = (
-            checksum(structure_of(self._model).by_path(self._model.weights))
-            if weights and self._backend.processes > 1
-            else 0
-        )
-        mine = tf.constant([[float(self._model.stop_training), float(crc), *mine_rates]], tf.float64)
-        stops, crcs, *all_rates = self._gather(mine).numpy().T
-        for rates in all_rates:
+        sums = self._sums_of_weights() if weights else []
+        mine = tf.constant([[float(self._model.stop_training), *mine_rates, *sums]], tf.float64)
+        table = self._gather(mine).numpy()
+        for rates in table[:, 1 : 1 + len(mine_rates)].T:
             self._check_rates(rates)
-        if (crcs != crcs[0]).any():
+        if sums and (differing := self._holders.differing(table[:, -len(sums) :])) is not None:
             raise ConfigError(
-                f"Rank {int(np.flatnonzero(crcs != crcs[0])[0])} holds other weights than rank 0. Callbacks that set "
-                "weights must be on every rank and set them alike; a layer that counts something by itself, from the "
-                "samples of its own rank, is another cause."
+                f"Rank {differing[0]} holds other weights than rank {differing[1]}. Callbacks that set weights must be "
+                "on every rank and set them alike; a layer that counts something by itself, from the samples of its "
+                "own rank, is another cause."
             )
-        return bool(stops.any())
+        return bool(table[:, 0].any())
+
+    def _weights(self) -> dict[str, NamedTensor]:
+        weights = structure_of(self._model).by_path(self._model.weights)
+        return {path: placed_tensor(weight) for path, weight in weights.items()}
+
+    def _sums_of_weights(self) -> list[float]:
+        """Return a checksum for each group of ranks that hold the same weights."""
+        if self._backend.job_size == 1:
+            return []
+        hashes = {path: checksum({path: t.value}) for path, t in self._holders.shared(self._weights()).items()}
+        # In 48 bits, which float64 holds.
+        return [float(int(value) & 0xFFFFFFFFFFFF) for value in self._holders.sums(hashes)]
 
     def _check_rates(self, rates: np.ndarray) -> None:
-        """Refuse learning rates [replicas] of one optimizer that differ."""
+        """Refuse learning rates [ranks] of one optimizer that differ."""
         if (rates != rates[0]).any():
             other = int(np.flatnonzero(rates != rates[0])[0])
             raise ConfigError(

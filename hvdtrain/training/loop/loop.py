@@ -1,5 +1,6 @@
 """The loop over optimizer steps, and the list of hooks that it calls after each of them."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,12 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.best import BestMetric
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.hooks import Hook, Outcome, StepEnd, When
+from hvdtrain.training.loop.rank_times import StepTimer
 from hvdtrain.training.step.result import CompiledStep
 
 
@@ -22,6 +26,8 @@ class Plan:
     log_every: int = 10
     checkpoint_every: int | None = None
     """None: at the end of every epoch."""
+    commit_every: int | None = None
+    """Steps between two commits of an elastic training; None: it is not elastic."""
     best: BestMetric | None = None
     """The metric whose best epoch is saved at its end as well."""
     validation_freq: int | tuple[int, ...] = 1
@@ -43,7 +49,12 @@ class Plan:
     @property
     def saved(self) -> When:
         """Steps after which the state is saved, where it is."""
-        return When(every=self.checkpoint_every, epoch_ends=self.checkpoint_every is None, last=True)
+        return When(every=self.checkpoint_every, epoch_ends=self.checkpoint_every is None, last=True, stops=True)
+
+    @property
+    def committed(self) -> When:
+        """Steps after which the state is committed, where it is."""
+        return When(every=self.commit_every)
 
 
 class TrainingLoop:
@@ -57,6 +68,8 @@ class TrainingLoop:
         total_steps: the step with which training ends.
         epoch_offset: see `Plan`.
         measured: when a step is measured and waited for; after the others nothing is.
+        activity: where the loop notes what it does, for the watchdog.
+        stopping: agrees on the step after which a signal stops all ranks; None: nothing does.
     """
 
     def __init__(
@@ -69,6 +82,8 @@ class TrainingLoop:
         total_steps: int,
         measured: list[When],
         epoch_offset: int = 0,
+        activity: Activity | None = None,
+        stopping: StopAgreement | None = None,
     ) -> None:
         self._backend = backend
         self._state = state
@@ -77,11 +92,14 @@ class TrainingLoop:
         self._total = total_steps
         self._epoch_offset = epoch_offset
         self._measured = measured
+        self._activity = activity or Activity()
+        self._stopping = stopping
         self._first = state.scalars.step + 1
         self._hooks: list[tuple[When, Hook]] = []
         self._before: list[Callable[[StepEnd], None]] = []
         self._roll_back: list[Callable[[], None]] = []
         self.clock = StepClock(data.batch, overlapping=backend.capabilities.asynchronous)
+        self.timer = StepTimer()
 
     def add_hook(self, hook: Hook, when: When, *, roll_back: Callable[[], None] | None = None) -> None:
         """Call `hook` after the steps that `when` names, behind the hooks that were added before.
@@ -102,13 +120,21 @@ class TrainingLoop:
     def run(self) -> None:
         """Train from the state's step to the last one, or until a hook stops."""
         scalars = self._state.scalars
-        batches = self._batches()
+        batches, activity = self._batches(), self._activity
         while scalars.step < self._total:
             step = self._next()
+            activity.step, activity.phase = step.number, "callbacks"
             for before in self._before:
                 before(step)
-            step.result = self._step(self.clock.next_of(batches), measure=step.measured)
+            activity.phase = "loading"
+            batch = self.clock.next_of(batches)
+            activity.note_read(self.clock.last_wait)
+            activity.phase = "compiling" if step.first else "step"
+            begin = time.perf_counter()
+            step.result = self._step(batch, measure=step.measured)
+            self.timer.note(begin, time.perf_counter())
             self.clock.tick(waited=step.measured)
+            activity.phase = "callbacks"
             scalars.advance(self._data.steps_per_epoch)
             outcome = self._call_hooks(step)
             if outcome is Outcome.STOP:
@@ -117,14 +143,19 @@ class TrainingLoop:
                 scalars = self._rolled_back(step)
                 batches = self._batches()
             elif step.measured:
-                self.clock.resume()
+                self._resume_clocks()
 
     def _batches(self) -> Iterator[Any]:
         """Return the batches from the state's place in the data on, and start the clock."""
         place = self._state.scalars.place_in_data(self._data.steps_per_epoch)
         batches = iter(self._backend.distribute(self._data.batches(place)))
-        self.clock.resume()
+        self._resume_clocks()
         return batches
+
+    def _resume_clocks(self) -> None:
+        """Leave out the time since the last step, in which ranks may have met."""
+        self.clock.resume()
+        self.timer.pause()
 
     def _next(self) -> StepEnd:
         """Return the next step's place in the run."""
@@ -132,7 +163,10 @@ class TrainingLoop:
         number, place = scalars.step + 1, scalars.place(steps_per_epoch)
         last = number == self._total
         ends_epoch = last or place + 1 == steps_per_epoch
-        step = StepEnd(number, scalars.epoch + self._epoch_offset, place, number == self._first, ends_epoch, last)
+        stops = self._stopping is not None and self._stopping.begin(number)
+        step = StepEnd(
+            number, scalars.epoch + self._epoch_offset, place, number == self._first, ends_epoch, last, stops
+        )
         step.measured = any(when.due(step) for when in self._measured)
         return step
 

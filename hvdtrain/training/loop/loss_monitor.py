@@ -4,10 +4,13 @@ Each step leaves its totals here without waiting for them; they are read togethe
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.config.errors import NonFiniteError
+from hvdtrain.training.step.guard import GOOD, SPIKE, GuardedTotals
 from hvdtrain.training.step.result import Totals
 
 MIN_LOSS_SCALE = 1.0
@@ -16,8 +19,26 @@ UNREAD_STEPS = 1000
 """Steps whose totals wait to be read. Where logged steps are further apart, the older half is read: it is there."""
 
 
+@dataclass(frozen=True)
+class BadStep:
+    """A step that a guard found bad, and that changed nothing."""
+
+    number: int
+    """Counted from 1."""
+    where: str
+    """Step and epoch, in words."""
+    totals: GuardedTotals
+    here: Any
+    """What there is to say of this replica alone; see `StepGuard.flagged`."""
+
+    @property
+    def spike(self) -> bool:
+        """Whether its loss was finite, and a spike."""
+        return bool(self.totals.verdict == SPIKE)
+
+
 class LossMonitor:
-    """Collects the totals of every step: [weighted loss, weight, poison] over all replicas.
+    """Collects the totals of every step: [weighted loss, weight, poison] over all replicas, or `GuardedTotals`.
 
     Args:
         steps_per_epoch: to name a step's epoch.
@@ -41,7 +62,8 @@ class LossMonitor:
         self._read = start_step
         self._place_of_step_0 = start_place - start_step
         self._skips = skips
-        self._pending: list[Totals] = []
+        self._pending: list[tuple[Totals, Any]] = []
+        self._bad_steps: list[BadStep] = []
         self._bad_data: int | None = None
         self._bad_loss: int | None = None
         self._window = np.zeros(2)
@@ -53,9 +75,9 @@ class LossMonitor:
         self.epoch_loss = float("nan")
         """Mean loss over the samples of the epoch that ended last."""
 
-    def note(self, totals: Totals) -> None:
-        """Keep the totals of the step that was just started."""
-        self._pending.append(totals)
+    def note(self, totals: Totals, here: Any = None) -> None:
+        """Keep the totals of the step that was just started, and what there is to say `here` (`StepResult.here`)."""
+        self._pending.append((totals, here))
         if len(self._pending) >= UNREAD_STEPS:
             older, self._pending = self._pending[: UNREAD_STEPS // 2], self._pending[UNREAD_STEPS // 2 :]
             self._take(older)
@@ -78,6 +100,11 @@ class LossMonitor:
         self._epoch += window
         return _mean(window)
 
+    def take_bad_steps(self) -> list[BadStep]:
+        """Return the bad steps among those that were read since the last call."""
+        found, self._bad_steps = self._bad_steps, []
+        return found
+
     @property
     def loss_so_far(self) -> float:
         """Mean loss over the samples of the epoch under way, as far as they were settled."""
@@ -97,19 +124,34 @@ class LossMonitor:
         """Forget what came after `step`: training goes on from there, with the epoch's sums of then."""
         self._pending, self._window = [], np.zeros(2)
         self._epoch = np.array(epoch_sums, np.float64)
-        self._read, self._bad_data, self._bad_loss = step, None, None
+        self._read, self._bad_data, self._bad_loss, self._bad_steps = step, None, None, []
 
-    def _take(self, totals: Sequence[Totals]) -> None:
-        """Read `totals`, which follow those that were read before."""
-        rows = np.array([each.numpy() for each in totals], np.float64).reshape(-1, 3)
+    def _take(self, results: Sequence[tuple[Totals, Any]]) -> None:
+        """Read the totals of steps that follow those that were read before."""
+        if not results:
+            return
+        rows = np.array([totals.numpy() for totals, _ in results], np.float64)
+        guarded = rows.shape[1] == len(GuardedTotals._fields)
+        bad = self._set_aside(rows, [here for _, here in results]) if guarded else np.zeros(len(rows), bool)
         finite = np.isfinite(rows[:, 0])
         self._bad_data = _first_bad(rows[:, 2], self._read) if self._bad_data is None else self._bad_data
         self._bad_loss = _first_bad(rows[:, 0], self._read) if self._bad_loss is None else self._bad_loss
-        if self._skips and len(rows):
-            self.skipped += int((~finite).sum())
-            self.last_skipped = not finite[-1]
+        # A guard tells an overflow in the gradient from a loss that is not finite.
+        overflowed = ~np.isfinite(rows[:, 3 if guarded else 0]) & self._skips
+        self.skipped += int(overflowed.sum())
+        self.last_skipped = bool(overflowed[-1] or bad[-1])
         self._window += rows[finite, :2].sum(axis=0)
         self._read += len(rows)
+
+    def _set_aside(self, rows: np.ndarray, here: Sequence[Any]) -> np.ndarray:
+        """Keep the bad steps among `rows` for `take_bad_steps`, let them count nothing, and return which they are."""
+        bad: np.ndarray = rows[:, GuardedTotals._fields.index("verdict")] != GOOD
+        for place in np.flatnonzero(bad).tolist():
+            number = self._read + place
+            found = BadStep(number + 1, self._place(number), GuardedTotals(*rows[place].tolist()), here[place])
+            self._bad_steps.append(found)
+        rows[bad] = 0.0
+        return bad
 
     def _check(self, finite_parameters: bool, loss_scale: float | None) -> None:
         bad_loss, self._bad_loss = self._bad_loss, None

@@ -10,6 +10,7 @@ from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.loop.rank_times import SlowRank
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.objective.metrics import figure_of
 from hvdtrain.training.step.result import CompiledStep, Measured
@@ -83,7 +84,16 @@ class TrainingReport:
             self._history.setdefault(name, []).append(figures[name])
         self._observers.on_epoch(EpochRecord(step.number, step.epoch, figures))
 
-    def result(self, scalars: Scalars, steps_per_epoch: int, *, wall_seconds: float, history: Any = None) -> FitResult:
+    def result(
+        self,
+        scalars: Scalars,
+        steps_per_epoch: int,
+        *,
+        wall_seconds: float,
+        history: Any = None,
+        guarded: bool = False,
+        slowest: SlowRank | None = None,
+    ) -> FitResult:
         """Return what the training came to.
 
         Args:
@@ -91,7 +101,11 @@ class TrainingReport:
             steps_per_epoch: of its data.
             wall_seconds: with what came before the first step.
             history: Keras' History, where there were callbacks, which may have added figures.
+            guarded: whether bad steps were looked for.
+            slowest: the rank for which the others waited.
         """
+        bad = scalars.bad_steps
+        counts = {"non_finite": bad.non_finite, "spikes": bad.spikes, "rollbacks": bad.rollbacks}
         return FitResult(
             steps=scalars.step,
             epochs=scalars.epoch + (scalars.place(steps_per_epoch) > 0),
@@ -104,6 +118,8 @@ class TrainingReport:
             history=self._history if history is None else history.history,
             epoch=self._epochs if history is None else history.epoch,
             skipped=self._monitor.skipped,
+            slowest_rank=slowest,
+            bad_steps=counts if guarded else None,
         )
 
 

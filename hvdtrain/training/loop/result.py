@@ -6,6 +6,7 @@ from typing import Any
 
 from hvdtrain.observability.events import EvaluationRecord
 from hvdtrain.observability.wording import with_loss
+from hvdtrain.training.loop.rank_times import SlowRank
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class FitResult:
     """The epochs of `history`, from 0."""
     skipped: int = 0
     """Steps of this training that changed nothing, as their gradients overflowed (mixed_float16)."""
+    slowest_rank: SlowRank | None = None
+    """The rank for which the others waited, if there was one; the same on every rank."""
+    bad_steps: Mapping[str, Any] | None = None
+    """How many steps were bad, those before a resume included: `non_finite`, `spikes`, and of each rollback the first
+    and the last step that was left out; None where no policy looks for them (`on_bad_step`, `spike_threshold`)."""
 
 
 def summary_of(result: FitResult) -> dict[str, Any]:
@@ -47,6 +53,8 @@ def summary_of(result: FitResult) -> dict[str, Any]:
         "step_ms": dict(result.step_ms),
         "data_wait": result.data_wait,
         "wall_seconds": result.wall_seconds,
+        **({} if result.slowest_rank is None else {"slowest_rank": result.slowest_rank.as_dict()}),
+        **({} if result.bad_steps is None else {"bad_steps": dict(result.bad_steps)}),
     }
     if last is not None:
         figures.update({f"val_{name}": value for name, value in with_loss(last).items()})

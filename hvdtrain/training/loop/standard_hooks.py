@@ -1,44 +1,35 @@
 """What happens around the steps of a training, as hooks of one list, and what the training came to."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.bad_steps import BadStepConfig
+from hvdtrain.config.desync import DESYNC_EVERY
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.observability.events import Observer
 from hvdtrain.optim.precision import has_dynamic_scale
+from hvdtrain.runtime.session import activity_of_rank, host_name
+from hvdtrain.runtime.stopping import StopAgreement
+from hvdtrain.state.scalars import Progress
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.evaluation.evaluate import Evaluation
-from hvdtrain.training.evaluation.hooks import EvaluationHooks
+from hvdtrain.training.loop.actions import Actions
+from hvdtrain.training.loop.bad_steps import BadStepPolicy
 from hvdtrain.training.loop.best_epoch import begin_best, note_best
 from hvdtrain.training.loop.data_wait import WaitingWatch
 from hvdtrain.training.loop.desync_check import DesyncCheck
-from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, Outcome, StepEnd
+from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Outcome, StepEnd
 from hvdtrain.training.loop.keras_callbacks import callbacks_of_all, refuse_saves_within_epochs
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
 from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.loop.rank_times import find_slowest_rank
 from hvdtrain.training.loop.report import TrainingReport
 from hvdtrain.training.loop.result import FitResult
+from hvdtrain.training.loop.saving_hooks import SavingHooks
 from hvdtrain.training.step.step_factory import StepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
-
-
-@dataclass(frozen=True)
-class Actions:
-    """What the trainer does for its loop; every rank calls each of them at the same steps."""
-
-    evaluate: Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
-    """Evaluates the model."""
-    consolidate: Callable[[], None]
-    """Makes the model and the optimizer hold what is evaluated and saved."""
-    averaged_weights: Callable[[], AbstractContextManager[None]]
-    """Gives the model the optimizer's averages of its weights inside a context."""
-    save: Callable[[], object] | None
-    """Saves the state; None where nothing is saved."""
 
 
 class StandardTraining:
@@ -56,6 +47,9 @@ class StandardTraining:
         validation: evaluated at the end of every epoch; None: nothing is.
         callbacks: this rank's Keras callbacks.
         verbose: what they are told that the user asked for.
+        stopping: agrees on the step after which a signal stops all ranks, once it is saved; None: nothing does.
+        bad_steps: what becomes of those that the rule's guard finds.
+        desync_every: steps between two looks at whether the ranks hold the same state; 0 never looks.
 
     Raises:
         ConfigError: a callback that cannot work here.
@@ -75,9 +69,13 @@ class StandardTraining:
         validation: Iterable[Batch] | None = None,
         callbacks: Sequence[Any] = (),
         verbose: str | int = 0,
+        stopping: StopAgreement | None = None,
+        bad_steps: BadStepConfig | None = None,
+        desync_every: int = DESYNC_EVERY,
     ) -> None:
         if not rule.weights_agree:
             refuse_saves_within_epochs(callbacks)
+        self._backend = backend
         self._state = state
         self._rule = rule
         scalars = state.scalars
@@ -93,6 +91,7 @@ class StandardTraining:
             verbose=verbose,
         )
         self._plan = plan
+        self._activity = activity_of_rank()
         begin_best(plan.best, scalars, factory.metric_names(), validated=validation is not None)
         self._step = factory.train_step(state, rule, data.batch, epoch_metrics=True)
         self._steps_per_epoch = data.steps_per_epoch
@@ -107,7 +106,7 @@ class StandardTraining:
             epoch_sums=(scalars.progress.loss_sum, scalars.progress.loss_weight),
         )
         # A saved step is measured: it is checked before, and no checkpoint holds what is not finite.
-        measured = [plan.logged] if actions.save is None else [plan.logged, plan.saved]
+        measured = [plan.logged, *([plan.saved] if actions.save else ()), *([plan.committed] if actions.commit else ())]
         self.loop = TrainingLoop(
             backend,
             state,
@@ -116,10 +115,19 @@ class StandardTraining:
             total_steps=plan.total_steps,
             measured=measured,
             epoch_offset=plan.epoch_offset,
+            activity=self._activity,
+            stopping=stopping,
         )
+        self._stopping = stopping
+        self._saves = None
+        if actions.save is not None or actions.commit is not None:
+            self._saves = SavingHooks(
+                plan, state, rule, self._step, actions, self._callbacks, self._activity, speaks=backend.primary
+            )
         self._report = TrainingReport(self._step, self._monitor, self.loop.clock, observers)
         self._waiting = WaitingWatch(backend, self.loop.clock, data.remedy)
-        self._desync = DesyncCheck(backend, state, rule, scalars.step)
+        self._bad_steps = BadStepPolicy(bad_steps or BadStepConfig(), backend, state, observers.on_message)
+        self._desync = DesyncCheck(backend, state, rule, scalars.step, desync_every)
         self._add_hooks(plan)
 
     def _add_hooks(self, plan: Plan) -> None:
@@ -140,16 +148,18 @@ class StandardTraining:
         loop.add_hook(self._end_epoch, EPOCH_ENDS)
         if callbacks is not None:
             loop.add_hook(callbacks.agree, EPOCH_ENDS)
+        if self._saves is not None:
+            self._saves.add_saves(loop)
         if self._actions.save is not None:
-            loop.add_hook(self._save, plan.saved)
-            if plan.best is not None:
-                loop.add_hook(self._save_best, EPOCH_ENDS)
+            loop.add_hook(self._stop, STOPS)
+        if self._saves is not None:
+            self._saves.add_commits(loop)
 
     def run(self) -> None:
         """Train as planned.
 
         Raises:
-            NonFiniteError: the loss was NaN or infinite; the message names the step.
+            BadStepError: the loss was NaN, infinite or a spike; the message names the step.
         """
         progress = self._state.scalars.progress
         if self._callbacks is not None:
@@ -159,28 +169,48 @@ class StandardTraining:
         # What was restored counts once: a later training with other callbacks begins anew.
         self._state.held_weights = {}
         progress.callbacks, progress.metrics = [], {}
-        self.loop.run()
+        if self._rule.guard is not None:
+            self._rule.guard.begin(self._state.scalars.recent_losses)
+        with self._activity.training():
+            if self._saves is not None:
+                self._saves.begin()
+            self.loop.run()
+        if self._rule.guard is not None:
+            self._state.scalars.recent_losses = self._rule.guard.recent()
         self._actions.consolidate()
         if self._callbacks is not None:
             self._callbacks.end()
             self._rule.adopt_weights()
 
     def result(self, *, wall_seconds: float) -> FitResult:
-        """Return what the training came to, within `wall_seconds` with what came before the first step."""
+        """Return what the training came to; every rank calls it.
+
+        Args:
+            wall_seconds: how long it took, with what came before the first step.
+        """
         history = None if self._callbacks is None else self._callbacks.history
+        slowest = find_slowest_rank(self._backend, self.loop.timer, self._activity, host_name())
         return self._report.result(
-            self._state.scalars, self._steps_per_epoch, wall_seconds=wall_seconds, history=history
+            self._state.scalars,
+            self._steps_per_epoch,
+            wall_seconds=wall_seconds,
+            history=history,
+            guarded=self._rule.guard is not None,
+            slowest=slowest,
         )
 
     def _begin_step(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"
+        looked_at = step.first or step.place == 0 or self._callbacks.needs.batches
+        if looked_at:
+            self._rule.show_weights()
         self._callbacks.begin_step(step)
-        if step.first or step.place == 0 or self._callbacks.needs.batches:
+        if looked_at:
             self._rule.adopt_weights()
 
     def _note(self, step: StepEnd) -> None:
         assert step.result is not None, "hooks follow a step"
-        self._monitor.note(step.result.totals)
+        self._monitor.note(step.result.totals, step.result.here)
         self._observers.on_progress(step.number)
 
     def _rewind(self) -> None:
@@ -189,6 +219,7 @@ class StandardTraining:
 
     def _show_batch(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"
+        self._rule.show_weights()
         self._callbacks.end_step(step, self._step.metrics_so_far)
         self._rule.adopt_weights()
 
@@ -198,22 +229,33 @@ class StandardTraining:
         assert step.result.measured is not None, "logged steps are measured"
         measured = step.result.measured
         scale = None if measured.loss_scale is None else float(measured.loss_scale)
-        loss = self._monitor.settle(finite_parameters=bool(measured.finite), loss_scale=scale)
+        finite, curable = bool(measured.finite), self._actions.roll_back is not None
+        loss = self._monitor.settle(finite_parameters=finite or curable, loss_scale=scale)
+        bad = self._monitor.take_bad_steps()
+        if self._bad_steps.settle(bad, finite_parameters=finite, where=f"step {step.number}"):
+            self._roll_back(step)
         self._note_progress()
         self._report.log_step(step, measured, loss)
         return Outcome.SKIP if self._monitor.last_skipped else Outcome.CONTINUE
+
+    def _roll_back(self, step: StepEnd) -> None:
+        """Go on from here with the state of the newest good checkpoint: what came since then is left out."""
+        assert self._saves is not None, "the policy asks for it only where there are checkpoints"
+        saved = self._saves.roll_back()
+        scalars = self._state.scalars
+        same_epoch = saved.epoch == step.epoch - self._plan.epoch_offset
+        progress = saved.progress if same_epoch else Progress()
+        self._monitor.rewind(scalars.step, (progress.loss_sum, progress.loss_weight))
+        self._step.begin_metrics(progress.metrics)
+        if self._rule.guard is not None:
+            self._rule.guard.begin(saved.recent_losses)
+        self._bad_steps.note_rollback(saved.step, step.number)
 
     def _note_progress(self) -> None:
         """Let the state hold what an epoch that is not finished has come to so far."""
         scalars, progress = self._state.scalars, self._state.scalars.progress
         sums = self._monitor.epoch_sums if scalars.step_in_epoch else (0.0, 0.0)
         progress.loss_sum, progress.loss_weight = sums
-
-    def _note_metrics(self) -> None:
-        """Let the state hold what the metrics of an epoch that is not finished have counted."""
-        if self._actions.save is not None:
-            sums = self._step.metric_sums() if self._state.scalars.step_in_epoch else {}
-            self._state.scalars.progress.metrics = sums
 
     def _warn_of_waiting(self, step: StepEnd) -> None:
         warning = self._waiting.look()
@@ -222,14 +264,20 @@ class StandardTraining:
 
     def _end_epoch(self, step: StepEnd) -> None:
         """Evaluate what there is to evaluate, and tell the callbacks."""
-        self._note_metrics()
+        if self._saves is not None:
+            self._saves.note_metrics()
         validation = self._validation if self._plan.evaluates(step.epoch) else None
         if validation is not None or self._callbacks is not None:
             self._actions.consolidate()
         logs = self._report.training_figures()
+        if self._rule.guard is not None:
+            logs["bad_steps"] = self._bad_steps.end_epoch()
         if validation is not None:
             logs |= self._evaluate(step, validation)
+        before = self._state.scalars.best
         note_best(self._plan.best, self._state.scalars, step.number, logs)
+        if self._saves is not None:
+            self._saves.note_best(before)
         self._report.end_epoch(step, logs)
         if self._callbacks is not None:
             self._callbacks.end_epoch(step.epoch, logs)
@@ -242,26 +290,14 @@ class StandardTraining:
             callbacks.begin_evaluation()
             # Showing a batch takes an exchange, in which every rank must take part.
             validation = in_step(validation) if callbacks.needs.test_batches else validation
-        outcome = self._actions.evaluate(validation, callbacks)
+        with self._activity.during("evaluation"):
+            outcome = self._actions.evaluate(validation, callbacks)
         if callbacks is not None:
             callbacks.end_evaluation(outcome.as_dict())
         return self._report.evaluated(step, outcome)
 
-    def _save_best(self, step: StepEnd) -> None:
-        """Save the best epoch, if it ends with this step and is not saved already."""
-        best = self._state.scalars.best
-        if best is not None and best["step"] == step.number and not self._plan.saved.due(step):
-            self._save(step)
-
-    def _save(self, step: StepEnd) -> None:
-        assert self._actions.save is not None, "added only where something is saved"
-        progress = self._state.scalars.progress
-        if not step.ends_epoch:
-            self._note_metrics()
-        if self._callbacks is not None:
-            progress.callbacks = self._callbacks.states()
-            self._state.held_weights = self._callbacks.held_weights(self._state.weight_paths())
-        self._state.scalars.stopped = step.outcome is Outcome.STOP
-        self._actions.consolidate()
-        self._actions.save()
-        progress.callbacks, progress.metrics, self._state.held_weights = [], {}, {}
+    def _stop(self, step: StepEnd) -> None:
+        """End the process after a step that is saved; a training that is complete anyway ends as planned."""
+        assert self._stopping is not None, "only it lets a step stop"
+        if not step.last:
+            raise self._stopping.stopped()

@@ -9,6 +9,9 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.models.objective import known_losses, nearest
+from hvdtrain.parallel.context.positions import belonging, positions_of
+from hvdtrain.parallel.tensor.cross_entropy import sharded_form
+from hvdtrain.parallel.tensor.outputs import gathered, shard_of
 from hvdtrain.training.objective.cross_entropy import fast_form
 from hvdtrain.training.objective.outputs import outputs_by_name, per_output
 
@@ -87,8 +90,11 @@ def _several(losses: Any, loss_weights: Any, by_name: dict[str, Any], targets: A
     if not means:
         raise ConfigError(f"None of the outputs {', '.join(by_name)} has a loss.")
     total = tf.add_n([tf.cast(mean, means[0].dtype) for mean in means])
-    samples = tf.cast(tf.shape(next(iter(by_name.values())))[0], total.dtype)
-    return LossSum(total, samples, tf.ones_like(samples), uniform=True)
+    first = next(iter(by_name.values()))
+    positions, samples = positions_of(first), tf.cast(tf.shape(first)[0], total.dtype)
+    # Of a sample whose positions are on several ranks each counts a share.
+    weight = samples if positions is None else samples / positions.ranks
+    return LossSum(total, weight, tf.ones_like(samples), uniform=True)
 
 
 def _one_loss(loss: Any) -> LossFunction:
@@ -102,8 +108,18 @@ def _one_loss(loss: Any) -> LossFunction:
     values_of = fast_form(keras_loss) or (keras_loss.call if isinstance(keras_loss, keras.losses.Loss) else keras_loss)
 
     def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
-        values = tf.convert_to_tensor(values_of(*_aligned(targets, _at_least_float32(outputs))))
-        return _weighted_sum(values, sample_weight, _mask_of(outputs, values), divide_by_weights=reduction == _WEIGHTED)
+        shard, positions = shard_of(outputs), positions_of(outputs)
+        targets, sample_weight = belonging(outputs, targets, sample_weight)
+        of_slices = None if shard is None else sharded_form(keras_loss, shard)
+        if of_slices is not None:
+            values = of_slices(targets, _at_least_float32(outputs))
+        else:
+            outputs = gathered(outputs)
+            values = tf.convert_to_tensor(values_of(*_aligned(targets, _at_least_float32(outputs))))
+        mask = _mask_of(outputs, values)
+        summed = _weighted_sum(values, sample_weight, mask, divide_by_weights=reduction == _WEIGHTED)
+        ranks = 1 if positions is None else positions.ranks
+        return summed._replace(elements_per_sample=summed.elements_per_sample * ranks)
 
     return loss_sum
 

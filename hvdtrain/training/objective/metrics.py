@@ -11,7 +11,11 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.context.positions import belonging
+from hvdtrain.parallel.tensor.accuracy import on_shards, reads_shards
+from hvdtrain.parallel.tensor.outputs import gathered, shard_of
 from hvdtrain.state.variables import unwrap
+from hvdtrain.training.objective.output_losses import OutputLoss
 from hvdtrain.training.objective.outputs import outputs_by_name, per_output
 
 Figure = float | np.ndarray
@@ -53,6 +57,10 @@ class MetricSet:
     def bound(self) -> list[BoundMetric]:
         """The metrics of the calling replica."""
         return self._sets.own
+
+    def variables(self) -> list[tf.Variable]:
+        """Return what the metrics of the calling replica count in."""
+        return [unwrap(variable) for bound in self.bound for variable in bound.metric.variables]
 
     def fresh(self) -> "MetricSet":
         """Return a reset copy of the metrics, for evaluation during training.
@@ -102,7 +110,7 @@ class MetricSet:
 
     def _count(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> None:
         for metric, label, output, weight in self._arguments(bound, targets, outputs, sample_weight):
-            metric.update_state(label, output, sample_weight=weight)
+            _update(metric, label, output, weight)
 
     def _arguments(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> list[Any]:
         """Return each metric with the targets, outputs and weights to update it with."""
@@ -113,6 +121,11 @@ class MetricSet:
             (metric, labels[output], by_name[output], weights[output] if weighted else None)
             for _, metric, output, weighted in bound
         ]
+
+    def of_output(self, name: str, targets: Any, outputs: Any) -> tuple[Any, Any]:
+        """Return the targets and the values of the output `name`."""
+        by_name = outputs_by_name(outputs, self._names())
+        return per_output("The target", targets, list(by_name), shared=False)[name], by_name[name]
 
     def sums_of(self, targets: Any, outputs: Any, sample_weight: Any) -> list[list[tf.Tensor]]:
         """Return the values of each metric's variables after this batch alone, without changing them."""
@@ -188,7 +201,7 @@ class MetricSet:
         Within a compiled function; what the metrics have counted stays as it is.
         """
         reported = self._reported.own
-        variables = [unwrap(variable) for bound in self.bound for variable in bound.metric.variables]
+        variables = self.variables()
         own = [variable.read_value() for variable in variables]
         self.reduce(role)
         sums, so_far = [variable.read_value() for variable in variables], self._tensors()
@@ -209,7 +222,7 @@ class MetricSet:
             role: see `reduce`.
             read: returns values by name, if not those of `results`.
         """
-        variables = [unwrap(variable) for bound in self.bound for variable in bound.metric.variables]
+        variables = self.variables()
         own = [variable.read_value() for variable in variables]
         self.reduce(role)
         found = read() if read else {bound.name: bound.metric.result() for bound in self.bound}
@@ -235,15 +248,15 @@ class MetricSet:
         for number, bound in enumerate(self.bound):
             if type(bound.metric).__module__.split(".")[0] == "keras":
                 continue
-            first, second, both = (self._state_after(number, p) for p in ([parts[0]], [parts[1]], parts))
+            first, second, both = (self.state_after(number, p) for p in ([parts[0]], [parts[1]], parts))
             if not all(_close(a + b, c) for a, b, c in zip(first, second, both, strict=True)):
                 raise ConfigError(
                     f"The metric {bound.name!r} cannot be added up over ranks: its state is no sum over samples. "
                     "Keep sums and counts in its variables and form the value in result()."
                 )
 
-    def _state_after(self, number: int, batches: Sequence[tuple[Any, Any]]) -> list[tf.Tensor]:
-        """Return a metric's state after `batches`, minus its initial state."""
+    def state_after(self, number: int, batches: Sequence[tuple[Any, Any]]) -> list[tf.Tensor]:
+        """Return the state of the metric `number` after `batches`, minus its initial state."""
         one = MetricSet([self.bound[number]], self._backend, self._names)
         metric = one.bound[0].metric
         metric.reset_state()
@@ -253,6 +266,20 @@ class MetricSet:
         state = [tf.cast(unwrap(v), tf.float64) - zero for v, zero in zip(metric.variables, empty, strict=True)]
         metric.reset_state()
         return state
+
+
+def _update(metric: Any, targets: Any, output: Any, sample_weight: Any) -> None:
+    """Update a metric, with slices of the output if it reads these, and otherwise with all of it."""
+    if isinstance(metric, OutputLoss):
+        metric.update_state(targets, output, sample_weight=sample_weight)
+        return
+    shard = shard_of(output)
+    targets, sample_weight = belonging(output, targets, sample_weight)
+    if shard is not None and reads_shards(metric):
+        with on_shards(metric, shard):
+            metric.update_state(targets, output, sample_weight=sample_weight)
+    else:
+        metric.update_state(targets, gathered(output), sample_weight=sample_weight)
 
 
 def _zeros_like(bound: Sequence[BoundMetric]) -> list[tf.Variable]:

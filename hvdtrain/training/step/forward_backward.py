@@ -9,12 +9,16 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.layers.exchanging import exchanging_layers, samples_of
 from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
 from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
 from hvdtrain.optim.precision import loss_scale_of
+from hvdtrain.parallel.outputs import local_outputs
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
 from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.step.parameters import Parameters, Pass
 from hvdtrain.training.step.placeholder import counted, moved_by, unmoved
 
 
@@ -22,7 +26,7 @@ class LocalGradients(NamedTuple):
     """What one replica knows after its backward pass; the sums over all replicas give the step."""
 
     gradients: list[Gradient]
-    """Gradients of loss scale x total / expected_weight."""
+    """Gradients of loss scale x total / expected_weight; of some update rules slices of the sums over all replicas."""
     totals: tf.Tensor
     """[3]: sum of the weighted losses, sum of the weights, and zero or, where this replica's inputs or targets are
     not finite, NaN: all three are added up over the replicas."""
@@ -30,6 +34,8 @@ class LocalGradients(NamedTuple):
     """What the weights of all replicas add up to when every element counts once: the same on all of them."""
     uniform: bool
     """Whether the weights do add up to `expected_weight`: then the reduced gradients are the mean already."""
+    poison: tf.Tensor | None = None
+    """See `Collected`."""
 
 
 class ForwardBackward:
@@ -41,6 +47,7 @@ class ForwardBackward:
         loss: the loss as sum and weight.
         forward: calls the model in training; by default the model itself.
         jit: compile both passes with XLA.
+        parameters: what the passes read and take gradients of; by default the model's variables.
     """
 
     def __init__(
@@ -51,14 +58,17 @@ class ForwardBackward:
         *,
         forward: Callable[..., Any] | None = None,
         jit: bool = False,
+        parameters: Parameters | None = None,
     ) -> None:
         self._backend = backend
         self._state = state
         self._loss = loss
         self._forward = forward or state.model
         self._synchronized = sync_layers(state.model)
+        self._exchanging = exchanging_layers(state.model)
         self._fusible = fusible_layers(state.model)
         self._jit = jit
+        self._parameters = parameters or Parameters(state)
 
     def __call__(
         self, batch: Batch, *, within: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -89,35 +99,35 @@ class ForwardBackward:
         with (
             unmoved(statistics, batch.has_samples),
             replicas_of(self._synchronized, self._backend, batch.has_samples),
+            samples_of(self._exchanging, batch.has_samples),
             fused_normalization(self._fusible),
         ):
             return self._sums(batch, within)
 
     def _sums(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalGradients, Any]:
+        sources = self._parameters.sources()
+        with self._parameters.passes(batch.has_samples) as passes:
+            return self._sums_of(sources, passes, batch, within)
+
+    def _sums_of(
+        self,
+        sources: list[tf.Variable],
+        passes: Pass,
+        batch: Batch,
+        within: Callable[[], AbstractContextManager[Any]],
+    ) -> tuple[LocalGradients, Any]:
         poison = tf.constant(0.0) if batch.finite else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
         with tf.GradientTape() as tape, within():
-            outputs = self._forward(inputs_for(self._state.model, batch.inputs), training=True)
+            inputs = inputs_for(self._state.model, batch.inputs)
+            outputs = local_outputs(self._state.model, self._forward, inputs, training=True)
             part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._state.model)
         dtype = part.total.dtype
         has_samples = tf.cast(batch.has_samples, dtype)
         expected_weight = part.elements_per_sample * tf.cast(batch.global_samples, dtype)
         # The scale enters as the seed of the backward pass: as a part of the loss it would have gradients of its own.
         seed = has_samples / expected_weight * tf.cast(loss_scale_of(self._state.optimizer), dtype)
-        gradients = tape.gradient(part.total, list(self._state.trainable.values()), output_gradients=seed)
-        gradients = [counted(gradient, batch.has_samples) for gradient in gradients]
+        passes.end_forward()
+        gradients, poison_by_gradient = passes.collected(tape.gradient(part.total, sources, output_gradients=seed))
         totals = counted(tf.stack([part.total, part.weight, tf.cast(poison, dtype)]), batch.has_samples)
-        return LocalGradients(gradients, totals, expected_weight, part.uniform and not batch.nominal), outputs
-
-
-def zero_if_finite(tensors: list[Any]) -> tf.Tensor:
-    """Return 0 if every element of the floating-point tensors among `tensors` is finite, else NaN.
-
-    A sum is finite if its terms are, short of overflow; it takes one pass and no mask in memory.
-    """
-    sums = [_wide_sum(tensor) for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.is_floating]
-    return 0.0 * tf.add_n(sums) if sums else tf.constant(0.0)
-
-
-def _wide_sum(tensor: Any) -> tf.Tensor:
-    narrow = tensor.dtype.size < 4
-    return tf.cast(tf.reduce_sum(tf.cast(tensor, tf.float32) if narrow else tensor), tf.float32)
+        uniform = part.uniform and not batch.nominal
+        return LocalGradients(gradients, totals, expected_weight, uniform, poison_by_gradient), outputs

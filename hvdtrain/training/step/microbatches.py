@@ -9,14 +9,22 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 
 
-def per_microbatch(batch: int, replicas: int, accumulate: int) -> int:
+def per_microbatch(batch: int, replicas: int, accumulate: int, *, uneven: bool = False) -> int:
     """Return the samples of a microbatch: `batch` / `replicas` / `accumulate`.
+
+    Args:
+        batch: samples of the global batch.
+        replicas: their number.
+        accumulate: number of microbatches.
+        uneven: whether it need not divide: what is returned is then the largest number of samples.
 
     Raises:
         ConfigError: it does not divide.
     """
     if accumulate < 1:
         raise ConfigError(f"--accumulate must be at least 1. Received: {accumulate}.")
+    if uneven:
+        return -(-batch // (replicas * accumulate))
     mine = batch // replicas
     if mine % accumulate:
         unit = replicas * accumulate

@@ -19,9 +19,11 @@ class StepResult(NamedTuple):
     """What a step leaves behind, as tensors that nobody has to wait for."""
 
     totals: Totals
-    """[3]: `LocalGradients.totals` over all replicas."""
+    """[3]: `LocalGradients.totals` over all replicas, or [6]: `GuardedTotals`."""
     measured: "Measured | None"
     """What was asked for besides, on logged steps."""
+    here: Any = None
+    """Of a guarded step, what there is to say of this replica alone; see `StepGuard.flagged`."""
 
 
 class Measured(NamedTuple):

@@ -11,7 +11,7 @@ from hvdtrain.data.source import Source
 from hvdtrain.layers.recompute import recomputed_model
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
-from hvdtrain.training.assembly import check_layers
+from hvdtrain.training.assembly import check_layers, splits_sequences
 from hvdtrain.training.evaluation.evaluate import Evaluation, Evaluator
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.evaluation.predict import Predictor
@@ -20,6 +20,7 @@ from hvdtrain.training.objective.losses import summed_loss
 from hvdtrain.training.objective.metric_specs import MetricSpec
 from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.objective.position_check import check_positions
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.microbatches import per_microbatch
 from hvdtrain.training.step.result import CompiledStep
@@ -83,7 +84,7 @@ class CompiledStepFactory:
         self._options = options
         check_layers(model, options)
         check_rule(options, optimizer)
-        self._forward = recomputed_model(model) if options.recompute else model
+        self._forward = self._training_forward()
         self._loss = summed_loss(objective.loss, objective.loss_weights, self._names)
         self._spec = MetricSpec(objective.metrics, objective.weighted_metrics, objective.loss)
         self._metrics: MetricSet | None = None
@@ -96,6 +97,10 @@ class CompiledStepFactory:
     def has_variables(self) -> bool:
         """See `StepFactory`."""
         return bool(self._model.built)
+
+    def _training_forward(self) -> Any:
+        """Return what calls the model in training."""
+        return recomputed_model(self._model) if self._options.recompute else self._model
 
     def _names(self) -> Any:
         return getattr(self._model, "output_names", None)
@@ -126,6 +131,8 @@ class CompiledStepFactory:
         self.narrow_outputs = narrow(outputs)
         if self._metrics is None:
             self._metrics = self._spec.resolve(batch.targets, outputs, self._backend, self._names)
+            if splits_sequences(self._model):
+                check_positions(self._loss, self._metrics, batch.targets, outputs, self._backend.axes["cp"])
 
     def update_rule(self) -> UpdateRule:
         """See `StepFactory`."""
@@ -139,8 +146,7 @@ class CompiledStepFactory:
         """See `StepFactory`."""
         if not self._model.trainable_variables:
             raise ConfigError(f"{type(self._model).__name__} {self._model.name!r} has no trainable variables.")
-        accumulate = self._options.accumulate
-        length = per_microbatch(batch, self._backend.size, accumulate) if accumulate > 1 else None
+        length = self._microbatch_length(batch)
         key = (length, epoch_metrics)
         if self._composition != state.composition:
             # Made for other variables or slots: layers were frozen or unfrozen since.
@@ -150,6 +156,12 @@ class CompiledStepFactory:
             assert self._metrics is not None, "build comes first"
             self._known[key] = self._new_step(state, self._metrics, rule, length, epoch_metrics)
         return self._known[key]
+
+    def _microbatch_length(self, batch: int) -> int | None:
+        """Return the samples of a microbatch; None where the whole batch goes through the model at once."""
+        accumulate, uneven = self._options.accumulate, self._backend.capabilities.uneven
+        shares = self._backend.data_parallel.size
+        return per_microbatch(batch, shares, accumulate, uneven=uneven) if accumulate > 1 else None
 
     def _new_step(
         self, state: TrainState, metrics: MetricSet, rule: UpdateRule, microbatch: int | None, epoch_metrics: bool

@@ -9,11 +9,14 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.gradient_sum import GradientSum
+from hvdtrain.layers.experts.figures import routing_figures
+from hvdtrain.layers.experts.mixture import expert_layers
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction
 from hvdtrain.training.objective.metrics import Figure, MetricSet, figure_of
-from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients, zero_if_finite
+from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients
+from hvdtrain.training.step.guard import Kept, untrained_variables
 from hvdtrain.training.step.microbatches import Microbatches
 from hvdtrain.training.step.replica_slice import replica_slice
 from hvdtrain.training.step.result import Measured, StepResult
@@ -39,6 +42,9 @@ class TrainStep:
         epoch_metrics: whether the metrics are counted in every step, and reported over the epoch; else each logged step
             reports its own.
         jit: compile forward and backward pass with XLA.
+        passes: runs a batch forward and backward in place of the above, and lets the function that it is given count
+            each microbatch with its outputs.
+        counts: whether this process sees the outputs; of several that share one replica, one does.
     """
 
     returns_logs = False
@@ -55,13 +61,20 @@ class TrainStep:
         microbatch: int | None = None,
         epoch_metrics: bool = False,
         jit: bool = False,
+        passes: Callable[[Batch, Callable[[Batch, Any], None]], LocalGradients] | None = None,
+        counts: bool = True,
     ) -> None:
         self._backend = backend
         self._state = state
-        self._forward_backward = ForwardBackward(backend, state, loss, forward=forward, jit=jit)
+        self._passes = passes
+        self._counts = counts
+        self._forward_backward = ForwardBackward(
+            backend, state, loss, forward=forward, jit=jit, parameters=rule.parameters(state)
+        )
         self._metrics = metrics
         self._rule = rule
         self._microbatch = microbatch
+        self._expert_layers = expert_layers(state.model)
         self._sum = GradientSum(list(state.trainable.values()))
         self._epoch = metrics.fresh() if epoch_metrics else None
         self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
@@ -78,6 +91,7 @@ class TrainStep:
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` asks for what `Measured` holds."""
+        self._rule.begin_step()
         inputs, targets, weights, *share = batch
         if tf.is_tensor(batch.global_samples):
             return self._reported(self._general[measure](batch))
@@ -90,7 +104,7 @@ class TrainStep:
         return self._reported(self._special[key](*parts))
 
     def _reported(self, result: StepResult) -> StepResult:
-        return StepResult(self._rule.reported(result.totals), result.measured)
+        return result._replace(totals=self._rule.reported(result.totals))
 
     def _specialize(self, parts: tuple[Any, ...], share: list[Any], measure: bool) -> Callable[..., StepResult]:
         """Compile the step for batches that have `share`, the fields behind the tensors, in common."""
@@ -110,35 +124,56 @@ class TrainStep:
         rate = tf.convert_to_tensor(self._state.optimizer.learning_rate)
         if measure and self._epoch is None:
             self._metrics.reset()
-        local = self._local_sums(batch, measure=measure)
-        totals, norm = self._rule.update(local, measure=measure)
+        totals, norm, here = self._updated(batch, measure=measure)
         if not measure:
-            return StepResult(totals, None)
+            return StepResult(totals, None, here)
         recent, so_far = self._measured_metrics()
-        finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
+        recent |= routing_figures(self._expert_layers, self._backend)
+        finite = self._rule.finite_parameters(self._state)
         scale = loss_scale_of(self._state.optimizer) if has_dynamic_scale(self._state.optimizer) else None
-        return StepResult(totals, Measured(rate, norm, scale, recent, finite, so_far))
+        return StepResult(totals, Measured(rate, norm, scale, recent, finite, so_far), here)
+
+    def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
+        """Train on the batch; where the step is bad, no variable of model, optimizer or metrics is left changed."""
+        guard = self._rule.guard
+        if guard is None:
+            return *self._rule.update(self._local_sums(batch, measure=measure), measure=measure), None
+        counted = self._counted(measure=measure)
+        kept = Kept([*untrained_variables(self._state.model), *(counted.variables() if counted else ())])
+        local, here = guard.flagged(self._local_sums(batch, measure=measure))
+        totals, norm = self._rule.update(local, measure=measure)
+        kept.put_back_if_bad(totals)
+        return totals, norm, here
+
+    def _counted(self, *, measure: bool) -> MetricSet | None:
+        """Return the metrics that a step counts in."""
+        return self._epoch or (self._metrics if measure else None)
 
     def _measured_metrics(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
         """Return the metrics since the last measured step, and over the epoch so far."""
         if self._epoch is not None:
             return self._epoch.progress("train_metric")
         own = self._metrics.reduced_results("train_metric")
-        return own, own
+        return own, dict(own)
 
     def _local_sums(self, batch: Batch, *, measure: bool) -> LocalGradients:
         """Run the batch at once, or its microbatches one after another."""
-        counted = self._epoch or (self._metrics if measure else None)
+        counted = self._counted(measure=measure)
+
+        def count(part: Batch, outputs: Any) -> None:
+            if counted is not None:
+                counted.update(part.targets, outputs, part.sample_weight, part.has_samples)
 
         def run(part: Batch) -> LocalGradients:
             local, outputs = self._forward_backward(part)
-            if counted is not None:
-                counted.update(part.targets, outputs, part.sample_weight, part.has_samples)
+            count(part, outputs)
             return local
 
+        if self._passes is not None:
+            return self._passes(batch, count)
         if self._microbatch is None:
             return run(batch)
-        parts = Microbatches(batch, self._backend.size, self._microbatch)
+        parts = Microbatches(batch, self._backend.data_parallel.size, self._microbatch)
         return run(parts.take(0)) if parts.single else self._accumulated(parts, run)
 
     def _accumulated(self, parts: Microbatches, run: Callable[[Batch], LocalGradients]) -> LocalGradients:
@@ -146,21 +181,22 @@ class TrainStep:
         local = run(parts.take(0))
         self._sum.add(local.gradients, first=True)
 
-        def body(number: tf.Tensor, totals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def body(number: tf.Tensor, totals: tf.Tensor, poison: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             more = run(parts.take(number))
             self._sum.add(more.gradients, first=False)
-            return number + 1, totals + more.totals
+            return number + 1, totals + more.totals, poison if more.poison is None else poison + more.poison
 
         # One after the other: their activations must not be in memory together.
-        _, totals = tf.while_loop(
-            lambda number, _: number < parts.count, body, (tf.constant(1), local.totals), parallel_iterations=1
+        first = (tf.constant(1), local.totals, tf.zeros([0]) if local.poison is None else local.poison)
+        _, totals, poison = tf.while_loop(lambda number, *_: number < parts.count, body, first, parallel_iterations=1)
+        return local._replace(
+            gradients=self._sum.read(), totals=totals, poison=None if local.poison is None else poison
         )
-        return local._replace(gradients=self._sum.read(), totals=totals)
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """See `CompiledStep`; the first replica takes up what all had counted."""
         if self._epoch is not None:
-            self._epoch.take_up(sums or {}, counted_here=self._backend.index == 0)
+            self._epoch.take_up(sums or {}, counted_here=self._counts and self._backend.index == 0)
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """See `CompiledStep`."""

@@ -6,11 +6,12 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
-from hvdtrain.optim.clipping import global_norm
 from hvdtrain.optim.fused import fused_updates
+from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.update_rules.split_model import SplitModel, overflowing_together
 
 
 class AllReduceUpdate(UpdateRule):
@@ -18,20 +19,40 @@ class AllReduceUpdate(UpdateRule):
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         super().__init__(backend, model, optimizer, options)
-        self._reducer = WeightedReducer(backend, (options or StepOptions()).reduction_on(backend))
+        self._reduction = (options or StepOptions()).reduction_on(backend)
+        self._prepare_exchange()
+
+    def follow_model(self) -> None:
+        """See `UpdateRule`."""
+        super().follow_model()
+        self._prepare_exchange()
+
+    def _prepare_exchange(self) -> None:
+        self._split = SplitModel(self._backend, self._variables)
+        self._reducer = WeightedReducer(
+            self._backend, self._reduction, self._split.reducer(self._reduction, self._paths)
+        )
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Exchange the totals along with the gradients, then let the optimizer apply the mean."""
         gradients, totals = self._reducer.reduce(
-            local.gradients,
+            self._split.summed(local.gradients, self._paths),
             local.totals,
             self._paths,
             weight_at=1,
             expected=local.expected_weight,
             uniform=local.uniform,
         )
-        norm = global_norm(gradients) if measure or self._clipping.norm is not None else None
+        scales = self._split.exchanges and has_dynamic_scale(self.optimizer)
+        norm = self._split.norm(gradients) if measure or scales or self._clipping.norm is not None else None
+        if scales:
+            gradients = overflowing_together(gradients, norm)
+        if self.guard is not None:
+            totals = self._split.agreed(totals)
         gradients, norm = self._clipped(gradients, norm)
-        with fused_updates(self.optimizer):
-            self.optimizer.apply(gradients, self._variables)
-        return totals, norm
+
+        def apply() -> None:
+            with fused_updates(self.optimizer):
+                self.optimizer.apply(gradients, self._variables)
+
+        return self._unless_bad(totals, apply), norm

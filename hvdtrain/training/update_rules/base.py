@@ -1,6 +1,6 @@
 """What every update rule offers, and what a rule that keeps whole, equal slots on every replica needs no more than."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,12 +9,16 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.optim.averaging import averaged_weights
-from hvdtrain.optim.precision import loss_scale_of
+from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.slots import extend_optimizer, replicated_slots
 from hvdtrain.state.structure import structure_of
+from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.guard import StepGuard
+from hvdtrain.training.step.parameters import Parameters
 from hvdtrain.training.step.result import Totals
 
 
@@ -34,12 +38,21 @@ class UpdateRule:
         self.optimizer = optimizer
         self._backend = backend
         self._clipping = options.clipping
+        if options.guarded:
+            self.guard = StepGuard(options, scaled=has_dynamic_scale(optimizer))
         self._variables = list(model.trainable_variables)
         self._paths = list(structure_of(model).by_path(self._variables))
         self._build_optimizer()
 
+    guard: StepGuard | None = None
+    """Holds back the update of a bad step; None where all are applied."""
     weights_agree = True
     """Whether every replica holds the same weights after each step."""
+
+    @classmethod
+    def variant(cls, options: StepOptions) -> "type[UpdateRule]":
+        """Return the class that `options` choose, where one option chooses among several rules."""
+        return cls
 
     @classmethod
     def check(cls, options: StepOptions, optimizer: Any) -> None:
@@ -57,14 +70,25 @@ class UpdateRule:
             measure: whether the gradient's norm is wanted, which costs a pass.
 
         Returns:
-            [3], `LocalGradients.totals` over all replicas (see `reported`), and the global L2 norm of the unscaled
-            gradient before clipping, or None.
+            [3], `LocalGradients.totals` over all replicas (see `reported`), with a guard its `GuardedTotals`; and the
+            global L2 norm of the unscaled gradient before clipping, or None.
         """
         raise NotImplementedError
 
     def reported(self, totals: tf.Tensor) -> Totals:
         """Return a step's totals for the loop; a rule whose `update` leaves them local reduces them when read."""
         return totals
+
+    def parameters(self, state: TrainState) -> Parameters:
+        """Return what the passes read and take gradients of; made for each compiled step."""
+        return Parameters(state)
+
+    def finite_parameters(self, state: TrainState) -> tf.Tensor:
+        """Return whether all trainable parameters are finite, the same on every replica; within the compiled step."""
+        return tf.math.is_finite(zero_if_finite([v.read_value() for v in state.trainable.values()]))
+
+    def begin_step(self) -> None:
+        """Prepare for a step, before the compiled function is called."""
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Return the optimizer's slots and the rule's own tensors by path, with their place in the whole."""
@@ -83,12 +107,26 @@ class UpdateRule:
         """Go on from the state as it is, the same on every replica: it was restored or broadcast."""
         self.adopt_weights()
 
+    def show_weights(self) -> None:
+        """Let the model hold its weights for code that looks at them between two steps; every replica calls it."""
+
     def consolidate(self) -> None:
-        """Make model and slots what is evaluated and saved; every replica calls it, outside the compiled step."""
+        """Make model and slots what is evaluated; every replica calls it, outside the compiled step."""
+
+    def prepare_to_save(self) -> None:
+        """Make `named_tensors` what is saved; every replica calls it, outside the compiled step."""
+        self.consolidate()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Give the model the optimizer's averages of its weights (`use_ema=True`) inside the context."""
         return averaged_weights(self.optimizer, self.model)
+
+    def _unless_bad(self, totals: tf.Tensor, update: Callable[[], None]) -> tf.Tensor:
+        """Call `update`, unless a guard finds the step bad, and return its totals."""
+        if self.guard is not None:
+            return self.guard.unless_bad(totals, update)
+        update()
+        return totals
 
     def _build_optimizer(self) -> None:
         # Keras' LossScaleOptimizer would make its scale anew, and a loaded one has its state already.

@@ -53,6 +53,10 @@ class LocalUpdate(UpdateRule):
             f"--sparse-gradients={options.sparse_gradients}": options.sparse_gradients != "auto",
             # Ranks owe one another gradients of the shared statistics, which nobody adds up between two averages.
             "--sync-batch-norm": options.sync_batch_norm,
+            # Ranks that take steps by themselves cannot agree on those to leave out.
+            f"--on-bad-step={options.on_bad_step}": options.on_bad_step != "raise",
+            "--spike-threshold": options.spike_threshold is not None,
+            "--desync-every": "desync_every" in options.chosen(),  # ranks differ until the next average
         }
         options.refuse_with("--local-steps", unfit)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

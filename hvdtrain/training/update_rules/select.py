@@ -10,7 +10,7 @@ from hvdtrain.training.update_rules.base import UpdateRule
 DEFAULT = "all_reduce"
 RULES = {
     DEFAULT: "hvdtrain.training.update_rules.all_reduce:AllReduceUpdate",
-    "zero": "hvdtrain.training.update_rules.zero:ZeroUpdate",
+    "zero": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
     "local_steps": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
 }
 """The option of `UpdateConfig` that chooses a rule -> the rule, imported only then."""
@@ -28,7 +28,7 @@ def check_rule(options: StepOptions, optimizer: Any) -> None:
     Raises:
         ConfigError: naming the option, or the optimizer.
     """
-    resolve("update rule", chosen_rule(options), RULES).check(options, optimizer)
+    _rule_class(chosen_rule(options), options).check(options, optimizer)
 
 
 def update_rule_for(backend: Backend, model: Any, optimizer: Any, options: StepOptions) -> UpdateRule:
@@ -38,8 +38,12 @@ def update_rule_for(backend: Backend, model: Any, optimizer: Any, options: StepO
         ConfigError: an optimizer that does not fit the rule.
     """
     name = DEFAULT if is_alone(backend) else chosen_rule(options)
-    rule: UpdateRule = resolve("update rule", name, RULES)(backend, model, optimizer, options)
-    return rule
+    return _rule_class(name, options)(backend, model, optimizer, options)
+
+
+def _rule_class(name: str, options: StepOptions) -> type[UpdateRule]:
+    rule: type[UpdateRule] = resolve("update rule", name, RULES)
+    return rule.variant(options)
 
 
 def is_alone(backend: Backend) -> bool:

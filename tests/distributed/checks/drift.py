@@ -31,12 +31,13 @@ class Base(keras.Model):
         self.optimizer.apply(gradients, self.net.trainable_variables)
 
 
-def refusal(world: World, model: keras.Model, **options: Any) -> str:
+def refusal(world: World, model: keras.Model, batch: int = 8, desync_every: int = 100, **options: Any) -> str:
     """Train, and return what is said of it: the same on every rank."""
     model.compile(keras.optimizers.SGD(0.1))
     said = ""
     try:
-        hvdtrain.Trainer(model, backend=world.backend).fit(X, batch=8, shuffle=False, verbose=0, **options)
+        trainer = hvdtrain.Trainer(model, backend=world.backend, desync_every=desync_every)
+        trainer.fit(X, batch=batch, shuffle=False, verbose=0, **options)
     except (ConfigError, DesyncError, LaunchError) as error:
         said = f"{type(error).__name__}: {error}"
     assert world.same_everywhere(said.encode()), said
@@ -96,10 +97,22 @@ def check_what_is_assigned_from_a_ranks_samples_is_named(world: World) -> None:
     if world.size == 1:
         assert refusal(world, ByHand()) == refusal(world, Later()) == refusal(world, Queue()) == ""
         return
+
+    class Sometime(Later):
+        """In the middle of a long epoch, on rank 0 alone, in the last bit of one weight."""
+
+        def update(self, gradients: Any, data: Any) -> None:
+            Base.update(self, gradients, data)
+            drifts = tf.cast(tf.logical_and(self.optimizer.iterations > 4, world.rank == 0), tf.int32)
+            bits = tf.bitcast(self.net.layers[0].kernel.value, tf.int32)
+            self.net.layers[0].kernel.assign(tf.bitcast(tf.bitwise.bitwise_xor(bits, drifts), tf.float32))
+
     message = refusal(world, ByHand())
     assert message.startswith("DesyncError: After step 1 every rank must hold the same weights"), message
     assert "on rank 1 other values than on rank 0 of model/net/layers/0/bias. Something" in message, message
     assert "After step 4" in refusal(world, Later())
+    # 16 steps, of which the fifth drifts.
+    assert "After step 6 " in refusal(world, Sometime(), batch=2, desync_every=3)
     assert "of model/queue. Something" in refusal(world, Queue())
     assert refusal(world, GatheredQueue(), epochs=2) == ""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from checks import broadcast_cases, wrapped_cases
 from checks.face_cases import BATCH, STEPS, TOLERANCE, batches, dataset, leaves_local_variables, model_of, part
 from world import World, flat_bytes, relative_error
 
@@ -278,6 +279,42 @@ def check_momentum_is_corrected(world: World) -> None:
 
 def check_broadcast_leaves_local_variables(world: World) -> None:
     leaves_local_variables(world, hvd.DistributedOptimizer(legacy.SGD(0.0)), mean_square)
+
+
+def scaled(optimizer: Any) -> Any:
+    return keras.mixed_precision.LossScaleOptimizer(optimizer)
+
+
+def check_models_that_are_built_in_the_first_step(world: World) -> None:
+    sequential, subclassed = broadcast_cases.sequential, broadcast_cases.Subclassed
+    kinds = [(sequential, adam), (subclassed, legacy.Adam), (sequential, lambda: scaled(legacy.SGD(0.1, momentum=0.9)))]
+    broadcast_cases.trains_unbuilt_models(world, kinds)
+    broadcast_cases.resumes_on_the_first_rank(world, legacy.Adam)
+    broadcast_cases.broadcasts_every_optimizer(world)
+
+
+class Adding(legacy.Optimizer):
+    """Adds gradients to variables."""
+
+    def __init__(self, name: str = "Adding", **options: Any) -> None:
+        super().__init__(name, **options)
+
+    def _resource_apply_dense(self, grad: Any, var: Any, apply_state: Any = None) -> Any:
+        return var.assign_add(grad)
+
+    def get_config(self) -> dict[str, Any]:
+        return dict(super().get_config())
+
+
+def check_what_scripts_call_on_a_wrapped_optimizer(world: World) -> None:
+    wrapped_cases.aggregates_computed_gradients(world, Adding())
+    wrapped_cases.reduces_a_computed_gradient_once(world, Adding())
+    wrapped_cases.reduces_gradients_of_its_own(world, Adding())
+
+
+def check_broadcasts_that_would_hang_or_send_nothing(world: World) -> None:
+    broadcast_cases.refuses_variables_that_differ(world)
+    broadcast_cases.warns_of_broadcasts_without_weights(world)
 
 
 def check_synchronized_batch_normalization(world: World) -> None:

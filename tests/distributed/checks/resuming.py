@@ -1,7 +1,9 @@
 """Scripts that were interrupted and are run again: on ranks of which only the first sees the checkpoints."""
 
 import contextlib
+import io
 import resource
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from world import World, flat_bytes
 
 import hvdtrain
 from hvdtrain.config.errors import CheckpointError, ConfigError
-from hvdtrain.training.update_rules.zero import SMALL_BYTES
+from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES
 
 DATA = samples(50)
 FIT = {"batch": 16, "epochs": 3, "verbose": 0}
@@ -123,22 +125,40 @@ def check_a_full_disk_leaves_the_last_good_checkpoint(world: World) -> None:
     with in_a_folder_of_its_own(world, "full") as folder:
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-        def fill(epoch: int, logs: Any = None) -> None:
-            if epoch == 1 and world.rank == 0:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+        def filling(name: str, epochs: Sequence[int]) -> Any:
+            def fill(epoch: int, logs: Any = None) -> None:
+                while list(folder.glob(f"{name}/.step-*")):
+                    time.sleep(0.02)  # the epoch before is still being written
+                limit = 100 if epoch in epochs and world.rank == 0 else unlimited[0]
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
 
-        filling = keras.callbacks.LambdaCallback(on_epoch_begin=fill)
+            return keras.callbacks.LambdaCallback(on_epoch_begin=fill)
+
+        full = "The checkpoint saved/step-{:08} cannot be written: [Errno 27] File too large"
         try:
-            said = failed(world, lambda: trainer_of(world).fit(DATA, **FIT, callbacks=[filling], checkpoint="saved"))
+            # Where the disk has room again, the training has lost nothing but a checkpoint.
+            warned, trainer = io.StringIO(), trainer_of(world)
+            with contextlib.redirect_stderr(warned):
+                saves = hvdtrain.Checkpoint("passing", best="accuracy", keep=1)
+                trainer.fit(DATA, **FIT, callbacks=[filling("passing", [1])], checkpoint=saves)
+            expected = flat_bytes(trainer.model.get_weights())
+            assert expected == at_a_stretch(world)
+            assert (full.format(8).replace("saved", "passing") in warned.getvalue()) == (world.rank == 0)
+            assert trainer.state.scalars.best["step"] in (4, 12), "a best one that is there"
+            # At the end of training it is an error.
+            said = failed(
+                world,
+                lambda: trainer_of(world).fit(DATA, **FIT, callbacks=[filling("saved", [1, 2])], checkpoint="saved"),
+            )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        assert "The checkpoint saved/step-00000008 cannot be written: [Errno 27] File too large" in said, said
+        assert full.format(12) in said, said
         if world.rank == 0:
             assert [path.name for path in (folder / "saved").iterdir()] == ["step-00000004"]
         again = trainer_of(world)
         again.resume("saved")
         again.fit(DATA, **FIT, checkpoint="saved")
-        assert flat_bytes(again.model.get_weights()) == at_a_stretch(world)
+        assert flat_bytes(again.model.get_weights()) == expected
 
 
 def check_a_model_without_variables_is_restored_when_it_has_them(world: World) -> None:

@@ -26,6 +26,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "sync_batch_norm": {"sync_batch_norm": True},
     "jit": {"jit": True},
     "recompute": {"recompute": True},
+    "on_bad_step": {"on_bad_step": "skip"},
+    "spike_threshold": {"spike_threshold": 5.0},
+    "desync_every": {"desync_every": 10},
 }
 
 

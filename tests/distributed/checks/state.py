@@ -142,7 +142,7 @@ def check_slices_are_saved_by_all_and_restored_by_any_number(world: World) -> No
     assert holds_its_slices(restored)
     # Each rank by itself, as one of another number of ranks.
     alone = slices_of(0, 1, filled=False)
-    restore(path, alone, Checkpointer(path)._ranks)
+    restore(path, alone, Checkpointer(path).ranks)
     assert holds_its_slices(alone)
     # A rank that does not see the folder.
     sent = slices_of(world.rank, world.size, filled=False)
@@ -166,3 +166,21 @@ def check_a_failure_on_one_rank_is_that_of_all(world: World) -> None:
     restored = slices_of(world.rank, world.size, filled=False)
     restore(files.find(), restored, world.backend)
     assert holds_its_slices(restored)
+
+
+def check_all_ranks_go_on_from_the_newest_good_checkpoint(world: World) -> None:
+    files = Checkpointer(world.folder / "damaged", backend=world.backend)
+    for step in (1, 2):
+        files.save(step, slices_of(world.rank, world.size, filled=True), {"step": step})
+    if world.rank == 0:
+        # The slice of the last rank, which the primary would not have to read.
+        file = world.folder / "damaged" / "step-00000002" / f"tensors-{world.size - 1:05d}.bin"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    path = files.find_to_go_on()
+    assert path is not None
+    assert path.name == "step-00000001"
+    restored = slices_of(world.rank, world.size, filled=False)
+    assert restore(path, restored, world.backend) == {"step": 1}
+    assert holds_its_slices(restored)
+    if world.rank == 0:
+        assert (world.folder / "damaged" / "step-00000002.damaged").is_dir()

@@ -229,7 +229,8 @@ def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
         assert sorted(p.name for p in (world.folder / "resume").iterdir()) == ["step-00000006", "step-00000009"]
 
 
-def check_digits_reaches_its_accuracy_over_five_seeds(world: World) -> None:
+def check_digits_reaches_its_accuracy(world: World) -> None:
+    """Over five seeds in one process; more ranks train the same model, which one seed shows."""
     from hvdtrain.models.registry import build_model
     from hvdtrain.recipes.registry import recipe
     from hvdtrain.runs.run import run_trainer
@@ -240,7 +241,7 @@ def check_digits_reaches_its_accuracy_over_five_seeds(world: World) -> None:
     trainer = run_trainer(base, source, world.backend)
     trainer.build(source.training)
     start = {path: tensor.value.numpy() for path, tensor in trainer.state.named_tensors().items()}
-    for seed in range(5):
+    for seed in range(5 if world.size == 1 else 1):
         # What is compiled serves again: weights and order are those of another seed, all else is as in the beginning.
         for path, tensor in trainer.state.named_tensors().items():
             tensor.value.assign(start[path])

@@ -1,13 +1,13 @@
 """What is made of the ranks' gradients before and after they are applied: sums, Adasum, bounds, averages of weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from checks.parity import assert_parity, batches_of, dense_data, dense_model, per_sample, train
-from world import World, flat_bytes, moved, relative_error
+from world import Transform, World, flat_bytes, moved, plain_training, relative_error
 
 import hvdtrain
 from hvdtrain.optim.averaging import averaged_weights
@@ -18,9 +18,7 @@ def check_groups_and_predivision(world: World) -> None:
     assert_parity(world, "embedding", "adam", "float64", gradient_groups=1, sparse_gradients="gather")
 
 
-def compare(
-    world: World, transform: Callable[[Sequence[Any]], Sequence[Any]], rule: Any = None, **options: Any
-) -> list[np.ndarray]:
+def compare(world: World, transform: Transform | None, rule: Any = None, **options: Any) -> list[np.ndarray]:
     """Train with the options, and in one process with `transform` between gradient and update; return the weights."""
     x, y = dense_data("float64")
     rule = rule or keras.optimizers.SGD(0.125, momentum=0.5)
@@ -28,24 +26,19 @@ def compare(
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
     reference, optimizer = dense_model("float64", 0), keras.optimizers.SGD(0.125, momentum=0.5)
     start = [np.array(w) for w in reference.get_weights()]
-    optimizer.build(reference.trainable_variables)
-    for inputs, targets in batches_of(x, y):
-        with tf.GradientTape() as tape:
-            mean = tf.reduce_mean(per_sample(targets, reference(inputs, training=True)))
-        gradients = tape.gradient(mean, [v.value for v in reference.trainable_variables])
-        optimizer.apply(transform(gradients), reference.trainable_variables)
-    assert moved(reference.get_weights(), start) >= 1e-2
-    error = relative_error(trainer.model.get_weights(), reference.get_weights())
+    expected = plain_training(reference, optimizer, per_sample, batches_of(x, y), transform)
+    assert moved(expected, start) >= 1e-2
+    error = relative_error(trainer.model.get_weights(), expected)
     assert error <= 1e-9, f"{options}: {error:.2e}"
     return trainer.model.get_weights()
 
 
 def check_a_sum_is_the_average_times_the_ranks(world: World) -> None:
-    compare(world, lambda gradients: gradients, keras.optimizers.SGD(0.125 / world.size, momentum=0.5), reduce_op="sum")
+    compare(world, None, keras.optimizers.SGD(0.125 / world.size, momentum=0.5), reduce_op="sum")
 
 
 def check_bounds_are_on_the_gradient_of_the_whole_batch(world: World) -> None:
-    free = compare(world, lambda gradients: gradients)
+    free = compare(world, None)
     for accumulate in (1, 2):
         weights = compare(
             world, lambda gradients: tf.clip_by_global_norm(gradients, 0.25)[0], clip_norm=0.25, accumulate=accumulate
@@ -107,12 +100,7 @@ def check_averages_of_weights_are_evaluated(world: World) -> None:
     figures = trainer.evaluate((x, y), batch=16)
     assert flat_bytes(trainer.model.get_weights()) == flat_bytes(weights), "the weights are no longer there"
     reference, optimizer = dense_model("float64", 0), keras.optimizers.SGD(0.125, use_ema=True, ema_momentum=0.75)
-    optimizer.build(reference.trainable_variables)
-    for inputs, targets in batches_of(x, y):
-        with tf.GradientTape() as tape:
-            mean = tf.reduce_mean(per_sample(targets, reference(inputs, training=True)))
-        gradients = tape.gradient(mean, [v.value for v in reference.trainable_variables])
-        optimizer.apply(gradients, reference.trainable_variables)
+    plain_training(reference, optimizer, per_sample, batches_of(x, y))
     with averaged_weights(optimizer, reference), averaged_weights(trainer.optimizer, trainer.model):
         averages = trainer.model.get_weights()
         assert world.same_everywhere(flat_bytes(averages))

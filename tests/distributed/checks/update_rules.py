@@ -8,12 +8,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks.parity import BATCH, EPOCHS, batches_of, per_sample
-from world import World, flat_bytes, moved, plain_training, relative_error
+from world import Transform, World, flat_bytes, moved, plain_step, plain_training, relative_error
 
 import hvdtrain
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.training.update_rules.zero import SMALL_BYTES
+from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
 SAMPLES, WIDTH = 70, 131  # neither 2 nor 4 ranks divide the elements of the kernels
@@ -70,19 +70,11 @@ def trained(world: World, kind: str, optimizer: Any, dtype: str, **options: Any)
     return trainer
 
 
-def reference(kind: str, optimizer: Any, dtype: str, transform: Callable[[Any], Any] | None = None) -> keras.Model:
+def reference(kind: str, optimizer: Any, dtype: str, transform: Transform | None = None) -> keras.Model:
     build, data = MODELS[kind]
     model = build(dtype, 0)
     start = [np.array(w) for w in model.get_weights()]
-    if transform is None:
-        plain_training(model, optimizer, per_sample, batches_of(*data(dtype)))
-    else:
-        optimizer.build(model.trainable_variables)
-        for inputs, targets in batches_of(*data(dtype)):
-            with tf.GradientTape() as tape:
-                mean = tf.reduce_mean(per_sample(targets, model(inputs, training=True)))
-            gradients = tape.gradient(mean, [v.value for v in model.trainable_variables])
-            optimizer.apply(transform(gradients), model.trainable_variables)
+    plain_training(model, optimizer, per_sample, batches_of(*data(dtype)), transform)
     assert moved(model.get_weights(), start) >= 1e-2, "the weights hardly moved: the comparison says nothing"
     return model
 
@@ -184,21 +176,22 @@ def check_exclusions_by_variable_hold_for_slices(world: World) -> None:
 
 def check_an_overflow_in_one_slice_is_skipped_by_all(world: World) -> None:
     """fp16: the whole gradient overflows in one step on one rank's slice; all ranks skip it and halve the scale."""
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH), keras.layers.Dense(1)])
-    optimizer = hvdtrain.LossScaleOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9), initial_scale=2.0**10)
-    trainer = hvdtrain.Trainer(model, optimizer, "mse", backend=world.backend, zero=1)
-    x, y = (a.astype("float32") for a in wide_data("float32"))
-    x, y = x[:16].copy(), y[:16, None]
-    trainer.fit((x, y), batch=16, epochs=1, shuffle=False, verbose=False)
-    before = [np.array(w) for w in trainer.model.get_weights()]
-    bad = x.copy()
-    bad[3, WIDTH - 1] = 1e37  # its gradient overflows in the last row of the first kernel: the last rank's slice
-    trainer.fit((bad, y), batch=16, epochs=1, shuffle=False, verbose=False)
-    after = [np.array(w) for w in trainer.model.get_weights()]
-    assert moved(after, before) == 0.0, "a step with an overflow was applied"
-    assert world.same_everywhere(np.float64(optimizer.dynamic_scale).tobytes())
-    assert float(optimizer.dynamic_scale) == 2.0**9
+    for stage in (1, 2, 3):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH), keras.layers.Dense(1)])
+        optimizer = hvdtrain.LossScaleOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9), initial_scale=2.0**10)
+        trainer = hvdtrain.Trainer(model, optimizer, "mse", backend=world.backend, zero=stage)
+        x, y = (a.astype("float32") for a in wide_data("float32"))
+        x, y = x[:16].copy(), y[:16, None]
+        trainer.fit((x, y), batch=16, epochs=1, shuffle=False, verbose=False)
+        before = [np.array(w) for w in trainer.model.get_weights()]
+        bad = x.copy()
+        bad[3, WIDTH - 1] = 1e37  # its gradient overflows in the last row of the first kernel: the last rank's slice
+        trainer.fit((bad, y), batch=16, epochs=1, shuffle=False, verbose=False)
+        after = [np.array(w) for w in trainer.model.get_weights()]
+        assert moved(after, before) == 0.0, f"stage {stage}: a step with an overflow was applied"
+        assert world.same_everywhere(np.float64(optimizer.dynamic_scale).tobytes())
+        assert float(optimizer.dynamic_scale) == 2.0**9, stage
 
 
 def check_one_local_step_of_sgd_is_a_step_of_data_parallelism(world: World) -> None:
@@ -207,29 +200,30 @@ def check_one_local_step_of_sgd_is_a_step_of_data_parallelism(world: World) -> N
         assert_equal(trainer, reference(kind, keras.optimizers.SGD(0.1), dtype), dtype, kind)
 
 
-def local_reference(world: World, optimizers: Sequence[Any], period: int, average_slots: bool) -> list[np.ndarray]:
+def local_reference(world: World, optimizer: Any, period: int, average_slots: bool) -> list[np.ndarray]:
     """Emulate all ranks in this process: `period` steps each, then averages by samples; epochs' ends consolidate."""
-    models = [wide_model("float64", 0) for _ in optimizers]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        optimizer.build(model.trainable_variables)
-    weights = [model.trainable_variables for model in models]
-    slots = [optimizer.variables[2:] for optimizer in optimizers]  # behind iterations and learning rate
+    model, batches = wide_model("float64", 0), batches_of(*wide_data("float64"))
+    step = plain_step(model, optimizer, per_sample, batches[0])
+    slots = optimizer.variables[2:]  # behind iterations and learning rate
+    weights = model.trainable_variables
+    # What each rank holds; the one model and its optimizer take it up in turn.
+    held = [{v.path: np.array(v) for v in (*weights, *slots)} for _ in range(world.size)]
     counts, steps, per_epoch = np.zeros(world.size), 0, -(-SAMPLES // BATCH)
 
-    def average(variables: Sequence[Sequence[Any]]) -> None:
+    def average(variables: Sequence[Any]) -> None:
         shares = counts / counts.sum() if counts.any() else np.full(world.size, 1 / world.size)
-        for same in zip(*variables, strict=True):
-            mean = sum(share * np.array(variable) for share, variable in zip(shares, same, strict=True))
-            for variable in same:
-                variable.assign(mean)
+        for path in (v.path for v in variables):
+            mean = sum(share * own[path] for share, own in zip(shares, held, strict=True))
+            for own in held:
+                own[path] = mean
 
-    for number, (inputs, targets) in enumerate(batches_of(*wide_data("float64")), 1):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+    for number, (inputs, targets) in enumerate(batches, 1):
+        for rank, own in enumerate(held):
             part = slice(rank * len(inputs) // world.size, (rank + 1) * len(inputs) // world.size)
-            with tf.GradientTape() as tape:
-                mean = tf.reduce_mean(per_sample(targets[part], model(inputs[part], training=True)))
-            gradients = tape.gradient(mean, [v.value for v in model.trainable_variables])
-            optimizer.apply(gradients, model.trainable_variables)
+            for variable in (*weights, *slots):
+                variable.assign(own[variable.path])
+            step(inputs[part], targets[part])
+            own.update({v.path: np.array(v) for v in (*weights, *slots)})
             counts[rank] += part.stop - part.start
         steps += 1
         ends_epoch = number % per_epoch == 0
@@ -243,7 +237,7 @@ def local_reference(world: World, optimizers: Sequence[Any], period: int, averag
                 average(weights)
             average(slots)
             counts[:], steps = 0, 0
-    return [np.array(weight) for weight in models[0].get_weights()]
+    return [held[0][variable.path] for variable in model.weights]
 
 
 def check_local_steps_follow_their_definition(world: World) -> None:
@@ -257,7 +251,7 @@ def check_local_steps_follow_their_definition(world: World) -> None:
         x, y = wide_data("float64")
         trainer.fit((x, y), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, validation_data=(x, y))
         assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
-        expected = local_reference(world, [momentum() for _ in range(world.size)], 3, average_slots)
+        expected = local_reference(world, momentum(), 3, average_slots)
         error = relative_error(trainer.model.get_weights(), expected)
         assert error <= 1e-9, f"average_slots={average_slots}: {error:.2e}"
 

@@ -9,6 +9,7 @@ from tests.entry.docs.pages import PAGES, blocks_of, commands_of, text_of
 from tests.launching import has_launcher, hvdtrain, run
 
 NOT_RUN = {
+    "launch/setup.sh --gpu": "tests/entry/test_setup.py, and launch/test.sh --gpu-build",
     "launch/setup.sh": "tests/entry/test_setup.py",
     "launch/train.sh": "tests/entry/test_setup.py",
     "launch/test.sh": "this is it",
@@ -17,6 +18,8 @@ NOT_RUN = {
     "module load gcc openmpi": "needs a cluster",
     "python -m hvdtrain setup --mpi system": "needs a cluster",
     "python3 -m venv venv && source venv/bin/activate": "tests/entry/test_wheel.py",
+    "horovodrun -np 2 python -m hvdtrain.horovod.data.compute_worker service.json --dispatchers 1 "
+    "--dispatcher-side compute": "tests/entry/test_tf_data_service.py",
     "pip install hvdtrain": "tests/entry/test_wheel.py, from a wheel",
     "python -m hvdtrain setup": "tests/entry/test_wheel.py",
     "source venv/bin/activate": "tests/entry/test_wheel.py",
@@ -27,6 +30,7 @@ NOT_RUN = {
     "pip install 'tf_keras>=2.21,<2.22'": "it is among the test packages",
     "python -m hvdtrain doctor --script train.py": "tests/entry/test_migration.py",
     "python -m hvdtrain doctor --script train.py --write": "tests/entry/test_migration.py",
+    "python -m hvdtrain doctor --script . --all": "tests/entry/test_migration.py",
     "python -m hvdtrain cifar10 --data-args path photos.tar.gz validation 500": "tests/entry/test_data.py",
     "python -m hvdtrain data pack photos.tar.gz packed --validation 500": "tests/entry/test_data_pack.py",
     "python -m hvdtrain cifar10 --data tfrecord --data-args path packed --cache file": "tests/entry/test_data_pack.py",
@@ -43,6 +47,10 @@ NOT_RUN = {
     "python -m hvdtrain bench collectives --sizes 1KB 1MB 100MB": "tests/entry/test_bench.py, small",
     "python -m hvdtrain bench compare bench/2026-11-21-2-cores bench/2026-11-22-2-cores": "tests/entry/test_bench.py",
     "python -m hvdtrain bench --autotune": "tests/entry/test_bench.py, small",
+    "python -m hvdtrain bench --parallel --ranks 2 4": "takes minutes; tests/entry/test_bench.py, small",
+    "python -m hvdtrain checkpoint list run": "tests/entry/test_checkpoint.py",
+    "python -m hvdtrain checkpoint verify run": "tests/entry/test_checkpoint.py",
+    "python -m hvdtrain checkpoint export run --checkpoint best --to best.keras": "tests/entry/test_checkpoint.py",
     "python -m hvdtrain evaluate runs/flowers --data-args path more_flowers": "tests/entry/test_after_training.py",
     "python -m hvdtrain evaluate runs/flowers --data tfrecord --data-args path packed --checkpoint best": (
         "tests/entry/test_after_training.py"
@@ -64,6 +72,9 @@ NOT_RUN = {
         "too many ranks for 2 cores; tests/distributed has several servers"
     ),
     "horovodrun -np 4 python -m hvdtrain digits --zero 1": "tests/entry/test_update_rules.py, 2 ranks",
+    "horovodrun -np 4 python -m hvdtrain gpt_char --zero 3 --zero-prefetch 1": (
+        "tests/entry/test_update_rules.py, 2 ranks"
+    ),
     "mkdir -p ~/.local/share/bash-completion/completions ~/.config/fish/completions": "in the user's home",
     "hvdtrain completion bash > ~/.local/share/bash-completion/completions/hvdtrain": "tests/unit/test_console.py",
     "hvdtrain completion fish > ~/.config/fish/completions/hvdtrain.fish": "tests/unit/test_console.py",

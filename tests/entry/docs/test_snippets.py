@@ -75,11 +75,20 @@ def test_every_loop_lowers_its_loss(job):
 def test_the_pages_warn_of_nothing(job):
     lines = re.findall(r".*(?:WARNING|warning:|DeprecationWarning).*", job.text)
     # One process runs what a reader runs as several scripts, and the machine may be busy.
-    harmless = ("before absl::InitializeLog", "triggered tf.function retracing", "steps wait for data")
+    harmless = (
+        "before absl::InitializeLog",
+        "triggered tf.function retracing",
+        "steps wait for data",
+        "is skipped: NaN",
+    )
     assert [line for line in lines if not any(text in line for text in harmless)] == []
 
 
 def test_blocks_that_are_not_run_are_few_and_say_why():
     """A new one belongs here: everybody sees what a reader cannot rely on."""
-    skipped = [block.place for page in PAGES for block in blocks_of(page) if block.not_run]
-    assert skipped == []
+    skipped = [(page, block.not_run) for page in PAGES for block in blocks_of(page) if block.not_run]
+    why = "since a job has one layout"
+    assert skipped == [
+        ("docs/parallel.md", f"tests/entry/test_context_parallel.py runs it, {why}"),
+        ("docs/parallel.md", f"tests/entry/test_pipeline.py runs it, {why}"),
+    ]

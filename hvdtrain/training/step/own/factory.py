@@ -13,10 +13,13 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.source import Source
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer, refuse_exchange_of_microbatches
+from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.state.optimizers import MAIN, optimizers_of
+from hvdtrain.state.placement import placement_of
 from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.assembly import splits_sequences
 from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.objective.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.options import StepOptions
@@ -154,8 +157,15 @@ def _refuse_unfit(backend: Backend, model: Any, options: StepOptions) -> None:
         "jit": options.jit,
         "recompute": options.recompute,
         chosen_rule(options): chosen_rule(options) != DEFAULT,
+        f"on_bad_step={options.on_bad_step!r}": options.on_bad_step != "raise",
+        "spike_threshold": options.spike_threshold is not None,
         # The gradients that ranks owe one another would count by the samples of the wrong rank.
         "SyncBatchNormalization": bool(sync_layers(model)),
+        # Samples that a rank holds in place of its own would count in the others' gradients.
+        **{f"{type(layer).__name__} along ep": layer.divided for layer in exchanging_layers(model)},
+        # Of some gradients each rank has a part, which its step would not add up.
+        "the axis cp of --parallel": splits_sequences(model),
+        "the axis tp of --parallel": any("tp" in placed.axes for v in model.variables if (placed := placement_of(v))),
     }
     if backend.capabilities.needs_builders:
         raise ConfigError(

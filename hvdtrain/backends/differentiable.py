@@ -1,0 +1,127 @@
+"""Collectives with the gradients that belong to them, for what is split within one replica of a model.
+
+Each is the adjoint of its partner: where one gathers in the forward pass, the other is what the backward pass does.
+Horovod's own registered gradients are not used: those of its all-gather and reduce-scatter are wrong by a factor of the
+number of ranks. The pairs are those of Shoeybi et al. 2019 (arXiv:1909.08053, f and g) and Korthikanti et al. 2022
+(arXiv:2205.05198, g and its conjugate along the sequence).
+
+Every call has a name, which the ranks of the group share, and which tells it from every other one in a step; the
+backward pass uses the name with `/back`.
+"""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Collectives
+
+
+def copy_to(x: tf.Tensor, group: Collectives, *, name: str) -> tf.Tensor:
+    """Return `x`, which all ranks hold alike and each uses in its own way: gradients are added up."""
+    return _pair(x, lambda value: value, lambda dy: group.all_reduce(dy, name=f"{name}/back"))
+
+
+def sum_from(x: tf.Tensor, group: Collectives, *, name: str) -> tf.Tensor:
+    """Return the sum of the ranks' `x`, which all go on to use alike: each has the whole gradient."""
+    return _pair(x, lambda value: group.all_reduce(value, name=name), lambda dy: dy)
+
+
+def gather_from(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Tensor:
+    """Return the ranks' slices side by side along `dim`, for what all go on to do alike: each keeps its slice of the
+    gradient.
+    """
+    return _pair(x, lambda value: _gathered(value, group, dim, name), lambda dy: _own_part(dy, group, dim))
+
+
+def slice_to(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Tensor:
+    """Return this rank's slice along `dim` of an `x` that all ranks hold alike: the slices' gradients are gathered."""
+    return _pair(x, lambda value: _own_part(value, group, dim), lambda dy: _gathered(dy, group, dim, f"{name}/back"))
+
+
+def gather_to(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Tensor:
+    """Return the ranks' slices side by side along `dim`, for each to use in its own way: gradients are added up, and
+    each rank keeps its slice of the sum.
+    """
+    return _pair(
+        x,
+        lambda value: _gathered(value, group, dim, name),
+        lambda dy: _summed_part(dy, group, dim, f"{name}/back"),
+    )
+
+
+def sum_slices_from(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Tensor:
+    """Return this rank's slice along `dim` of the sum of the ranks' `x`: the slices' gradients are gathered."""
+    return _pair(
+        x,
+        lambda value: _summed_part(value, group, dim, name),
+        lambda dy: _gathered(dy, group, dim, f"{name}/back"),
+    )
+
+
+def exchange_parts(x: tf.Tensor, group: Collectives, cut: int, joined: int, *, name: str) -> tf.Tensor:
+    """Cut `x` along the dim `cut` into one part for each rank, and join what came along the dim `joined`.
+
+    With `cut` and `joined` swapped it is its own inverse, and its own adjoint. The dim `cut` must be a static multiple
+    of the number of ranks; all ranks must have the same shape.
+    """
+    return _pair(
+        x,
+        lambda value: _exchanged(value, group, cut, joined, name),
+        lambda dy: _exchanged(dy, group, joined, cut, f"{name}/back"),
+    )
+
+
+def _pair(
+    x: tf.Tensor, forward: Callable[[tf.Tensor], tf.Tensor], backward: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
+    @tf.custom_gradient
+    def apply(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return tf.identity(forward(value)), backward
+
+    return apply(x)
+
+
+def _first(x: tf.Tensor, dim: int) -> tuple[tf.Tensor, list[int]]:
+    """Return `x` with `dim` as its first dim, and the order that puts it back."""
+    rank = x.shape.rank
+    dim %= rank
+    order = [dim, *(i for i in range(rank) if i != dim)]
+    back = [order.index(i) for i in range(rank)]
+    return (x, back) if dim == 0 else (tf.transpose(x, order), back)
+
+
+def _gathered(x: tf.Tensor, group: Collectives, dim: int, name: str) -> tf.Tensor:
+    if group.size == 1:
+        return x
+    first, back = _first(x, dim)
+    whole = group.all_gather(first, name=name)
+    if first.shape[0] is not None:
+        whole = tf.ensure_shape(whole, [first.shape[0] * group.size, *first.shape[1:]])
+    return whole if dim == 0 else tf.transpose(whole, back)
+
+
+def _summed_part(x: tf.Tensor, group: Collectives, dim: int, name: str) -> tf.Tensor:
+    """Sum by an all-to-all: both controllers take less time for it than for their own reduce-scatter."""
+    if group.size == 1:
+        return x
+    first, back = _first(x, dim)
+    rows = tf.shape(first)[0] // group.size
+    parts = tf.reshape(group.all_to_all(first, name=name), tf.concat([[group.size, rows], tf.shape(first)[1:]], 0))
+    mine = tf.reduce_sum(parts, 0)
+    static = None if first.shape[0] is None else first.shape[0] // group.size
+    mine = tf.ensure_shape(mine, [static, *first.shape[1:]])
+    return mine if dim == 0 else tf.transpose(mine, back)
+
+
+def _own_part(x: tf.Tensor, group: Collectives, dim: int) -> tf.Tensor:
+    return x if group.size == 1 else tf.split(x, group.size, axis=dim)[group.index]
+
+
+def _exchanged(x: tf.Tensor, group: Collectives, cut: int, joined: int, name: str) -> tf.Tensor:
+    if group.size == 1:
+        return x
+    parts = tf.stack(tf.split(x, group.size, axis=cut))
+    flat = tf.reshape(parts, tf.concat([[-1], tf.shape(parts)[2:]], 0))
+    came = tf.reshape(group.all_to_all(flat, name=name), tf.shape(parts))
+    came.set_shape(parts.shape)
+    return tf.concat(tf.unstack(came, num=group.size), axis=joined)

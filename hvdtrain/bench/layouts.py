@@ -1,0 +1,105 @@
+"""The layouts of ranks that `bench --parallel` compares, and the bytes that they send by formula. No TensorFlow."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.registry import suggestion
+
+BASELINE = "dp"
+"""The layout that times and memory are compared with."""
+MICROBATCHES = 4
+"""Of a step of a pipeline."""
+FORMULA = (
+    "Megabytes that all ranks together send in a step, by formula, in float32 elements for n ranks, P parameters, B "
+    "samples of L tokens, width d and depth l: dp, --zero 1 and --zero 2 send 2 (n - 1) P (reduce-scatter and "
+    "all-gather of a ring), --zero 3 3 (n - 1) P, tp 2 (n - 1) B L d (4 l + 2) (a sum of activations after each "
+    "attention and each MLP and one before each in the backward pass, one of embeddings, and one of the gradient "
+    "before the logits), pp 2 (n - 1) B L d (activations forward, gradients back). Norms, totals and statistics of the "
+    "cross-entropy are left out. Counted are the bytes on the loopback, which Gloo alone uses, divided by all steps, "
+    "with what the launcher and the ranks tell one another."
+)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Sizes of a language model."""
+
+    about: str
+    depth: int
+    width: int
+    heads: int
+    length: int
+    vocabulary: int
+    batch: int
+
+
+MODELS = {
+    "lm": Transformer("13 M parameters", 6, 320, 10, 128, 8192, 16),
+    "gpt": Transformer("110 M parameters", 12, 768, 12, 128, 16384, 8),
+    "tiny": Transformer("to see that it works", 4, 32, 4, 16, 64, 8),
+}
+
+
+def layouts(ranks: int) -> dict[str, list[str]]:
+    """Return the options of each layout of so many ranks, by name."""
+    pipeline = ["--accumulate", str(MICROBATCHES)]
+    found = {
+        BASELINE: [],
+        **{f"zero={stage}": ["--zero", str(stage)] for stage in (1, 2, 3)},
+        "tp": ["--parallel", f"tp={ranks}"],
+        "sp": ["--parallel", f"tp={ranks}", "--sequence-parallel"],
+        "cp": ["--parallel", f"cp={ranks}"],
+        "pp": ["--parallel", f"pp={ranks}", *pipeline],
+        f"dp,accumulate={MICROBATCHES}": pipeline,
+    }
+    if ranks % 2 == 0 and ranks > 2:
+        found["dp,tp=2"] = ["--parallel", "tp=2"]
+        found["dp,tp=2,zero=1"] = ["--parallel", "tp=2", "--zero", "1"]
+        found["dp,pp=2"] = ["--parallel", "pp=2", *pipeline]
+        found[f"pp={ranks // 2},tp=2"] = ["--parallel", f"pp={ranks // 2},tp=2", *pipeline]
+    return found
+
+
+def options_of(layout: str, ranks: int) -> list[str]:
+    """Return the options of a layout.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    known = layouts(ranks)
+    if layout not in known:
+        nearest = suggestion(layout, dict.fromkeys(known, ""))
+        raise ConfigError(
+            f"bench --parallel has no layout {layout!r} of {ranks} ranks.{nearest} Available: {' '.join(known)}."
+        )
+    return known[layout]
+
+
+def words_of(layout: str, model: str, ranks: int, steps: int, folder: Path) -> list[str]:
+    """Return the arguments of `train` for a layout, with the batch of all ranks the same in all of them."""
+    its = MODELS[model]
+    sizes = ["depth", its.depth, "width", its.width, "heads", its.heads]
+    data = ["length", its.length, "vocabulary", its.vocabulary, "samples", its.batch * steps]
+    return [
+        *("lm_synthetic", "--model-args", *map(str, sizes), "--data-args", *map(str, data)),
+        *("--batch", str(its.batch), "--epochs", "1", "--log-every", str(steps), "--plots", "False"),
+        *("--checkpoint-every", "1000000", "--schedule", "constant", "--warmup-steps", "0"),
+        *("--run-dir", str(folder), *options_of(layout, ranks)),
+    ]
+
+
+def sent_mb(layout: str, model: str, ranks: int, parameters: int) -> float | None:
+    """Return the megabytes that all ranks send in a step, see `FORMULA`; None for a layout without a formula."""
+    its = MODELS[model]
+    activations = its.batch * its.length * its.width
+    elements = {
+        BASELINE: 2 * parameters,
+        f"dp,accumulate={MICROBATCHES}": 2 * parameters,
+        "zero=1": 2 * parameters,
+        "zero=2": 2 * parameters,
+        "zero=3": 3 * parameters,
+        "tp": 2 * activations * (4 * its.depth + 2),
+        "pp": 2 * activations,
+    }.get(layout)
+    return None if elements is None else 4 * (ranks - 1) * elements / 1e6

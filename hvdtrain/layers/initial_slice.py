@@ -1,0 +1,55 @@
+"""Initial values of a slice of a variable: those that the whole would have there, which is never drawn."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import tensorflow as tf
+
+_PHILOX = 1
+"""TensorFlow's number of the generator Philox (Salmon et al. 2011): 128 random bits of each value of its counter."""
+_AT_ONCE = 2**20
+"""Elements of whole rows that are drawn at once where a slice of their columns is kept."""
+
+
+def uniform_slice(shape: Sequence[int], box: Sequence[slice], *, seed: int, bound: float, dtype: str) -> tf.Tensor:
+    """Return a slice of what `keras.initializers.RandomUniform(-bound, bound, seed)` draws for the whole tensor.
+
+    No more is in memory than the slice and a million elements.
+
+    Args:
+        shape: of the whole tensor.
+        box: the slice: one Python slice with start and stop for each dim.
+        seed: of this tensor.
+        bound: of the values.
+        dtype: of the values.
+    """
+    columns, others = prod(shape[1:]), tuple(box[1:])
+    all_of_a_row = others == tuple(slice(0, size) for size in shape[1:])
+    most = max(1, _AT_ONCE // max(1, columns))
+    pieces = []
+    for begin, end in [(box[0].start, box[0].stop)] if all_of_a_row else _chunks(box[0], most):
+        flat = uniform_range(begin * columns, (end - begin) * columns, seed=seed, bound=bound, dtype=dtype)
+        pieces.append(tf.reshape(flat, [end - begin, *shape[1:]])[(slice(None), *others)])
+    return tf.concat(pieces, 0) if pieces else tf.zeros([part.stop - part.start for part in box], dtype)
+
+
+def _chunks(rows: slice, most: int) -> Iterator[tuple[int, int]]:
+    for begin in range(rows.start, rows.stop, most):
+        yield begin, min(begin + most, rows.stop)
+
+
+def uniform_range(first: int, count: int, *, seed: int, bound: float, dtype: str) -> tf.Tensor:
+    """Return elements `first` to `first + count` of what Keras draws for a tensor of that size or any larger one.
+
+    Its generator makes numbers of a counter, which may begin anywhere.
+    """
+    kind = tf.as_dtype(dtype)
+    each = 2 if kind == tf.float64 else 4
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=tf.constant([seed, 0]))
+    counter += tf.constant([first // each, 0], tf.uint64)
+    before = first % each
+    values = tf.raw_ops.StatelessRandomUniformV2(
+        shape=[before + count], key=key, counter=counter, alg=_PHILOX, dtype=kind
+    )
+    low, high = (tf.cast(tf.constant(edge, tf.float32), kind) for edge in (-bound, bound))  # as Keras rounds them
+    return values[before:] * (high - low) + low

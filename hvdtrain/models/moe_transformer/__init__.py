@@ -1,0 +1,1 @@
+"""A transformer with a mixture of experts in every other block."""

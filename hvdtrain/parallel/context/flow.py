@@ -1,0 +1,196 @@
+"""Follow slices of a sequence through a model, and refuse what would look at other positions than a rank has.
+
+As `parallel/tensor/flow/check.py` does for slices of features: the model is traced whole and with slices, and each
+operation between the layers that are known must compute every position from itself alone. Gradients need no look: each
+rank's are those of its own positions, and are added up.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.context.positions import POSITION_DIM
+from hvdtrain.parallel.tensor.flow.check import place_of
+from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, OF_SHAPE, Layout, of_constants, outputs_of
+from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations
+
+WHOLE = Layout()
+_TAKE_SHAPES = ("Reshape", "BroadcastTo", "StridedSlice", "Slice", "Pack", "ConcatV2", *FILLED)
+_RANDOM = ("Random", "StatelessRandom")
+
+
+def follow(sliced: Trace, whole: Trace, ranks: int) -> None:
+    """Check that a model computes from slices of its sequences what it computes from whole ones.
+
+    Args:
+        sliced: a trace of the model with slices.
+        whole: a trace of the same model with whole sequences.
+        ranks: how many slices there are.
+
+    Raises:
+        ConfigError: naming the layer that looks at other positions, or at their number.
+    """
+    walk = _Walk(sliced)
+    walk.go()
+    if not same_operations(whole.operations, sliced.operations):
+        raise ConfigError(
+            "The model computes something else from a slice of a sequence than from all of it, as its code looks at "
+            "the length: leave cp out of --parallel."
+        )
+    for mine, theirs in zip(sliced.operations, whole.operations, strict=True):
+        _compare_constants(mine, theirs)
+        for tensor, other in zip(mine.outputs, theirs.outputs, strict=True):
+            _confirm(tensor, other, walk.layout_of(tensor), ranks)
+    walk.check_outputs(ranks)
+
+
+class _Walk:
+    """Goes through the operations of a trace in their order."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._layouts: dict[str, Layout] = {}
+        self._lengths: set[str] = set()
+        """Names of tensors that were computed from the length of a slice."""
+        self._operations = list(trace.graph.get_operations())
+
+    def layout_of(self, tensor: Any) -> Layout:
+        return self._layouts.get(tensor.name, WHOLE)
+
+    def go(self) -> None:
+        calls = [call for call in self._trace.calls if call.begin < call.end]
+        ends, begins = {call.end: call for call in calls}, {call.begin: call for call in calls}
+        between = {id(op) for op in self._trace.operations}
+        for place, op in enumerate([*self._operations, None]):
+            if place in ends:
+                self._leave(ends[place])
+            if place in begins:
+                self._arrive(begins[place])
+            if op is not None and id(op) in between:
+                self._pass(op)
+
+    def _arrive(self, call: Any) -> None:
+        """Check what a known layer takes: slices, wholes, or either."""
+        taken = {tensor.name: tensor.shape.rank + dim for tensor, dim in call.takes}
+        passed = {tensor.name: moved for tensor, _, moved in call.passes}
+        for op in self._operations[call.begin : call.end]:
+            for tensor in op.inputs:
+                if tensor.name not in self._layouts:
+                    continue
+                layout, dim = self._layouts[tensor.name], taken.get(tensor.name)
+                if tensor.name in passed and (layout.dim is None or passed[tensor.name](layout.dim) is not None):
+                    continue
+                if layout.dim != dim:
+                    raise ConfigError(_unlike(call.layer, layout, tensor, dim))
+
+    def _leave(self, call: Any) -> None:
+        given = {tensor.name: tensor.shape.rank + dim for tensor, dim in call.gives}
+        for tensor, output, moved in call.passes:
+            dim = self.layout_of(tensor).dim
+            if dim is not None:
+                given[output.name] = moved(dim)
+        for op in self._operations[call.begin : call.end]:
+            for output in op.outputs:
+                self._layouts[output.name] = Layout(given.get(output.name), call.layer)
+
+    def _pass(self, op: Any) -> None:
+        inputs = [self.layout_of(tensor) for tensor in op.inputs]
+        if any(layout.dim is not None for layout in inputs):
+            outputs: Sequence[Layout] = self._of_slices(op, inputs)
+        elif op.type == "ReadVariableOp":
+            # States of random generators: what they draw for slices serves as well.
+            outputs = [Layout(constant=op.outputs[0].dtype.is_integer)]
+        elif op.type != "Placeholder" and all(layout.constant for layout in inputs):
+            outputs = [of_constants(op, inputs)] * len(op.outputs)
+            self._note_length(op)
+        else:
+            outputs = [WHOLE] * len(op.outputs)
+        for tensor, layout in zip(op.outputs, outputs, strict=True):
+            self._layouts[tensor.name] = layout
+
+    def _of_slices(self, op: Any, inputs: list[Layout]) -> Sequence[Layout]:
+        outputs = outputs_of(op, inputs)
+        if op.type in OF_SHAPE:
+            self._lengths.update(tensor.name for tensor in op.outputs)
+        counts = op.type in ELEMENTWISE and any(tensor.name in self._lengths for tensor in op.inputs)
+        if outputs is None or counts:
+            what = "computes with the length of the sequence" if counts else "looks at several positions"
+            raise ConfigError(
+                f"{place_of(op)} {what}, of which each rank along cp has a slice ({op.type}). Each position must be "
+                "computed from itself alone, but for MultiHeadAttention and GroupQueryAttention: leave the layer out, "
+                "or cp in --parallel."
+            )
+        return outputs
+
+    def _note_length(self, op: Any) -> None:
+        if op.type in _TAKE_SHAPES[:2] or op.type in FILLED or op.type.startswith(_RANDOM):
+            return
+        if any(tensor.name in self._lengths for tensor in op.inputs):
+            self._lengths.update(tensor.name for tensor in op.outputs)
+
+    def check_outputs(self, ranks: int) -> None:
+        """Refuse outputs that are not slices of the positions.
+
+        Raises:
+            ConfigError: an output of whole samples.
+        """
+        for tensor in self._trace.outputs:
+            if self.layout_of(tensor).dim != POSITION_DIM:
+                raise ConfigError(
+                    f"cp={ranks} cuts sequences, and each output must have one value for each position, [batch, "
+                    f"positions, …]. Received: an output of the shape {tuple(tensor.shape)} that is no slice. Leave cp "
+                    "out of --parallel for a model that puts sequences together."
+                )
+
+
+def _confirm(tensor: Any, whole: Any, layout: Layout, ranks: int) -> None:
+    """Compare the shape of a tensor with that of whole sequences."""
+    if tensor.shape.rank is None or whole.shape.rank is None or layout.constant:
+        return
+    longer = [
+        length * ranks if dim == layout.dim and length is not None else length
+        for dim, length in enumerate(tensor.shape.as_list())
+    ]
+    if len(longer) == whole.shape.rank and all(
+        None in pair or pair[0] == pair[1] for pair in zip(longer, whole.shape.as_list(), strict=True)
+    ):
+        return
+    raise ConfigError(
+        f"{place_of(tensor.op)} gives the shape {tuple(tensor.shape)} of a slice of a sequence, and "
+        f"{tuple(whole.shape)} of all of it: it does not compute each position from itself alone. Leave the layer out, "
+        "or cp in --parallel."
+    )
+
+
+def _compare_constants(mine: Any, theirs: Any) -> None:
+    """Refuse a number that was computed from the length of the sequence when the model was traced."""
+    if mine.type != "Const":
+        return
+    value, whole = (tf.get_static_value(op.outputs[0]) for op in (mine, theirs))
+    if value is None or whole is None or value.tobytes() == whole.tobytes():
+        return
+    users = mine.outputs[0].consumers()
+    if value.dtype.kind in "iu" and all(u.type in _TAKE_SHAPES or u.type.startswith(_RANDOM) for u in users):
+        return
+    place = place_of(users[0]) if users else place_of(mine)
+    raise ConfigError(
+        f"{place} computes with the length of the sequence, of which each rank along cp has a slice: {whole} for "
+        f"all of it, and {value} for a slice. Leave the layer out, or cp in --parallel."
+    )
+
+
+def _unlike(layer: str, layout: Layout, tensor: Any, place: int | None) -> str:
+    shape = tuple(tensor.shape)
+    if layout.dim is None:
+        return (
+            f"{layer} is given whole sequences of the shape {shape}, and exchanges slices along cp. Sequences are cut "
+            "where an Embedding looks them up; for other inputs name the layer behind which they are cut: "
+            'hvdtrain.parallelize(model, {"LAYER/output": (None, "cp", None)}).'
+        )
+    wanted = "whole sequences" if place is None else f"slices along dim {place}"
+    return (
+        f"{layer} needs {wanted}, and is given a slice along dim {layout.dim} of {shape} by {layout.origin}: it does "
+        "not compute each position from itself alone. Leave the layer out, or cp in --parallel."
+    )

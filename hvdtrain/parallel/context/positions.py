@@ -1,0 +1,149 @@
+"""Outputs of a model of which each rank has a slice of the positions, and the targets that belong to it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.differentiable import gather_to
+from hvdtrain.backends.protocol import Collectives
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.runtime.compiled import numbered
+
+POSITION_DIM = 1
+"""The dim of tensors [batch, positions, …] that is cut."""
+_ATTRIBUTE = "_hvdtrain_positions"
+_LAYOUT = "_hvdtrain_position_slices"
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Which slice of a sequence a rank has."""
+
+    index: int
+    ranks: int
+
+    def of(self, tensor: Any, dim: int = POSITION_DIM, *, what: str = "sequence") -> Any:
+        """Return this rank's slice of `tensor` along `dim`.
+
+        Raises:
+            ConfigError: a length that the ranks do not divide, if it is known before the tensor is; otherwise the step
+                fails.
+        """
+        length = tensor.shape[dim]
+        if length is not None and length % self.ranks:
+            raise ConfigError(
+                f"cp={self.ranks} does not divide the {length} positions of the {what}: choose a cp that does, or pad "
+                f"the sequences. Received: the shape {tuple(tensor.shape)}."
+            )
+        known = tf.shape(tensor)[dim] if length is None else length
+        share = known // self.ranks
+        checks = [] if length is not None else [tf.debugging.assert_equal(share * self.ranks, known, _undivided(what))]
+        with tf.control_dependencies([check for check in checks if check is not None]):
+            own = [slice(None)] * dim + [slice(self.index * share, (self.index + 1) * share)]
+            return tensor[tuple(own)]
+
+
+def _undivided(what: str) -> str:
+    return f"cp must divide the positions of the {what}: choose a cp that does, or pad the sequences."
+
+
+class PositionSlices:
+    """Lets whoever calls a model get outputs of all positions, unless within `kept`.
+
+    Args:
+        exchange: the ranks that have the other slices.
+    """
+
+    def __init__(self, exchange: Collectives) -> None:
+        self._exchange = exchange
+        self._positions = Positions(exchange.index, exchange.size)
+        self._kept = False
+
+    def install(self, model: Any) -> None:
+        """Replace the call of `model`, all of whose outputs are slices."""
+        sliced_call = model.call
+
+        def call(*args: Any, **options: Any) -> Any:
+            outputs = sliced_call(*args, **options)
+            return self.tagged(outputs) if self._kept else tf.nest.map_structure(self._gathered, outputs)
+
+        vars(model)["call"] = call
+        vars(model)[_LAYOUT] = self
+
+    def tagged(self, outputs: Any) -> Any:
+        """Mark `outputs` as slices."""
+        for tensor in tf.nest.flatten(outputs):
+            setattr(tensor, _ATTRIBUTE, self._positions)
+        return outputs
+
+    def _gathered(self, tensor: Any) -> Any:
+        return gather_to(tensor, self._exchange, POSITION_DIM, name=numbered("context/outputs"))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let callers of the model get slices inside this context."""
+        before, self._kept = self._kept, True
+        try:
+            yield
+        finally:
+            self._kept = before
+
+
+def sliced_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call `forward`, which is `model` or calls its layers, and leave outputs that are slices as they are."""
+    slices: PositionSlices | None = vars(model).get(_LAYOUT)
+    if slices is None:
+        return forward(*args, **options)
+    with slices.kept():
+        return slices.tagged(forward(*args, **options))
+
+
+def positions_of(output: Any) -> Positions | None:
+    """Return which slice of the positions `output` has; None if it has all."""
+    return getattr(output, _ATTRIBUTE, None)
+
+
+def with_positions(output: Any, positions: Positions) -> Any:
+    """Return the slice of an `output` of all positions that the rank at `positions` would have."""
+    own = tf.identity(positions.of(output))
+    setattr(own, _ATTRIBUTE, positions)
+    return own
+
+
+def belonging(output: Any, targets: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Return the targets and weights of those positions that `output` has.
+
+    Weights of whole samples, [samples] or [samples, 1], hold for each position.
+
+    Raises:
+        ConfigError: targets that are not one for each position.
+    """
+    positions = positions_of(output)
+    if positions is None:
+        return targets, sample_weight
+    targets = _of_positions(targets, output, positions, "targets")
+    if sample_weight is None or _of_samples(sample_weight):
+        return targets, sample_weight
+    return targets, _of_positions(sample_weight, output, positions, "sample weights")
+
+
+def _of_samples(sample_weight: Any) -> bool:
+    return sample_weight.shape.rank == 1 or list(sample_weight.shape[1:]) == [1]
+
+
+def _of_positions(tensor: Any, output: Any, positions: Positions, what: str) -> Any:
+    tensor = tf.convert_to_tensor(tensor)
+    length = output.shape[POSITION_DIM]
+    fits = tensor.shape.rank is not None and tensor.shape.rank > POSITION_DIM
+    if fits and None not in (length, tensor.shape[POSITION_DIM]):
+        fits = tensor.shape[POSITION_DIM] == length * positions.ranks
+    if not fits:
+        whole = None if length is None else length * positions.ranks
+        raise ConfigError(
+            f"cp={positions.ranks} cuts {what} along the sequence, [batch, {whole}, …], as it does the outputs. "
+            f"Received: {what} of the shape {tuple(tensor.shape)}. Leave cp out of --parallel."
+        )
+    return positions.of(tensor, what=what)

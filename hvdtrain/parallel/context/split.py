@@ -1,0 +1,138 @@
+"""Split the sequences that a model is given among the ranks along `cp`; start here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Collectives
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.exchanging import ExchangingLayer
+from hvdtrain.parallel.context.attention import split_attention
+from hvdtrain.parallel.context.cuts import cut_lookups, cut_output, is_embedding
+from hvdtrain.parallel.context.flow import follow
+from hvdtrain.parallel.context.group import Group
+from hvdtrain.parallel.context.positions import POSITION_DIM, PositionSlices
+from hvdtrain.parallel.context.products import is_dense, note_dense
+from hvdtrain.parallel.context.rules import AXIS, named_layers
+from hvdtrain.parallel.inputs import input_specs
+from hvdtrain.parallel.tensor.flow.trace import Trace, traced
+from hvdtrain.parallel.tensor.layers.attention import inner_layers, is_attention
+from hvdtrain.parallel.tensor.layers.base import described
+from hvdtrain.parallel.tensor.rules import Layout
+from hvdtrain.state.structure import structure_of
+
+
+def split_sequences(model: Any, exchange: Collectives, rules: Mapping[str, Layout], inputs: Any = None) -> None:
+    """Let `model` compute this rank's positions alone of the whole sequences that it is given.
+
+    Args:
+        model: a built Keras model, which is changed in place; its layers may hold slices along `tp`.
+        exchange: the ranks along `cp`, which are given the same samples.
+        rules: the layers behind which sequences are cut, besides embeddings.
+        inputs: a batch, or anything with its shapes, of a model of the user's own class.
+
+    Raises:
+        ConfigError: sizes that do not divide, or a layer that looks at several positions; it is named.
+    """
+    specs = input_specs(model, inputs)
+    group = Group(exchange)
+    _install(model, group, rules, _length_of(model, specs, exchange.size))
+    whole = _traced(model, specs, group)
+    group.cuts = True
+    follow(_traced(model, specs, group), whole, exchange.size)
+    PositionSlices(exchange).install(model)
+    model.split_along = (*getattr(model, "split_along", ()), AXIS)
+
+
+def _install(model: Any, group: Group, rules: Mapping[str, Layout], length: int) -> None:
+    layers = _layers(model)
+    projections = {id(inner) for layer in layers if is_attention(layer) for inner in inner_layers(layer)}
+    for layer in layers:
+        _refuse_unfit(layer)
+        if is_attention(layer):
+            split_attention(layer, group, f"context/{_name_of(model, layer)}")
+        elif is_embedding(layer):
+            cut_lookups(layer, group, length)
+        elif is_dense(layer) and id(layer) not in projections:
+            note_dense(layer, group)
+    for layer in named_layers(rules, layers):
+        cut_output(layer, group)
+
+
+def _layers(model: Any) -> list[Any]:
+    """Return every layer of `model` once."""
+    layers = model._flatten_layers(recursive=True, include_self=False)
+    return list({id(layer): layer for layer in layers if isinstance(layer, keras.Layer)}.values())
+
+
+def _name_of(model: Any, layer: Any) -> str:
+    """Return the structural path of an attention layer, the same in every process."""
+    path = structure_of(model).path(layer._query_dense._kernel)
+    return path.rpartition("/")[0].rpartition("/")[0] or str(layer.name)
+
+
+def _length_of(model: Any, specs: Any, ranks: int) -> int:
+    """Return the length of the sequences that `model` is given.
+
+    Raises:
+        ConfigError: there are none, their length is not known, or the ranks do not divide it.
+    """
+    first = next((spec for spec in tf.nest.flatten(specs) if len(spec.shape) > POSITION_DIM), None)
+    if first is None:
+        raise ConfigError(
+            f"cp={ranks} cuts sequences, inputs [batch, positions, …], and {model.name!r} has none. Leave cp out of "
+            "--parallel."
+        )
+    length = first.shape[POSITION_DIM]
+    if length is None:
+        raise ConfigError(
+            f"cp={ranks} cuts sequences of a known length, and {model.name!r} takes any: give keras.Input the length, "
+            "or parallelize the shapes of a batch, inputs=x[:1]."
+        )
+    if length % ranks:
+        raise ConfigError(
+            f"cp={ranks} does not divide the length of the sequences that {model.name!r} takes. Received: {length} "
+            "positions. Choose a cp that divides it, or another length."
+        )
+    return int(length)
+
+
+def _traced(model: Any, specs: Any, group: Group) -> Trace:
+    try:
+        trace = traced(model, specs, group.record)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, tf.errors.OpError) as error:
+        raise ConfigError(
+            f"{model.name!r} cannot be called with slices of its sequences: one meets a tensor of all positions. What "
+            'belongs to positions comes of an Embedding, or of a layer that a rule names, as in {"LAYER/output": '
+            f'(None, "cp", None)}}. TensorFlow says: {error}'
+        ) from error
+    for layer in _layers(model):
+        if layer._losses:
+            layer._clear_losses()
+            raise ConfigError(
+                f"{described(layer)} adds a loss, which would be that of a slice of each sequence: leave it out, or cp "
+                "in --parallel."
+            )
+    return trace
+
+
+def _refuse_unfit(layer: Any) -> None:
+    """Refuse a layer that looks at all tokens of a sample.
+
+    Raises:
+        ConfigError: experts, divided tables, or an activity regularizer.
+    """
+    if isinstance(layer, ExchangingLayer):
+        raise ConfigError(
+            f"{described(layer)} counts the tokens of whole samples for their way to other ranks, and along cp a rank "
+            "has slices of samples: leave the layer out, or cp in --parallel."
+        )
+    if getattr(layer, "activity_regularizer", None) is not None:
+        raise ConfigError(
+            f"The activity regularizer of {described(layer)} would look at a slice of each sequence: leave it out, or "
+            "cp in --parallel."
+        )

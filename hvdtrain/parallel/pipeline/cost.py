@@ -1,0 +1,42 @@
+"""An estimate of what a call of a layer costs, by which a model is cut into equal stages."""
+
+from math import prod
+from typing import Any
+
+import keras
+
+
+def flops(node: Any) -> float:
+    """Return the floating-point operations of one forward call for one sample, as an estimate.
+
+    A matrix product, a convolution and the like take two for each element of a kernel at each position of the output;
+    attention takes 4 x queries x keys x width besides, and an embedding or any other operation one for each element of
+    its output. Unknown dims, such as a sequence of any length, count as 1.
+    """
+    produced = float(sum(_elements(tensor) for tensor in node.outputs))
+    operation = node.operation
+    if not isinstance(operation, keras.Layer):
+        return produced
+    positions = max((_elements_before_last(tensor) for tensor in node.outputs), default=1)
+    inner = [each for each in operation._flatten_layers() if not isinstance(each, keras.layers.Embedding)]
+    kernels = [v for each in inner for v in (*each._trainable_variables, *each._non_trainable_variables)]
+    products = 2.0 * positions * sum(prod(v.shape) for v in kernels if len(v.shape) > 1)
+    return produced + products + sum(_attention(each, node) for each in inner)
+
+
+def _attention(layer: Any, node: Any) -> float:
+    if not isinstance(layer, keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention):
+        return 0.0
+    heads = getattr(layer, "num_heads", None) or layer.num_query_heads
+    width = heads * (getattr(layer, "key_dim", None) or layer.head_dim)
+    queries = _elements_before_last(node.outputs[0])
+    keys = max(_elements_before_last(tensor) for tensor in node.input_tensors)
+    return 4.0 * queries * keys * width
+
+
+def _elements(tensor: Any) -> int:
+    return prod(dim or 1 for dim in tensor.shape[1:])
+
+
+def _elements_before_last(tensor: Any) -> int:
+    return prod(dim or 1 for dim in tensor.shape[1:-1])

@@ -1,0 +1,170 @@
+"""Where a model is cut into stages: at equal cost, or before layers that the user names."""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.registry import suggestion
+from hvdtrain.parallel.pipeline.cost import flops
+from hvdtrain.parallel.pipeline.graph import Graph, graph_of, is_float, sliced_tensors, variables_of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model's graph, and the places between its stages."""
+
+    graph: Graph
+    bounds: tuple[int, ...]
+    """Stage s calls nodes bounds[s] to bounds[s + 1]."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.bounds) - 1
+
+    def nodes(self, stage: int) -> tuple[Any, ...]:
+        """Return what a stage calls."""
+        return self.graph.nodes[self.bounds[stage] : self.bounds[stage + 1]]
+
+    def incoming(self, stage: int) -> list[Any]:
+        """Return the symbolic tensors that a stage receives from the one before; the first receives none."""
+        return self.graph.crossing(self.bounds[stage]) if stage else []
+
+    def outgoing(self, stage: int) -> list[Any]:
+        """Return the symbolic tensors that a stage sends to the next; of the last, the model's outputs."""
+        return self.graph.crossing(self.bounds[stage + 1]) if stage + 1 < self.stages else list(self.graph.outputs)
+
+    def cost(self, stage: int) -> float:
+        """Return the estimated operations of a stage's forward pass for one sample."""
+        return sum(flops(node) for node in self.nodes(stage))
+
+    def first_names(self) -> list[str]:
+        """Return the name of the layer or operation that each stage begins with."""
+        return [self.nodes(stage)[0].operation.name for stage in range(self.stages)]
+
+
+def cut_model(model: Any, stages: int, first_layers: Sequence[str] = (), *, split: bool = False) -> Cut:
+    """Cut `model` into consecutive stages, each with variables to train.
+
+    Args:
+        model: a built Functional or Sequential model.
+        stages: their number.
+        first_layers: names of the layers that the second stage begins with, the third …; by default the cut makes the
+            largest estimated cost of a stage as small as possible, among the places where one tensor leads on.
+        split: whether layers are split along tp: stages exchange whole tensors, of which no rank has a slice.
+
+    Raises:
+        ConfigError: another model, one that has no such places, or names that do not fit.
+    """
+    graph = graph_of(model)
+    sliced = sliced_tensors(graph) if split else set()
+    if first_layers:
+        cut = Cut(graph, tuple(_named_bounds(model, graph, stages, first_layers)))
+        _refuse_slices(cut, sliced)
+        return cut
+    return Cut(graph, tuple(_equal_bounds(model, graph, stages, sliced)))
+
+
+def _refuse_slices(cut: Cut, sliced: AbstractSet[int]) -> None:
+    for stage in range(1, cut.stages):
+        tensor = next((tensor for tensor in cut.incoming(stage) if id(tensor) in sliced), None)
+        if tensor is not None:
+            raise ConfigError(
+                "Stages exchange whole tensors, and --pipeline-stages names a layer that takes a slice on each rank "
+                f"along tp. Received: {cut.first_names()[stage]}, which takes {tensor.name!r}. Name a layer before or "
+                "behind it, and leave out --sequence-parallel."
+            )
+
+
+def _equal_bounds(model: Any, graph: Graph, stages: int, sliced: AbstractSet[int]) -> list[int]:
+    everywhere = [
+        place
+        for place in range(1, len(graph.nodes))
+        if any(map(is_float, graph.crossing(place))) and sliced.isdisjoint(map(id, graph.crossing(place)))
+    ]
+    narrow = [place for place in everywhere if len(graph.crossing(place)) == 1]
+    for places in (narrow, everywhere):
+        bounds = _smallest_largest(graph, [0, *places, len(graph.nodes)], stages)
+        if bounds is not None:
+            return bounds
+    trained = sum(bool(_trained([node])) for node in graph.nodes)
+    if sliced and _smallest_largest(graph, list(range(len(graph.nodes) + 1)), stages) is not None:
+        raise ConfigError(
+            f"{type(model).__name__} {model.name!r} is split along tp so that it cannot be cut into {stages} stages: "
+            "they exchange whole tensors. Use fewer ranks along pp, and leave out --sequence-parallel."
+        )
+    raise ConfigError(
+        f"{type(model).__name__} {model.name!r} cannot be cut into {stages} stages that each have weights to train. "
+        f"Received: {trained} layer{'s' if trained != 1 else ''} with such weights. Use fewer ranks along pp, or fewer "
+        "--virtual-stages."
+    )
+
+
+def _smallest_largest(graph: Graph, places: Sequence[int], stages: int) -> list[int] | None:
+    """Return bounds among `places` that make the largest stage as small as possible; None if there are too few.
+
+    By dynamic programming: best[k][j] is the smallest largest cost of k stages that end at places[j].
+    """
+    costs = [0.0, *accumulate(map(flops, graph.nodes))]
+    has_weights = [0, *accumulate(int(bool(_trained([node]))) for node in graph.nodes)]
+    best: list[tuple[float, list[int]] | None] = [(0.0, [0]), *[None] * (len(places) - 1)]
+    for _ in range(stages):
+        after: list[tuple[float, list[int]] | None] = [None] * len(places)
+        for end in range(1, len(places)):
+            for begin in range(end):
+                before, first, last = best[begin], places[begin], places[end]
+                if before is None or has_weights[last] == has_weights[first]:
+                    continue
+                largest = max(before[0], costs[last] - costs[first])
+                known = after[end]
+                if known is None or largest < known[0]:
+                    after[end] = (largest, [*before[1], last])
+        best = after
+    return None if best[-1] is None else best[-1][1]
+
+
+def _named_bounds(model: Any, graph: Graph, stages: int, names: Sequence[str]) -> list[int]:
+    if len(names) != stages - 1:
+        raise ConfigError(
+            f"--pipeline-stages names the first layer of each stage but the first: {stages - 1} for {stages} stages. "
+            f"Received: {', '.join(names)}."
+        )
+    bounds = [0, *(_place(model, graph, name) for name in names), len(graph.nodes)]
+    for stage, (begin, end) in enumerate(pairwise(bounds)):
+        if begin >= end:
+            raise ConfigError(
+                "--pipeline-stages names layers in the order in which the model calls them, and not its first. "
+                f"Received: {', '.join(names)}."
+            )
+        if not _trained(graph.nodes[begin:end]):
+            raise ConfigError(
+                f"Stage {stage} of --pipeline-stages has no weights to train. Received: {', '.join(names)}. Name "
+                "layers that are farther apart."
+            )
+    return bounds
+
+
+def _place(model: Any, graph: Graph, name: str) -> int:
+    names = [node.operation.name for node in graph.nodes]
+    if name not in names:
+        raise ConfigError(
+            f"{type(model).__name__} {model.name!r} calls no layer {name!r}, which --pipeline-stages names."
+            f"{suggestion(name, dict.fromkeys(names, ''))}"
+        )
+    return names.index(name)
+
+
+def _trained(nodes: Sequence[Any]) -> list[Any]:
+    return [variable for variable in variables_of(nodes) if variable.trainable]
+
+
+def shared_variables(cut: Cut) -> dict[int, list[int]]:
+    """Return the stages that use each variable of several stages, by its id: weights that are tied."""
+    users: dict[int, list[int]] = {}
+    for stage in range(cut.stages):
+        for variable in variables_of(cut.nodes(stage)):
+            users.setdefault(id(variable), []).append(stage)
+    return {key: stages for key, stages in users.items() if len(stages) > 1}

@@ -1,0 +1,155 @@
+"""The exchange of activations and their gradients between neighbouring stages of a pipeline.
+
+Horovod has no point-to-point messages: a broadcast in the process set of two ranks is one. Ranks match them by names,
+which are a pure function of direction, stage, tensor and microbatch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Pair
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.pipeline.cut import Cut
+from hvdtrain.parallel.pipeline.graph import MASK, specs_of
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of a tensor between two stages."""
+
+    shape: tuple[int | None, ...]
+    """None stands for the samples of the microbatch."""
+    dtype: tf.DType
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it has a gradient."""
+        return bool(self.dtype.is_floating)
+
+
+class StageExchange:
+    """Sends tensors to the neighbouring stages and receives theirs, within a compiled function.
+
+    Args:
+        place: of this rank in the pipeline.
+        ranks: their number.
+        pair_with: returns the collectives of this rank and the one at a place.
+    """
+
+    def __init__(self, place: int, ranks: int, pair_with: Callable[[int], Pair]) -> None:
+        self._place, self._ranks = place, ranks
+        self._pair_with = pair_with
+        # TensorFlow leaves out an operation whose result nobody reads: nobody reads what a rank itself sends, nor the
+        # gradient of a microbatch without samples. The other rank would wait for ever.
+        self._read = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="pipeline_exchanged")
+        self._exchanged: list[tf.Tensor] = []
+
+    def send(self, tensors: Sequence[tf.Tensor], stage: int, to: int, label: str, direction: Direction) -> None:
+        """Send `tensors` from one stage to a neighbouring one; `finish` must follow in the same function.
+
+        Args:
+            tensors: what the other stage expects to `receive`.
+            stage: where they come from; on this rank.
+            to: where they go.
+            label: tells this call of the stages from every other, such as the microbatch's number.
+            direction: of the pass.
+        """
+        pair = self._pair(to)
+        for number, tensor in enumerate(tensors):
+            name = _name(direction, stage, number, label)
+            self.keep(pair.broadcast_value(tensor, root=pair.index, name=name))
+
+    def receive(
+        self, specs: Sequence[Spec], rows: Any, stage: int, label: str, direction: Direction
+    ) -> list[tf.Tensor]:
+        """Return what a neighbouring stage sends.
+
+        Args:
+            specs: of the tensors.
+            rows: samples of the microbatch, an int or an integer tensor.
+            stage: where they come from; see `send`.
+            label: see `send`.
+            direction: see `send`.
+        """
+        pair = self._pair(stage)
+        received = []
+        for number, spec in enumerate(specs):
+            shape = [rows if dim is None else dim for dim in spec.shape]
+            room = tf.fill(shape, tf.zeros([], spec.dtype))
+            came = pair.broadcast_value(room, root=1 - pair.index, name=_name(direction, stage, number, label))
+            self.keep(came)
+            received.append(tf.ensure_shape(came, room.shape))
+        return received
+
+    def finish(self) -> None:
+        """See to it that everything is sent and received before the function ends."""
+        if self._exchanged:
+            self._read.assign(tf.reduce_sum(tf.concat(self._exchanged, 0)))
+            self._exchanged.clear()
+
+    def keep(self, tensor: tf.Tensor) -> None:
+        """Let `finish` read what came of an exchange, which TensorFlow might leave out on this rank otherwise."""
+        self._exchanged.append(tf.cast(tf.reshape(tensor, [-1])[:1], tf.float64))
+
+    def _pair(self, stage: int) -> Pair:
+        return self._pair_with(stage % self._ranks)
+
+
+def _name(direction: Direction, stage: int, number: int, label: str) -> str:
+    return f"{direction}/{stage}/{number}/{label}"
+
+
+def check_shapes(cut: Cut, inputs: Mapping[int, Any], stage: int, tensors: Sequence[tf.Tensor]) -> None:
+    """Refuse tensors of other shapes than the next stage expects of `stage`, which would wait for them for ever.
+
+    Args:
+        cut: of the model.
+        inputs: see `boundary_specs`.
+        stage: any but the last.
+        tensors: what it passes on.
+
+    Raises:
+        ConfigError: naming one.
+    """
+    symbols = cut.outgoing(stage)
+    for place, (spec, tensor) in enumerate(zip(boundary_specs(cut, inputs, stage), tensors, strict=True)):
+        if not tensor.shape.is_compatible_with(spec.shape) or tensor.dtype != spec.dtype:
+            raise ConfigError(
+                f"Stage {stage} passes on a tensor of another shape than the model's graph has. Received: "
+                f"{list(tensor.shape)} {tensor.dtype.name} of {symbols[place % len(symbols)].name!r}, which has "
+                f"{list(spec.shape)} {spec.dtype.name} there. Mend its compute_output_shape."
+            )
+
+
+def boundary_specs(cut: Cut, inputs: Mapping[int, Any], stage: int) -> list[Spec]:
+    """Return the specs of what `stage` passes on to the next one, masks last, for a batch like `inputs`.
+
+    Args:
+        cut: of the model.
+        inputs: tensors of a batch, by the id of the model's symbolic inputs.
+        stage: any but the last; of the last, the specs of the model's outputs.
+
+    Raises:
+        ConfigError: a size cannot be known beforehand.
+    """
+    symbols = cut.outgoing(stage)
+    shapes = {id(symbol): tuple(inputs[id(symbol)].shape) for symbol in cut.graph.inputs}
+    specs = []
+    for symbol, shape in zip(symbols, specs_of(cut.graph, shapes, symbols), strict=True):
+        if any(dim is None for dim in shape[1:]):
+            raise ConfigError(
+                f"Stages exchange tensors of known sizes. Received: {symbol.name!r} between stages {stage} and "
+                f"{stage + 1} with the shape {list(shape)}. Pad the samples to one length."
+            )
+        specs.append(Spec(shape, tf.as_dtype(symbol.dtype)))
+    masks = [
+        Spec(spec.shape[: len(getattr(symbol, MASK).shape)], tf.bool)
+        for symbol, spec in zip(symbols, specs, strict=True)
+        if getattr(symbol, MASK, None) is not None
+    ]
+    return [*specs, *masks]

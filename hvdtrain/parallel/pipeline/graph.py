@@ -1,0 +1,137 @@
+"""The graph of a Functional or Sequential model, as calls in an order that can be cut into stages."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError
+
+MASK = "_keras_mask"
+"""Keras' attribute for the mask of a tensor."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model's calls of layers and operations, each after those whose results it uses.
+
+    Symbolic tensors (`keras.KerasTensor`) stand for what the calls take and give.
+    """
+
+    nodes: tuple[Any, ...]
+    """Keras' nodes."""
+    inputs: tuple[Any, ...]
+    """Of the model; every stage has them, as every rank reads the batch."""
+    outputs: tuple[Any, ...]
+
+    def crossing(self, place: int) -> list[Any]:
+        """Return the tensors that the first `place` calls make and later ones, or the caller of the model, use."""
+        made = {id(tensor): tensor for node in self.nodes[:place] for tensor in node.outputs}
+        used = [tensor for node in self.nodes[place:] for tensor in node.input_tensors]
+        wanted = {id(tensor) for tensor in (*used, *self.outputs)}
+        return [tensor for key, tensor in made.items() if key in wanted]
+
+
+def graph_of(model: Any) -> Graph:
+    """Return the graph of `model`.
+
+    Raises:
+        ConfigError: it is not a built Functional or Sequential model.
+    """
+    if not _is_graph(model):
+        raise ConfigError(
+            "--parallel pp=… cuts Functional and Sequential models, whose layers are known, into stages. Received: "
+            f"{type(model).__name__} {model.name!r}{_advice(model)}"
+        )
+    functional = functional_of(model)
+    depths = sorted(functional._nodes_by_depth, reverse=True)
+    nodes = [node for depth in depths for node in functional._nodes_by_depth[depth] if not node.is_input]
+    return Graph(tuple(nodes), tuple(functional._inputs), tuple(functional._outputs))
+
+
+def functional_of(model: Any) -> Any:
+    """Return the Functional model itself, or the one inside a Sequential model."""
+    return model._functional if isinstance(model, keras.Sequential) else model
+
+
+def _is_graph(model: Any) -> bool:
+    """Whether the layers that `model` calls are known: a subclass with a `call` of its own may do anything."""
+    caller = next(cls for cls in type(model).__mro__ if "call" in vars(cls))
+    by_keras = caller.__module__.partition(".")[0] == "keras"
+    return by_keras and getattr(functional_of(model), "_nodes_by_depth", None) is not None
+
+
+def _advice(model: Any) -> str:
+    if isinstance(model, keras.Sequential):
+        return ", which has no keras.Input: begin it with one."
+    return ": write it with keras.Input and keras.Model(inputs, outputs), or train it without pp."
+
+
+def run(
+    nodes: Iterable[Any], known: Mapping[int, Any], wanted: Sequence[Any], *, training: bool | None
+) -> list[tf.Tensor]:
+    """Call `nodes` in their order and return the tensors that `wanted` stand for.
+
+    Args:
+        nodes: of a `Graph`.
+        known: values by the id of the symbolic tensor that they stand in for.
+        wanted: symbolic tensors.
+        training: passed on to layers.
+    """
+    values = dict(known)
+    for node in nodes:
+        args, kwargs = node.arguments.fill_in(values)
+        if isinstance(node.operation, keras.Layer):
+            kwargs = {**kwargs, "training": training}
+        results = node.operation(*args, **kwargs)
+        for symbol, value in zip(node.outputs, tf.nest.flatten(results), strict=True):
+            values[id(symbol)] = value
+    return [values[id(tensor)] for tensor in wanted]
+
+
+def sliced_tensors(graph: Graph) -> set[int]:
+    """Return the ids of the symbolic tensors of which a rank has a slice, as the model is split along tp as well."""
+    symbols = [tensor for node in graph.nodes for tensor in node.outputs]
+
+    def call(*inputs: tf.Tensor) -> list[tf.Tensor]:
+        return run(graph.nodes, dict(zip(map(id, graph.inputs), inputs, strict=True)), symbols, training=False)
+
+    specs = [tf.TensorSpec(symbol.shape, symbol.dtype) for symbol in graph.inputs]
+    made = tf.function(call, autograph=False).get_concrete_function(*specs).structured_outputs
+    return {id(s) for s, t in zip(symbols, made, strict=True) if not t.shape.is_compatible_with(s.shape)}
+
+
+def variables_of(nodes: Iterable[Any]) -> list[Any]:
+    """Return the Keras variables that the layers behind `nodes` use, each once."""
+    layers = [node.operation for node in nodes if isinstance(node.operation, keras.Layer)]
+    found = {id(variable): variable for layer in layers for variable in layer.variables}
+    return list(found.values())
+
+
+def is_float(tensor: Any) -> bool:
+    """Whether a symbolic tensor has a gradient."""
+    return bool(keras.backend.is_float_dtype(tensor.dtype))
+
+
+def specs_of(graph: Graph, shapes: Mapping[int, tuple[int | None, ...]], wanted: Sequence[Any]) -> list[Any]:
+    """Return the shapes of the tensors that `wanted` stand for, None for the samples of a batch.
+
+    Args:
+        graph: of the model.
+        shapes: of the tensors of a batch, by the id of the model's symbolic inputs.
+        wanted: symbolic tensors.
+    """
+    as_declared = all(tuple(symbol.shape[1:]) == tuple(shapes[id(symbol)][1:]) for symbol in graph.inputs)
+    if as_declared or all(None not in tensor.shape[1:] for tensor in wanted):
+        return [tuple(tensor.shape) for tensor in wanted]
+    values: dict[int, Any] = {
+        id(symbol): keras.KerasTensor((None, *shapes[id(symbol)][1:]), symbol.dtype) for symbol in graph.inputs
+    }
+    for node in graph.nodes:
+        args, kwargs = node.arguments.fill_in(values)
+        results = node.operation.compute_output_spec(*args, **kwargs)
+        for symbol, value in zip(node.outputs, keras.tree.flatten(results), strict=True):
+            values[id(symbol)] = value
+    return [tuple(values[id(tensor)].shape) for tensor in wanted]

@@ -1,0 +1,213 @@
+"""The part of a model that one rank of a pipeline holds, as a Keras model of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.pipeline.cut import Cut, shared_variables
+from hvdtrain.parallel.pipeline.graph import MASK, functional_of, run, variables_of
+from hvdtrain.parallel.tensor.outputs import tagged_outputs
+from hvdtrain.state.named_tensors import elements
+from hvdtrain.state.placement import placed_tensor, placement_of
+from hvdtrain.state.structure import Structure, seed_states, structure_of
+from hvdtrain.state.variables import unwrap
+
+
+@dataclass(frozen=True)
+class TiedWeight:
+    """A weight that stages on several ranks use, such as an embedding that is the output layer too."""
+
+    places: tuple[int, ...]
+    """Of these ranks in the pipeline, ascending."""
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The model that was cut; kept from Keras, which would take its layers for those of the stage."""
+
+    model: Any
+    cut: Cut
+    structure: Structure
+    generators: tuple[str, ...]
+    """Paths of all random generators of the model."""
+
+
+class PipelineStage(keras.Model):
+    """The layers of a model that one rank of a pipeline holds: one stage, or several of an interleaved pipeline.
+
+    It is what `Trainer.model` is on each rank. Its variables have the paths that they have in the whole model.
+
+    Args:
+        model: a built Functional or Sequential model.
+        cut: how it is cut.
+        rank: place in the pipeline.
+        ranks: their number.
+    """
+
+    def __init__(self, model: Any, cut: Cut, rank: int, ranks: int) -> None:
+        super().__init__(name=model.name, dtype=model.dtype_policy, autocast=False)
+        self.supports_masking = True
+        mine = range(rank, cut.stages, ranks)
+        nodes = [node for stage in mine for node in cut.nodes(stage)]
+        layers = {id(node.operation): node.operation for node in nodes if isinstance(node.operation, keras.Layer)}
+        self.held_layers = list(layers.values())
+        structure = structure_of(model)
+        paths = tuple(structure.by_path(seed_states(model)))
+        self.whole = WholeModel(model, cut, structure, paths)
+        self.place, self.ranks = rank, ranks
+        self.tied = _tied_weights(self.whole, ranks)
+        """By the path of the weight."""
+        self.stages = tuple(mine)
+        """The stages that this rank holds, ascending."""
+        self.whole_parameters = sum(elements(placed_tensor(weight).global_shape) for weight in model.weights)
+        """Number of scalars among the whole model's weights."""
+        self.split_along = _axes_of(model)
+        """Axes of the mesh along which ranks hold different parts of the model, perhaps on other stages."""
+        self.built = True
+
+    @property
+    def structure(self) -> Structure:
+        """Where the stage's variables sit in the whole model."""
+        return self.whole.structure
+
+    @property
+    def generator_paths(self) -> tuple[str, ...]:
+        """Paths of the random generators of the whole model, in its order."""
+        return self.whole.generators
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the stage that takes the model's inputs."""
+        return self.place == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the stage that gives the model's outputs."""
+        return self.place == self.ranks - 1
+
+    def counts(self, variable: Any) -> bool:
+        """Whether a variable of this rank counts here in sums over the model: a tied one does on the first rank."""
+        tied = self.tied.get(self.structure.path(variable))
+        return tied is None or tied.places[0] == self.place
+
+    def model_inputs(self, inputs: Any) -> dict[int, Any]:
+        """Return the tensors of a batch by the id of the model's symbolic inputs, in the dtypes that it takes."""
+        functional = functional_of(self.whole.model)
+        flat = functional._standardize_inputs(inputs)
+        return dict(zip(map(id, self.whole.cut.graph.inputs), flat, strict=True))
+
+    def run_stage(
+        self, stage: int, inputs: Mapping[int, Any], received: Sequence[Any], *, training: bool
+    ) -> list[tf.Tensor]:
+        """Return what a stage passes on to the next one, or the model's outputs.
+
+        Args:
+            stage: one of `stages`.
+            inputs: of the model; see `model_inputs`.
+            received: what the stage before has passed on, masks included; see `boundary`.
+            training: whether layers are called in training.
+        """
+        outputs: list[tf.Tensor] = self([list(received), list(inputs.values())], stage=stage, training=training)
+        return outputs
+
+    def call(self, tensors: Any, stage: int | None = None, training: bool | None = None) -> Any:
+        """Call one of the stages; the model as a whole is on no rank."""
+        if stage is None:
+            raise ConfigError(
+                f"The layers of {self.whole.model.name!r} are on {self.ranks} ranks, and none of them can call the "
+                "model alone: use Trainer.predict or Trainer.evaluate, which every rank calls."
+            )
+        received, inputs = tensors
+        cut = self.whole.cut
+        known = dict(zip(map(id, cut.graph.inputs), inputs, strict=True)) | arrived(cut.incoming(stage), received)
+        outputs = run(cut.nodes(stage), known, cut.outgoing(stage), training=training)
+        self._refuse_losses()
+        return outputs
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
+        """Set no mask: the stage's layers have set theirs."""
+
+    def outputs_of(self, tensors: Sequence[Any]) -> Any:
+        """Return the last stage's outputs in the model's structure, with slices along tp marked as such."""
+        return tagged_outputs(self.whole.model, self.packed(tensors))
+
+    def packed(self, tensors: Sequence[Any]) -> Any:
+        """Return tensors in the structure of the model's outputs."""
+        functional = functional_of(self.whole.model)
+        packed = keras.tree.pack_sequence_as(functional._outputs_struct, list(tensors))
+        return packed
+
+    def release_others(self) -> None:
+        """Free the memory of the whole model's variables that this rank does not hold; nobody else may use them."""
+        held = {id(unwrap(variable)) for variable in self.variables}
+        for variable in self.whole.model.variables:
+            if id(unwrap(variable)) not in held:
+                variable._value = None  # as Keras' variables are before they are initialized
+        structure = self.whole.structure
+        paths = {key: path for key, path in structure.paths.items() if key in held}
+        self.whole = replace(self.whole, structure=Structure(paths, structure.statistics & held))
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to write a part of the model for the whole; `save_weights` and `export` do so too."""
+        raise ConfigError(
+            f"Each rank of a pipeline holds a part of {self.whole.model.name!r}, and none can write the whole. Use "
+            "Trainer.save, and then python -m hvdtrain checkpoint export."
+        )
+
+    save_weights = save
+    export = save
+
+    def _refuse_losses(self) -> None:
+        for layer in self._flatten_layers(include_self=False):
+            if layer._losses:
+                raise ConfigError(
+                    f"{type(layer).__name__} {layer.name!r} adds a loss of its activations (by add_loss or "
+                    "activity_regularizer), which only the last stage of a pipeline could count: train without "
+                    "--parallel pp=…, or leave that loss out."
+                )
+
+
+def arrived(symbols: Sequence[Any], received: Sequence[Any]) -> dict[int, Any]:
+    """Return tensors from the stage before by the id of their symbols, each with its mask."""
+    masks = iter(received[len(symbols) :])
+    values = {}
+    for symbol, tensor in zip(symbols, received, strict=False):
+        if getattr(symbol, MASK, None) is not None:
+            setattr(tensor, MASK, next(masks))
+        values[id(symbol)] = tensor
+    return values
+
+
+def with_masks(symbols: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors and, behind them, the masks of those whose symbols have one: what a stage passes on."""
+    masked = [t for s, t in zip(symbols, tensors, strict=True) if getattr(s, MASK, None) is not None]
+    return [*tensors, *(getattr(tensor, MASK) for tensor in masked)]
+
+
+def _axes_of(model: Any) -> tuple[str, ...]:
+    """Return the axes along which `model` is split, once its layers are the stages of a pipeline."""
+    axes = {"pp", *getattr(model, "split_along", ())}
+    for variable in model.variables:
+        placement = placement_of(variable)
+        axes.update(() if placement is None else placement.axes)
+    return tuple(sorted(axes))
+
+
+def _tied_weights(whole: WholeModel, ranks: int) -> dict[str, TiedWeight]:
+    by_id = {id(variable): variable for variable in variables_of(whole.cut.graph.nodes)}
+    tied = {}
+    for key, stages in shared_variables(whole.cut).items():
+        variable, places = by_id[key], sorted({number % ranks for number in stages})
+        if len(places) > 1:
+            shape = tuple(int(n) for n in variable.shape)
+            tied[whole.structure.path(variable)] = TiedWeight(
+                tuple(places), shape, str(variable.dtype), bool(variable.trainable)
+            )
+    return dict(sorted(tied.items()))

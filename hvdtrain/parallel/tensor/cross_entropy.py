@@ -1,0 +1,146 @@
+"""Cross-entropy and accuracy of logits that are sharded along the classes, without gathering them.
+
+Each rank sends three numbers for each label: the largest of its logits, the sum of the exponentials below it, and the
+logit of the label if it has that class (Shoeybi et al. 2019, section 3). The backward pass sends nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.parallel.tensor.outputs import Shard
+from hvdtrain.runtime.compiled import numbered
+
+Losses = Callable[[Any, Any], Any]
+"""(targets, logits) -> one loss for each sample or token."""
+
+
+def sharded_form(loss: Any, shard: Shard) -> Losses | None:
+    """Return a function equivalent to Keras' `loss` for slices of the logits; None if there is none.
+
+    Exists for sparse_categorical_crossentropy and categorical_crossentropy of logits, as objects and as functions.
+    """
+    name, config = _described(loss)
+    if config.get("from_logits") is not True or config.get("axis", -1) != -1:
+        return None
+    if name == "sparse_categorical_crossentropy":
+        return lambda labels, logits: _sparse(labels, logits, shard, config.get("ignore_class"))
+    if name == "categorical_crossentropy":
+        return lambda labels, logits: _dense(labels, logits, shard, float(config.get("label_smoothing") or 0.0))
+    return None
+
+
+def _described(loss: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name of one of Keras' losses, and its arguments."""
+    kinds = {
+        keras.losses.SparseCategoricalCrossentropy: "sparse_categorical_crossentropy",
+        keras.losses.CategoricalCrossentropy: "categorical_crossentropy",
+    }
+    functions = {
+        keras.losses.sparse_categorical_crossentropy: "sparse_categorical_crossentropy",
+        keras.losses.categorical_crossentropy: "categorical_crossentropy",
+    }
+    if type(loss) in kinds:
+        return kinds[type(loss)], loss.get_config()
+    if isinstance(loss, functools.partial) and not loss.args and loss.func in functions:
+        return functions[loss.func], loss.keywords
+    return "", {}
+
+
+def _sparse(labels: Any, logits: Any, shard: Shard, ignored: int | None) -> Any:
+    labels = tf.cast(_without_last(labels, logits), tf.int64)
+    counted = None if ignored is None else tf.not_equal(labels, ignored)
+    known = labels if counted is None else tf.where(counted, labels, tf.zeros_like(labels))
+    classes = logits.shape[-1]
+    flat = _of_labels(tf.reshape(known, [-1]), tf.reshape(logits, [-1, classes]), shard)
+    losses = tf.reshape(flat, tf.shape(labels))
+    losses.set_shape(labels.shape)
+    if counted is None:
+        return losses
+    losses = tf.where(counted, losses, tf.zeros_like(losses))
+    losses._keras_mask = counted
+    return losses
+
+
+def _without_last(labels: Any, logits: Any) -> Any:
+    """Drop a last dim of 1 that the labels have and need not, as Keras does."""
+    same_rank = labels.shape.rank == logits.shape.rank and labels.shape[-1] == 1
+    return tf.squeeze(labels, -1) if same_rank else labels
+
+
+def _of_labels(labels: tf.Tensor, logits: tf.Tensor, shard: Shard) -> tf.Tensor:
+    """Return -log softmax at the labels [n] for this rank's slice of the logits [n, classes of a slice]."""
+    length = logits.shape[-1]
+    classes = length * shard.exchange.size
+    valid = (labels >= 0) & (labels < classes)
+    own = (labels >= shard.index * length) & (labels < (shard.index + 1) * length)
+    # A label that no rank knows is looked up where nothing is: the error is that of one process.
+    others = tf.where(valid, tf.zeros_like(labels), classes + tf.abs(labels))
+    places = tf.where(own, labels - shard.index * length, others)
+
+    @tf.custom_gradient
+    def losses_of(values: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        found = tf.gather(values, places, batch_dims=1)
+        at_label = tf.where(own, found, tf.zeros_like(found))
+        log_sum, at_label = _combined(values, at_label, shard)
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            slope = tf.exp(values - log_sum[:, tf.newaxis]) * upstream[:, tf.newaxis]
+            rows = tf.stack([tf.range(tf.size(places, tf.int64)), places], axis=-1)
+            mine = tf.where(own, upstream, tf.zeros_like(upstream))
+            return _once(tf.tensor_scatter_nd_sub(slope, rows, mine))
+
+        return log_sum - at_label, gradient
+
+    return losses_of(logits)
+
+
+def _dense(labels: Any, logits: Any, shard: Shard, smoothing: float) -> Any:
+    """Return the cross-entropy with distributions over all classes, of this rank's slice of the logits."""
+    classes = labels.shape[-1]
+    wanted = tf.cast(labels, logits.dtype)
+    if smoothing:
+        wanted = wanted * (1.0 - smoothing) + smoothing / classes
+    own = tf.split(wanted, shard.exchange.size, axis=-1)[shard.index]
+    weight = tf.reduce_sum(wanted, -1)
+
+    @tf.custom_gradient
+    def losses_of(values: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        log_sum, product = _combined(values, tf.reduce_sum(own * values, -1), shard)
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            # Of a distribution, as TensorFlow takes the labels for one.
+            return _once((tf.exp(values - log_sum[..., tf.newaxis]) - own) * upstream[..., tf.newaxis])
+
+        return weight * log_sum - product, gradient
+
+    return losses_of(logits)
+
+
+def _combined(values: tf.Tensor, added: tf.Tensor, shard: Shard) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the logarithm of the sum of exponentials over all slices of `values`, and the sum of `added`."""
+    largest = tf.reduce_max(values, -1)
+    total = tf.reduce_sum(tf.exp(values - largest[..., tf.newaxis]), -1)
+    mine = tf.stack([largest, total, added])[tf.newaxis]
+    everyone = shard.exchange.all_gather(mine, name=numbered("tensor/cross_entropy"))
+    of_all = tf.reduce_max(everyone[:, 0], 0)
+    log_sum = of_all + tf.math.log(tf.reduce_sum(everyone[:, 1] * tf.exp(everyone[:, 0] - of_all), 0))
+    return log_sum, tf.reduce_sum(everyone[:, 2], 0)
+
+
+def _once(slope: tf.Tensor) -> tf.Tensor:
+    # The sums are constants to a tape around this one: a second derivative would be wrong.
+    return tf.raw_ops.PreventGradient(input=slope, message="This cross-entropy has no second derivative.")
+
+
+def classes_of(logits: Any, shard: Shard) -> tf.Tensor:
+    """Return the class with the largest logit over all slices [..., classes of a slice], the first of equal ones."""
+    largest = tf.cast(tf.reduce_max(logits, -1), tf.float64)
+    place = tf.argmax(logits, -1) + shard.index * logits.shape[-1]
+    mine = tf.stack([largest, tf.cast(place, tf.float64)])[tf.newaxis]
+    everyone = shard.exchange.all_gather(mine, name=numbered("tensor/largest"))
+    chosen = tf.one_hot(tf.argmax(everyone[:, 0], 0), shard.exchange.size, axis=0, dtype=tf.float64)
+    return tf.cast(tf.reduce_sum(everyone[:, 1] * chosen, 0), tf.int64)

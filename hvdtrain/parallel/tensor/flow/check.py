@@ -1,0 +1,207 @@
+"""Follow sharded activations through a model, and refuse what would compute something else than one process does.
+
+The model is traced twice, whole and with slices. Between the layers that hold slices both do the same operations. What
+comes out of a layer with a sharded dim keeps it through operations on each element, through attention over heads, and
+through reshapes; it must arrive at a layer that takes it sharded, or be an output of the model. Every other operation
+on it is refused. The dims are confirmed by the shapes of the whole model, in which each sharded dim is longer by the
+number of ranks, and no other dim differs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.flow.operations import Layout, of_constants, outputs_of
+from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations
+
+UNKNOWN = Layout()
+
+
+@dataclass
+class Flow:
+    """How activations lie on the ranks."""
+
+    outputs: list[Layout] = field(default_factory=list)
+    """Of the model."""
+    partial: set[str] = field(default_factory=set)
+    """Paths of whole variables of whose gradient each rank has a part."""
+    whole: set[str] = field(default_factory=set)
+    """Paths of those of whose gradient each rank has all."""
+    draws: set[str] = field(default_factory=set)
+    """Paths of the random generators that draw for slices."""
+
+
+def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any], cut: frozenset[str]) -> Flow:
+    """Return how the activations of a model lie on the ranks.
+
+    Args:
+        sliced: a trace of the model with slices.
+        whole: a trace of the model before it was cut.
+        ranks: how many slices there are.
+        variables: the model's tf.Variables by path.
+        cut: paths of those that are slices.
+
+    Raises:
+        ConfigError: naming the layer at which a sharded activation arrives that it cannot take.
+    """
+    walk = _Walk(sliced, variables, cut)
+    walk.go()
+    if not same_operations(whole.operations, sliced.operations):
+        raise ConfigError(
+            "The model computes something else from slices than from whole activations, as its code looks at their "
+            "shapes. Leave those layers whole."
+        )
+    for mine, theirs in zip(sliced.operations, whole.operations, strict=True):
+        for tensor, other in zip(mine.outputs, theirs.outputs, strict=True):
+            _confirm(tensor, other, walk.layout_of(tensor), ranks)
+    return walk.result()
+
+
+class _Walk:
+    """Goes through the operations of a trace in their order."""
+
+    def __init__(self, trace: Trace, variables: Mapping[str, Any], cut: frozenset[str]) -> None:
+        self._trace = trace
+        self._cut = cut
+        self._layouts: dict[int, Layout] = {}
+        self._kept = list(trace.graph.get_operations())
+        handles = {id(variable.handle): (path, variable) for path, variable in variables.items()}
+        self._variables = {
+            id(inner): handles[id(outer)] for outer, inner in trace.graph.captures if id(outer) in handles
+        }
+        self._flow = Flow()
+
+    def layout_of(self, tensor: Any) -> Layout:
+        return self._layouts.get(tensor.name, UNKNOWN)
+
+    def go(self) -> None:
+        ends = {call.end: call for call in self._trace.calls}
+        begins = {call.begin: call for call in self._trace.calls}
+        between = {id(op) for op in self._trace.operations}
+        for place, op in enumerate([*self._kept, None]):
+            if place in ends:
+                self._leave(ends[place])
+            if place in begins:
+                self._arrive(begins[place])
+            if op is not None and id(op) in between:
+                self._pass(op)
+
+    def _arrive(self, call: Any) -> None:
+        """Check what a layer that holds slices takes: sharded or whole, as it expects it."""
+        taken = dict((tensor.name, dim) for tensor, dim in call.takes)
+        for op in self._kept[call.begin : call.end]:
+            for tensor in op.inputs:
+                layout = self.layout_of(tensor)
+                dim = taken.get(tensor.name)
+                place = None if dim is None else tensor.shape.rank + dim
+                if layout.dim != place and tensor.name in self._layouts:
+                    raise ConfigError(_unlike(call.layer, layout, tensor, place))
+                self._used_whole(layout)
+
+    def _leave(self, call: Any) -> None:
+        given = {tensor.name: tensor.shape.rank + dim for tensor, dim in call.gives}
+        for op in self._kept[call.begin : call.end]:
+            for tensor in op.outputs:
+                self._layouts[tensor.name] = Layout(given.get(tensor.name), call.layer, learned=True)
+
+    def _pass(self, op: Any) -> None:
+        inputs = [self.layout_of(tensor) for tensor in op.inputs]
+        if any(id(tensor) in self._variables for tensor in op.inputs):
+            outputs: Sequence[Layout] = self._read(op)
+        elif any(layout.dim is not None for layout in inputs):
+            outputs = self._sharded(op, inputs)
+        else:
+            outputs = [self._of_whole(op, inputs)] * len(op.outputs)
+        for tensor, layout in zip(op.outputs, outputs, strict=True):
+            self._layouts[tensor.name] = layout
+
+    def _read(self, op: Any) -> list[Layout]:
+        path, variable = next(self._variables[id(t)] for t in op.inputs if id(t) in self._variables)
+        if path in self._cut:
+            raise ConfigError(
+                f"{place_of(op)} reads {path!r}, of which each rank has a slice, outside of the layer that holds it. "
+                "Tie an output to an embedding with keras.layers.ReversibleEmbedding, or leave the variable whole."
+            )
+        if not variable.trainable:
+            drawn = frozenset([path]) if variable.dtype.is_integer else frozenset()
+            return [Layout(constant=variable.dtype.is_integer, draws=drawn)] * len(op.outputs)
+        return [Layout(learned=True, parameters=frozenset([path]))] * len(op.outputs)
+
+    def _sharded(self, op: Any, inputs: list[Layout]) -> Sequence[Layout]:
+        outputs = outputs_of(op, inputs)
+        if outputs is None:
+            origin = next(layout.origin for layout in inputs if layout.dim is not None)
+            raise ConfigError(
+                f"{place_of(op)} needs the whole output of {origin}, of which each rank has a slice ({op.type}). Cut a "
+                "layer between them along its input, or leave the first one whole."
+            )
+        for layout in inputs:
+            self._flow.partial |= layout.parameters
+            self._flow.draws |= layout.draws
+        return outputs
+
+    def _of_whole(self, op: Any, inputs: list[Layout]) -> Layout:
+        if all(layout.constant for layout in inputs) and op.type != "Placeholder":
+            return of_constants(op, inputs)
+        parameters = frozenset().union(*(layout.parameters for layout in inputs))
+        if parameters and all(layout.constant or layout.parameters for layout in inputs):
+            return Layout(learned=True, parameters=parameters)
+        for layout in inputs:
+            self._used_whole(layout)
+        return Layout(learned=any(layout.learned for layout in inputs))
+
+    def _used_whole(self, layout: Layout) -> None:
+        self._flow.whole |= layout.parameters
+
+    def result(self) -> Flow:
+        self._flow.outputs = [self.layout_of(tensor) for tensor in self._trace.outputs]
+        both = sorted(self._flow.partial & self._flow.whole)
+        if both:
+            raise ConfigError(
+                f"The variable {both[0]!r} is used on slices and on whole activations, and a rank has a part of the "
+                "one gradient and all of the other. Use a variable for each."
+            )
+        for layout, tensor in zip(self._flow.outputs, self._trace.outputs, strict=True):
+            self._used_whole(layout)
+            if layout.dim not in (None, tensor.shape.rank - 1):
+                raise ConfigError(f"An output of the model is a slice along dim {layout.dim}: {layout.origin} made it.")
+        return self._flow
+
+
+def _confirm(tensor: Any, whole: Any, layout: Layout, ranks: int) -> None:
+    """Compare the shape of a tensor with that in the whole model."""
+    if tensor.shape.rank is None or whole.shape.rank is None:
+        return
+    longer = [
+        length * ranks if dim == layout.dim and length is not None else length
+        for dim, length in enumerate(tensor.shape.as_list())
+    ]
+    alike = len(longer) == whole.shape.rank
+    pairs = zip(longer, whole.shape.as_list(), strict=False)
+    if layout.constant or (alike and all(None in pair or pair[0] == pair[1] for pair in pairs)):
+        return
+    raise ConfigError(
+        f"{place_of(tensor.op)} gives the shape {tuple(tensor.shape)} where each rank has a slice of its input, and "
+        f"{tuple(whole.shape)} of the whole, which is no slice along one dim. Compute sizes such as the number of "
+        "heads from the activation's shape, or leave the layer before it whole."
+    )
+
+
+def _unlike(layer: str, layout: Layout, tensor: Any, place: int | None) -> str:
+    if layout.dim is None:
+        return (
+            f"{layer} is cut along its input, and is given a whole activation of the shape {tuple(tensor.shape)}: cut "
+            "the layer before it along its output, or this one not along its input."
+        )
+    wanted = "whole" if place is None else f"sharded along dim {place}"
+    return (
+        f"{layer} needs its input {wanted}, and is given a slice along dim {layout.dim} by {layout.origin}. Cut a "
+        "layer between them along its input, or leave the first one whole."
+    )
+
+
+def place_of(op: Any) -> str:
+    """Return the layer in whose scope an operation is, or the operation itself."""
+    scope = op.name.rpartition("/")[0]
+    return f"The layer {scope!r}" if scope else f"The operation {op.name!r} of the model"

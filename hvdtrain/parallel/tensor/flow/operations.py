@@ -1,0 +1,263 @@
+"""What TensorFlow's operations do with a sharded dim.
+
+Each function is given an operation and the layouts of its inputs, some of which are sharded, and returns the layouts of
+its outputs; None stands for what no rank could compute from its slice alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies on the ranks of a group, and what it was computed from."""
+
+    dim: int | None = None
+    """The dim, from 0, of which each rank has a slice; None: every rank has the whole."""
+    origin: str = ""
+    """The layer that made it so."""
+    learned: bool = False
+    """Whether a gradient that reaches it goes on to a variable."""
+    parameters: frozenset[str] = frozenset()
+    """Paths of the whole variables that it was computed from, where these, and constants, are all it depends on."""
+    constant: bool = False
+    """Whether it depends on neither inputs nor learned variables."""
+    even: bool = False
+    """Whether any slice of it would serve as well as another: it is a scalar, of one value, or drawn at random."""
+    draws: frozenset[str] = frozenset()
+    """Paths of the random generators that it was drawn by."""
+
+
+SHAPE = Layout(constant=True)
+Rule = Callable[[Any, Sequence[Layout]], Sequence[Layout] | None]
+
+ELEMENTWISE = frozenset(
+    (
+        *("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "CheckNumerics"),
+        *("Cast", "Neg", "Abs", "Sign", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Square"),
+        *("Reciprocal", "Inv", "Sigmoid", "Tanh", "Relu", "Relu6", "Elu", "Selu", "Softplus"),
+        *("Softsign", "LeakyRelu", "Erf", "Erfc", "Sin", "Cos", "Tan", "Atan", "Sinh", "Cosh"),
+        *("Floor", "Ceil", "Round", "Rint", "IsFinite", "IsNan", "IsInf", "LogicalNot"),
+        *("ZerosLike", "OnesLike", "Add", "AddV2", "AddN", "Sub", "Mul", "MulNoNan", "Div"),
+        *("RealDiv", "DivNoNan", "FloorDiv", "FloorMod", "Pow", "SquaredDifference", "Maximum"),
+        *("Minimum", "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"),
+        *("LogicalAnd", "LogicalOr", "Select", "SelectV2", "Xlogy", "ClipByValue"),
+    )
+)
+OF_SHAPE = frozenset(("Shape", "ShapeN", "Rank", "Size"))
+"""Operations on the shape alone."""
+FILLED = frozenset(("Fill", "ZerosLike", "OnesLike"))
+
+
+def outputs_of(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Return the layouts of the outputs of `op`, some of whose inputs are sharded; None if it needs them whole."""
+    if op.type in OF_SHAPE:
+        return [SHAPE] * len(op.outputs)
+    if op.type in ("Identity", "IdentityN"):
+        return list(inputs[: len(op.outputs)])
+    rule = _elementwise if op.type in ELEMENTWISE else RULES.get(op.type)
+    return None if rule is None else rule(op, inputs)
+
+
+def joined(layouts: Sequence[Layout], dim: int | None) -> Layout:
+    """Return the layout of what is computed from tensors of `layouts`, sharded along `dim`."""
+    origin = next((layout.origin for layout in layouts if layout.dim is not None), "")
+    return Layout(dim, origin, learned=any(layout.learned for layout in layouts))
+
+
+def of_constants(op: Any, inputs: Sequence[Layout]) -> Layout:
+    """Return the layout of what `op` computes from constants alone."""
+    draws = frozenset().union(*(layout.draws for layout in inputs))
+    if op.type.startswith(("StatelessRandom", "Random")):
+        return Layout(constant=True, even=True, draws=draws)
+    if op.type in FILLED or (inputs and op.type in ELEMENTWISE and all(layout.even for layout in inputs)):
+        return Layout(constant=True, even=True, draws=draws)
+    return Layout(constant=True, even=op.type == "Const" and _of_one_value(op.outputs[0]), draws=draws)
+
+
+def _of_one_value(tensor: Any) -> bool:
+    value = _constant(tensor)
+    return value is not None and (value.size <= 1 or bool((value == value.flat[0]).all()))
+
+
+def _elementwise(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Take dims from the last, as broadcasting does.
+
+    A whole tensor that is learned would get a part of its gradient; of variables themselves the parts can be added up.
+    """
+    places = {layout.dim - op.inputs[i].shape.rank for i, layout in enumerate(inputs) if layout.dim is not None}
+    if len(places) != 1:
+        return None
+    place = places.pop()
+    for tensor, layout in zip(op.inputs, inputs, strict=True):
+        if layout.dim is None and not _goes_with_slice(tensor, layout, place):
+            return None
+    return [joined(inputs, place + output.shape.rank) for output in op.outputs]
+
+
+def _goes_with_slice(tensor: Any, layout: Layout, place: int) -> bool:
+    """Whether a whole tensor means the same to every slice along the dim at `place`, counted from the last."""
+    if layout.learned and not layout.parameters:
+        return False
+    rank = tensor.shape.rank
+    spans = rank is None or (rank >= -place and tensor.shape[place] != 1)
+    return layout.even or not spans
+
+
+def _along_last(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Softmax and the like, over the last dim."""
+    last = op.inputs[0].shape.rank - 1
+    return None if inputs[0].dim == last else [inputs[0]] * len(op.outputs)
+
+
+def _reduced(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    axes = _constant(op.inputs[1])
+    dim, rank = inputs[0].dim, op.inputs[0].shape.rank
+    if axes is None or dim is None:
+        return None
+    gone = {int(axis) % rank for axis in axes.reshape(-1)}
+    if dim in gone:
+        return None
+    kept = op.get_attr("keep_dims")
+    return [joined(inputs, dim if kept else dim - sum(axis < dim for axis in gone))]
+
+
+def _reshaped(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Follow a dim that stays, that is split, or that is the first of several which are merged."""
+    before, after, dim = op.inputs[0].shape, op.outputs[0].shape, inputs[0].dim
+    if dim is None or before.rank is None or after.rank is None:
+        return None
+    place = dim - before.rank
+    if _same_from(before, after, place):
+        return [joined(inputs, place + after.rank)]
+    return _regrouped(inputs, before.as_list(), after.as_list(), dim)
+
+
+def _same_from(before: Any, after: Any, place: int) -> bool:
+    """Whether the dims from `place` to the last are the same, so that those in front were merged or split alone."""
+    mine, theirs = before.as_list()[place:], after.as_list()[place:]
+    return after.rank >= -place and None not in mine and mine == theirs
+
+
+def _regrouped(
+    inputs: Sequence[Layout], before: list[int | None], after: list[int | None], dim: int
+) -> Sequence[Layout] | None:
+    """Follow a dim that is split into several, or that is the first of several which are merged."""
+    alike = 0
+    while alike < min(len(before), len(after)) and before[alike] == after[alike] and alike < dim:
+        alike += 1
+    if alike != dim or before[:dim].count(None) > 1:
+        return None
+    mine, theirs = before[dim:], after[dim:]
+    if None in mine or None in theirs or _product(mine) != _product(theirs) or not theirs:
+        return None
+    return [joined(inputs, dim)]
+
+
+def _product(lengths: Sequence[int | None]) -> int:
+    product = 1
+    for length in lengths:
+        product *= length or 0
+    return product
+
+
+def _transposed(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    order, dim = _constant(op.inputs[1]), inputs[0].dim
+    return None if order is None or dim is None else [joined(inputs, [int(axis) for axis in order].index(dim))]
+
+
+def _expanded(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    axis, dim = _constant(op.inputs[1]), inputs[0].dim
+    if axis is None or dim is None:
+        return None
+    where = int(axis.reshape(-1)[0]) % op.outputs[0].shape.rank
+    return [joined(inputs, dim + (where <= dim))]
+
+
+def _multiplied(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Products of matrices within sharded batch dims, such as heads; other dims would make parts of a sum."""
+    if any(tensor.shape.rank is None for tensor in op.inputs):
+        return None
+    pairs = zip(op.inputs, inputs, strict=True)
+    places = [layout.dim - tensor.shape.rank for tensor, layout in pairs if layout.dim is not None]
+    if len(places) != 2 or places[0] != places[1] or places[0] > -3:
+        return None
+    return [joined(inputs, places[0] + op.outputs[0].shape.rank)]
+
+
+def _einsum(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Products that keep the sharded label, which all factors have."""
+    *terms, output = op.get_attr("equation").decode().replace(" ", "").replace("->", ",").split(",")
+    if "..." in output or any(layout.dim is None for layout in inputs):
+        return None
+    labels = {term[layout.dim] for term, layout in zip(terms, inputs, strict=True)}
+    label = labels.pop()
+    return None if labels or label not in output else [joined(inputs, output.index(label))]
+
+
+def _concatenated(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    *parts, _ = inputs
+    axis = _constant(op.inputs[-1])
+    dims = {layout.dim for layout in parts}
+    if axis is None or len(dims) != 1:
+        return None
+    dim = dims.pop()
+    return None if dim is None or int(axis) % op.outputs[0].shape.rank == dim else [joined(parts, dim)]
+
+
+def _split(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Cut along another dim; the axis comes first of `Split`, and last of `SplitV`."""
+    place = 1 if op.type == "Split" else 0
+    axis, layout = _constant(op.inputs[0 if op.type == "Split" else 2]), inputs[place]
+    if axis is None or layout.dim is None or int(axis) % op.inputs[place].shape.rank == layout.dim:
+        return None
+    return [layout] * len(op.outputs)
+
+
+def _strided(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Follow the sharded dim through Python's indexing, which must leave all of it."""
+    bounds = [_constant(tensor) for tensor in op.inputs[1:]]
+    if any(bound is None for bound in bounds) or inputs[0].dim is None:
+        return None
+    masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+    count, rank = len(bounds[0]), op.inputs[0].shape.rank
+    named = sum(not masks["new_axis"] >> i & 1 and not masks["ellipsis"] >> i & 1 for i in range(count))
+    places: list[int | None] = []
+    taken = 0
+    for i in range(count):
+        bit = {name: bool(mask >> i & 1) for name, mask in masks.items()}
+        if bit["ellipsis"]:
+            places += range(taken, taken + rank - named)
+            taken += rank - named
+        elif bit["new_axis"]:
+            places.append(None)
+        else:
+            whole = bit["begin"] and bit["end"] and bounds[2][i] == 1
+            if taken == inputs[0].dim and not whole:
+                return None
+            places += [] if bit["shrink_axis"] else [taken]
+            taken += 1
+    return [joined(inputs[:1], [*places, *range(taken, rank)].index(inputs[0].dim))]
+
+
+def _constant(tensor: Any) -> Any:
+    return tf.get_static_value(tensor)
+
+
+RULES: dict[str, Rule] = {
+    "Softmax": _along_last,
+    "LogSoftmax": _along_last,
+    **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any"), _reduced),
+    "Reshape": _reshaped,
+    "Transpose": _transposed,
+    "ExpandDims": _expanded,
+    **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _multiplied),
+    "Einsum": _einsum,
+    "ConcatV2": _concatenated,
+    "Split": _split,
+    "SplitV": _split,
+    "StridedSlice": _strided,
+}

@@ -1,0 +1,45 @@
+"""One trace of a model: the operations between the layers that hold slices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
+from hvdtrain.parallel.tensor.outputs import sharded_outputs
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The operations of a model in the order in which they were made, and its calls of layers that hold slices."""
+
+    graph: Any
+    operations: list[Any]
+    """Without those inside the calls."""
+    calls: list[LayerCall]
+    outputs: list[Any]
+    inputs: list[Any]
+
+
+def traced(model: Any, inputs: Any, record: FlowRecord) -> Trace:
+    """Trace `model` in training.
+
+    Args:
+        model: a built Keras model.
+        inputs: a nest of anything with a shape and a dtype.
+        record: where the layers note their calls.
+    """
+    graph = tf.__internal__.FuncGraph("layouts")
+    with graph.as_default(), record.of(graph):
+        given = tf.nest.map_structure(lambda t: tf.compat.v1.placeholder(t.dtype, t.shape), inputs)
+        outputs = sharded_outputs(model, model, given, training=True)
+    inside = {place for call in record.calls for place in range(call.begin, call.end)}
+    operations = [op for place, op in enumerate(graph.get_operations()) if place not in inside]
+    flat = [tensor for tensor in tf.nest.flatten(outputs) if tf.is_tensor(tensor)]
+    return Trace(graph, operations, list(record.calls), flat, tf.nest.flatten(given))
+
+
+def same_operations(whole: Sequence[Any], sliced: Sequence[Any]) -> bool:
+    """Whether a model does the same whole and with slices, between the layers that hold them."""
+    return [op.type for op in whole] == [op.type for op in sliced]

@@ -1,0 +1,150 @@
+"""What all layers that hold slices share: their group of ranks, and the record of what they take and give."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import keras
+
+from hvdtrain.backends.differentiable import copy_to, gather_to, sum_from, sum_slices_from
+from hvdtrain.backends.protocol import Collectives
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
+from hvdtrain.parallel.tensor.rules import Cut
+from hvdtrain.runtime.compiled import numbered
+
+SEQUENCE_DIM = 1
+"""The dim of activations [batch, sequence, …] that sequence parallelism cuts."""
+
+
+@dataclass
+class Group:
+    """The ranks that share a model's layers, and how activations between the layers lie on them."""
+
+    exchange: Collectives
+    sequence: bool
+    """Whether activations between blocks are slices of the sequence."""
+    record: FlowRecord
+    """Where layers note what they take and give while the model is checked."""
+
+    def enter(self, x: Any, name: str, flow: LayerCall) -> Any:
+        """Return the whole of an activation that each rank goes on to use in its own way."""
+        if not self.sequence:
+            return copy_to(x, self.exchange, name=numbered(f"{name}/input"))
+        flow.takes.append((x, self._sequence_dim(x, name)))
+        return gather_to(x, self.exchange, SEQUENCE_DIM, name=numbered(f"{name}/input"))
+
+    def leave(self, x: Any, name: str) -> Any:
+        """Return the sum of what each rank has computed a part of."""
+        if not self.sequence:
+            return self.add_up(x, name)
+        self._sequence_dim(x, name)
+        return sum_slices_from(x, self.exchange, SEQUENCE_DIM, name=numbered(f"{name}/output"))
+
+    def left(self, outputs: Any, flow: LayerCall) -> Any:
+        """Note how what left a layer lies on the ranks, and return it."""
+        if self.sequence:
+            flow.gives.append((outputs, SEQUENCE_DIM - outputs.shape.rank))
+        return outputs
+
+    def add_up(self, x: Any, name: str) -> Any:
+        """Return the whole sum of what each rank has computed a part of."""
+        return sum_from(x, self.exchange, name=numbered(f"{name}/output"))
+
+    def _sequence_dim(self, x: Any, name: str) -> int:
+        """Return the dim of the sequence, counted from the last."""
+        if x.shape.rank is None or x.shape.rank < 3 or getattr(x, "_keras_mask", None) is not None:
+            raise ConfigError(
+                "--sequence-parallel cuts activations of the shape [batch, sequence, features], without a mask. "
+                f"Received: {x.shape} at {name!r}. Leave the option out."
+            )
+        return SEQUENCE_DIM - int(x.shape.rank)
+
+
+class SlicedLayer(Protocol):
+    """A layer some of whose variables are slices."""
+
+    def further_cuts(self) -> dict[int, tuple[Any, int]]:
+        """Return the variables that follow those that a rule names, and the dim of each, by id."""
+
+    def shared(self) -> list[Any]:
+        """Return the whole variables that each rank would use on its slice of the sequence."""
+
+    def install(self, group: Group, name: str) -> None:
+        """Replace the layer's call.
+
+        Args:
+            group: the ranks that share the layer.
+            name: of the layer, the same on all ranks.
+        """
+
+
+def cut_of(variable: Any, cuts: dict[int, Cut]) -> Cut | None:
+    """Return the cut of `variable`, if it is a slice."""
+    return None if variable is None else cuts.get(id(variable))
+
+
+def plain_call(layer: Any, kind: type) -> bool:
+    """Whether a layer is of a kind of Keras' and calls as that does."""
+    return isinstance(layer, kind) and type(layer).call is kind.call  # type: ignore[attr-defined]
+
+
+def described(layer: Any) -> str:
+    """Return the kind and name of a layer, for messages."""
+    return f"{type(layer).__name__} {(layer.path or layer.name)!r}"
+
+
+def replace_call(layer: Any, call: Callable[..., Any]) -> None:
+    """Let `layer` call `call`."""
+    vars(layer)["call"] = call
+
+
+def refuse_other_weights(layer: Any) -> None:
+    """Refuse layers whose product is not with the kernel alone.
+
+    Raises:
+        ConfigError: LoRA or quantization.
+    """
+    if getattr(layer, "lora_enabled", False) or layer.quantization_mode is not None:
+        raise ConfigError(
+            f"{described(layer)} has a LoRA or is quantized, and cannot be cut: enable that after training, or leave "
+            "its variables whole."
+        )
+
+
+def check_activation(layer: Any, length: int) -> None:
+    """Refuse an activation that mixes the features which are cut.
+
+    Raises:
+        ConfigError: such as softmax.
+    """
+    activation = getattr(layer, "activation", None)
+    if activation is None or activation is keras.activations.linear:
+        return
+    features = keras.ops.convert_to_tensor([[0.3, -0.7, 1.9, -2.5, 0.1, 1.1, -0.2, 3.0]], layer.compute_dtype)
+    whole, part = activation(features), activation(features[:, :3])
+    # Vectorized functions round the last few elements of a row in another way.
+    alike = part.shape[-1] == 3 and float(keras.ops.max(keras.ops.abs(whole[:, :3] - part))) < 1e-2
+    if not alike:
+        raise ConfigError(
+            f"The activation of {described(layer)} looks at all of its {length} features, of which each rank has a "
+            "part. Give it an activation of each feature by itself, or leave the layer whole."
+        )
+
+
+def check_additive(variable: Any, layer: Any) -> None:
+    """Refuse what would look at a slice as if it were the whole variable.
+
+    Raises:
+        ConfigError: a constraint, or an activity regularizer.
+    """
+    if variable.constraint is not None and not isinstance(variable.constraint, keras.constraints.NonNeg):
+        raise ConfigError(
+            f"The constraint of {variable.path!r} looks at the whole variable, of which each rank has a slice: leave "
+            "the constraint out, or the variable whole."
+        )
+    if getattr(layer, "activity_regularizer", None) is not None:
+        raise ConfigError(
+            f"The activity regularizer of {described(layer)} looks at the whole output, of which each rank has a part: "
+            "leave it out, or the layer whole."
+        )

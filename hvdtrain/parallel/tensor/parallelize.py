@@ -1,0 +1,211 @@
+"""Split a model's layers among the ranks along `tp`; start here.
+
+`parallel/parallelize.py` calls it, for users.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.inputs import built, input_specs
+from hvdtrain.parallel.tensor.agreement import agree_on_slices
+from hvdtrain.parallel.tensor.building import Building, Made, cut_in_place
+from hvdtrain.parallel.tensor.flow.check import Flow, follow
+from hvdtrain.parallel.tensor.flow.record import FlowRecord
+from hvdtrain.parallel.tensor.flow.trace import Trace, traced
+from hvdtrain.parallel.tensor.layers.base import Group, SlicedLayer
+from hvdtrain.parallel.tensor.layers.outputs import cut_output
+from hvdtrain.parallel.tensor.layers.recorded import recorded
+from hvdtrain.parallel.tensor.layers.select import sliced_layers
+from hvdtrain.parallel.tensor.outputs import OutputShards
+from hvdtrain.parallel.tensor.regularizers import regularize_slices
+from hvdtrain.parallel.tensor.rules import AXIS, Cut, LayoutRules, Rules, cut_along
+from hvdtrain.parallel.tensor.saving import refuse_files_of_slices
+from hvdtrain.state.named_tensors import whole_box
+from hvdtrain.state.placement import Placement, draw_apart, place, placement_of
+from hvdtrain.state.structure import structure_of
+from hvdtrain.state.variables import unwrap
+
+
+class Parallelization:
+    """Makes each rank along `tp` hold slices of a model's layers; `hvdtrain.parallelize` is made of it.
+
+    Args:
+        exchange: the ranks along `tp`.
+        rules: see `hvdtrain.parallelize`.
+        backend: to agree with the other ranks; None: there is nobody to agree with.
+        sequence: see `hvdtrain.parallelize`.
+    """
+
+    def __init__(self, exchange: Collectives, rules: Rules, backend: Backend | None, *, sequence: bool = False) -> None:
+        self._exchange = exchange
+        self._rules = LayoutRules(rules)
+        self._backend = backend
+        self._group = Group(exchange, sequence, FlowRecord())
+
+    def __call__(self, model: Any, inputs: Any) -> keras.Model:
+        """Build the model, if it is not built, split it, and return it."""
+        building = Building(self._rules, self._exchange.index, self._exchange.size)
+        if isinstance(model, keras.Model):
+            split = built(model, inputs)
+        else:
+            with building.scope() if self._exchange.size > 1 else tf.name_scope(""):
+                split = built(model, inputs)
+        check_model(split)
+        self._split(split, building, inputs)
+        return split
+
+    def _split(self, model: Any, building: Building, inputs: Any) -> None:
+        cuts = self._cuts(model, building)
+        outputs = self._output_layers(model)
+        self._rules.check_used([variable.path for variable in model.trainable_variables])
+        if self._exchange.size == 1:
+            return
+        if not cuts:
+            raise ConfigError(
+                f"No rule cuts a variable of {model.name!r}, and tp={self._exchange.size} ranks would do the same "
+                "work. Leave tp out of --parallel, or write a layout with 'tp'."
+            )
+        layers = sliced_layers(model, cuts)
+        self._follow_kernels(layers, cuts)
+        specs = input_specs(model, inputs)
+        with recorded([layer for layer, _ in layers], [layer for layer, _ in outputs], self._group.record):
+            whole = traced(model, specs, self._group.record)
+        paths = self._cut(model, building.finish(), cuts)
+        for layer, sliced in layers:
+            sliced.install(self._group, f"tensor/{_name_of(layer, paths, cuts)}")
+        for layer, cut in outputs:
+            cut_output(layer, self._group, f"tensor/output/{layer.path or layer.name}", whole=not cut)
+        flow = self._followed(model, specs, whole, frozenset(paths[key] for key in cuts))
+        if self._group.sequence:
+            flow.partial |= {paths[id(variable)] for _, sliced in layers for variable in sliced.shared()}
+        _note_what_follows(model, flow, layers, self._exchange)
+        refuse_files_of_slices(model)
+
+    def _output_layers(self, model: Any) -> list[tuple[Any, bool]]:
+        """Return the layers whose output a rule is about, and whether it is cut along the sequence."""
+        found = []
+        for layer in model._flatten_layers(recursive=True, include_self=False):
+            cut = self._rules.output_of(layer.path or layer.name)
+            if cut is not None:
+                found.append((layer, cut))
+        if self._group.sequence and not any(cut for _, cut in found) and self._exchange.size > 1:
+            raise ConfigError(
+                "--sequence-parallel needs a rule for where the sequence is cut first, such as "
+                '{"embeddings/output": (None, "tp", None)} for a layer of that name.'
+            )
+        if not self._group.sequence:
+            return []
+        return found
+
+    def _cuts(self, model: Any, building: Building) -> dict[int, Cut]:
+        """Return the cuts of those variables that the rules match, by id."""
+        cuts = {key: made.cut for key, made in building.made.items()}
+        for variable in model.variables:
+            dim = None if id(variable) in cuts else self._rules.dim_of(variable.path, variable.shape)
+            if dim is None:
+                continue
+            if placement_of(variable._value) is not None:
+                raise ConfigError(f"The variable {variable.path!r} of {model.name!r} is split among the ranks already.")
+            cuts[id(variable)] = self._cut_of(variable, dim)
+        return cuts
+
+    def _cut_of(self, variable: Any, dim: int) -> Cut:
+        return cut_along(variable.path, variable.shape, dim, self._exchange.index, self._exchange.size)
+
+    def _follow_kernels(self, layers: Sequence[tuple[Any, SlicedLayer]], cuts: dict[int, Cut]) -> None:
+        """Cut the biases as their kernels are."""
+        for _, sliced in layers:
+            for key, (variable, dim) in sliced.further_cuts().items():
+                cut = self._cut_of(variable, dim) if key not in cuts else cuts[key]
+                if cut.dim != dim:
+                    raise ConfigError(
+                        f"The bias {variable.path!r} is cut like the output of its kernel, along dim {dim}. Received: "
+                        f"a rule for dim {cut.dim}."
+                    )
+                cuts[key] = cut
+
+    def _cut(self, model: Any, made: Sequence[Made], cuts: dict[int, Cut]) -> dict[int, str]:
+        """Make all cut variables slices, the same whole on every rank, and return the paths of all variables by id."""
+        paths = {id(variable): structure_of(model).path(variable) for variable in model.variables}
+        before = {id(each.variable) for each in made}
+        others = [variable for variable in model.variables if id(variable) in cuts and id(variable) not in before]
+        if self._backend is not None:
+            agree_on_slices(self._backend, made, others, paths)
+        for variable in others:
+            cut_in_place(variable, cuts[id(variable)])
+        for variable in model.variables:
+            cut = cuts.get(id(variable))
+            if cut is not None:
+                place(variable, Placement(cut.whole, cut.box, axes=(AXIS,)))
+                regularize_slices(variable, self._exchange, paths[id(variable)])
+        return paths
+
+    def _followed(self, model: Any, specs: Any, whole: Trace, cut: frozenset[str]) -> Flow:
+        """Follow the activations through the model with slices."""
+        try:
+            sliced = traced(model, specs, self._group.record)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, tf.errors.OpError) as error:
+            raise ConfigError(
+                f"{model.name!r} cannot be called with slices of its variables: an activation of which each rank has a "
+                "slice arrives where the whole is needed. Cut a layer before that along its input. TensorFlow says: "
+                f"{error}"
+            ) from error
+        variables = structure_of(model).by_path(model.variables)
+        return follow(sliced, whole, self._exchange.size, variables, cut)
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no built Keras model, or one that was trained already.
+
+    Raises:
+        ConfigError: saying which.
+    """
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"A Keras model, or a function that builds one, is needed. Received: {model!r}.")
+    if not model.built or not model.variables:
+        raise ConfigError(
+            f"{type(model).__name__} {model.name!r} has no variables before it is called: give parallelize the "
+            "shapes of a batch too, inputs=x[:1], or call the model on one in the function that builds it."
+        )
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and optimizer.built:
+        raise ConfigError(
+            f"The optimizer of {model.name!r} was built for whole variables: parallelize the model before it is "
+            "trained, and give Trainer a new optimizer."
+        )
+
+
+def _note_what_follows(
+    model: Any, flow: Flow, layers: Sequence[tuple[Any, SlicedLayer]], exchange: Collectives
+) -> None:
+    """Note which gradients are parts of a sum, which draws differ by rank, and which outputs are slices."""
+    variables = structure_of(model).by_path(model.variables)
+    for path in sorted(flow.partial):
+        shape = tuple(variables[path].shape)
+        place(variables[path], Placement(shape, whole_box(shape), summed_over=(AXIS,)))
+    inside = [generator for layer, _ in layers for generator in _generators(layer)]
+    for variable in [*(variables[path] for path in sorted(flow.draws)), *inside]:
+        draw_apart(variable, exchange.index)
+    sharded = [layout.dim is not None for layout in flow.outputs]
+    if any(sharded):
+        OutputShards(exchange, sharded).install(model)
+
+
+def _generators(layer: Any) -> list[Any]:
+    """Return the states of the random generators inside a layer that holds slices, such as attention's dropout."""
+    inner = [generator for each in layer._flatten_layers() for generator in each._seed_generators]
+    return [unwrap(generator.state) for generator in inner]
+
+
+def _name_of(layer: Any, paths: dict[int, str], cuts: dict[int, Cut]) -> str:
+    """Return the structural path of a layer, the same in every process."""
+    held = [variable for variable in layer.variables if id(variable) in cuts]
+    path = paths[id(held[0])].rpartition("/")[0]
+    return path or layer.name

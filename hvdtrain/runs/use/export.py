@@ -1,0 +1,150 @@
+"""Export of a checkpoint's model to a file that Keras or NumPy loads, without this package."""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.backends.select import backend_for
+from hvdtrain.checkpoint.selection import located
+from hvdtrain.checkpoint.slices import SliceReader
+from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.config.user_code import load_function
+from hvdtrain.data.batch import Batch
+from hvdtrain.runs import places
+from hvdtrain.runs.description import described, map_signature
+from hvdtrain.runs.folder import RunFolder, opened
+from hvdtrain.runs.use.model import trained_model
+from hvdtrain.runtime.session import Session
+from hvdtrain.state.named_tensors import whole_box
+from hvdtrain.state.structure import structure_of
+from hvdtrain.state.train_state import MODEL
+
+ARRAYS = ".npz"
+WRITERS: dict[str, Callable[[Any, Path], object]] = {
+    ".keras": lambda model, file: model.save(file),
+    ".weights.h5": lambda model, file: model.save_weights(file),
+    ARRAYS: lambda model, file: _save_arrays(_arrays_of(model), file),
+}
+"""What writes a model, by the end of the file's name."""
+
+
+def export(session: Session, folder: Path, which: str, file: Path | None, builder: str | None) -> Path:
+    """Write the model of a checkpoint, as it is evaluated, and return the file.
+
+    Args:
+        session: of this one process.
+        folder: a run, a folder of checkpoints, or a single checkpoint.
+        which: `newest`, `best`, or the number of a step.
+        file: new; its end says what is written. None: a name in `folder`.
+        builder: `MODULE:FUNCTION` that builds the model of checkpoints that are no run's.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it is of another model.
+        ConfigError: a file that exists, or whose end says nothing; a builder that is missing, or not needed.
+    """
+    run = _run_of(folder)
+    path = located(folder, which)
+    file = file or folder / f"{path.name}{ARRAYS if run is None and builder is None else '.keras'}"
+    suffix = _suffix(file)
+    if run is not None:
+        if builder:
+            raise ConfigError(f"{folder} is a run, whose model is known: leave out --model.")
+        model = _model_of_run(session, run, path)
+    elif builder:
+        model = nullcontext(_model_of_script(path, load_function("--model", builder)))
+    elif suffix == ARRAYS:
+        _written(file, lambda draft: _save_arrays(_stored_arrays(path), draft))
+        return file
+    else:
+        raise ConfigError(
+            f"Checkpoints of a script hold no model, only its weights. Received: --to {file}. Name the function that "
+            f"builds the model by --model MODULE:FUNCTION, or a file that ends with {ARRAYS}."
+        )
+    with model as built:
+        _written(file, lambda draft: WRITERS[suffix](built, draft))
+    return file
+
+
+def _run_of(folder: Path) -> RunFolder | None:
+    """Return the run in `folder`, or whose checkpoints these are; None if they are a script's."""
+    resolved = folder.resolve()
+    for path in (resolved, *[above.parent for above in (resolved, resolved.parent) if above.name == "checkpoints"]):
+        if RunFolder(path).config.is_file():
+            return RunFolder(path)
+    return None
+
+
+def _suffix(file: Path) -> str:
+    suffix = next((end for end in WRITERS if file.name.endswith(end)), None)
+    if suffix is None:
+        raise ConfigError(f"--to must end with {', '.join(WRITERS)}. Received: {file}.")
+    if file.exists():
+        raise ConfigError(f"--to must name a new file. Received: {file}, which exists.")
+    return suffix
+
+
+def _written(file: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a name beside `file`, which then appears whole."""
+    draft = file.with_name(f".{os.getpid()}-{file.name}")  # Keras chooses the format by the end of the name
+    try:
+        write(draft)
+        os.replace(draft, file)
+    except OSError as error:
+        raise ConfigError(f"--to {file} cannot be written: {error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _model_of_run(session: Session, run: RunFolder, path: Path) -> Any:
+    """Return a context that gives the model of a run's checkpoint, with the averages of its weights if it has any."""
+    _, config = opened(run.path, "checkpoint export")
+    description = described(run, "checkpoint export")
+    config = places.located(config, places.start_folder(run))
+    zeros = map_signature(lambda leaf: np.zeros([1, *leaf["shape"]], leaf["dtype"]), description.inputs)
+    like = Batch(zeros, None, None, 1.0, 1)
+    return trained_model(config, description, path, "newest", backend_for(session), like)
+
+
+def _model_of_script(path: Path, build: Callable[[], Any]) -> Any:
+    """Return the model that `build` returns, with the weights of the checkpoint at `path`."""
+    model = build()
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ConfigError(
+            f"--model must return a Keras model with variables: give it a keras.Input. Received: {model}."
+        )
+    arrays = _stored_arrays(path)
+    for name, weight in structure_of(model).by_path(model.weights).items():
+        found = arrays.pop(name, None)
+        if found is None or found.shape != tuple(weight.shape):
+            kind = "nothing" if found is None else list(found.shape)
+            raise CheckpointError(
+                f"The checkpoint {path} is of another model: {name}: saved {kind}, needed {list(weight.shape)}."
+            )
+        weight.assign(found)
+    if arrays:
+        raise CheckpointError(f"The checkpoint {path} is of another model: {next(iter(arrays))} is not in it.")
+    return model
+
+
+def _stored_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the weights of the model, by their place in it."""
+    reader = SliceReader(path)
+    found = {name: tensor.global_shape for name, tensor in reader.tensors.items() if name.startswith(MODEL)}
+    return {name.removeprefix(MODEL): reader.read(name, shape, whole_box(shape)) for name, shape in found.items()}
+
+
+def _arrays_of(model: Any) -> dict[str, np.ndarray]:
+    return {path: weight.numpy() for path, weight in structure_of(model).by_path(model.weights).items()}
+
+
+def _save_arrays(arrays: dict[str, np.ndarray], file: Path) -> None:
+    """Write arrays that NumPy alone can read: it has no bfloat16."""
+    known: dict[str, Any] = {
+        name: value.astype("float32") if value.dtype.kind == "V" else value for name, value in arrays.items()
+    }
+    np.savez(file, **known)

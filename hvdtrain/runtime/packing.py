@@ -1,0 +1,17 @@
+"""Several tensors laid end to end in one."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the elements of `tensors`, of one dtype, as one vector."""
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+
+
+def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return tensors with the shapes of those in `like` from the elements of a vector, which may hold more."""
+    sizes = [tf.size(tensor) for tensor in like]
+    *parts, _ = tf.split(flat, [*sizes, tf.size(flat) - tf.add_n(sizes)], num=len(like) + 1)
+    return [tf.ensure_shape(tf.reshape(p, tf.shape(t)), t.shape) for p, t in zip(parts, like, strict=True)]

@@ -1,0 +1,95 @@
+"""Which ranks hold the same tensors where they have split a model among them, and whether the values are the same."""
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.state.named_tensors import NamedTensor
+
+_WORD = (1 << 64) - 1
+_SPREAD = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio; odd, so that a product by it loses nothing."""
+TIMEOUT_S = 600.0
+"""Ranks come together, but one may still compile what another has in its cache."""
+
+
+class Holders:
+    """The ranks that hold each tensor of the state: all of them, or those with the same slice or the same layers.
+
+    Every rank of the job makes one at the same time.
+
+    Args:
+        backend: the ranks.
+        tensors: what this rank holds, by path.
+    """
+
+    def __init__(self, backend: Backend, tensors: Mapping[str, NamedTensor]) -> None:
+        self._backend = backend
+        whole = all(tensor.replicated for tensor in tensors.values())
+        self.split = backend.job_size > backend.processes or not whole
+        """Whether ranks hold different tensors, or slices of them."""
+        self.groups: list[tuple[int, ...]] = []
+        """The groups of several ranks that hold the same, where ranks are split."""
+        self._places: dict[str, int] = {}
+        """The place of its group, for each slice that other ranks hold too."""
+        self._group_of: dict[str, int] = {}
+        if self.split:
+            self._find(list(_keys(tensors).values()))
+
+    def _find(self, mine: list[str]) -> None:
+        everyone = self._backend.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S)
+        holders: dict[str, list[int]] = {}
+        for rank, text in enumerate(everyone):
+            for key in json.loads(text):
+                holders.setdefault(key, []).append(rank)
+        self.groups = sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1})
+        places = {ranks: place for place, ranks in enumerate(self.groups)}
+        self._places = {key: places[tuple(holders[key])] for key in mine if len(holders[key]) > 1}
+
+    def shared(self, tensors: Mapping[str, NamedTensor]) -> dict[str, NamedTensor]:
+        """Return those of which other ranks hold the same slice, for `sums`."""
+        if not self.split:
+            return dict(tensors)
+        # With ZeRO-3 a rank holds whole parameters at times.
+        self._group_of = {path: self._places[key] for path, key in _keys(tensors).items() if key in self._places}
+        return {path: tensors[path] for path in self._group_of}
+
+    def sums(self, hashes: Mapping[str, int]) -> np.ndarray:
+        """Return a checksum for each group, int64: of the tensors that it holds, by their hashes."""
+        found = [0] * max(1, len(self.groups))
+        for path, value in sorted(hashes.items()):
+            place = self._group_of.get(path, 0)
+            found[place] = (found[place] * _SPREAD + int(value) + 1) & _WORD
+        return np.array(found, np.uint64).view(np.int64)
+
+    def differing(self, sums: np.ndarray) -> tuple[int, int] | None:
+        """Return the first rank with another checksum than the first of its group, and that one; None: all agree.
+
+        Args:
+            sums: [ranks, groups], the `sums` of each rank.
+        """
+        for column, ranks in zip(sums.T, self.groups or [tuple(range(len(sums)))], strict=False):
+            other = next((rank for rank in ranks if column[rank] != column[ranks[0]]), None)
+            if other is not None:
+                return other, ranks[0]
+        return None
+
+    def hashes_of_all(self, hashes: Mapping[str, int]) -> dict[str, list[dict[int, int]]]:
+        """Return, by path, the hash on each rank of the groups that hold slices of it."""
+        mine = {path: [self._group_of.get(path, 0), int(value)] for path, value in hashes.items()}
+        everyone = self._backend.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S)
+        found: dict[str, dict[int, dict[int, int]]] = {}
+        for rank, text in enumerate(everyone):
+            for path, (group, value) in json.loads(text).items():
+                found.setdefault(path, {}).setdefault(group, {})[rank] = value
+        return {path: list(groups.values()) for path, groups in found.items()}
+
+
+def _keys(tensors: Mapping[str, NamedTensor]) -> dict[str, str]:
+    """Return what names the slice of each tensor that this rank holds, by path."""
+    return {
+        path: json.dumps([path, *((part.start, part.stop) for part in tensor.slice)])
+        for path, tensor in tensors.items()
+    }

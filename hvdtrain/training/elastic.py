@@ -1,0 +1,224 @@
+"""Elastic training: the state is committed to memory every few steps, and another world goes on from there."""
+
+import json
+import time
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.data import Sharding
+from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.observability.wording import plural
+from hvdtrain.runtime.control.agreement import check_same_call, encode_call
+from hvdtrain.runtime.elastic.hosts import HostsChangedError
+from hvdtrain.runtime.session import Session
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.update_rules.select import DEFAULT, chosen_rule
+
+NO_COMMIT = -1
+MOST_IN_VAIN = 10
+"""Worlds without a new commit, after which the job ends."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A whole training state in the host's memory."""
+
+    scalars: Mapping[str, Any]
+    tensors: Mapping[str, np.ndarray]
+    held_weights: Mapping[str, np.ndarray]
+    """Those that callbacks hold; see `TrainState`."""
+
+    @classmethod
+    def of(cls, state: TrainState) -> "Commit":
+        """Return a copy of `state`, of which every rank holds all."""
+        tensors = {path: np.array(tensor.value.numpy()) for path, tensor in state.named_tensors().items()}
+        return cls(deepcopy(asdict(state.scalars)), tensors, dict(state.held_weights))
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return int(self.scalars["step"])
+
+    def restore(self, state: TrainState) -> None:
+        """Take `state` back to this one."""
+        for path, tensor in state.named_tensors().items():
+            tensor.value.assign(self.tensors[path])
+        state.restore(deepcopy(dict(self.scalars)))
+        state.held_weights = dict(self.held_weights)
+
+
+@dataclass(frozen=True)
+class WorldRecord:
+    """One world of an elastic training, as `summary.json` lists it."""
+
+    step: int
+    """Finished steps at its beginning."""
+    ranks: int
+    seconds_to_first_step: float | None = None
+    """From the last step that began in the world before to the end of the first one here; None in the first world."""
+
+
+class Commits:
+    """What one process keeps of an elastic training from world to world."""
+
+    def __init__(self) -> None:
+        self.settled: Any = None
+        """What was settled in the first world and holds for all, such as the run's folder; None before."""
+        self.worlds: list[WorldRecord] = []
+        """The worlds so far."""
+        self.goes_on = False
+        """Whether this world is not the first."""
+        self._newest: Commit | None = None
+        self._steps_here = 0
+        self._last_began: float | None = None
+        self._interrupted: float | None = None
+        """When the last step began in the world before; None in the first one of this process."""
+
+    def agree(self, call: str, session: Session) -> Any:
+        """Return what was settled in the first world; None in the first. Every rank calls it before all else.
+
+        Args:
+            call: what the ranks do; one that comes from the beginning of a script may do something else before.
+            session: of this world.
+
+        Raises:
+            ConfigError: ranks that do something else.
+        """
+        mine = encode_call(call, {}) + b"\n" + json.dumps(self.settled).encode()
+        everyone = session.control.exchange(mine, timeout=session.load_timeout)
+        check_same_call(everyone, call)
+        told = [json.loads(theirs.partition(b"\n")[2]) for theirs in everyone]
+        self.settled = next((settled for settled in told if settled is not None), None)
+        self.goes_on = self.settled is not None
+        return self.settled
+
+    def keep(self, state: TrainState) -> None:
+        """Commit `state`, in place of the commit before."""
+        self._newest = Commit.of(state)
+
+    def restore(self, state: TrainState, backend: Backend) -> bool:
+        """Give every rank the newest commit of any, those that are new too; return whether there is one.
+
+        Ranks may differ by one commit: a rank may be lost while others commit.
+        """
+        step = NO_COMMIT if self._newest is None else self._newest.step
+        mine = [
+            step,
+            [asdict(world) for world in self.worlds],
+            None if self._newest is None else _shapes(self._newest.held_weights),
+        ]
+        everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=None)]
+        steps = [theirs[0] for theirs in everyone]
+        newest, root = max(steps), steps.index(max(steps))
+        if newest == NO_COMMIT:
+            return False
+        if self._newest is not None and step == newest:
+            self._newest.restore(state)
+        state.broadcast(backend, root=root)
+        state.held_weights = _broadcast_arrays(state.held_weights, everyone[root][2], backend, root)
+        worlds = [WorldRecord(**world) for world in everyone[root][1]]
+        self.worlds = [world for world in worlds if world.step <= newest]
+        if [world.step for world in self.worlds[-MOST_IN_VAIN:]] == MOST_IN_VAIN * [newest]:
+            raise LaunchError(
+                f"Each of {MOST_IN_VAIN} worlds in a row has lost a rank before it got further than step {newest}: "
+                "look for the reason on the hosts, or use a smaller --commit-every."
+            )
+        return True
+
+    def begin(self, state: TrainState, backend: Backend) -> str | None:
+        """Commit the state with which a world begins; return what there is to say of it, None in the first."""
+        before = self.worlds[-1].ranks if self.worlds else None
+        self.worlds.append(WorldRecord(state.scalars.step, backend.size))
+        self._interrupted, self._steps_here = self._last_began, 0
+        self.keep(state)
+        if before is None:
+            return None
+        return (
+            f"elastic: {plural(before, 'rank')} before, {backend.size} now: goes on after step {state.scalars.step:,}"
+        )
+
+    def note_step(self) -> None:
+        """Note that a step begins; with the second one of a world it is known how long its first one was waited for."""
+        self._last_began, self._steps_here = time.monotonic(), self._steps_here + 1
+        if self._steps_here == 2 and self._interrupted is not None:
+            seconds = round(self._last_began - self._interrupted, 2)
+            self.worlds[-1] = replace(self.worlds[-1], seconds_to_first_step=seconds)
+
+
+class HostsCheck:
+    """Ends the world, on all ranks after the same step, when the hosts have changed; every rank calls it."""
+
+    def __init__(self, session: Session, backend: Backend) -> None:
+        self._worlds = session.link.worlds
+        self._gather = tf.function(
+            lambda mine: backend.run(lambda value: backend.all_gather(value, name="elastic/hosts"), mine),
+            autograph=False,
+        )
+
+    def __call__(self) -> None:
+        """Look.
+
+        Raises:
+            HostsChangedError: the launcher has told one of the ranks so.
+        """
+        changed = self._worlds is not None and self._worlds.hosts_changed
+        if self._gather(tf.constant([int(changed)])).numpy().any():
+            raise HostsChangedError("The hosts of the job have changed.")
+
+
+def check_elastic(session: Session, backend: str, options: StepOptions, shard_by: Sharding = "samples") -> None:
+    """Refuse elastic training where it cannot be.
+
+    Raises:
+        ConfigError: not under horovodrun with host discovery; or with an option that divides state or data among ranks.
+    """
+    if not session.elastic:
+        raise ConfigError(
+            "--elastic needs a launcher that replaces ranks: horovodrun with a host discovery script. "
+            f"Received: {_launcher(session)}. Elsewhere `python -m hvdtrain supervise` starts a job again from its "
+            "last checkpoint, on any number of ranks."
+        )
+    if backend != "horovod":
+        raise ConfigError(f"--elastic is for --backend=horovod. Received: --backend={backend}.")
+    rule = chosen_rule(options)
+    if rule != DEFAULT:
+        raise ConfigError(
+            f"--{rule.replace('_', '-')} does not go with --elastic: every rank must hold all of the state. Leave "
+            "out one of them."
+        )
+    if shard_by == "files":
+        raise ConfigError(
+            "--shard-by=files does not go with --elastic: within an epoch its files cannot be divided among other "
+            "ranks. Leave out one of them."
+        )
+
+
+def _launcher(session: Session) -> str:
+    launcher = session.environment.launcher
+    return "no launcher" if launcher == "none" else f"{launcher} with a fixed number of ranks"
+
+
+def _shapes(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {path: [str(array.dtype), list(array.shape)] for path, array in arrays.items()}
+
+
+def _broadcast_arrays(
+    mine: Mapping[str, np.ndarray], shapes: Mapping[str, Any], backend: Backend, root: int
+) -> dict[str, np.ndarray]:
+    """Return the arrays of rank `root`, of these dtypes and shapes, on every rank."""
+    if not shapes:
+        return {}
+    empty = {path: np.zeros(shape, dtype) for path, (dtype, shape) in shapes.items()}
+    variables = {
+        path: tf.Variable(mine[path] if backend.index == root else array, trainable=False)
+        for path, array in empty.items()
+    }
+    backend.broadcast({f"held/{path}": variable for path, variable in variables.items()}, root=root)
+    return {path: variable.numpy() for path, variable in variables.items()}

@@ -1,0 +1,157 @@
+"""What `fit` does once its arguments are read: in the one world of a job, or in each of an elastic one."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from typing import Any
+
+from hvdtrain.backends.select import backend_for
+from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.runtime.session import Session, current, join_next_world
+from hvdtrain.training.backup import agreed_backup, without_backup
+from hvdtrain.training.elastic import Commits, check_elastic
+from hvdtrain.training.fit_arguments import FitArguments
+from hvdtrain.training.interruption import stoppable
+from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.resumable import ResumableTrainer, nothing_left, refuse_both, with_checkpoints
+from hvdtrain.training.rollback import check_rollback
+from hvdtrain.training.run_info import console_for
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """A call of `Trainer.fit`; see there."""
+
+    arguments: FitArguments
+    callbacks: Sequence[Any]
+    checkpoint: Checkpoint | str | PathLike[str] | None
+    verbose: str | int
+
+
+class FittingTrainer(ResumableTrainer):
+    """A trainer that trains on given data; see `Trainer`."""
+
+    def _fit(self, request: FitRequest, commits: Commits | None = None, commit_every: int | None = None) -> FitResult:
+        """Train in this world, from the newest commit if there is one."""
+        arguments = request.arguments
+        callbacks, backup = without_backup(request.callbacks)
+        saved = checkpoint_of(request.checkpoint)
+        elastic = {} if commits is None else {"elastic": True, "commit_every": commit_every}
+        self._agree("fit", {**arguments.facts(), "checkpoint": saved, **elastic}, callbacks)
+        arguments.check()
+        backup = agreed_backup(backup, self.backend)
+        if backup is not None:
+            refuse_both(saved, backup)
+            saved = backup.checkpoint
+        check_rollback(self.options, saves=saved is not None)
+        data, validation = arguments.streams(self.backend, self._seed, self._services)
+        source = getattr(data, "source", None)
+        if source is not None:
+            self._factory.check(source)
+        self.build(data)
+        again = commits is not None and commits.restore(self.state, self.backend)
+        if again:
+            goes_on = True
+            self.broadcast_state()
+        else:
+            goes_on = self._begin_fit(data, arguments.initial_epoch, backup, described_data=saved is not None)
+        plan = with_checkpoints(arguments.plan(self.state.scalars, data.steps_per_epoch), saved)
+        plan = replace(plan, commit_every=commit_every)
+        observers = console_for(self.backend, request.verbose)
+        try:
+            if goes_on and plan.total_steps == self.state.scalars.step:
+                observers.on_message(nothing_left(self.state.scalars))
+            saving = self._saving(saved, again=again)
+            with saving as save, stoppable(saved, self.state.scalars, plan.total_steps) as stopping:
+                result = self._train(
+                    data,
+                    plan,
+                    validation,
+                    observers,
+                    save=save,
+                    callbacks=callbacks,
+                    verbose=request.verbose,
+                    stopping=stopping,
+                    commits=commits,
+                )
+            observers.on_end(summary_of(result))
+        finally:
+            observers.close()
+        if backup is not None and self.backend.primary:
+            backup.finish()
+        return result
+
+    def _fit_elastically(self, request: FitRequest, commit_every: int) -> FitResult:
+        """Train in this world and, as long as ranks are lost or come, in those that follow."""
+        check_elastic(current(), self.backend.name, self.options)
+        _refuse_ranks_own(request.arguments)
+        commits, entered = Commits(), True
+        _note_training(current())
+        while True:
+            try:
+                if not entered:
+                    self._enter(join_next_world(current()))
+                    entered = True
+                settled = commits.agree("fit(elastic=True)", current())
+                commits.settled = settled or [request.arguments.data.global_batch(self.backend)]
+                result = self._fit(_with_batch(request, commits.settled[0]), commits, commit_every)
+                _note_end(current())
+                return result
+            except Exception as error:
+                if not current().link.leave_world(error):
+                    raise
+                entered = False
+
+    def _enter(self, session: Session) -> None:
+        """Make everything anew that knows the replicas, for the world of `session`; model and optimizer stay."""
+        scalars = None if self._state is None else asdict(self._state.scalars)
+        self.backend = backend_for(session)
+        self._assemble()
+        self._scalars_before = scalars
+
+
+def _with_batch(request: FitRequest, batch: int | None) -> FitRequest:
+    """Return the request with the global batch of the first world; None where the data come in batches."""
+    if batch is None:
+        return request
+    data = replace(request.arguments.data, batch=batch, batch_size=None)
+    return replace(request, arguments=replace(request.arguments, data=data))
+
+
+def _note_training(session: Session) -> None:
+    """Note that the one elastic training of a script begins.
+
+    Raises:
+        ConfigError: there was one before.
+    """
+    worlds = session.link.worlds
+    assert worlds is not None, "checked before"
+    if worlds.trained:
+        raise ConfigError(
+            "One fit of a script is elastic: a rank that joins begins with the first one. Received: a second "
+            "fit(elastic=True). Leave out elastic=True here, or use one script for each."
+        )
+    worlds.trained = worlds.training = True
+
+
+def _note_end(session: Session) -> None:
+    """Note that it has ended: no other world goes on from here."""
+    assert session.link.worlds is not None, "it was elastic"
+    session.link.worlds.training = False
+
+
+def _refuse_ranks_own(arguments: FitArguments) -> None:
+    """Refuse data that would be lost with a rank, or that a rank that joins does not have.
+
+    Raises:
+        ConfigError: naming the argument.
+    """
+    if arguments.data.shard is not None:
+        raise ConfigError(
+            f"fit(shard={arguments.data.shard!r}) does not go with elastic=True: a rank's part of the data would "
+            "be lost with it. Give every rank all of the data."
+        )
+    if inspect.isgenerator(arguments.data.x):
+        raise ConfigError("fit(elastic=True) begins the data anew in each world: pass the function, not its generator.")

@@ -1,0 +1,110 @@
+"""The compiled pieces of a training through the stages of a pipeline; see `StepFactory`."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.shapes import check_source
+from hvdtrain.data.source import Source
+from hvdtrain.parallel.pipeline.exchange import StageExchange
+from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.advice import narrow
+from hvdtrain.training.objective.compile_settings import Objective
+from hvdtrain.training.objective.metrics import MetricSet
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.pipelined.evaluation import PipelinedEvaluator, PipelinedPredictor
+from hvdtrain.training.pipelined.figures import FiguresBackend
+from hvdtrain.training.pipelined.forward import StageForward, share_outputs
+from hvdtrain.training.pipelined.forward_backward import PipelinedForwardBackward
+from hvdtrain.training.pipelined.regularization import Regularization
+from hvdtrain.training.pipelined.stage_training import PipelineOptions
+from hvdtrain.training.step.microbatches import per_microbatch
+from hvdtrain.training.step.result import CompiledStep
+from hvdtrain.training.step.step_factory import CompiledStepFactory, Evaluate, Predict
+from hvdtrain.training.step.train_step import TrainStep
+from hvdtrain.training.update_rules.base import UpdateRule
+
+
+class PipelineStepFactory(CompiledStepFactory):
+    """Makes the steps of a `PipelineStage`."""
+
+    def __init__(
+        self, backend: Backend, model: PipelineStage, optimizer: Any, objective: Objective, options: StepOptions
+    ) -> None:
+        super().__init__(backend, model, optimizer, objective, options)
+        self._pipeline = backend.along("pp")
+        self._figures = FiguresBackend(backend, self._pipeline, counts=model.is_last)
+        self._exchange = StageExchange(
+            model.place, model.ranks, lambda place: backend.between("pp", model.place, place)
+        )
+        self._stage_forward = StageForward(model, self._exchange)
+        if optimizer.built:
+            raise ConfigError(
+                f"The optimizer {optimizer.name!r} was built for the whole model, and each rank of a pipeline trains "
+                "the layers of its stage: give a new optimizer."
+            )
+
+    def _training_forward(self) -> Any:
+        return None  # the stages are called one microbatch after another, and recomputed by themselves
+
+    def _names(self) -> Any:
+        return getattr(self._model.whole.model, "output_names", None)
+
+    def check(self, source: Source) -> None:
+        """See `StepFactory`."""
+        self._check_targets(len(source.spec) > 1)
+        check_source(self._model.whole.model, source, self._objective.loss)
+
+    def build(self, batch: Batch, *, training: bool) -> None:
+        """See `StepFactory`; all ranks see the outputs of a first batch, by which they know what metrics count."""
+        self._check_targets(batch.targets is not None)
+        if self._metrics is None:
+            outputs = self._shared_outputs(batch)
+            self.narrow_outputs = narrow(outputs)
+            self._metrics = self._spec.resolve(batch.targets, outputs, self._figures, self._names)
+
+    def _shared_outputs(self, batch: Batch) -> Any:
+        def call() -> Any:
+            outputs = self._stage_forward(batch.inputs, "build")
+            return share_outputs(self._stage_forward, batch.inputs, outputs, self._pipeline.all_gather, "build")
+
+        return tf.function(call, autograph=False)()
+
+    def _microbatch_length(self, batch: int) -> int:
+        uneven = self._backend.capabilities.uneven
+        return per_microbatch(batch, self._backend.data_parallel.size, self._options.accumulate, uneven=uneven)
+
+    def _new_step(
+        self, state: TrainState, metrics: MetricSet, rule: UpdateRule, microbatch: int | None, epoch_metrics: bool
+    ) -> CompiledStep:
+        assert microbatch is not None, "a pipeline's batches are always cut"
+        options = PipelineOptions(
+            self._options.pipeline_schedule,
+            self._options.virtual_stages,
+            self._options.accumulate,
+            microbatch,
+            self._options.recompute,
+        )
+        passes = PipelinedForwardBackward(self._backend, self._pipeline, self._exchange, state, self._loss, options)
+        return TrainStep(
+            self._backend,
+            state,
+            self._loss,
+            metrics,
+            rule,
+            epoch_metrics=epoch_metrics,
+            passes=passes,
+            counts=self._model.is_last,
+        )
+
+    def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
+        regularization = Regularization(self._model)
+        return PipelinedEvaluator(self._figures, self._stage_forward, regularization, self._loss, metrics)
+
+    def predictor(self) -> Predict:
+        """See `StepFactory`."""
+        return PipelinedPredictor(self._backend, self._pipeline, self._stage_forward)

@@ -1,0 +1,105 @@
+"""A batch's way through all stages without a backward pass, for evaluation and prediction."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_specs, check_shapes
+from hvdtrain.parallel.pipeline.graph import MASK
+from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
+from hvdtrain.parallel.tensor.outputs import gathered
+from hvdtrain.training.objective.outputs import inputs_for
+
+
+class StageForward:
+    """Runs batches through the stages; to be called by all ranks of a pipeline, within a compiled function.
+
+    Args:
+        stage: what this rank holds.
+        exchange: with the other stages.
+    """
+
+    def __init__(self, stage: PipelineStage, exchange: StageExchange) -> None:
+        self._stage = stage
+        self._exchange = exchange
+
+    def __call__(self, inputs: Any, label: str) -> Any:
+        """Return the model's outputs where the last stage is, and None elsewhere.
+
+        Args:
+            inputs: of the model, the same on all ranks of the pipeline.
+            label: tells this call from every other, such as `evaluation`.
+        """
+        stage, cut = self._stage, self._stage.whole.cut
+        known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
+        outputs: Any = None
+        for number in stage.stages:
+            received = receive_forward(stage, self._exchange, known, number, label)
+            made = stage.run_stage(number, known, received, training=False)
+            if number + 1 < cut.stages:
+                sent = with_masks(cut.outgoing(number), made)
+                check_shapes(cut, known, number, sent)
+                self._exchange.send(sent, number, number + 1, label, "forward")
+            else:
+                outputs = stage.outputs_of(made)
+        self._exchange.finish()
+        return outputs
+
+    def packed(self, tensors: list[Any]) -> Any:
+        """Return tensors in the structure of the model's outputs."""
+        return self._stage.packed(tensors)
+
+    def specs(self, inputs: Any) -> list[Spec]:
+        """Return the specs of the model's outputs for a batch of `inputs`."""
+        stage, cut = self._stage, self._stage.whole.cut
+        known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
+        return boundary_specs(cut, known, cut.stages - 1)[: len(cut.graph.outputs)]
+
+
+def receive_forward(
+    stage: PipelineStage, exchange: StageExchange, known: dict[int, Any], number: int, label: str
+) -> list[tf.Tensor]:
+    """Return what the stage before `number` passes on for these inputs; nothing for the first."""
+    if number == 0:
+        return []
+    specs = boundary_specs(stage.whole.cut, known, number - 1)
+    return exchange.receive(specs, rows_of(known), number - 1, label, "forward")
+
+
+def rows_of(known: dict[int, Any]) -> Any:
+    """Return the number of samples: an int, or a tensor where it is not known when a function is compiled."""
+    first = next(iter(known.values()))
+    return tf.shape(first)[0] if first.shape[0] is None else first.shape[0]
+
+
+def share_outputs(
+    forward: StageForward, inputs: Any, outputs: Any, gather: Callable[..., tf.Tensor], label: str
+) -> Any:
+    """Return the last stage's outputs on all ranks of a pipeline.
+
+    Args:
+        forward: the stages.
+        inputs: of the model.
+        outputs: of the model where the last stage is; None elsewhere.
+        gather: concatenates the pipeline's tensors.
+        label: see `StageForward`.
+    """
+    specs = forward.specs(inputs)
+    if outputs is None:
+        mine = [tf.fill([0, *spec.shape[1:]], tf.zeros([], spec.dtype)) for spec in specs]
+    else:
+        mine = tf.nest.flatten(gathered(outputs))
+    whole = [gather(tensor, name=f"{label}/output{place}") for place, tensor in enumerate(mine)]
+    shaped = [tf.ensure_shape(tensor, [None, *spec.shape[1:]]) for tensor, spec in zip(whole, specs, strict=True)]
+    return forward.packed(shaped)
+
+
+def masked(symbols: Any, tensors: list[Any]) -> list[Any]:
+    """Give tensors the masks that are listed behind them: a compiled function takes them off; see `with_masks`."""
+    values = list(tensors[: len(symbols)])
+    masks = iter(tensors[len(symbols) :])
+    for symbol, value in zip(symbols, values, strict=True):
+        if getattr(symbol, MASK, None) is not None:
+            setattr(value, MASK, next(masks))
+    return values

@@ -1,0 +1,241 @@
+"""Forward and backward passes of the stages that a rank of a pipeline holds, in the order of its schedule."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.data.batch import Batch
+from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.optim.precision import loss_scale_of
+from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_specs, check_shapes
+from hvdtrain.parallel.pipeline.schedule import Action, schedule_of
+from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.objective.losses import LossFunction, LossSum
+from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.pipelined.forward import masked, receive_forward, rows_of
+from hvdtrain.training.pipelined.regularization import Regularization
+from hvdtrain.training.pipelined.stage_training import PipelineOptions, StageTraining
+from hvdtrain.training.pipelined.tied import TiedGradients
+from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.microbatches import Microbatches
+from hvdtrain.training.step.placeholder import counted
+
+Count = Callable[[Batch, Any], None]
+"""Counts a microbatch and its outputs in the metrics."""
+
+
+class PipelinedForwardBackward:
+    """From this replica's batch to the local gradients of the stages that this rank holds; see `ForwardBackward`.
+
+    Args:
+        backend: the replicas.
+        pipeline: collectives of all stages of this replica.
+        exchange: with the neighbouring stages.
+        state: what is trained; its model is a `PipelineStage`.
+        loss: the loss as sum and weight.
+        options: how microbatches pass the stages.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        pipeline: Collectives,
+        exchange: StageExchange,
+        state: TrainState,
+        loss: LossFunction,
+        options: PipelineOptions,
+    ) -> None:
+        self.stage: PipelineStage = state.model
+        self.options = options
+        self.exchange = exchange
+        self.loss = loss
+        self.state = state
+        self._backend = backend
+        self._pipeline = pipeline
+        self._stages = {
+            number: StageTraining(self.stage, number, state.trainable, options) for number in self.stage.stages
+        }
+        self._regularization = Regularization(self.stage)
+        self._tied = TiedGradients(self.stage, pipeline, state.trainable, exchange.keep)
+
+    def __call__(self, batch: Batch, count: Count) -> LocalGradients:
+        """Run a batch, and let `count` see the outputs of each microbatch where the last stage is."""
+        parts = Microbatches(batch, self._backend.data_parallel.size, self.options.length)
+        number = self._microbatches(parts.count)
+        run = ScheduledRun(self, self._stages, [parts.take(place) for place in range(number)], count)
+        ranks, chunks = self.stage.ranks, self.options.chunks
+        for action in schedule_of(self.options.schedule, self.stage.place, ranks, number, chunks):
+            run.take(action)
+        local = self._local(run)
+        self.exchange.finish()
+        return local
+
+    def _microbatches(self, count: Any) -> int:
+        """Return how many microbatches there are; those behind the samples of a short batch hold placeholders."""
+        if tf.is_tensor(count):
+            return self.options.microbatches
+        if self.options.schedule == "interleaved":
+            return -(-int(count) // self.stage.ranks) * self.stage.ranks
+        return int(count)
+
+    def _local(self, run: "ScheduledRun") -> LocalGradients:
+        """Let all stages know the totals of the last one, and finish the gradients."""
+        own = self._regularization.value()
+        mine = tf.stack([*tf.unstack(run.totals, num=4), tf.cast(own, tf.float64)])
+        loss, weight, poison, expected, penalty = tf.unstack(self._pipeline.all_reduce(mine, name="totals"), num=5)
+        scale = tf.cast(loss_scale_of(self.state.optimizer), tf.float64)
+        gradients = self._gradients()
+        if self._regularization.applies:
+            factor = tf.math.divide_no_nan(weight, expected) * scale
+            gradients = self._regularization.added(gradients, self.state.trainable, factor)
+        gradients = self._tied.summed(gradients)
+        totals = tf.cast(tf.stack([loss + weight * penalty, weight, poison]), self._totals_dtype())
+        return LocalGradients(gradients, totals, expected, uniform=False)
+
+    def _gradients(self) -> list[Gradient]:
+        """Return the sums over the microbatches, in the order of the state; a variable may be in several stages."""
+        by_path: dict[str, Gradient] = {}
+        for stage in self._stages.values():
+            for path, gradient in zip(stage.variables, stage.read(), strict=True):
+                known = by_path.get(path)
+                by_path[path] = gradient if known is None else _both(known, gradient)
+        return [by_path.get(path) for path in self.state.trainable]
+
+    def _totals_dtype(self) -> tf.DType:
+        outputs = self.stage.whole.cut.graph.outputs
+        return tf.float64 if any(tf.as_dtype(each.dtype) == tf.float64 for each in outputs) else tf.float32
+
+
+class ScheduledRun:
+    """One step's passes in the graph that is being compiled, each after the one before it on this rank."""
+
+    def __init__(
+        self, owner: PipelinedForwardBackward, stages: Mapping[int, StageTraining], parts: Sequence[Batch], count: Count
+    ) -> None:
+        self._owner = owner
+        self._stages = stages
+        self._parts = parts
+        self._count = count
+        self._tapes: dict[tuple[int, int], _Taped] = {}
+        self._ends: list[list[tf.Tensor]] = [[], []]
+        self.totals: tf.Tensor = tf.zeros([4], tf.float64)
+        """Loss, weight, NaN where data are not finite, expected weight: of the last stage, zeros elsewhere."""
+
+    def take(self, action: Action) -> None:
+        """Add a pass to the graph."""
+        act = self._forward if action.kind == "forward" else self._backward
+        ends = act(self._stages[action.stage], action.microbatch)
+        # What follows a call of a function that is inlined follows its side effects, and not its results.
+        self._ends.append([tf.identity(tensor) for tensor in ends])
+
+    def _after(self, passes: int) -> Any:
+        """Return a context whose operations wait for this rank's latest pass, or for the one before it.
+
+        What a pass receives may come while the one before it is under way, and not earlier: it would take memory.
+        """
+        return tf.control_dependencies(self._ends[-passes])
+
+    def _gated(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return `tensors` once this rank's latest pass has ended.
+
+        TensorFlow inlines the function of a pass, and its operations wait for their inputs alone. Passes that overlap
+        would exchange slices along tp under the same names, and fill the memory with activations.
+        """
+        with self._after(1):
+            return [tf.identity(tensor) for tensor in tensors]
+
+    def _forward(self, stage: StageTraining, microbatch: int) -> list[tf.Tensor]:
+        owner, part = self._owner, self._parts[microbatch]
+        known = owner.stage.model_inputs(inputs_for(owner.stage.whole.model, part.inputs))
+        with self._after(2):
+            received = receive_forward(owner.stage, owner.exchange, known, stage.number, str(microbatch))
+        received, inputs = self._gated(received), self._gated(list(known.values()))
+        known = dict(zip(known, inputs, strict=True))
+        with tf.GradientTape() as tape:
+            tape.watch([tensor for tensor in received if tensor.dtype.is_floating])
+            outputs = stage.forward(known, received, part.has_samples)
+            summed = self._loss(stage, part, outputs) if stage.is_last else None
+        self._tapes[stage.number, microbatch] = _Taped(tape, known, received, outputs, summed)
+        if summed is None:
+            check_shapes(stage.cut, known, stage.number, outputs)
+            owner.exchange.send(outputs, stage.number, stage.number + 1, str(microbatch), "forward")
+            return list(outputs)
+        return [*outputs, summed.total]
+
+    def _loss(self, stage: StageTraining, part: Batch, outputs: list[tf.Tensor]) -> LossSum:
+        packed = stage.stage.outputs_of(masked(stage.cut.graph.outputs, outputs))
+        summed = self._owner.loss(part.targets, packed, part.sample_weight)
+        self._add_totals(part, summed)
+        self._count(part, packed)
+        return summed
+
+    def _add_totals(self, part: Batch, summed: LossSum) -> None:
+        poison = 0.0 if part.finite else zero_if_finite(tf.nest.flatten((part.inputs, part.targets)))
+        figures = [tf.cast(each, tf.float64) for each in (summed.total, summed.weight, poison)]
+        sums = counted(tf.stack(figures), part.has_samples)
+        expected = tf.cast(self._expected(part, summed), tf.float64)
+        self.totals = tf.concat([self.totals[:3] + sums, expected[None]], 0)
+
+    def _expected(self, part: Batch, summed: LossSum) -> tf.Tensor:
+        """Return what the weights of all replicas add up to when every element counts once."""
+        return summed.elements_per_sample * tf.cast(part.global_samples, summed.total.dtype)
+
+    def _backward(self, stage: StageTraining, microbatch: int) -> list[tf.Tensor]:
+        owner, part = self._owner, self._parts[microbatch]
+        taped = self._tapes.pop((stage.number, microbatch))
+        targets, seeds = self._seeds(stage, taped, part, str(microbatch))
+        seeds = self._gated(seeds)
+        sources = [tensor for tensor in taped.received if tensor.dtype.is_floating]
+        with self._after(1):
+            variables = list(stage.variables.values())
+            found = taped.tape.gradient(targets, [*variables, *sources], output_gradients=seeds)
+            gradients = [counted(gradient, part.has_samples) for gradient in found]
+            own, sent = gradients[: len(variables)], gradients[len(variables) :]
+            stage.add(own, microbatch=microbatch, only=len(self._parts) == 1)
+        if stage.number:
+            whole = [
+                tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in zip(sources, sent, strict=True)
+            ]
+            owner.exchange.send(whole, stage.number, stage.number - 1, str(microbatch), "backward")
+        return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+
+    def _seeds(
+        self, stage: StageTraining, taped: "_Taped", part: Batch, label: str
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Return the tensors whose gradients are known, and these gradients."""
+        if taped.summed is not None:
+            dtype = taped.summed.total.dtype
+            scale = tf.cast(loss_scale_of(self._owner.state.optimizer), dtype)
+            seed = tf.cast(part.has_samples, dtype) / self._expected(part, taped.summed) * scale
+            return [taped.summed.total], [seed]
+        specs = [spec for spec in boundary_specs(stage.cut, taped.known, stage.number) if spec.is_float]
+        with self._after(2):
+            seeds = self._received(specs, taped, stage, label)
+        return [tensor for tensor in taped.outputs if tensor.dtype.is_floating], seeds
+
+    def _received(self, specs: list[Spec], taped: "_Taped", stage: StageTraining, label: str) -> list[tf.Tensor]:
+        exchange = self._owner.exchange
+        return exchange.receive(specs, rows_of(dict(taped.known)), stage.number + 1, label, "backward")
+
+
+@dataclass(frozen=True)
+class _Taped:
+    """What a backward pass needs of its forward pass."""
+
+    tape: tf.GradientTape
+    known: Mapping[int, Any]
+    received: Sequence[tf.Tensor]
+    outputs: Sequence[tf.Tensor]
+    summed: LossSum | None
+    """Where the last stage is."""
+
+
+def _both(one: Gradient, other: Gradient) -> Gradient:
+    if other is None:
+        return one
+    return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)

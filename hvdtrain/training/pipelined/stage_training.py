@@ -1,0 +1,123 @@
+"""What a rank of a pipeline trains of one stage."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.config.pipeline import ScheduleName
+from hvdtrain.gradients.gradient_sum import GradientSum
+from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.layers.recompute import recomputed
+from hvdtrain.parallel.pipeline.graph import variables_of
+from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
+from hvdtrain.state.structure import statistics_of
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.step.placeholder import unmoved
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How microbatches pass the stages."""
+
+    schedule: ScheduleName
+    chunks: int
+    """Stages on each rank."""
+    microbatches: int
+    """Of a full batch."""
+    length: int
+    """Samples of a microbatch."""
+    recompute: bool = False
+    """Keep what a stage has received, and call it again in the backward pass."""
+
+
+class StageTraining:
+    """One of the stages of a rank: its variables, the sums of their gradients, and its compiled forward pass.
+
+    Args:
+        stage: what the rank holds.
+        number: of this stage in the pipeline.
+        trainable: the variables that the rank trains, by path.
+        options: how microbatches pass the stages.
+    """
+
+    def __init__(
+        self, stage: PipelineStage, number: int, trainable: Mapping[str, tf.Variable], options: PipelineOptions
+    ) -> None:
+        self.number = number
+        self.stage = stage
+        self.cut = stage.whole.cut
+        self.is_last = number + 1 == self.cut.stages
+        nodes = self.cut.nodes(number)
+        used = {id(unwrap(variable)) for variable in variables_of(nodes)}
+        self.variables = {path: v for path, v in trainable.items() if id(v) in used}
+        layers = {id(layer): layer for node in nodes for layer in _layers_of(node.operation)}.values()
+        self._statistics = [variable for layer in layers for variable in statistics_of(layer)]
+        self._volatile = [v for v in variables_of(nodes) if not v.trainable]
+        self._sum = GradientSum(list(self.variables.values()))
+        self._single: list[Gradient] | None = None
+        # 1F1B takes the backward pass of the last stage right after its forward pass: nothing to gain.
+        at_once = self.is_last and options.schedule == "1f1b"
+        self._recompute = options.recompute and not at_once
+        # Traced once, and called for each microbatch.
+        self._compiled = tf.function(self._forward, autograph=False)
+
+    def forward(
+        self, known: Mapping[int, Any], received: Sequence[tf.Tensor], has_samples: tf.Tensor | float
+    ) -> list[tf.Tensor]:
+        """Return what the stage passes on, masks last."""
+        if tf.is_tensor(has_samples):
+            outputs: list[tf.Tensor] = self._compiled(list(known.values()), list(received), has_samples)
+            return outputs
+        outputs = self._compiled(list(known.values()), list(received))
+        return outputs
+
+    def _forward(
+        self, inputs: list[Any], received: list[tf.Tensor], has_samples: tf.Tensor | float = 1.0
+    ) -> list[tf.Tensor]:
+        known = dict(zip(map(id, self.cut.graph.inputs), inputs, strict=True))
+        with unmoved(self._statistics, has_samples):
+            if self._recompute:
+                return list(recomputed(RepeatedStage(self, known), received or inputs))
+            return self.outputs(known, received)
+
+    def outputs(self, known: Mapping[int, Any], received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Call the stage's layers in training."""
+        return with_masks(
+            self.cut.outgoing(self.number), self.stage.run_stage(self.number, known, received, training=True)
+        )
+
+    def add(self, gradients: Sequence[Gradient], *, microbatch: int, only: bool) -> None:
+        """Add the gradients of a microbatch to the sums; of a batch of `only` one they are the sums."""
+        if only:
+            self._single = list(gradients)
+        else:
+            self._single = None
+            self._sum.add(gradients, first=microbatch == 0)
+
+    def read(self) -> list[Gradient]:
+        """Return the sums."""
+        return self._sum.read() if self._single is None else self._single
+
+
+class RepeatedStage:
+    """A stage as `recomputed` calls it: as if it were a layer of the tensors that it received."""
+
+    def __init__(self, stage: StageTraining, known: Mapping[int, Any]) -> None:
+        self._stage = stage
+        self._known = known
+        self.non_trainable_variables = stage._volatile
+
+    def __call__(self, tensors: Any, *, training: bool) -> list[tf.Tensor]:
+        """Return what the stage passes on, for what it received or, as the first, for the model's inputs."""
+        if self._stage.number:
+            return self._stage.outputs(self._known, list(tensors))
+        return self._stage.outputs(dict(zip(self._known, tensors, strict=True)), [])
+
+    def _flatten_layers(self) -> list[Any]:
+        return []  # PipelineStage looks at their losses
+
+
+def _layers_of(operation: Any) -> list[Any]:
+    return list(operation._flatten_layers()) if hasattr(operation, "_flatten_layers") else []

@@ -1,0 +1,144 @@
+"""From the model that a trainer is given to the stage that this rank of a pipeline trains."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.sync_batch_norm import sync_layers
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.parallel.pipeline.cut import cut_model, shared_variables
+from hvdtrain.parallel.pipeline.schedule import schedule_of
+from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.state.structure import seed_states
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.pipelined.tied import share_tied_weights
+from hvdtrain.training.step.own.train_step import has_own_step
+
+AXIS = "pp"
+_TIMEOUT_S = 600.0
+
+
+def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = False) -> Any:
+    """Return this rank's stage of `model` where ranks lie along the pp axis of the mesh, else `model` itself.
+
+    Args:
+        model: the whole model.
+        backend: the replicas.
+        options: of the step.
+        own: whether nobody else uses the model: the weights of other stages are then freed.
+
+    Raises:
+        ConfigError: a model that cannot be cut so, options that do not go with a pipeline, or ranks that would cut the
+            model in different ways.
+    """
+    ranks = backend.axes.get(AXIS, 1)
+    if ranks == 1:
+        return model
+    _check_axes(backend.axes)
+    _check_options(options, ranks)
+    split = backend.axes.get("tp", 1) > 1
+    cut = cut_model(model, ranks * options.virtual_stages, options.pipeline_stages, split=split)
+    _check_model(model)
+    stage = PipelineStage(model, cut, backend.along(AXIS).index, ranks)
+    _refuse_shared_state(stage)
+    _agree(stage, backend)
+    share_tied_weights(stage, backend.along(AXIS))
+    if own:
+        stage.release_others()
+    return stage
+
+
+def _check_axes(axes: Mapping[str, int]) -> None:
+    """Refuse axes along which layers would divide the samples of a microbatch, or its sequences."""
+    other = next((f"{axis}={size}" for axis, size in axes.items() if axis not in (AXIS, "dp", "tp")), None)
+    if other is not None:
+        raise ConfigError(
+            "--parallel splits a model along pp beside dp and tp, and not along other axes at once. "
+            f"Received: pp={axes[AXIS]}, {other}. Leave out one of them."
+        )
+
+
+def _check_options(options: StepOptions, ranks: int) -> None:
+    """Refuse what the stages of a pipeline do not do yet, or cannot."""
+    options.refuse_with(
+        "--parallel pp=…",
+        {
+            "--jit": options.jit,
+            "--sync-batch-norm": options.sync_batch_norm,
+            "--local-steps": options.local_steps is not None,
+            f"--zero={options.zero}": options.zero > 1,
+            "--reduce-op=adasum": options.reduce_op == "adasum",
+        },
+    )
+    schedule_of(options.pipeline_schedule, 0, ranks, options.accumulate, options.virtual_stages)
+
+
+def _check_model(model: Any) -> None:
+    synchronized = sync_layers(model)
+    if synchronized:
+        raise ConfigError(
+            f"SyncBatchNormalization {synchronized[0].name!r} does not go with --parallel pp=…: microbatches pass a "
+            "stage at different times on each rank. Use BatchNormalization."
+        )
+    if has_own_step(model):
+        raise ConfigError(
+            f"{type(model).__name__} {model.name!r} has a train_step of its own, which calls the whole model: it does "
+            "not go with --parallel pp=…."
+        )
+
+
+def _refuse_shared_state(stage: PipelineStage) -> None:
+    """Refuse a layer that several stages call, and that each would change by itself as it is called."""
+    shared = shared_variables(stage.whole.cut)
+    drawn = {id(state) for state in seed_states(stage.whole.model)}
+    for variable in stage.whole.model.variables:
+        changes = id(unwrap(variable)) in stage.structure.statistics or drawn & {id(variable), id(unwrap(variable))}
+        if changes and id(variable) in shared:
+            stages = " and ".join(map(str, shared[id(variable)]))
+            raise ConfigError(
+                f"{variable.path!r} changes whenever its layer is called, and several stages of the pipeline would "
+                f"each change a copy. Received: a layer that stages {stages} call. Use a layer for each call, or cut "
+                "the model elsewhere with --pipeline-stages."
+            )
+
+
+def check_optimizer(model: Any, optimizer: Any) -> None:
+    """Refuse an optimizer that clips by the norm of the gradients that it is given: those of one stage.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    inner = innermost(optimizer)
+    if isinstance(model, PipelineStage) and inner.global_clipnorm is not None:
+        raise ConfigError(
+            f"{type(inner).__name__}(global_clipnorm=…) would clip each stage of a pipeline by its own norm: use "
+            f"--clip-norm={inner.global_clipnorm}, which takes the norm over all stages."
+        )
+
+
+def _agree(stage: PipelineStage, backend: Backend) -> None:
+    """Refuse ranks that cut other models, or the same one elsewhere: they would wait for one another for ever."""
+    cut = stage.whole.cut
+    weights = {path: [str(v.dtype), *v.shape] for path, v in _weights(stage).items()}
+    mine = json.dumps([cut.bounds, weights])
+    everyone = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=_TIMEOUT_S)]
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        raise ConfigError(
+            "Every rank cuts the same model at the same places. Received: rank "
+            f"{other} has stages of {_words(everyone[other])}, rank 0 of {_words(everyone[0])}."
+        )
+
+
+def _weights(stage: PipelineStage) -> dict[str, Any]:
+    return {stage.structure.path(variable): variable for variable in stage.whole.model.weights}
+
+
+def _words(text: str) -> str:
+    bounds, weights = json.loads(text)
+    calls = ", ".join(str(end - begin) for begin, end in itertools.pairwise(bounds))
+    return f"{calls} calls with {len(weights)} weights"

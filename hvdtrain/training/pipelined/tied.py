@@ -1,0 +1,74 @@
+"""Weights that several stages use, such as an embedding that is also the output layer: their gradients are summed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Collectives
+from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.runtime.compiled import run_once
+from hvdtrain.state.named_tensors import whole_box
+from hvdtrain.state.placement import Placement, place, placement_of
+from hvdtrain.state.variables import unwrap
+
+
+class TiedGradients:
+    """Adds up the gradients of tied weights over the stages that use them.
+
+    All stages of the pipeline take part, those without the weight with zeros: which process sets there are is decided
+    when the job starts, and which weights are tied when a model comes.
+
+    Args:
+        stage: what this rank holds.
+        pipeline: collectives of all stages.
+        trainable: the variables that are trained, by path.
+        keep: is given each sum, which stages without the weight do not read.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        pipeline: Collectives,
+        trainable: Mapping[str, tf.Variable],
+        keep: Callable[[tf.Tensor], None],
+    ) -> None:
+        self._pipeline = pipeline
+        self._keep = keep
+        self._places = {path: place for place, path in enumerate(trainable)}
+        self._tied = {path: weight for path, weight in stage.tied.items() if weight.trainable}
+
+    def summed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Return the gradients, those of tied weights over all stages."""
+        summed = list(gradients)
+        for path, weight in self._tied.items():
+            place = self._places.get(path)
+            mine = None if place is None else gradients[place]
+            zeros = tf.fill(weight.shape, tf.zeros([], weight.dtype))
+            dense = zeros if mine is None else tf.convert_to_tensor(mine)
+            total = self._pipeline.all_reduce(dense, name=f"tied_gradient/{path}")
+            self._keep(total)
+            if place is not None:
+                summed[place] = total
+        return summed
+
+
+def share_tied_weights(stage: PipelineStage, pipeline: Collectives) -> None:
+    """Give tied weights the values of the first rank that holds them, and note which of them counts in norms.
+
+    All ranks call it, while they still have the variables of the whole model.
+    """
+    whole = {stage.structure.path(variable): variable for variable in stage.whole.model.variables}
+    for path, weight in stage.tied.items():
+        variable = unwrap(whole[path])
+        value = variable.read_value()
+        mine = value if stage.place == weight.places[0] else tf.zeros_like(value)
+        run_once(partial(_assign_sum, variable, mine, pipeline, f"tied/{path}"))
+        slice_or_whole = placement_of(variable) or Placement(weight.shape, whole_box(weight.shape))
+        place(variable, replace(slice_or_whole, in_norm=stage.counts(variable)))
+
+
+def _assign_sum(variable: tf.Variable, mine: tf.Tensor, pipeline: Collectives, name: str) -> None:
+    variable.assign(pipeline.all_reduce(mine, name=name))

@@ -1,0 +1,43 @@
+"""Going back to the newest good checkpoint within a training."""
+
+from collections.abc import Callable
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.checkpoint.background import BackgroundSaver
+from hvdtrain.checkpoint.restore import restore
+from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.state.scalars import Scalars, scalars_from
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.update_rules.base import UpdateRule
+
+
+def check_rollback(options: StepOptions, *, saves: bool) -> None:
+    """Refuse rollbacks in a training that saves no checkpoints.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if options.on_bad_step == "rollback" and not saves:
+        raise ConfigError(
+            "--on-bad-step=rollback goes back to the newest checkpoint of the training. Received: a training that "
+            "saves none. Pass fit(…, checkpoint=FOLDER), or use --on-bad-step=skip."
+        )
+
+
+def rollback_to(saver: BackgroundSaver, backend: Backend, state: TrainState, rule: UpdateRule) -> Callable[[], Scalars]:
+    """Return what takes the tensors of `state` back to those of its newest good checkpoint; every rank calls it.
+
+    It returns the scalars of the checkpoint, and leaves those of the state as they are: steps are counted on, and so is
+    the place in the data. It raises CheckpointError where there is no checkpoint that is good.
+    """
+
+    def roll_back() -> Scalars:
+        path = saver.files.find_to_go_on()
+        if path is None:
+            raise CheckpointError("There is no good checkpoint to roll back to: all are damaged, or were removed.")
+        saved = scalars_from(restore(path, state.named_tensors(), backend))
+        rule.begin()
+        return saved
+
+    return roll_back

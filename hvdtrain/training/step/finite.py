@@ -1,0 +1,28 @@
+"""Whether tensors are finite, as a number that can be added up over the replicas."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.gradients.reduction import Gradient
+
+
+def zero_if_finite(tensors: list[Any]) -> tf.Tensor:
+    """Return 0 if every element of the floating-point tensors among `tensors` is finite, else NaN.
+
+    A sum is finite if its terms are, short of overflow; it takes one pass and no mask in memory.
+    """
+    sums = [_wide_sum(tensor) for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.is_floating]
+    return 0.0 * tf.add_n(sums) if sums else tf.constant(0.0)
+
+
+def _wide_sum(tensor: Any) -> tf.Tensor:
+    narrow = tensor.dtype.size < 4
+    return tf.cast(tf.reduce_sum(tf.cast(tensor, tf.float32) if narrow else tensor), tf.float32)
+
+
+def poison_of(gradient: Gradient) -> tf.Tensor:
+    """Return 0 if a gradient (None counts as zeros) is finite, else NaN."""
+    if gradient is None:
+        return tf.constant(0.0)
+    return zero_if_finite([gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient])

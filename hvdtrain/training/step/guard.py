@@ -1,0 +1,156 @@
+"""Bad steps, recognized on every replica before the update: NaN or infinity in loss or gradient, or a loss spike.
+
+Whether a replica's gradient is finite travels with the totals of the step, in the gradients' own exchange. All replicas
+judge by the same sums, and so agree without another message.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.bad_steps import BadStepConfig
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.step.finite import poison_of
+from hvdtrain.training.step.forward_backward import LocalGradients
+
+GOOD, NON_FINITE, SPIKE = 0, 1, 2
+"""Verdicts on a step."""
+HISTORY = 64
+"""Good steps whose losses a new one is compared with."""
+FEWEST = 16
+"""Of fewer losses nothing is said: their spread is not known."""
+DEVIATION = 1.4826
+"""Standard deviation / median absolute deviation of a normal distribution."""
+LEAST_SPREAD = 0.01
+"""Standard deviation as a fraction of the median, at least: where the loss hardly changes, no small step is a spike."""
+
+
+class GuardedTotals(NamedTuple):
+    """The places in the totals of a guarded step: those of `LocalGradients.totals`, and what the guard adds."""
+
+    loss: Any
+    weight: Any
+    data: Any
+    gradient: Any
+    """Zero, or NaN where a gradient is not finite."""
+    verdict: Any
+    limit: Any
+    """The mean loss above which the step is a spike; infinite where there is no limit."""
+
+
+VERDICT_PARTS = slice(2, 4)
+"""Those of a guarded step's totals, as `flagged` makes them, that are NaN where something is not finite."""
+
+
+class StepGuard:
+    """Judges a step by its totals, and holds back the update of a bad one.
+
+    Args:
+        options: what counts as bad.
+        scaled: whether a dynamic loss scale takes care of gradients that overflow: these are not bad.
+    """
+
+    def __init__(self, options: BadStepConfig, *, scaled: bool) -> None:
+        self._threshold = options.spike_threshold
+        self._scaled = scaled
+        # Unused places are infinite, and so the last ones when sorted.
+        self._losses = tf.Variable(np.full(HISTORY, np.inf), trainable=False, dtype=tf.float64, name="recent_losses")
+        self._count = tf.Variable(0, trainable=False, dtype=tf.int64, name="recent_losses_count")
+
+    def begin(self, losses: Sequence[float]) -> None:
+        """Compare with `losses` of earlier good steps, the latest last."""
+        kept = list(losses)[-HISTORY:]
+        self._losses.assign([*kept, *[np.inf] * (HISTORY - len(kept))])
+        self._count.assign(len(kept))
+
+    def recent(self) -> list[float]:
+        """Return the losses that the next step will be compared with, the latest last."""
+        count, losses = int(self._count), self._losses.numpy()
+        first = max(0, count - HISTORY)
+        return [float(losses[number % HISTORY]) for number in range(first, count)]
+
+    def flagged(self, local: LocalGradients) -> tuple[LocalGradients, tf.Tensor]:
+        """Add to a replica's totals whether its gradients are finite.
+
+        Returns:
+            The gradients with these totals, and [3 + number of gradients] what there is to say of this replica alone:
+            its own totals, and of each gradient zero or, if it is not finite, NaN.
+        """
+        by_gradient = local.poison
+        if by_gradient is None:
+            by_gradient = tf.stack([poison_of(gradient) for gradient in local.gradients])
+        all_of_them = tf.cast(tf.reduce_sum(by_gradient), local.totals.dtype)
+        here = tf.concat([tf.cast(local.totals, tf.float32), by_gradient], 0)
+        return local._replace(totals=tf.concat([local.totals, all_of_them[None]], 0)), here
+
+    def unless_bad(self, totals: tf.Tensor, update: Callable[[], None]) -> tf.Tensor:
+        """Call `update` if a step of these totals over all replicas is good, and return its `GuardedTotals`."""
+        loss, weight, _, gradient = tf.unstack(totals)
+        mean = tf.math.divide_no_nan(tf.cast(loss, tf.float64), tf.cast(weight, tf.float64))
+        finite = tf.math.is_finite(loss)
+        if not self._scaled:
+            finite = tf.logical_and(finite, tf.math.is_finite(gradient))
+        limit = self._limit()
+        verdict = tf.where(finite, tf.where(mean > limit, SPIKE, GOOD), NON_FINITE)
+        good = tf.equal(verdict, GOOD)
+
+        def taken() -> tf.Tensor:
+            update()
+            return tf.constant(True)
+
+        tf.cond(good, taken, lambda: tf.constant(False))
+        if self._threshold is not None:
+            self._remember(mean, tf.logical_and(good, weight > 0))
+        return tf.concat([totals, tf.stack([tf.cast(verdict, totals.dtype), tf.cast(limit, totals.dtype)])], 0)
+
+    def _limit(self) -> tf.Tensor:
+        """Return the mean loss above which a step is a spike."""
+        unlimited = tf.constant(np.inf, tf.float64)
+        if self._threshold is None:
+            return unlimited
+        losses, count = self._losses.read_value(), tf.minimum(self._count.read_value(), HISTORY)
+        median = _median(losses, count)
+        spread = DEVIATION * _median(tf.abs(losses - median), count)
+        limit = median + self._threshold * tf.maximum(spread, LEAST_SPREAD * tf.abs(median))
+        return tf.where(count >= FEWEST, limit, unlimited)
+
+    def _remember(self, loss: tf.Tensor, counts: tf.Tensor) -> None:
+        place = tf.equal(tf.range(HISTORY, dtype=tf.int64), self._count.read_value() % HISTORY)
+        self._losses.assign(tf.where(tf.logical_and(place, counts), loss, self._losses.read_value()))
+        self._count.assign_add(tf.cast(counts, tf.int64))
+
+
+class Kept:
+    """The values of variables that forward passes change, to be put back after a bad step.
+
+    Args:
+        variables: tf.Variables or Keras variables.
+    """
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._variables = [unwrap(variable) for variable in variables]
+        self._values = [variable.read_value() for variable in self._variables]
+
+    def put_back_if_bad(self, totals: tf.Tensor) -> None:
+        """Put the values back if the step of these `GuardedTotals` is bad."""
+
+        def put_back() -> tf.Tensor:
+            for variable, value in zip(self._variables, self._values, strict=True):
+                variable.assign(value)
+            return tf.constant(True)
+
+        verdict = GuardedTotals(*tf.unstack(totals)).verdict
+        tf.cond(verdict > 0, put_back, lambda: tf.constant(False))
+
+
+def untrained_variables(model: Any) -> list[tf.Variable]:
+    """Return the variables of a model's layers that no optimizer trains, and that a forward pass may change."""
+    return [unwrap(v) for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+
+
+def _median(values: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+    """Return the median of the `count` smallest of `values`."""
+    ordered, last = tf.sort(values), tf.maximum(count, 1) - 1
+    return (ordered[last // 2] + ordered[(last + 1) // 2]) / 2

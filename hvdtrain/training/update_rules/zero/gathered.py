@@ -1,0 +1,226 @@
+"""Parameters that are whole only while a layer uses them: what stage 3 reads and takes gradients of."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.runtime.compiled import numbered, outermost_graph
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.step.finite import poison_of, zero_if_finite
+from hvdtrain.training.step.parameters import Collected, Parameters, Pass
+from hvdtrain.training.step.placeholder import counted
+from hvdtrain.training.update_rules.zero.reducer import scattered
+from hvdtrain.training.update_rules.zero.regather import Burst, Gather, Scattered, gather_again
+from hvdtrain.training.update_rules.zero.shards import Shard
+
+
+class GatheredParameters(Parameters):
+    """Parameters of which this replica holds slices: each is gathered where a layer reads it, and once more for its
+    gradient, which is reduce-scattered.
+
+    Args:
+        state: what is trained.
+        backend: the replicas.
+        shards: this replica's slices by structural path.
+        prefetch: how many layers ahead parameters are gathered.
+        guarded: whether somebody wants to know if this replica's own gradients are finite.
+    """
+
+    def __init__(
+        self, state: TrainState, backend: Backend, shards: Mapping[str, Shard], *, prefetch: int, guarded: bool
+    ) -> None:
+        super().__init__(state)
+        self._backend = backend
+        self._shards = shards
+        self._prefetch = prefetch
+        self._guarded = guarded
+
+    def sources(self) -> list[tf.Variable]:
+        """See `Parameters`: of sharded variables the slices."""
+        whole = self._state.trainable.items()
+        return [unwrap(self._shards[path].master) if path in self._shards else variable for path, variable in whole]
+
+    @contextmanager
+    def passes(self, has_samples: tf.Tensor | float) -> Iterator[Pass]:
+        """See `Parameters`: inside the context the model's variables read as gathered tensors.
+
+        Raises:
+            ConfigError: something reads a variable in another way, and would see it empty; or a layer assigns to one.
+        """
+        if tf.executing_eagerly():
+            raise ConfigError(
+                "--zero=3 gathers parameters within compiled functions. Received: a step that runs eagerly. Leave out "
+                "tf.config.run_functions_eagerly(True), or use --zero=2."
+            )
+        microbatch = _Microbatch(has_samples, self.sources(), list(self._state.trainable), self._guarded)
+        gathers = GatheringPass(self._backend, self._shards, microbatch, self._prefetch)
+        with gathered_reads([shard.whole for shard in self._shards.values()], gathers.read):
+            yield gathers
+
+
+class _Microbatch(NamedTuple):
+    has_samples: tf.Tensor | float
+    sources: list[tf.Variable]
+    paths: list[str]
+    """Of all trainable variables."""
+    guarded: bool
+
+
+class GatheringPass(Pass):
+    """Both passes of a microbatch, in the graph that they are built in.
+
+    Args:
+        backend: the replicas.
+        shards: this replica's slices by structural path.
+        microbatch: what the passes are for.
+        prefetch: how many layers ahead parameters are gathered.
+    """
+
+    def __init__(self, backend: Backend, shards: Mapping[str, Shard], microbatch: _Microbatch, prefetch: int) -> None:
+        super().__init__(microbatch.has_samples, microbatch.sources)
+        self._backend = backend
+        self._by_path = shards
+        self._shards = {id(shard.whole): shard for shard in shards.values()}
+        self._microbatch = microbatch
+        self._prefetch = prefetch
+        self._graph = tf.compat.v1.get_default_graph()
+        self._bursts: list[Burst] = []
+        self._scattered: list[Scattered] = []
+        self._poison: dict[str, list[tf.Tensor]] = {}
+
+    def read(self, variable: Any) -> tf.Tensor:
+        """Return a sharded variable, gathered."""
+        shard = self._shards[id(variable)]
+        if not self._bursts or self._bursts[-1].end is not None or self._bursts[-1].readers():
+            self._end_burst()
+            self._bursts.append(Burst())
+        gathers = self._bursts[-1].gathers
+        if id(variable) not in gathers:
+            # A loop or a branch within a layer has a graph of its own, which not all ranks may run as often.
+            with self._graph.as_default(), tf.control_dependencies(self._readers_before()):
+                whole = self._differentiable(shard)
+            gathers[id(variable)] = Gather(whole, partial(self._gathered, shard, "backward"))
+        return gathers[id(variable)].whole
+
+    def end_forward(self) -> None:
+        """See `Pass`."""
+        self._end_burst()
+
+    def collected(self, gradients: Sequence[Gradient]) -> Collected:
+        """See `Pass`: the gradients of slices are sums over all replicas already."""
+        with tf.control_dependencies(self._complete()):
+            own = [
+                None
+                if gradient is None
+                else tf.identity(gradient)
+                if path in self._by_path
+                else counted(gradient, self._has_samples)
+                for path, gradient in zip(self._microbatch.paths, gradients, strict=True)
+            ]
+        return Collected(own, self._poison_of(own) if self._microbatch.guarded else None)
+
+    def _complete(self) -> list[Any]:
+        """Complete the graph, once both passes are in it; return what must have run before the slices may change.
+
+        Raises:
+            ConfigError: see `GatheredParameters.passes`.
+        """
+        last = gather_again(self._graph, self._bursts, self._scattered, self._prefetch)
+        refuse_other_reads(self._by_path)
+        return last
+
+    def _end_burst(self) -> None:
+        if self._bursts and self._bursts[-1].end is None:
+            self._bursts[-1].end = len(self._graph.get_operations())
+
+    def _readers_before(self) -> list[Any]:
+        """Return the operations that the parameters of the newest burst wait for."""
+        place = len(self._bursts) - 2 - self._prefetch
+        return self._bursts[place].readers() if place >= 0 else []
+
+    def _differentiable(self, shard: Shard) -> tf.Tensor:
+        """Return the whole of a variable, with a gradient that reduces to this replica's slice."""
+
+        @tf.custom_gradient
+        def gathered(mine: tf.Tensor) -> tuple[tf.Tensor, Callable[[Gradient], tf.Tensor]]:
+            return self._gathered(shard, "forward", mine), partial(self._slice_of_gradient, shard)
+
+        return gathered(shard.master.value)
+
+    def _gathered(self, shard: Shard, direction: str, mine: tf.Tensor | None = None) -> tf.Tensor:
+        mine = shard.master.value.read_value() if mine is None else tf.convert_to_tensor(mine)
+        name = numbered(f"zero_{direction}/{shard.path}")
+        return tf.reshape(self._backend.all_gather(mine, name=name), shard.whole.shape)
+
+    def _slice_of_gradient(self, shard: Shard, upstream: Gradient) -> tf.Tensor:
+        # A gradient may come from within a loop's graph: this one is where all ranks come by.
+        gradient = counted(tf.convert_to_tensor(upstream), self._has_samples)
+        if self._microbatch.guarded:
+            self._poison.setdefault(shard.path, []).append(zero_if_finite([gradient]))
+        mine = scattered(gradient, shard, numbered(f"gradient/{shard.path}"))
+        self._scattered.append(Scattered(gradient.op, mine.op))
+        return mine
+
+    def _poison_of(self, gradients: Sequence[Gradient]) -> tf.Tensor:
+        of_wholes = [
+            self._poison.get(path, []) if path in self._by_path else [poison_of(gradient)]
+            for path, gradient in zip(self._microbatch.paths, gradients, strict=True)
+        ]
+        return tf.stack([tf.add_n(each) if each else tf.constant(0.0) for each in of_wholes])
+
+
+@contextmanager
+def gathered_reads(variables: Sequence[Any], read: Callable[[Any], tf.Tensor]) -> Iterator[None]:
+    """Let Keras variables read as what `read` returns for them inside the context.
+
+    Args:
+        variables: Keras variables.
+        read: returns the value of one of them.
+    """
+    kinds = [type(variable) for variable in variables]
+    reading = {kind: _reading(kind, read) for kind in set(kinds)}
+    for variable, kind in zip(variables, kinds, strict=True):
+        variable.__class__ = reading[kind]
+    try:
+        yield
+    finally:
+        for variable, kind in zip(variables, kinds, strict=True):
+            variable.__class__ = kind
+
+
+def _reading(kind: type, read: Callable[[Any], tf.Tensor]) -> type:
+    """Return a subclass of a class of variables whose instances read as `read` returns."""
+
+    def value(variable: Any) -> tf.Tensor:
+        return variable._maybe_autocast(read(variable))
+
+    def assign(variable: Any, value: Any) -> None:
+        raise ConfigError(
+            "--zero=3 keeps slices of the parameters, which layers can read but not assign to. Received: an assignment "
+            f"to {variable.path} in the forward pass. Use --zero=2."
+        )
+
+    return type(kind.__name__, (kind,), {"value": property(value), "assign": assign})
+
+
+def refuse_other_reads(shards: Mapping[str, Shard]) -> None:
+    """Refuse a graph that reads the memory of whole variables, which has been given back.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    captured = {id(tensor) for tensor in outermost_graph().external_captures}
+    for path, shard in shards.items():
+        if id(shard.variable.handle) in captured:
+            raise ConfigError(
+                "--zero=3 gathers the parameters that layers read as Keras variables while their call is traced. "
+                f"Received: {path}, whose memory is read directly, as by a tf.function that was traced before, or by "
+                "variable.value.handle. Use --zero=2, or call the function without tf.function."
+            )

@@ -1,0 +1,144 @@
+"""This replica's slices of the model's variables."""
+
+from math import prod
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Collectives
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.placement import placement_of
+from hvdtrain.state.variables import unwrap
+
+SMALL_BYTES = 64 * 1024
+"""Variables up to this size stay whole: an all-reduce of 64 KB takes as long as one of 1 KB, over MPI and Gloo."""
+
+
+class Shard:
+    """This replica's slice of one variable, laid out flat.
+
+    Of a variable that is itself a slice, such as one along `tp`, it consists of whole rows, so that its place in the
+    whole is a box: any layout can restore it.
+
+    Args:
+        whole: a Keras variable.
+        exchange: the replicas that hold the same variable; see `slice_length`.
+        path: the variable's structural path.
+    """
+
+    def __init__(self, whole: Any, exchange: Collectives, path: str = "") -> None:
+        self.whole = whole
+        self._kind = type(whole)
+        self.variable = unwrap(whole)
+        self.path = path
+        self.exchange = exchange
+        self.elements = int(tf.TensorShape(whole.shape).num_elements())
+        self._placement = placement_of(whole)
+        self._dim, row = (0, 1) if self._placement is None else _rows(tuple(whole.shape))
+        self._row = row
+        self.length = slice_length(self.elements // row, exchange.size) * row
+        """Elements of the slice of the first replica; the last ones may have fewer."""
+        self.bytes = self.elements * self.variable.dtype.size
+        """Of the whole."""
+        self.begin = min(exchange.index * self.length, self.elements)
+        self.end = min(self.begin + self.length, self.elements)
+        # A layer of mixed precision would read it in 16 bits, and reduce its gradient in them.
+        self.master = keras.Variable(self.cut(), dtype=whole.dtype, trainable=True, autocast=False, name=whole.name)
+        # Optimizers name their slots, and choose what decays, by the path and dims of the variable.
+        self.master._path = whole.path
+        self.master.whole = whole
+
+    def cut(self) -> tf.Tensor:
+        """Return the slice as the whole variable holds it now."""
+        return tf.reshape(self.variable, [-1])[self.begin : self.end]
+
+    def named_tensor(self, value: Any) -> NamedTensor:
+        """Return `value`, of the slice's shape, with its place in the whole, which is flat if it is not split."""
+        if self._placement is None:
+            return NamedTensor(value, (self.elements,), (slice(self.begin, self.end),), replicated=False)
+        box = list(self._placement.box)
+        first = box[self._dim].start
+        box[self._dim] = slice(first + self.begin // self._row, first + self.end // self._row)
+        return NamedTensor(value, self._placement.global_shape, tuple(box), replicated=False)
+
+    def fill(self, whole: tf.Tensor) -> Any:
+        """Let the whole variable hold these values, also after `release`; return the operation within a graph."""
+        return _fill(self.variable, whole)
+
+    def release(self) -> None:
+        """Give back the memory of the whole variable, which can be neither looked at nor assigned to until `reveal`."""
+        _release(self.variable)
+        self.whole.__class__ = _released(self._kind)
+
+    def reveal(self) -> None:
+        """Let the whole variable, filled again, be looked at and assigned to."""
+        self.whole.__class__ = self._kind
+
+    def fill_master(self) -> None:
+        """Let the master hold what the slice is in the whole variable, also after `release_master`.
+
+        It may share the memory of the whole, until one of them is updated: see `fill_master_apart`.
+        """
+        _fill(unwrap(self.master), self.cut())
+
+    def fill_master_apart(self) -> None:
+        """Do what `fill_master` does, into memory of its own: the whole one can be given back."""
+        _fill(unwrap(self.master), tf.raw_ops.DeepCopy(x=self.cut()))
+
+    def release_master(self) -> Any:
+        """Give back the memory of the master; return the operation within a graph."""
+        return _release(unwrap(self.master))
+
+
+def slice_length(elements: int, replicas: int) -> int:
+    """Return the elements of a slice; the last ones may have fewer, or with very many replicas none."""
+    return -(-elements // replicas)
+
+
+def stays_whole(variable: Any) -> bool:
+    """Whether a variable is small, or has a constraint, which Keras applies to the whole of it after each update.
+
+    One whose gradient is a sum over other ranks than the replicas, such as a norm between slices of a sequence, is not
+    worth slicing either.
+    """
+    placement = placement_of(variable)
+    if variable.constraint is not None or (placement is not None and placement.summed_over):
+        return True
+    elements = int(tf.TensorShape(variable.shape).num_elements())
+    return elements * tf.as_dtype(variable.dtype).size <= SMALL_BYTES
+
+
+def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the first dim that holds several elements, and the elements of each of its rows."""
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
+    return dim, prod(shape[dim + 1 :])
+
+
+def _released(kind: type) -> type:
+    """Return a subclass of a class of Keras variables whose instances refuse to be looked at and assigned to."""
+
+    def refuse(variable: Any, *arguments: Any, **named: Any) -> Any:
+        raise ConfigError(
+            "Between two steps --zero=3 keeps slices of the parameters. Received: a look at, or an assignment to, all "
+            f"of {variable.path}, as after a training that ended with an error. Call trainer.consolidate() on every "
+            "rank before."
+        )
+
+    return type(kind.__name__, (kind,), {"__array__": refuse, "numpy": refuse, "assign": refuse})
+
+
+def _fill(variable: tf.Variable, value: tf.Tensor) -> Any:
+    # Its own `assign` compares the shapes, and that of a released variable is another.
+    return _assign(variable, tf.ensure_shape(value, variable.shape))
+
+
+def _release(variable: tf.Variable) -> Any:
+    # A graph must not see the shape of what it assigns.
+    nothing = tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([0], variable.dtype), shape=tf.TensorShape(None))
+    return _assign(variable, nothing)
+
+
+def _assign(variable: tf.Variable, value: tf.Tensor) -> Any:
+    return tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, validate_shape=False)

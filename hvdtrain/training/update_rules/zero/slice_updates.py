@@ -1,0 +1,54 @@
+"""Updates of slices of whole variables, one after another, so that there are few copies of slices at a time."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.update_rules.zero.shards import Shard
+from hvdtrain.training.update_rules.zero.window import window_for
+
+
+def has_lean_update(optimizer: Any) -> bool:
+    """Whether `optimizer` looks at each variable in its own update only, and not in weight decay or averages."""
+    return innermost(optimizer) is optimizer and not optimizer.weight_decay and not optimizer.use_ema
+
+
+@contextmanager
+def slice_updates(optimizer: Any, shards: Iterable[Shard], gather: Callable[[Shard], Any]) -> Iterator[None]:
+    """Let `optimizer` update slices that are copied from the whole variable and, once it is whole again, given back.
+
+    Args:
+        optimizer: one with a lean update, built for the masters of `shards` and for other variables.
+        shards: this replica's slices.
+        gather: gives every replica the whole of a variable after its update, and returns the last operation.
+    """
+    by_master = {id(unwrap(shard.master)): shard for shard in shards}
+    window = window_for(by_master.values())
+    own = vars(optimizer).get("update_step")
+    update = optimizer.update_step
+
+    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        shard = by_master.get(id(variable))
+        if shard is None:
+            update(gradient, variable, learning_rate)
+            return
+        with tf.control_dependencies(window.before(shard.bytes)):
+            shard.fill_master()
+            update(gradient, variable, learning_rate)
+            last = gather(shard)
+        with tf.control_dependencies([last]):
+            window.add(shard.bytes, shard.release_master())
+
+    # Bypass Keras' tracking: this is not part of the optimizer's state.
+    vars(optimizer)["update_step"] = update_step
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(optimizer)["update_step"]
+        else:
+            vars(optimizer)["update_step"] = own

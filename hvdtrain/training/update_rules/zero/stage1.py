@@ -1,0 +1,219 @@
+"""ZeRO stage 1: each replica keeps and updates a slice of the optimizer's slots.
+
+A step reduce-scatters the gradient, so that every replica has the sum of its own slice; the optimizer updates a master
+copy of that slice; an all-gather gives all replicas the whole variable again. That moves as many bytes as an
+all-reduce, and divides the work of the update and the memory of the slots by the number of replicas. Small variables
+are all-reduced and updated whole everywhere: their messages cost the same, their slots next to nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.registry import resolve
+from hvdtrain.gradients.reduction import Gradient, ReductionOptions
+from hvdtrain.gradients.weighted_reduction import WeightedReducer
+from hvdtrain.optim.averaging import average_of, has_averages, innermost, replaced_weights
+from hvdtrain.optim.elementwise import check_updates_slices
+from hvdtrain.optim.fused import fused_updates
+from hvdtrain.optim.precision import has_dynamic_scale
+from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.placement import placed_tensor, placement_of
+from hvdtrain.state.slots import slot_tensors
+from hvdtrain.state.structure import structure_of
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.update_rules.split_model import SplitModel, overflowing_together
+from hvdtrain.training.update_rules.zero.reducer import OF_SUMS, ScatterReducer
+from hvdtrain.training.update_rules.zero.shards import Shard, stays_whole
+from hvdtrain.training.update_rules.zero.slice_updates import has_lean_update, slice_updates
+
+STAGES = {
+    "1": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
+    "2": "hvdtrain.training.update_rules.zero.stage2:ScatteredGradientsUpdate",
+    "3": "hvdtrain.training.update_rules.zero.stage3:ShardedParametersUpdate",
+}
+"""The value of `--zero` -> the rule, imported only then."""
+
+
+class ZeroUpdate(UpdateRule):
+    """Sharded slots and update; see the module and `UpdateRule`.
+
+    Raises:
+        ConfigError: an optimizer that looks at whole variables, or one that has slots for them already.
+    """
+
+    _stage = 1
+    _goes_with: tuple[str, ...] = ("pp", "cp", "ep", "tp")
+    """Axes of the mesh along which the model may be split besides."""
+    _passes_scatter = False
+    """Whether the gradients of sharded variables are slices when the passes are done."""
+
+    @classmethod
+    def variant(cls, options: StepOptions) -> type[UpdateRule]:
+        """See `UpdateRule`: the rule of the stage."""
+        rule: type[UpdateRule] = resolve("ZeRO stage", str(options.zero), STAGES)
+        return rule
+
+    @classmethod
+    def check(cls, options: StepOptions, optimizer: Any) -> None:
+        """See `UpdateRule`."""
+        unfit = {
+            "--reduce-op=adasum": options.reduce_op == "adasum",
+            "--compression": options.compression != "none",
+            "--gradient-groups": options.gradient_groups > 0,
+            "--predivide": options.predivide != 1.0,
+            "--sparse-gradients=gather": options.sparse_gradients == "gather",
+        }
+        options.refuse_with("--zero", unfit)
+        check_updates_slices(optimizer, "--zero")
+
+    def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
+        _refuse_slots(optimizer)
+        self._split = SplitModel(backend, model.trainable_variables)
+        self._refuse_split(backend)
+        path_of = structure_of(model).path
+        shared = {id(v): self._split.replicas_of(v) for v in model.trainable_variables if not stays_whole(v)}
+        self._shards = {
+            id(v): Shard(v, shared[id(v)], path_of(v))
+            for v in model.trainable_variables
+            # Of an expert that no other rank holds there is nothing to divide.
+            if id(v) in shared and (shared[id(v)].size > 1 or placement_of(v) is None)
+        }
+        self._targets = [self._shards[id(v)].master if id(v) in self._shards else v for v in model.trainable_variables]
+        self._by_path = {shard.path: shard for shard in self._shards.values()}
+        self._averages: list[tuple[Any, tf.Tensor]] = []
+        super().__init__(backend, model, optimizer, options)
+        op = (options or StepOptions()).reduce_op
+        others = self._split.reducer(OF_SUMS, self._paths)
+        reducer = ScatterReducer(backend, self._by_path, scattered=self._passes_scatter, others=others)
+        self._reducer = WeightedReducer(backend, ReductionOptions(op), reducer)
+
+    def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Reduce-scatter the gradients, update this replica's slices, and gather the whole variables."""
+        gradients, totals = self._reducer.reduce(
+            self._split.summed(local.gradients, self._paths),
+            local.totals,
+            self._paths,
+            weight_at=1,
+            expected=local.expected_weight,
+            uniform=local.uniform,
+        )
+        scales = has_dynamic_scale(self.optimizer)
+        sliced = [self._shards.get(id(variable)) is not None for variable in self._variables]
+        norm = self._split.norm(gradients, sliced) if measure or scales or self._clipping.norm is not None else None
+        if scales:
+            gradients = overflowing_together(gradients, norm)
+        if self.guard is not None:
+            totals = self._split.agreed(totals)
+        gradients, norm = self._clipped(gradients, norm)
+
+        return self._unless_bad(totals, lambda: self._apply(gradients)), norm
+
+    def named_tensors(self) -> dict[str, NamedTensor]:
+        """Return the slots: those of sharded variables as slices of flat tensors."""
+        tensors = {}
+        for path, (slot, owner) in slot_tensors(self.optimizer, self._targets, self._paths).items():
+            variable = None if owner is None else self._variables[owner]
+            shard = self._shards.get(id(variable))
+            tensors[f"optimizer/{path}"] = placed_tensor(slot, variable) if shard is None else shard.named_tensor(slot)
+        return tensors
+
+    def follow_model(self) -> None:
+        """Refuse layers that were frozen or unfrozen.
+
+        Raises:
+            ConfigError: others are to be trained than at the beginning.
+        """
+        before, now = {id(v) for v in self._variables}, {id(v) for v in self.model.trainable_variables}
+        if before != now:
+            raise ConfigError(
+                "Layers were frozen or unfrozen since the slots were made, and --zero keeps slices of them: give a new "
+                f"Trainer a new optimizer. Received: {len(now)} trainable variables, {len(before)} before."
+            )
+
+    def consolidate(self) -> None:
+        """Gather the optimizer's averages of the weights, if it keeps any; the weights are whole after each step."""
+        if not has_averages(self.optimizer):
+            return
+        inner = innermost(self.optimizer)
+        averages = {path: average_of(inner, target) for path, target in zip(self._paths, self._targets, strict=True)}
+
+        def gathered() -> dict[str, tf.Tensor]:
+            return {
+                path: self._whole_of(path, tf.convert_to_tensor(average), f"zero_average/{path}")
+                for path, average in averages.items()
+                if average is not None
+            }
+
+        wholes = tf.function(lambda: self._backend.run(gathered), autograph=False).get_concrete_function()()
+        named = dict(zip(self._paths, self._variables, strict=True))
+        self._averages = [(named[path], value) for path, value in wholes.items()]
+
+    def reported(self, totals: tf.Tensor) -> tf.Tensor:
+        """See `UpdateRule`; training goes on: averages of before are let go."""
+        self._averages = []
+        return totals
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """See `UpdateRule`; the averages are those of the last `consolidate`."""
+        with replaced_weights(self._averages):
+            yield
+
+    def _build_optimizer(self) -> None:
+        inner = innermost(self.optimizer)
+        self.optimizer.build(self._targets)
+        for shard in self._shards.values():
+            # Keras asks with the tf.Variable, whose name holds those of the layers.
+            decays = inner._use_weight_decay(shard.whole.value) and inner._use_weight_decay(shard.master)
+            inner._exclude_from_weight_decay_cache[inner._var_key(shard.master)] = decays
+        # A saved model would hold this replica's slices for the slots of the whole: it holds none, and starts anew.
+        vars(self.optimizer)["save_own_variables"] = lambda store: None
+
+    def _apply(self, gradients: Sequence[Gradient]) -> None:
+        """Update this replica's slices, and give every replica the whole variables."""
+        if has_lean_update(self.optimizer):
+            with fused_updates(self.optimizer), slice_updates(self.optimizer, self._by_path.values(), self._all_gather):
+                self.optimizer.apply(gradients, self._targets)
+            return
+        for shard in self._by_path.values():
+            shard.fill_master()
+        with fused_updates(self.optimizer):
+            self.optimizer.apply(gradients, self._targets)
+        for path, gradient in zip(self._paths, gradients, strict=True):
+            if path in self._by_path and gradient is not None:
+                self._all_gather(self._by_path[path])
+
+    def _all_gather(self, shard: Shard) -> Any:
+        """Give every replica the whole of a variable that was updated in slices; return the last operation."""
+        return shard.fill(self._whole_of(shard.path, shard.master.value.read_value(), f"zero/{shard.path}"))
+
+    def _whole_of(self, path: str, mine: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the whole of which `mine` is this replica's slice, in the shape of the variable at `path`."""
+        if path not in self._by_path:
+            return mine
+        shard = self._by_path[path]
+        return tf.reshape(shard.exchange.all_gather(mine, name=name), shard.variable.shape)
+
+    def _refuse_split(self, backend: Backend) -> None:
+        others = [f"{axis}={size}" for axis, size in backend.axes.items() if axis not in ("dp", *self._goes_with)]
+        if others:
+            raise ConfigError(
+                f"--zero={self._stage} does not go with this axis of --parallel: stage 1 goes with each of them, "
+                f"stage 2 with dp, cp, ep and tp, stage 3 with dp alone. Received: {', '.join(others)}. Take another "
+                "stage, or leave the axis out."
+            )
+
+
+def _refuse_slots(optimizer: Any) -> None:
+    if optimizer.built:
+        raise ConfigError(
+            f"The optimizer {innermost(optimizer).name!r} has slots for whole variables already, and --zero keeps "
+            "slices of them: give a new optimizer, its name, or a function that builds one."
+        )

@@ -1,0 +1,125 @@
+"""ZeRO stage 2: gradients too are slices, from the moment at which they are complete.
+
+Each gradient is reduce-scattered within the backward pass, and few of them are whole at a time. With `--accumulate`
+every microbatch is reduce-scattered, and slices are added up: more messages than one exchange at the end, which would
+need all gradients whole until then.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.runtime.compiled import numbered
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.finite import poison_of
+from hvdtrain.training.step.parameters import Collected, Parameters, Pass
+from hvdtrain.training.update_rules.zero.reducer import scattered
+from hvdtrain.training.update_rules.zero.shards import Shard
+from hvdtrain.training.update_rules.zero.stage1 import ZeroUpdate
+from hvdtrain.training.update_rules.zero.window import Window, size_of, window_for
+
+
+class ScatteredGradientsUpdate(ZeroUpdate):
+    """Sharded gradients and slots; see the module and `UpdateRule`."""
+
+    _stage = 2
+    _goes_with: tuple[str, ...] = ("cp", "ep", "tp")
+    _passes_scatter = True
+
+    @classmethod
+    def check(cls, options: StepOptions, optimizer: Any) -> None:
+        """See `UpdateRule`."""
+        # XLA cannot hold the exchange of a gradient within the passes.
+        options.refuse_with(f"--zero={options.zero}", {"--jit": options.jit})
+        super().check(options, optimizer)
+
+    def parameters(self, state: TrainState) -> Parameters:
+        """See `UpdateRule`."""
+        return ScatteredGradients(state, self._backend, self._by_path, guarded=self.guard is not None)
+
+
+class ScatteredGradients(Parameters):
+    """Whole parameters, with gradients of which each replica keeps a slice.
+
+    Args:
+        state: what is trained.
+        backend: the replicas.
+        shards: this replica's slices by structural path.
+        guarded: whether somebody wants to know if this replica's own gradients are finite.
+    """
+
+    def __init__(self, state: TrainState, backend: Backend, shards: Mapping[str, Shard], *, guarded: bool) -> None:
+        super().__init__(state)
+        self._backend = backend
+        self._shards = shards
+        self._guarded = guarded
+
+    @contextmanager
+    def passes(self, has_samples: tf.Tensor | float) -> Iterator[Pass]:
+        """See `Parameters`."""
+        yield _ScatteringPass(has_samples, self.sources(), self)
+
+    def scatter(self, computed: Sequence[Gradient], counted: Sequence[Gradient]) -> Collected:
+        """Return the slices of the gradients of sharded variables.
+
+        Args:
+            computed: gradients as the backward pass computes them.
+            counted: the same, or zeros where this replica has no samples.
+        """
+        poison = tf.stack([poison_of(gradient) for gradient in counted]) if self._guarded else None
+        paths = list(self._state.trainable)
+        sharded = [i for i, path in enumerate(paths) if path in self._shards and counted[i] is not None]
+        dense = {i: tf.convert_to_tensor(counted[i]) for i in sharded}
+        slices = {i: scattered(dense[i], self._shards[paths[i]], numbered(f"gradient/{paths[i]}")) for i in sharded}
+        _hold_back([_Exchanged(_maker(computed[i], dense[i]), dense[i], slices[i]) for i in sharded], self._window())
+        return Collected([slices.get(i, gradient) for i, gradient in enumerate(counted)], poison)
+
+    def _window(self) -> Window:
+        return window_for(self._shards.values())
+
+
+class _ScatteringPass(Pass):
+    def __init__(
+        self, has_samples: tf.Tensor | float, sources: Sequence[tf.Variable], parameters: ScatteredGradients
+    ) -> None:
+        super().__init__(has_samples, sources)
+        self._parameters = parameters
+
+    def collected(self, gradients: Sequence[Gradient]) -> Collected:
+        return self._parameters.scatter(gradients, super().collected(gradients).gradients)
+
+
+class _Exchanged(NamedTuple):
+    """A gradient that is reduce-scattered."""
+
+    maker: tf.Tensor
+    """The first tensor of its size; where a replica may have no samples, zeros may take its place."""
+    whole: tf.Tensor
+    slice: tf.Tensor
+
+
+def _maker(computed: Gradient, dense: tf.Tensor) -> tf.Tensor:
+    """Return the first tensor that is as large as the whole gradient; rows alone are smaller."""
+    return dense if isinstance(computed, tf.IndexedSlices) else computed
+
+
+def _hold_back(exchanged: Sequence[_Exchanged], window: Window) -> None:
+    """Compute a gradient only once those before it are exchanged, but for the last few.
+
+    Args:
+        exchanged: the gradients.
+        window: how many bytes of gradients may be whole at a time.
+    """
+    if not exchanged or tf.executing_eagerly():
+        return
+    graph = exchanged[0].whole.graph
+    places = {operation.name: place for place, operation in enumerate(graph.get_operations())}
+    # What was made later depends on nothing that waits for it.
+    for maker, whole, mine in sorted(exchanged, key=lambda each: places[each.maker.op.name]):
+        maker.op._add_control_inputs(window.before(size_of(whole)))
+        window.add(size_of(whole), mine.op)

@@ -1,0 +1,45 @@
+"""A bound on how much is whole at a time, by the order in which a graph runs."""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.training.update_rules.zero.shards import Shard
+
+LARGEST = 2
+"""Tensors of the largest size that may be whole at a time: while one is exchanged, the next is computed."""
+
+
+class Window:
+    """Tells what an operation has to wait for, so that no more than `room` bytes are whole at a time.
+
+    Args:
+        room: in bytes; what is larger is whole alone.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._held: deque[tuple[int, Any]] = deque()
+
+    def before(self, size: int) -> list[Any]:
+        """Return the operations that must have run before `size` more bytes may be whole."""
+        done = []
+        while self._held and sum(held for held, _ in self._held) + size > self._room:
+            done.append(self._held.popleft()[1])
+        return done
+
+    def add(self, size: int, end: Any) -> None:
+        """Count `size` bytes until the operation `end` has run."""
+        self._held.append((size, end))
+
+
+def window_for(shards: Iterable[Shard]) -> Window:
+    """Return the window for what is as large as these variables."""
+    return Window(LARGEST * max((shard.bytes for shard in shards), default=0))
+
+
+def size_of(tensor: tf.Tensor) -> int:
+    """Return the bytes of a tensor of static shape."""
+    return int(tensor.shape.num_elements()) * int(tensor.dtype.size)

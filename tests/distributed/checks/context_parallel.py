@@ -1,0 +1,232 @@
+"""Models whose sequences are split along cp train as one process does, and so does all that is around them."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from meshes import on_mesh
+from world import World, flat_bytes, moved, plain_training, relative_error
+
+import hvdtrain
+from hvdtrain.models.transformer import model as transformer
+from hvdtrain.parallel.context.split import split_sequences
+from hvdtrain.state.placement import placement_of
+
+BATCH, EPOCHS, LENGTH, WORDS = 8, 4, 8, 32
+SAMPLES = 36  # four full batches and one of 4 samples: 20 steps
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+FIT = {"batch": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": False, "log_every": 10}
+layers = keras.layers
+
+
+def gpt() -> keras.Model:
+    return transformer.build((LENGTH,), WORDS, 1, depth=2, width=16, heads=4)
+
+
+def masked() -> keras.Model:
+    """Padding is masked in attention."""
+    keras.utils.set_random_seed(11)
+    make: dict[str, Any] = {"dtype": "float64"}
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(WORDS, 16, mask_zero=True, name="table", **make)(tokens)
+    y = layers.MultiHeadAttention(4, 4, name="first", **make)(x, x, use_causal_mask=True)
+    x = layers.Add(**make)([x, y])
+    x = layers.LayerNormalization(**make)(x)
+    x = layers.MultiHeadAttention(2, 4, dropout=1e-12, name="second", **make)(x, x)
+    x = layers.Dense(16, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01), **make)(x)
+    return keras.Model(tokens, layers.Dense(WORDS, name="logits", **make)(x))
+
+
+def tokens(padded: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    found = rng.integers(1, WORDS, (SAMPLES, LENGTH)).astype("int32")
+    if padded:  # the second half of some sequences is nothing else
+        found[np.arange(LENGTH) >= rng.integers(2, LENGTH + 1, SAMPLES)[:, None]] = 0
+    return found, np.roll(found, -1, 1)
+
+
+def values(targets: Any, outputs: Any) -> tf.Tensor:
+    return keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
+
+
+def batches_of(*arrays: np.ndarray) -> list[Any]:
+    return [tuple(a[i : i + BATCH] for a in arrays) for i in range(0, SAMPLES, BATCH)] * EPOCHS
+
+
+def sgd(**options: Any) -> Any:
+    return keras.optimizers.SGD(0.3, momentum=0.9, **options)
+
+
+def trained(mesh: World, model: Any, data: tuple[Any, ...], loss: Any = LOSS, **options: Any) -> Any:
+    trainer = hvdtrain.Trainer(model, sgd(), loss, backend=mesh.backend, **options)
+    trainer.fit(data, **FIT)
+    return trainer
+
+
+def error_of(mesh: World, model: Any, start: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """Return how far the weights of `model` are from those of one process; ranks must hold the same."""
+    weights = [np.array(weight) for weight in model.get_weights()]
+    assert moved(expected, start) >= 1e-2, "the weights hardly moved"
+    assert mesh.same_everywhere(flat_bytes(weights)), "the ranks hold different models"
+    return relative_error(weights, expected)
+
+
+def copied(model: Any) -> list[np.ndarray]:
+    return [np.array(weight) for weight in model.get_weights()]
+
+
+def gpt_error(mesh: World, **options: Any) -> float:
+    x, y = tokens()
+    model = hvdtrain.parallelize(gpt)
+    trained(mesh, model, (x, y), **options)
+    reference = gpt()
+    start = copied(reference)
+    return error_of(mesh, model, start, plain_training(reference, sgd(), values, batches_of(x, y)))
+
+
+def check_our_transformer_trains_as_in_one_process(world: World) -> None:
+    """On two ranks it does so with everything around it, below."""
+    if world.size < 4:
+        return
+    with on_mesh(world, "cp=2,dp=2") as mesh:
+        error = gpt_error(mesh)
+        assert error <= 1e-6, f"{error:.2e}"
+
+
+def check_sequences_and_layers_are_split_at_once(world: World) -> None:
+    if world.size < 4:
+        return
+    x, y = tokens()
+    with on_mesh(world, "cp=2,tp=2") as mesh:
+        model = hvdtrain.parallelize(gpt, transformer.rules(WORDS, 2))
+        trained(mesh, model, (x, y), clip_norm=0.5)
+        reference = gpt()
+        clip = lambda gradients: tf.clip_by_global_norm(gradients, 0.5)[0]  # noqa: E731
+        expected = plain_training(reference, sgd(), values, batches_of(x, y), clip)
+        mine = []
+        for variable, whole in zip(model.weights, expected, strict=True):
+            placement = placement_of(variable)
+            mine.append((np.array(variable.value), whole if placement is None else whole[placement.box]))
+        error = relative_error(*zip(*mine, strict=True))
+        assert error <= 1e-6, f"{error:.2e}"
+        assert any(placement_of(v) is not None and placement_of(v).axes for v in model.weights)
+
+
+def check_masks_weights_and_regularizers_in_float64(world: World) -> None:
+    x, y = tokens(padded=True)
+    weights = np.random.default_rng(5).random((SAMPLES, LENGTH))
+
+    def weighted(targets: Any, outputs: Any) -> tf.Tensor:
+        labels, scale, kept = tf.unstack(targets, axis=-1)
+        mean = tf.reduce_sum(values(labels, outputs) * scale * kept) / tf.reduce_sum(kept)
+        return mean + tf.add_n(reference.losses)
+
+    with on_mesh(world, "cp=2") as mesh:
+        model = hvdtrain.parallelize(masked)
+        trained(mesh, model, (x, y, weights), type(LOSS)(from_logits=True, ignore_class=0))
+    reference = masked()
+    start = copied(reference)
+    packed = np.stack([y.astype("float64"), weights, (y != 0).astype("float64")], -1)
+    expected = plain_training(reference, sgd(), weighted, batches_of(x, packed))
+    error = error_of(world, model, start, expected)
+    assert error <= 1e-9, f"{error:.2e}"
+
+
+class Deaf:
+    """An exchange of which this rank's own part comes back in place of what `dropped` would have brought."""
+
+    def __init__(self, exchange: Any, dropped: str) -> None:
+        self._exchange, self._dropped = exchange, dropped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._exchange, name)
+
+    def all_to_all(self, tensor: Any, *, name: str) -> Any:
+        heard = self._exchange.all_to_all(tensor, name=name)
+        return heard * 0 + tensor if self._dropped in name else heard
+
+
+def check_a_collective_that_is_missing_is_noticed(world: World) -> None:
+    x, y = tokens()
+    with on_mesh(world, "cp=2") as mesh:
+        reference = gpt()
+        expected = plain_training(reference, sgd(), values, batches_of(x, y)[:2])
+        for dropped in ("/query_key_value", "/output/back"):
+            model = gpt()
+            split_sequences(model, Deaf(mesh.backend.along("cp"), dropped), {})
+            hvdtrain.Trainer(model, sgd(), LOSS, backend=mesh.backend).fit((x[:16], y[:16]), **FIT | {"epochs": 1})
+            assert relative_error(copied(model), expected) > 1e-3, dropped
+
+
+def check_what_is_around_split_sequences(world: World) -> None:
+    """Microbatches, bounds, averages, divided slots, recomputation, evaluation, prediction and checkpoints."""
+    x, y = tokens()
+    options = {"clip_norm": 0.5, "accumulate": 2, "zero": 1, "recompute": True, "metrics": ["accuracy"]}
+    average = {"use_ema": True, "ema_momentum": 0.9}
+    folder = world.folder / "sequences"
+    with on_mesh(world, "cp=2") as mesh:
+        model = hvdtrain.parallelize(gpt)
+        trainer = hvdtrain.Trainer(model, sgd(**average), LOSS, backend=mesh.backend, **options)
+        trainer.fit((x, y), validation_data=(x, y), **FIT)
+        weights, scores, outputs = copied(model), trainer.evaluate((x, y)), trainer.predict(x)
+        assert np.abs(model(x[:3]).numpy() - gpt_of(weights)(x[:3]).numpy()).max() <= 1e-5, "a call of the model"
+        trainer.save(folder)
+    reference, optimizer = gpt(), sgd(**average)
+    clip = lambda gradients: tf.clip_by_global_norm(gradients, 0.5)[0]  # noqa: E731
+    expected = plain_training(reference, optimizer, values, batches_of(x, y), clip)
+    error = relative_error(weights, expected)
+    assert error <= 1e-6, f"{error:.2e}"
+    optimizer.finalize_variable_values(reference.trainable_variables)
+    whole = reference(x).numpy()
+    assert outputs.shape == whole.shape
+    assert np.abs(outputs - whole).max() <= 1e-5 * np.abs(whole).max(), "predict"
+    assert abs(float(scores) - float(tf.reduce_mean(values(y, whole)))) <= 1e-5
+    assert abs(scores["accuracy"] - np.mean(whole.argmax(-1) == y)) <= 1e-6
+    with on_mesh(world, "dp=-1") as plain:
+        again = hvdtrain.Trainer(gpt(), sgd(**average), LOSS, backend=plain.backend, clip_norm=0.5)
+        again.restore(folder)
+        assert np.abs(again.predict(x) - outputs).max() <= 1e-5, "restored without cp"
+
+
+def gpt_of(weights: list[np.ndarray]) -> Any:
+    model = gpt()
+    model.set_weights(weights)
+    return model
+
+
+def check_what_does_not_fit_is_refused(world: World) -> None:
+    x, y = tokens()
+    with on_mesh(world, "cp=2") as mesh:
+        plain = hvdtrain.Trainer(gpt(), sgd(), LOSS, backend=mesh.backend)
+        refused(lambda: plain.fit((x, y), **FIT), "nothing of the model")
+        model = hvdtrain.parallelize(gpt)
+        for options, words in [
+            ({"jit": True}, "leave out jit, or cp in parallel"),
+            ({"local_steps": 2}, "leave out local_steps=2"),
+        ]:
+            refused(lambda options=options: hvdtrain.Trainer(model, sgd(), LOSS, **options), words)
+        trainer = hvdtrain.Trainer(model, sgd(), LOSS, backend=mesh.backend)
+        other = x if mesh.session.world.rank else x[::-1]
+        refused(lambda: trainer.fit((other, y), **FIT), "rank 1")
+
+
+def refused(act: Any, words: str) -> None:
+    try:
+        act()
+    except Exception as error:  # the kind differs, and is of the project's own
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def check_axes_and_samples_that_do_not_go_together_are_refused(world: World) -> None:
+    if world.size < 4:
+        return
+    x, y = tokens()
+    with on_mesh(world, "cp=2,pp=2"):
+        refused(lambda: hvdtrain.parallelize(gpt), "cuts the model into stages")
+    with on_mesh(world, "cp=2,dp=2") as mesh:
+        trainer = hvdtrain.Trainer(hvdtrain.parallelize(gpt), sgd(), LOSS, backend=mesh.backend)
+        refused(lambda: trainer.fit((x, y), shard="rank", **FIT), 'shard="rank" gives each rank samples of its own')
+        refused(lambda: trainer.predict(x[mesh.rank :], shard="rank"), 'shard="rank" gives each rank samples')

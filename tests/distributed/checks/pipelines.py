@@ -1,0 +1,220 @@
+"""A model whose layers are on several ranks trains as one process does."""
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks.parity import OPTIMIZERS, per_sample
+from meshes import on_mesh
+from world import World, moved, plain_training, relative_error
+
+import hvdtrain
+
+SAMPLES, BATCH, EPOCHS = 70, 16, 4  # four full batches and one of 6 samples: 20 steps
+LENGTH, VOCABULARY = 5, 11
+TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
+
+
+def model_of(dtype: str, *, tied: bool = False, dropout: float = 0.0) -> keras.Model:
+    """Two residual blocks between an embedding and an output layer, which may be the embedding again."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    embedding = layers.Embedding(VOCABULARY, 8, dtype=dtype, name="embedding")
+    x = embedding(tokens)
+    for number in range(4):
+        y = layers.LayerNormalization(dtype=dtype, name=f"norm{number}")(x)
+        y = layers.Dense(8, activation="tanh", dtype=dtype, name=f"dense{number}")(y)
+        if dropout:
+            y = layers.Dropout(dropout, seed=number, dtype=dtype, name=f"dropout{number}")(y)
+        x = layers.Add(dtype=dtype, name=f"add{number}")([x, y])
+    if tied:
+        outputs = TiedHead(embedding, dtype=dtype, name="head")(x)
+    else:
+        outputs = layers.Dense(VOCABULARY, dtype=dtype, name="head")(x)
+    return keras.Model(tokens, outputs)
+
+
+class TiedHead(keras.layers.Layer):
+    """Logits by the transposed embedding, as GPT-2's."""
+
+    def __init__(self, embedding: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.embedding = embedding
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.matmul(x, keras.ops.transpose(self.embedding.embeddings))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (*shape[:-1], VOCABULARY)
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(4)
+    x = rng.integers(0, VOCABULARY, (SAMPLES, LENGTH)).astype("int32")
+    return x, (x + 1) % VOCABULARY
+
+
+def batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    x, y = data()
+    return [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)] * EPOCHS
+
+
+def trained(
+    mesh: World, model: keras.Model, optimizer: Any, loss: Any = per_sample, *, epochs: int = EPOCHS, **options: Any
+) -> Any:
+    options = {"accumulate": 4, **options}
+    trainer = hvdtrain.Trainer(model, optimizer, loss, ["accuracy"], backend=mesh.backend, **options)
+    trainer.fit(data(), batch=BATCH, epochs=epochs, shuffle=False, verbose=False, log_every=1)
+    return trainer
+
+
+def error_of(mesh: World, trainer: Any, expected: Sequence[np.ndarray], model: keras.Model) -> float:
+    """Compare this rank's weights with those of the same paths in one process's model; the largest of all ranks."""
+    from hvdtrain.state.structure import structure_of
+
+    whole = dict(zip(structure_of(model).by_path(model.weights), expected, strict=True))
+    mine = trainer.state._structure.by_path(trainer.model.weights)
+    error = relative_error([v.numpy() for v in mine.values()], [whole[path] for path in mine])
+    held = [text.decode().split() for text in mesh.gather(" ".join(mine).encode())]
+    assert set().union(*held) == set(whole), "a weight is on no rank"
+    assert min(map(len, held)) < len(whole), "every rank holds the whole model"
+    return max(float(text) for text in mesh.gather(str(error).encode()))
+
+
+def reference(model: keras.Model, optimizer: Any, transform: Any = None) -> list[np.ndarray]:
+    start = [np.array(w) for w in model.get_weights()]
+    weights = plain_training(model, optimizer, per_sample, batches(), transform)
+    assert moved(weights, start) >= 1e-2, "the weights hardly moved: the comparison says nothing"
+    return weights
+
+
+def assert_parity(mesh: World, dtype: str, optimizer: str, transform: Any = None, **options: Any) -> Any:
+    """Return the trainer, which has trained as one process does."""
+    of_model = {name: options.pop(name) for name in ("tied",) if name in options}
+    trainer = trained(mesh, model_of(dtype, **of_model), OPTIMIZERS[optimizer](), **options)
+    plain = model_of(dtype, **of_model)
+    error = error_of(mesh, trainer, reference(plain, OPTIMIZERS[optimizer](), transform), plain)
+    assert error <= TOLERANCE[dtype], f"{dtype} {optimizer} {of_model} {options}: {error:.2e}"
+    return trainer
+
+
+def check_stages_train_as_one_process_does(world: World) -> None:
+    with on_mesh(world, "pp=2") as mesh:
+        assert_parity(mesh, "float64", "adam")
+        assert_parity(mesh, "float32", "sgd", pipeline_schedule="gpipe", recompute=True)
+        assert_parity(mesh, "float64", "sgd", pipeline_schedule="interleaved", virtual_stages=2, accumulate=2)
+
+
+def check_tied_weights_and_clipping_by_the_norm_of_all_stages(world: World) -> None:
+    bound = 0.05
+    clip = lambda gradients: tf.clip_by_global_norm(gradients, bound)[0]  # noqa: E731
+    with on_mesh(world, "pp=2") as mesh:
+        # The last stage has no weight but the tied one, whose gradient counts on the first.
+        assert_parity(mesh, "float64", "sgd", clip, tied=True, clip_norm=bound, pipeline_stages=("head",))
+
+
+def check_figures_are_those_of_one_process(world: World) -> None:
+    """Loss and metrics of training, evaluation and prediction, with regularizers, masks, weights and dropout."""
+    from hvdtrain.backends.single import SingleBackend
+
+    x, y = data()
+    weights = np.linspace(0.5, 1.5, SAMPLES).astype("float32")
+    runs = []
+    with on_mesh(world, "pp=2") as mesh:
+        for backend in (mesh.backend, SingleBackend(None)):
+            model = regularized_model()
+            trainer = hvdtrain.Trainer(
+                model,
+                keras.optimizers.Adam(0.01),
+                "sparse_categorical_crossentropy",
+                ["accuracy"],
+                backend=backend,
+                accumulate=4,
+                seed=5,
+            )
+            result = trainer.fit(
+                (x, y, weights), batch=BATCH, epochs=2, verbose=False, validation_data=(x[:50], y[:50])
+            )
+            outputs = trainer.predict(x[:7], batch=3)
+            runs.append((result.history, outputs))
+        (ours, predicted), (plain, expected) = runs
+        assert ours.keys() == plain.keys(), (ours, plain)
+        for name, values in ours.items():
+            assert np.allclose(values, plain[name], rtol=1e-6), (name, values, plain[name])
+        assert np.allclose(predicted, expected, rtol=1e-5, atol=1e-7)
+        assert mesh.session.gather(predicted.tobytes(), 60.0) == [predicted.tobytes()] * world.size
+
+
+def regularized_model() -> keras.Model:
+    """Masked tokens, dropout, batch statistics, penalties on weights of both stages."""
+    keras.utils.set_random_seed(1)
+    layers, penalty = keras.layers, keras.regularizers.L2(0.01)
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, 8, mask_zero=True, embeddings_regularizer=penalty)(tokens)
+    x = layers.Dropout(0.2, seed=3)(x)
+    x = layers.Dense(8, activation="relu")(x)
+    x = layers.BatchNormalization()(x)
+    x = layers.Dropout(0.2, seed=4)(x)
+    return keras.Model(tokens, layers.Dense(VOCABULARY, activation="softmax", kernel_regularizer=penalty)(x))
+
+
+def check_training_goes_wrong_without_one_of_the_messages(world: World) -> None:
+    """A gradient that is not passed on is noticed by the comparison, and so is one activation of many."""
+    from unittest.mock import patch
+
+    from hvdtrain.parallel.pipeline.exchange import StageExchange
+
+    receive = StageExchange.receive
+    for lost, microbatch in (("backward", "2"), ("forward", "3")):
+
+        def drop(self: Any, specs: Any, rows: Any, stage: int, label: str, direction: str) -> Any:
+            came = receive(self, specs, rows, stage, label, direction)
+            return [0.0 * t for t in came] if (direction, label) == (lost, microbatch) else came  # noqa: B023
+
+        with on_mesh(world, "pp=2") as mesh, patch.object(StageExchange, "receive", drop):
+            trainer = trained(mesh, model_of("float64"), OPTIMIZERS["sgd"](), epochs=1)
+            plain = model_of("float64")
+            expected = plain_training(plain, OPTIMIZERS["sgd"](), per_sample, batches()[: -(-SAMPLES // BATCH)])
+            error = error_of(mesh, trainer, expected, plain)
+            assert error > 1e-3, f"{lost}: {error:.2e}"
+
+
+def check_a_bad_step_is_skipped_by_all_stages(world: World) -> None:
+    """The last stage alone sees a loss that is not finite, and the first one alone a gradient that is not."""
+    x, y = data()
+    weights = np.ones(SAMPLES)
+    weights[20] = np.inf  # in the second batch
+    with on_mesh(world, "pp=2") as mesh:
+        model = model_of("float64")
+        trainer = hvdtrain.Trainer(
+            model, OPTIMIZERS["sgd"](), "sparse_categorical_crossentropy", backend=mesh.backend,
+            on_bad_step="skip",
+        )  # fmt: skip
+        result = trainer.fit((x, y, weights), batch=BATCH, epochs=1, shuffle=False, verbose=False)
+        assert result.bad_steps["non_finite"] == 1, result.bad_steps
+        assert all(np.isfinite(weight).all() for weight in trainer.model.get_weights())
+
+
+def check_stages_are_saved_and_restored_in_any_layout(world: World) -> None:
+    folder = world.folder / "stages"
+    x, y = data()
+    with on_mesh(world, "pp=2") as mesh:
+        trainer = trained(mesh, model_of("float64", tied=True), OPTIMIZERS["adam"](), epochs=1)
+        trainer.save(folder)
+        expected = trainer.evaluate((x, y), verbose=0).loss
+    for axes, options in (("dp=-1", {}), ("pp=2", {"pipeline_stages": ("dense1",)})):
+        with on_mesh(world, axes) as mesh:
+            model = model_of("float64", tied=True)
+            other = hvdtrain.Trainer(
+                model, OPTIMIZERS["adam"](), per_sample, ["accuracy"], backend=mesh.backend, accumulate=2, **options
+            )
+            other.fit((x, y), batch=BATCH, epochs=1, verbose=False)
+            other.restore(folder)
+            assert abs(other.evaluate((x, y), verbose=0).loss - expected) < 1e-12, axes
+    world.gather(b"")
+    if world.rank == 0:
+        shutil.rmtree(folder)

@@ -1,0 +1,76 @@
+"""`--parallel cp=2` and `hvdtrain.parallelize` without rules, as a user types them."""
+
+import json
+import sys
+
+import pytest
+
+from tests.entry.docs.pages import blocks_of
+from tests.launching import hvdtrain, launcher, run
+
+pytestmark = pytest.mark.xdist_group("context_parallel")
+SMALL = ["--max-steps", "4", "--batch", "8", "--model-args", "depth", "1", "width", "32"]
+
+
+def test_a_recipe_trains_on_slices_of_its_sequences_as_in_one_process(tmp_path):
+    words = ["gpt_char", *SMALL, "heads", "4", "dropout", "0.0", "--run-dir"]
+    figures = []
+    for processes, more in ((2, ["cut", "--parallel", "cp=2"]), (1, ["whole"])):
+        job = hvdtrain("gloo" if processes == 2 else "none", processes, *words, *more, cwd=tmp_path)
+        assert job.code == 0, job.text[-4000:]
+        figures.append(json.loads((tmp_path / more[0] / "summary.json").read_text()))
+    cut, whole = figures
+    assert cut["mesh"] == {"cp": 2}
+    assert cut["global_batch"] == cut["per_replica_batch"] == 8
+    assert cut["parameters"] == whole["parameters"]
+    for figure in ("train_loss", "val_loss", "val_accuracy"):
+        assert cut[figure] == pytest.approx(whole[figure], rel=1e-4)
+    assert (tmp_path / "cut" / "model.keras").exists()  # no rank has a part of it
+    alone = hvdtrain("none", 1, "evaluate", "cut", cwd=tmp_path)
+    assert f"val_loss {cut['val_loss']:.4f}" in alone.out, alone.text
+
+
+MISTAKES = """
+def refused(build, said):
+    try:
+        hvdtrain.parallelize(build)
+        raise SystemExit("went unnoticed: " + said)
+    except ValueError as error:
+        assert said in str(error), error
+
+def smoothed():
+    tokens = keras.Input((64,), dtype="int32")
+    return keras.Model(tokens, keras.layers.Conv1D(4, 3, padding="same")(keras.layers.Embedding(9, 4)(tokens)))
+
+refused(smoothed, "looks at several positions")
+width = 8 * (1 + hvdtrain.rank())
+refused(lambda: keras.Sequential([keras.Input((64,)), keras.layers.Embedding(9, width)]), "Received: ")
+samples = tokens[hvdtrain.rank() :: 2]
+try:
+    trainer.fit((samples[:, :-1], samples[:, 1:]), batch=32, epochs=1)
+    raise SystemExit("other samples on each rank went unnoticed")
+except Exception as error:
+    assert "rank 1" in str(error), error
+"""
+
+
+def test_the_script_of_the_documentation_trains_and_mistakes_are_named(tmp_path):
+    script = next(block.text for block in blocks_of("docs/parallel.md", "python") if 'parallel="cp=2"' in block.text)
+    (tmp_path / "script.py").write_text(script + MISTAKES)
+    job = run([*launcher("mpirun", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
+    assert job.code == 0, job.text[-4000:]
+    assert job.out.count("(4, 64, 100)") == 2
+    assert "cp 2" in job.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*SMALL, "heads", "1", "--parallel", "cp=2"], "cp=2 does not divide the heads of MultiHeadAttention"),
+    ],
+    ids=["heads"],
+)
+def test_what_does_not_fit_ends_the_job_with_its_name(tmp_path, words, said):
+    job = hvdtrain("mpirun", 2, "gpt_char", *words, "--run-dir", "run", cwd=tmp_path)
+    assert job.code == 2, job.text
+    assert said in job.text

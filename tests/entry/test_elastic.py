@@ -1,0 +1,197 @@
+"""Elastic jobs: ranks are lost, others come, and training ends as if it had been stopped and resumed."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.awake import awake_seconds
+from tests.launching import hvdtrain, job_environment, launcher, run
+
+HERE = Path(__file__).parent / "elastic_jobs"
+TRAIN = ["digits", "--model", "mlp", "--data", "slow_samples:load", "--batch", "24", "--epochs", "16"]
+STEPS = 160
+LIMIT_S = 400
+NAMES = ("localhost", "127.0.0.1", "127.1", "127.0.1", "0x7f000001", "2130706433")
+"""Of this machine. A host whose rank was lost is not used again."""
+
+
+def discovering(folder, ranks, more=1):
+    """The words before `python` of an elastic job of so many ranks; `more` hosts come when there is a file `more`."""
+    now, later = NAMES[:ranks], NAMES[ranks : ranks + more]
+    lines = "; ".join(f"echo {name}:1" for name in now)
+    lines_later = "; ".join(f"echo {name}:1" for name in later)
+    discover = folder / "discover.sh"
+    discover.write_text(f"#!/bin/sh\n{lines}; if test -e more; then {lines_later or 'true'}; fi\n")
+    discover.chmod(0o755)
+    size = ["--min-np", "1", "--max-np", str(ranks), "--network-interfaces", "lo"]
+    return [*launcher("gloo", ranks), *size, "--host-discovery-script", str(discover)]
+
+
+class Job:
+    """An elastic job under way in a folder."""
+
+    def __init__(self, folder, command, **environ):
+        self.folder, self.out = folder, folder / "out.txt"
+        with self.out.open("w") as out:
+            environment = job_environment(**environ)
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def text(self):
+        return self.out.read_text(errors="replace")
+
+    def wait(self, condition=lambda: False):
+        limit = awake_seconds() + LIMIT_S
+        while not condition() and self.process.poll() is None and awake_seconds() < limit:
+            time.sleep(0.02)
+
+    def wait_for_step(self, step):
+        self.wait(lambda: last_step(self.folder) >= step)
+
+    def wait_for_world(self, before, now):
+        """Wait for the message of a world, and return the step with which it began."""
+        message = re.compile(rf"elastic: {before} ranks? before, {now} now: goes on after step (\d+)$", re.MULTILINE)
+        self.wait(lambda: message.search(self.text))
+        found = message.search(self.text)
+        assert found, self.text[-6000:]
+        return int(found[1])
+
+    def send(self, rank, number):
+        os.kill(int((self.folder / f"rank-{rank}.pid").read_text()), number)
+
+
+def last_step(folder):
+    try:
+        return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def test_a_run_goes_on_without_a_silent_rank_and_with_another_and_is_pre_empted(tmp_path):
+    """It ends with the parameters of a run that was stopped and started again at these steps, on as many ranks."""
+    shutil.copy(HERE / "slow_samples.py", tmp_path)
+    options = ["--run-dir", "run", "--elastic", "--hang-timeout", "10"]
+    command = [*discovering(tmp_path, 2), sys.executable, "-m", "hvdtrain", *TRAIN, *options]
+    with Job(tmp_path, command, PAUSE_S="0.004") as job:
+        job.wait_for_step(30)
+        job.send(0, signal.SIGSTOP)  # as silent as if its host were gone; it holds the lock on the run's folder
+        lost = job.wait_for_world(2, 1)
+        (tmp_path / "more").touch()
+        come = job.wait_for_world(1, 2)
+        job.wait_for_step(come + 10)
+        job.send(1, signal.SIGTERM)
+        job.wait()
+    assert job.process.wait() == 75, job.text[-6000:]
+    # Which of the two hosts has rank 0 is chance.
+    silent = r"horovodrun: the rank (localhost|127\.0\.0\.1)\[0\] has given no sign of life for 1\d s"
+    assert re.search(silent, job.text), job.text[-6000:]
+    end = int(re.search(r"SIGTERM: all ranks stop after step (\d+), and save it", job.text)[1])
+    assert f"interrupted at step {end} of {STEPS}. Resume from step {end} with:" in job.text, "by rank 0 of now"
+    assert 10 < lost < come < end < STEPS
+    assert lost % 10 == come % 10 == 0
+
+    resumed = resume(tmp_path, "run", "mpirun", 2, STEPS)
+    for launched, size, last in (("mpirun", 2, lost), ("none", 1, come), ("mpirun", 2, STEPS)):
+        stopped = resume(tmp_path, "stopped", launched, size, last)
+    for name in ("parameter_hash", "steps", "val_loss", "train_loss", "best"):
+        assert resumed[name] == stopped[name], name
+    steps = [record["step"] for record in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())]
+    assert steps == sorted(steps), "a step that was taken again is recorded twice"
+
+
+def resume(folder, run_folder, launched, size, steps):
+    """Go on with a run until it has taken so many steps, and return its summary."""
+    words = [*TRAIN, "--run-dir", run_folder, "--resume", "auto", "--max-steps", str(steps)]
+    job = hvdtrain(launched, size, *words, cwd=folder, timeout=LIMIT_S)
+    assert job.code == 0, job.text[-3000:]
+    return json.loads((folder / run_folder / "summary.json").read_text())
+
+
+def script(folder, command, name, *words):
+    return run([*command, sys.executable, str(HERE / name), *words], cwd=folder, timeout=LIMIT_S)
+
+
+def weights_in(folder, name):
+    with np.load(folder / name) as file:
+        return [file[each] for each in file.files]
+
+
+def test_a_script_that_loses_ranks_wherever_they_are_trains_as_one_process_does(tmp_path):
+    """Batches of 25 samples are divided unevenly; callbacks remember what they did. No first rank stays."""
+    job = script(tmp_path, discovering(tmp_path, 4, more=2), "train.py", "elastic", "lost")
+    assert job.code == 0, job.text[-6000:]
+    worlds = re.findall(r"elastic: (\d) ranks? before, (\d) now: goes on after step (\d+)$", job.out, re.MULTILINE)
+    assert [(int(before), int(now)) for before, now, _ in worlds] == [(4, 3), (3, 2), (2, 1), (1, 3), (3, 2)], job.text
+    lost = {path.name for path in tmp_path.glob("lost-*")}
+    assert lost == {f"lost-{where}" for where in ("compiling", "in evaluation", "while it saves", "in a callback")}
+    shutil.rmtree(tmp_path / "saved")
+    alone = script(tmp_path, [], "train.py", "alone", "alone")
+    assert alone.code == 0, alone.text[-3000:]
+    (reference,) = (json.loads(line) for line in re.findall(r"ENDED (\{.*\})", alone.out))
+    ends = [json.loads(line) for line in re.findall(r"ENDED (\{.*\})", job.out)]
+    assert len(ends) == 2
+    for end in ends:
+        assert (end["steps"], end["result"]) == (reference["steps"], reference["result"]) == (80, 80)
+        np.testing.assert_allclose(end["val_loss"], reference["val_loss"], rtol=1e-9)
+        np.testing.assert_allclose(end["best"], reference["best"], rtol=1e-9)
+    first, second, expected = (weights_in(tmp_path, f"{name}.npz") for name in ("elastic-0", "elastic-1", "alone-0"))
+    for ours, theirs, right in zip(first, second, expected, strict=True):
+        assert (ours == theirs).all(), "the ranks drifted apart"
+        np.testing.assert_allclose(ours, right, rtol=0, atol=1e-9 * np.abs(right).max())
+
+
+def test_a_mistake_in_the_users_code_ends_the_job(tmp_path):
+    """Another world would only repeat it: its traceback is shown, once."""
+    job = script(tmp_path, discovering(tmp_path, 2), "train.py", "elastic", "mistake")
+    assert job.code == 1, job.text[-6000:]
+    assert job.text.count("ValueError: a mistake of the user's own") == 1
+    assert re.search(r"rank 1 \(.*\) failed:", job.text)
+    assert "goes on after step" not in job.text
+
+
+def test_what_elastic_training_does_not_go_with_is_refused(tmp_path):
+    job = script(tmp_path, discovering(tmp_path, 1), "refused.py")
+    assert job.code == 0, job.text[-6000:]
+    said = re.findall(r"(?:TRAINED|REFUSED .*)$", job.out, re.MULTILINE)
+    expected = [
+        "zero does not go with elastic",
+        "local_steps does not go with elastic",
+        "fit(shard='rank') does not go with elastic=True",
+        "pass the function, not its generator",
+        "commit_every must be at least 1. Received: 0",
+        "TRAINED",
+        "One fit of a script is elastic",
+        "TRAINED",
+    ]
+    assert len(said) == len(expected), job.text[-6000:]
+    for line, words in zip(said, expected, strict=True):
+        assert words in line
+        assert words == "TRAINED" or line.startswith("REFUSED")
+
+
+@pytest.mark.parametrize(
+    ("launched", "size", "received"), [("none", 1, "no launcher"), ("mpirun", 2, "mpirun with a fixed number of ranks")]
+)
+def test_elastic_needs_a_launcher_that_replaces_ranks(tmp_path, launched, size, received):
+    job = hvdtrain(launched, size, "digits", "--elastic", "--run-dir", "run", cwd=tmp_path)
+    assert job.code == 2
+    assert "--elastic needs a launcher that replaces ranks: horovodrun with a host discovery script" in job.text
+    assert f"Received: {received}" in job.text

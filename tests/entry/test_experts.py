@@ -1,0 +1,43 @@
+"""Mixture of experts from the command line: each rank along ep holds some of them."""
+
+import json
+
+import pytest
+
+from tests.launching import hvdtrain
+
+SMALL = "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 experts 4 every 1 capacity_factor"
+RUN = "--data-args length 64 --max-steps 4 --log-every 2 --plots False --tensorboard False --run-dir"
+CHOICES = 2 * 8 * 64
+"""Of a step: two experts for each token."""
+
+
+def train(folder, controller, size, name, capacity, *more):
+    words = [*SMALL.split(), capacity, *RUN.split(), name, *more]
+    job = hvdtrain(controller, size, "moe_char", *words, cwd=folder)
+    assert job.code == 0, job.text[-4000:]
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / name / "summary.json").read_text())
+    return summary, [line for line in lines if line["kind"] == "step"]
+
+
+def test_two_ranks_with_two_experts_each_train_as_one_process_with_four(tmp_path):
+    one, steps = train(tmp_path, "none", 1, "one", "0")
+    two, steps_of_two = train(tmp_path, "mpirun", 2, "two", "0", "--parallel", "ep=2")
+    assert two["parameters"] == one["parameters"]
+    for figure in ("train_loss", "val_loss", "val_accuracy"):
+        assert two[figure] == pytest.approx(one[figure], rel=1e-5)
+    assert [step["step"] for step in steps] == [step["step"] for step in steps_of_two] == [1, 2, 4]
+    for mine, theirs in zip(steps, steps_of_two, strict=True):
+        assert mine["dropped_tokens"] == theirs["dropped_tokens"] == 0
+        assert sum(mine["expert_load_block0_experts"]) == pytest.approx(4, rel=1e-5)
+        assert theirs["expert_load_block0_experts"] == pytest.approx(mine["expert_load_block0_experts"], abs=0.02)
+
+
+def test_dropped_tokens_are_logged(tmp_path):
+    _, steps = train(tmp_path, "none", 1, "one", "0.5")
+    for step, count in zip(steps, (1, 1, 2), strict=True):
+        load = [share * CHOICES / 4 for share in step["expert_load_block0_experts"]]
+        least = sum(max(0, tokens - CHOICES / 8) for tokens in load)  # of a capacity that every step has anew
+        assert least - 1e-3 <= step["dropped_tokens"] / count < CHOICES
+        assert step["dropped_share"] == pytest.approx(step["dropped_tokens"] / (count * CHOICES), rel=1e-5)

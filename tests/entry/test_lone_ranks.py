@@ -1,0 +1,70 @@
+"""Processes that a launcher started and that cannot find one another end with one error, before any of them trains."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.runtime.control.mpi_library import _short
+from tests.launching import job_environment
+from tests.unit import launcher_environments as started_by
+
+pytestmark = pytest.mark.xdist_group("lone_ranks")
+
+INIT = "import hvdtrain; hvdtrain.init(); print('went on')"
+FACE = "import hvdtrain.horovod as hvd; hvd.init(); print('went on')"
+COMMAND = ["-m", "hvdtrain", "digits", "--max-steps", "1", "--run-dir", "run"]
+
+
+def ranks_of(launcher: str) -> list[dict[str, str]]:
+    """The environments of ranks 0 and 1 of 2."""
+    if launcher == "torchrun":
+        here = started_by.TORCHRUN | {"WORLD_SIZE": "2"}
+        return [here | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return [started_by.MPICH_5 | {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)} for rank in range(2)]
+
+
+def start(environ: dict[str, str], words: list[str], cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words], env=job_environment(**environ), cwd=cwd, stderr=subprocess.PIPE, text=True
+    )
+
+
+CAUSES = {"torchrun": "torchrun and the like do not start Horovod's ranks", "mpich": "mpiexec belongs to MPICH"}
+
+
+@pytest.mark.parametrize("launcher", CAUSES)
+def test_they_are_refused_with_one_error(launcher, tmp_path):
+    if launcher == "mpich" and "Open MPI" not in library():
+        pytest.skip("this environment's MPI is not Open MPI")
+    jobs = [[start(environ, words, tmp_path) for environ in ranks_of(launcher)] for words in (COMMAND, ["-c", INIT])]
+    for processes in jobs:
+        texts = [process.communicate(timeout=60)[1] for process in processes]
+        assert [process.returncode for process in processes] == [2, 2], texts
+        assert texts[0].startswith("hvdtrain: error: "), texts
+        assert texts[0].count(CAUSES[launcher]) == 1
+        assert len(texts[0].splitlines()) == 1
+        assert texts[1] == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_horovods_own_init_is_refused_as_well(tmp_path):
+    pytest.importorskip("horovod", reason="horovod is not installed")
+    with start(ranks_of("torchrun")[0], ["-c", FACE], tmp_path) as process:
+        text = process.communicate(timeout=120)[1]
+    assert process.returncode == 2
+    assert text.count(CAUSES["torchrun"]) == 1
+    assert "Traceback" not in text
+
+
+def test_the_library_is_named_shortly():
+    assert _short("MPICH Version:      5.0.2\nMPICH Release date: ...") == "MPICH 5.0.2"
+    assert _short("Open MPI v4.1.8, package: ...\0") == "Open MPI v4.1.8"
+
+
+def library() -> str:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    version = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+    done = subprocess.run([sys.executable, "-c", version], capture_output=True, text=True, check=False)
+    return done.stdout

@@ -1,0 +1,140 @@
+"""A scheduler that takes the machine away: all ranks save the same step, and the same command goes on from it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.checkpoint.naming import complete
+from tests.awake import awake_seconds
+from tests.launching import hvdtrain, job_environment, launcher
+
+WORDS = ["digits", "--run-dir", "run", "--resume", "auto", "--plots", "False", "--tensorboard", "False"]
+WORDS += ["--checkpoint-every", "100000"]
+
+SCRIPT = """\
+    import time
+    import keras
+    import numpy as np
+    import hvdtrain
+
+    hvdtrain.init()
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).standard_normal((64, 5)).astype("float32")
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4)])
+    trainer = hvdtrain.Trainer(model, "adam", "mse")
+    print("resumed", trainer.resume("saved"), flush=True)
+
+    def note(epoch, logs):
+        print("epoch", epoch, flush=True)
+        time.sleep(0.1)
+
+    saves, callbacks = hvdtrain.Checkpoint("saved", every=10**6), [keras.callbacks.LambdaCallback(on_epoch_end=note)]
+    trainer.fit(x, x[:, :4], batch=16, epochs=100_000, checkpoint=saves, callbacks=callbacks)
+    print("not reached")
+"""
+
+
+def ranks_below(pid):
+    """The processes of the ranks that `pid` has started, by rank."""
+    found = {}
+    children = {pid}
+    for _ in range(6):
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except (OSError, ValueError):
+                continue
+            if parent in children:
+                children.add(int(entry.name))
+                given = dict(variable.partition(b"=")[::2] for variable in variables)
+                rank = given.get(b"OMPI_COMM_WORLD_RANK", given.get(b"HOROVOD_RANK", b"0"))
+                if words[1:2] in ([b"-m"], [b"script.py"]) and b"horovodrun" not in b" ".join(words):
+                    found[int(rank)] = int(entry.name)
+    return found
+
+
+class Job:
+    """A job that runs until something stops it."""
+
+    def __init__(self, controller, size, words, cwd):
+        self.log = cwd / "log"
+        command = [*launcher(controller, size), sys.executable, *words]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=cwd, env=job_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait_for(self, text, patience=120.0):
+        begin = awake_seconds()
+        while text not in self.log.read_text() and self.process.poll() is None and awake_seconds() - begin < patience:
+            time.sleep(0.1)
+        assert self.process.poll() is None, self.log.read_text()[-3000:]
+
+    def ends(self, patience=90.0):
+        return self.process.wait(patience), self.log.read_text()
+
+
+def saved_step(text):
+    """The step of which all ranks say that they stop there; it is the one that is saved, and named at the end."""
+    step = int(re.search(r"all ranks stop after step (\d+), and save it", text)[1])
+    assert len(re.findall(rf"hvdtrain: interrupted at step {step} of \d+\.", text)) == 1, text[-3000:]
+    assert "Traceback" not in text, text[-3000:]
+    return step
+
+
+def test_a_run_that_is_preempted_twice_and_damaged_ends_as_one_at_a_stretch(tmp_path):
+    whole = hvdtrain("mpirun", 2, "digits", "--epochs", "20", "--run-dir", "whole", "--plots", "False", cwd=tmp_path)
+    assert whole.code == 0, whole.text[-3000:]
+    words, steps = ["-m", "hvdtrain", *WORDS, "--epochs", "20"], []
+    # One rank alone, under each controller. Nothing has been saved before: all steps would be lost.
+    for controller, number, rank in (("mpirun", signal.SIGUSR1, 1), ("gloo", signal.SIGTERM, 0)):
+        with Job(controller, 2, words, tmp_path) as job:
+            job.wait_for(f"epoch {(steps[-1] // 23 if steps else 0) + 1:2}/20")
+            os.kill(ranks_below(job.process.pid)[rank], number)
+            code, text = job.ends()
+        assert code == 75, text[-3000:]
+        steps.append(saved_step(text))
+        assert complete(tmp_path / "run" / "checkpoints")[-1].name == f"step-{steps[-1]:08d}"
+        assert f"{signal.Signals(number).name}: all ranks stop" in text
+    assert steps[1] > steps[0]
+    newest = tmp_path / "run" / "checkpoints" / f"step-{steps[1]:08d}" / "tensors-00000.bin"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    last = hvdtrain("mpirun", 2, *WORDS, "--epochs", "20", cwd=tmp_path)
+    assert last.code == 0, last.text[-3000:]
+    assert f"step-{steps[1]:08d} is damaged: tensors-00000.bin does not have its recorded size" in last.err
+    assert hash_of(tmp_path / "run") == hash_of(tmp_path / "whole"), "the same to the last bit"
+
+
+def hash_of(run):
+    return json.loads((run / "summary.json").read_text())["parameter_hash"]
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpirun"])
+def test_a_script_that_saves_stops_where_its_launcher_is_warned(tmp_path, controller):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    with Job(controller, 2, ["script.py"], tmp_path) as job:
+        job.wait_for("epoch 1")
+        os.kill(job.process.pid, signal.SIGUSR1)
+        code, text = job.ends()
+    assert code == 75, text[-3000:]
+    assert "not reached" not in text
+    step = saved_step(text)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == [f"step-{step:08d}"]

@@ -1,0 +1,47 @@
+"""Embedding tables divided among ranks, from the command line."""
+
+import json
+
+import pytest
+
+from tests.launching import hvdtrain
+
+DLRM = "--batch 8 --data-args samples 60 rows 20 --model-args rows 20 dim 4 width 8 --epochs 1 --log-every 4"
+RUN = "--plots False --tensorboard False --run-dir"
+
+
+def train(folder, controller, size, name, *more):
+    job = hvdtrain(controller, size, "dlrm", *DLRM.split(), *RUN.split(), name, *more, cwd=folder)
+    assert job.code == 0, job.text[-4000:]
+    return json.loads((folder / name / "summary.json").read_text()), job
+
+
+def test_dlrm_on_two_ranks_with_divided_tables_is_that_of_one_process(tmp_path):
+    one, _ = train(tmp_path, "none", 1, "one", "--embedding-sharding", "table")
+    assert (tmp_path / "one" / "model.keras").exists()
+    two, job = train(tmp_path, "mpirun", 2, "two", "--embedding-sharding", "row")
+    assert two["parameters"] == one["parameters"]
+    assert two["mesh"] == {"ep": 2}
+    for figure in ("train_loss", "val_loss", "val_auc"):
+        assert two[figure] == pytest.approx(one[figure], rel=1e-5)
+    assert "checkpoint export two` writes the whole model" in job.text
+    assert not (tmp_path / "two" / "model.keras").exists()
+    exported = hvdtrain("none", 1, "checkpoint", "export", "two", "--to", "whole.keras", cwd=tmp_path)
+    assert exported.code == 0, exported.text
+    import keras  # without this package's layers
+
+    assert keras.models.load_model(tmp_path / "whole.keras").count_params() == one["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("digits --embedding-sharding row", "divides the tables of --model dlrm among ranks"),
+        ("dlrm --embedding-sharding row --parallel tp=2", "Name ep there, or leave it out"),
+    ],
+)
+def test_tables_that_cannot_be_divided_are_refused(tmp_path, words, cause):
+    job = hvdtrain("none", 1, *words.split(), cwd=tmp_path)
+    assert job.code == 2
+    assert cause in job.err
+    assert "Traceback" not in job.text

@@ -1,0 +1,69 @@
+"""`--parallel tp=2` and `hvdtrain.parallelize` as a user types them: trained, evaluated and exported whole."""
+
+import json
+import sys
+
+import keras
+import pytest
+
+from tests.entry.docs.pages import blocks_of
+from tests.launching import hvdtrain, launcher, run
+
+pytestmark = pytest.mark.xdist_group("tensor_parallel")
+SMALL = ["--max-steps", "4", "--model-args", "depth", "1", "width", "32", "heads", "4", "dropout", "0.0"]
+
+
+def test_a_recipe_trains_split_and_its_checkpoint_is_whole(tmp_path):
+    words = ["gpt_char", "--parallel", "tp=2", "--sequence-parallel", *SMALL, "--run-dir", "run"]
+    job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
+    assert job.code == 0, job.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["mesh"] == {"tp": 2}
+    alone = hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path)
+    assert f"val_loss {summary['val_loss']:.4f}" in alone.out, alone.text
+    exported = hvdtrain("none", 1, "checkpoint", "export", "run", "--to", "whole.keras", cwd=tmp_path)
+    assert exported.code == 0, exported.text
+    model = keras.models.load_model(tmp_path / "whole.keras", compile=False)
+    assert model.get_layer("block0_mlp_in").kernel.shape == (32, 128)
+    assert model.count_params() == summary["parameters"]
+
+
+def test_the_script_of_the_documentation_runs_split(tmp_path):
+    (tmp_path / "script.py").write_text(blocks_of("docs/parallel.md", "python")[0].text)
+    job = run([*launcher("gloo", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
+    assert job.code == 0, job.text
+    assert job.out.count("(4, 10)") == 2
+    assert "tp 2" in job.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["digits", "--parallel", "tp=2"], "nobody has written rules for 'small_cnn'"),
+        (["gpt_char", "--parallel", "tp=2", *SMALL[:-3], "1"], "tp=2 does not divide the heads"),
+    ],
+    ids=["no rules", "heads"],
+)
+def test_what_cannot_be_split_ends_the_job_with_its_name(tmp_path, words, said):
+    job = hvdtrain("mpirun", 2, *words, "--run-dir", "run", cwd=tmp_path)
+    assert job.code == 2, job.text
+    assert said in job.text
+
+
+def test_an_option_that_does_nothing_is_refused(tmp_path):
+    job = hvdtrain("none", 1, "gpt_char", "--sequence-parallel", "--run-dir", "run", cwd=tmp_path)
+    assert job.code == 2
+    assert "--sequence-parallel has no effect without --parallel tp=N" in job.text
+
+
+def test_a_layout_is_needed_where_ranks_are_laid_out_along_tp(tmp_path):
+    script = """
+import keras, numpy as np, hvdtrain
+hvdtrain.init(parallel="tp=2")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+hvdtrain.Trainer(model, "adam", "mse").fit((np.zeros((8, 4)), np.zeros((8, 3))), batch=4)
+"""
+    (tmp_path / "script.py").write_text(script)
+    job = run([*launcher("gloo", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
+    assert job.code != 0
+    assert "nothing of the model" in job.text

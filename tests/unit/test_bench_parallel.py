@@ -1,0 +1,100 @@
+"""`bench --parallel`: the order of launches, what becomes of those that fail, the formulas and the report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.bench.document import Figure, to_markdown
+from hvdtrain.bench.launching import Answer, LaunchFailed
+from hvdtrain.bench.layouts import layouts, sent_mb, words_of
+from hvdtrain.bench.parallel import PEAKS, Comparison, run_layouts
+from hvdtrain.bench.parallel_report import parallel_report
+from hvdtrain.bench.results import ParallelResults
+from hvdtrain.cli.main import main
+from hvdtrain.config.parallel import parse_axes
+
+ANSWER = {"step_ms": 10.0, "parameters": 1000, "loopback": 6_000_000}
+
+
+class Machine:
+    """Answers commands as two ranks would, tp in half the time, and fails pipelines."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, words):
+        its = words[words.index("--run-dir") + 2 :]
+        self.asked.append(" ".join(its))
+        if "pp=2" in its:
+            raise LaunchFailed("a stage is missing")
+        folder = Path(words[words.index("--run-dir") + 1])
+        folder.mkdir()
+        (folder / PEAKS).write_text("".join(json.dumps(peak) + "\n" for peak in (500.0, 600.0 - 100 * bool(its))))
+        return Answer({**ANSWER, "step_ms": 5.0 if "tp=2" in its else 10.0}, 0.0)
+
+
+def compared(**more):
+    names = {2: ["dp", "tp", "pp"]}
+    return Comparison(**{"model": "tiny", "ranks": [2], "layouts": names, "controllers": ["gloo"], **more})
+
+
+def run(machine, **more):
+    kept = []
+    options = {"rounds": 2, "steps": 3, "limit_s": 9.0, **more}
+    return run_layouts(compared(**options), log=lambda line: None, keep=kept.append, ask_for=machine), kept
+
+
+def test_layouts_take_turns_and_one_that_fails_is_not_started_again():
+    machine = Machine()
+    cells, kept = run(machine)
+    pipeline = "--parallel pp=2 --accumulate 4"
+    assert machine.asked == ["", "--parallel tp=2", pipeline, "--parallel tp=2", ""]
+    assert [len(cell.rounds) for cell in cells] == [2, 2, 0]
+    assert cells[2].skipped == "a stage is missing"
+    assert len(kept) == 2
+    assert cells[0].rounds[0].sent_mb == pytest.approx(2.0)  # 6 MB in three steps
+    assert (cells[0].rounds[0].peak_mib, cells[1].rounds[0].peak_mib) == (600.0, 500.0)
+
+
+def test_mpi_puts_nothing_on_the_loopback():
+    cells, _ = run(Machine(), controllers=["mpi"])
+    assert cells[0].rounds[0].sent_mb is None
+    assert cells[0].command.startswith("mpirun ")
+
+
+def test_the_report_has_ratios_bytes_and_a_picture():
+    cells, _ = run(Machine())
+    blocks = list(parallel_report(ParallelResults("command", {}, cells)))
+    text = to_markdown(blocks)
+    assert "| dp | 10.0 | 10.0 .. 10.0 | 1.00 | 600 | 0 | 0.0 | 2.0 | 2 |" in text
+    assert "| tp | 5.0 | 5.0 .. 5.0 | 0.50 | 500 | 100 |" in text
+    assert "| pp | a stage is missing |" in text
+    (picture,) = [block for block in blocks if isinstance(block, Figure)]
+    assert picture.png.startswith(b"\x89PNG")
+
+
+def test_bytes_follow_the_formulas():
+    assert sent_mb("dp", "lm", 4, 1_000_000) == pytest.approx(4 * 2 * 3)
+    assert sent_mb("zero=3", "lm", 2, 1_000_000) == pytest.approx(4 * 3)
+    assert sent_mb("tp", "tiny", 2, 0) == pytest.approx(4 * 2 * (8 * 16 * 32) * (4 * 4 + 2) / 1e6)
+    assert sent_mb("sp", "lm", 2, 1_000_000) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_layouts_are_meshes_of_all_ranks(ranks):
+    for name, options in layouts(ranks).items():
+        if "--parallel" in options:
+            sizes = parse_axes(options[options.index("--parallel") + 1])
+            product = 1
+            for size in sizes.values():
+                product *= size
+            assert ranks % product == 0, name
+        assert words_of(name, "lm", ranks, 5, Path("run"))[-len(options) :] == options or not options
+
+
+def test_an_unknown_layout_is_refused_before_anything_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "--parallel", "--layouts", "tq"]) == 2
+    assert "bench --parallel has no layout 'tq' of 2 ranks. Perhaps you meant: tp." in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,117 @@
+"""Hosts that cannot be reached any more: tests/clusters/ cuts real cables."""
+
+import socket
+
+import pytest
+
+from hvdtrain.runtime.interfaces import hosts_by_address, own_addresses
+from hvdtrain.runtime.network import broken_links
+from hvdtrain.runtime.network.broken_links import BrokenLinkWatch
+from hvdtrain.runtime.network.sockets import Heard, heard, probe_when_idle, remote_address, sockets
+
+RANKS = {"b": [2, 3], "c": [4]}
+
+
+class Connections:
+    """Stands in for the connections of this process: seconds since something came, by host."""
+
+    def __init__(self, monkeypatch):
+        self.last = {}
+        monkeypatch.setattr(BrokenLinkWatch, "_find_connections", lambda watch: None)
+        monkeypatch.setattr(BrokenLinkWatch, "_silence", lambda watch: dict(self.last))
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    return Connections(monkeypatch)
+
+
+def watch(said):
+    return BrokenLinkWatch({}, RANKS, 15.0, said.append, now=0.0)
+
+
+def looked_at(looking, connections, until, silent):
+    for second in range(until + 1):
+        connections.last = {host: min(seconds, second) for host, seconds in silent.items()}
+        looking.look(float(second))
+
+
+def test_a_host_from_which_nothing_comes_is_named_once_with_its_ranks(connections):
+    said = []
+    looked_at(watch(said), connections, 14, {"b": 99, "c": 99})
+    assert said == []
+    looked_at(watch(said), connections, 20, {"b": 99, "c": 1})
+    (text,) = said
+    assert text.startswith("The link to b (ranks 2-3) is broken: no packet has come from there for 15 s.")
+    assert "--link-timeout" in text
+
+
+def test_several_hosts_are_named_together(connections):
+    said = []
+    looked_at(watch(said), connections, 15, {"b": 99, "c": 99})
+    assert said[0].startswith("The link to b (ranks 2-3), c (rank 4) is broken")
+
+
+def test_a_process_that_stood_still_itself_blames_nobody(connections):
+    said = []
+    looking = watch(said)
+    looking.look(1.0)
+    connections.last = {"b": 600.0}
+    looking.look(600.0)
+    assert said == []
+    for second in range(601, 616):
+        looking.look(float(second))
+    assert len(said) == 1
+
+
+def pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        return client, server.accept()[0]
+
+
+def test_the_system_tells_when_something_last_came():
+    client, other = pair()
+    with client, other:
+        other.send(b"x")
+        client.recv(1)
+        assert heard(client).seconds < 1
+        assert not heard(client).no_room
+        probe_when_idle(client, 3)
+        assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 3
+    with socket.socket() as unconnected:
+        assert heard(unconnected) is None
+
+
+def test_data_that_the_other_end_has_no_room_for_say_nothing_of_the_link():
+    client, other = pair()
+    with client, other:
+        client.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            client.sendall(bytes(2**26))
+        assert heard(client).no_room
+
+
+def test_connections_of_this_host_lead_nowhere_else(monkeypatch):
+    client, other = pair()
+    with client, other:
+        assert remote_address(client) is None
+        assert any(descriptor == client.fileno() for descriptor in sockets().values())
+
+
+def test_a_host_is_silent_only_as_long_as_all_connections_to_it_are(monkeypatch):
+    client, other = pair()
+    with client, other:
+        ages = iter([Heard(20.0, no_room=False), Heard(3.0, no_room=False)])
+        monkeypatch.setattr(broken_links, "heard", lambda connection: next(ages))
+        looking = watch([])
+        names = {descriptor: name for name, descriptor in sockets().items()}
+        looking._connections = {names[each.fileno()]: (each.fileno(), "b") for each in (client, other)}
+        assert looking._silence() == {"b": 3.0}
+
+
+def test_an_address_that_several_hosts_have_names_none_of_them():
+    addresses = {"a": ["10.0.0.1", "172.17.0.1"], "b": ["10.0.0.2", "172.17.0.1"]}
+    assert hosts_by_address(addresses) == {"10.0.0.1": "a", "10.0.0.2": "b"}
+    assert not any(address.startswith("127.") for address in own_addresses())

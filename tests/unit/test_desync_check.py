@@ -1,0 +1,147 @@
+"""When ranks are compared, by which hashes, and who is named."""
+
+import json
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain.config.desync import DESYNC_EVERY
+from hvdtrain.config.errors import ConfigError, DesyncError
+from hvdtrain.state.hashes import TensorHashes, sum_of_bits
+from hvdtrain.state.named_tensors import replicated_tensor
+from hvdtrain.training.loop.desync_check import DesyncCheck
+from hvdtrain.training.loop.hooks import StepEnd
+from hvdtrain.training.options import step_options
+
+VALUES = {
+    "kernel": tf.random.stateless_normal([3, 5], (1, 2)),
+    "embedding": tf.cast(tf.random.stateless_normal([7], (3, 4)), tf.bfloat16),
+    "slot": tf.constant([1.0, 2.0], tf.float64),
+    "step": tf.constant(12, tf.int64),
+    "mask": tf.constant([True, False, True]),
+    "empty": tf.zeros([0, 4]),
+}
+
+
+class Ranks:
+    """The backend of the first rank; the others hold the same hashes, but for those of `drifted`."""
+
+    capabilities = SimpleNamespace(asynchronous=False)
+
+    def __init__(self, size, drifted):
+        self.processes = self.job_size = size
+        self.everyone = self
+        self.drifted = drifted
+        self.looks = 0
+
+    def run(self, step):
+        return step()
+
+    def all_gather(self, mine, name):
+        return tf.stack([mine[0] + (rank in self.drifted) for rank in range(self.processes)])
+
+    def gather_bytes(self, mine, *, timeout, among="job"):
+        hashes = json.loads(mine)
+        group, value = hashes["kernel"]
+        theirs = [{**hashes, "kernel": [group, value + (rank in self.drifted)]} for rank in range(self.processes)]
+        return [json.dumps(each).encode() for each in theirs]
+
+
+def check_of(size=4, drifted=(), every=DESYNC_EVERY, first_step=0):
+    tensors = {name: replicated_tensor(tf.Variable(value)) for name, value in VALUES.items()}
+    state = SimpleNamespace(compared_tensors=lambda: tensors)
+    return DesyncCheck(Ranks(size, drifted), state, SimpleNamespace(weights_agree=True), first_step, every)
+
+
+@pytest.mark.parametrize(
+    ("every", "first_step", "looks"),
+    [(20, 0, [1, 2, 4, 8, 16, 20, 40, 50]), (20, 9, [10, 11, 13, 17, 20, 25, 40, 50]), (1, 45, [46, 47, 48, 49, 50])],
+)
+def test_ranks_are_compared_at_first_every_so_many_steps_and_at_the_end_of_an_epoch(every, first_step, looks):
+    check = check_of(every=every, first_step=first_step)
+    found = []
+    check.look = found.append
+    for number in range(first_step + 1, 51):
+        check(StepEnd(number, 0, number - 1, number == 1, number == 50, number == 50))
+    assert found == [f"step {number}" for number in looks]
+
+
+@pytest.mark.parametrize(
+    ("size", "drifted", "named"),
+    [
+        (2, [1], "on rank 1 other values than on rank 0 of kernel."),
+        (4, [2], "on rank 2 other values than on rank 0 of kernel."),
+        (4, [0], "on rank 0 other values than on rank 1 of kernel."),
+        (5, [0, 3], "on ranks 0, 3 other values than on rank 1 of kernel."),
+        (4, [2, 3], "on ranks 2, 3 other values than on rank 0 of kernel."),
+        (
+            30,
+            range(10, 20),
+            "on ranks 10, 11, 12, 13, 14, 15, 16, 17 and 2 more other values than on rank 0 of kernel.",
+        ),
+    ],
+)
+def test_the_ranks_in_the_minority_are_named(size, drifted, named):
+    with pytest.raises(DesyncError) as raised:
+        check_of(size, drifted).look("step 7")
+    assert named in raised.value.message
+    assert raised.value.message.startswith("After step 7 every rank must hold the same weights and optimizer state.")
+
+
+def test_nothing_is_compared_where_ranks_share_or_nobody_wants_it():
+    assert check_of().needed
+    assert not check_of(size=1).needed
+    assert not check_of(every=0).needed
+
+
+def test_both_hashes_notice_every_bit():
+    """On the host and by TensorFlow's operations, as on a GPU."""
+    variables = [tf.Variable(value) for value in VALUES.values()]
+    hashes = TensorHashes()
+    for hashed in (hashes, hashes.on_device):
+        before = hashed(variables)
+        assert before.shape == (len(variables),)
+        np.testing.assert_array_equal(hashed([tf.Variable(value) for value in VALUES.values()]), before)
+        for place, (name, value) in enumerate(VALUES.items()):
+            octets = np.frombuffer(np.asarray(value).tobytes(), np.uint8)
+            for bit in range(0, 8 * octets.size, 3):
+                changed = octets.copy()
+                changed[bit // 8] ^= 1 if name == "mask" else 1 << bit % 8
+                # In place: a copy by way of NumPy could quiet a signalling NaN.
+                bits = tf.constant(changed)
+                other = tf.Variable(_as(bits, value))
+                after = hashed([*variables[:place], other, *variables[place + 1 :]])
+                assert (after != before).tolist() == [each == place for each in range(len(variables))], (name, bit)
+
+
+def _as(octets, value):
+    if value.dtype == tf.bool:
+        return tf.cast(octets, tf.bool)
+    return tf.reshape(tf.bitcast(tf.reshape(octets, [-1, value.dtype.size]), value.dtype), value.shape)
+
+
+def test_changes_that_could_cancel_out_do_not():
+    value = tf.random.stateless_normal([64], (5, 6))
+    before = int(sum_of_bits(value))
+    others = [-value, tf.reverse(value, [0]), value * 2.0, tf.concat([value, [0.0]], 0)[1:], tf.zeros([64])]
+    others += [tf.tensor_scatter_nd_update(value, [[1], [9]], [-value[1], -value[9]])]
+    assert len({before, *(int(sum_of_bits(other)) for other in others)}) == len(others) + 1
+
+
+def test_one_process_is_told_that_the_option_does_nothing(capsys):
+    hvdtrain.init()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    x = np.ones((8, 2), "float32")
+    for options, notes in (({}, 0), ({"desync_every": 7}, 1)):
+        hvdtrain.Trainer(model, "sgd", "mse", **options).fit((x, x[:, :1]), batch=8, epochs=1)
+        said = "note: one process has nobody to compare its weights with: desync_every has no effect."
+        assert capsys.readouterr().out.count(said) == notes
+
+
+def test_a_value_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"desync_every must be at least 0\. Received: -1"):
+        step_options({"desync_every": -1})

@@ -1,0 +1,254 @@
+"""Elastic training: options, commits, and what ends a world."""
+
+import socket
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.config.elastic import ElasticConfig
+from hvdtrain.config.errors import ConfigError, LaunchError, MissingRankError
+from hvdtrain.data.batch import per_replica
+from hvdtrain.runtime.elastic.engine import Engine, threads
+from hvdtrain.runtime.elastic.hosts import HostNotices, HostsChangedError
+from hvdtrain.runtime.elastic.worlds import is_over
+from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.network.sockets import sockets
+from hvdtrain.runtime.objects import wait_for_all
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.elastic import MOST_IN_VAIN, Commits, WorldRecord, check_elastic
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.microbatches import per_microbatch
+from tests.unit.threaded_ranks import as_ranks
+
+GLOO = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "1",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+}
+
+
+class HorovodInternalError(Exception):
+    """Named as Horovod's own."""
+
+
+@pytest.mark.parametrize(("value", "elastic"), [(None, False), ("0", False), ("1", True)])
+def test_horovodrun_with_host_discovery_is_an_elastic_launcher(value, elastic):
+    environ = GLOO if value is None else {**GLOO, "HOROVOD_ELASTIC": value}
+    assert detect_environment(environ).elastic is elastic
+
+
+def test_commits_are_for_elastic_training():
+    assert ElasticConfig(elastic=True, commit_every=3).commit_every == 3
+    with pytest.raises(ConfigError, match="commit_every has no effect without elastic"):
+        ElasticConfig(commit_every=3)
+    with pytest.raises(ConfigError, match=r"commit_every must be at least 1\. Received: 0"):
+        ElasticConfig(elastic=True, commit_every=0)
+
+
+def session_of(launcher, *, elastic=False):
+    return SimpleNamespace(elastic=elastic, environment=SimpleNamespace(launcher=launcher))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "received"),
+    [("none", "no launcher"), ("mpirun", "mpirun with a fixed"), ("horovodrun", "horovodrun with a fixed")],
+)
+def test_a_fixed_number_of_ranks_is_refused(launcher, received):
+    with pytest.raises(ConfigError, match=rf"elastic needs a launcher .* Received: {received}.*supervise"):
+        check_elastic(session_of(launcher), "horovod", StepOptions())
+
+
+@pytest.mark.parametrize("option", [{"zero": 1}, {"local_steps": 4}])
+def test_options_that_divide_the_state_are_refused(option):
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} does not go with elastic"):
+        check_elastic(session_of("horovodrun", elastic=True), "horovod", StepOptions(**option))
+    check_elastic(session_of("horovodrun", elastic=True), "horovod", StepOptions(accumulate=2))
+
+
+def test_other_backends_and_shards_of_files_are_refused():
+    session = session_of("horovodrun", elastic=True)
+    with pytest.raises(ConfigError, match=r"elastic is for backend='horovod'\. Received: backend='mirrored'"):
+        check_elastic(session, "mirrored", StepOptions())
+    with pytest.raises(ConfigError, match=r"shard-by.files does not go with"):
+        check_elastic(session, "horovod", StepOptions(), "files")
+
+
+def test_batches_need_not_divide():
+    assert per_replica(25, 2, uneven=True) == 12
+    with pytest.raises(ConfigError, match="at least one sample"):
+        per_replica(0, 2, uneven=True)
+    assert per_microbatch(25, 2, 2, uneven=True) == 7
+    assert per_microbatch(24, 2, 3, uneven=True) == per_microbatch(24, 2, 3) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "reports", "over"),
+    [
+        (HostsChangedError("hosts"), {}, True),
+        (HorovodInternalError("lost"), {}, True),
+        (HorovodInternalError("lost"), {1: "ValueError"}, False),
+        (ValueError("a mistake"), {}, False),
+        (LaunchError("no message"), {}, False),
+    ],
+)
+def test_a_mistake_ends_more_than_a_world(error, reports, over):
+    assert is_over(error, SimpleNamespace(failures=lambda: reports)) is over
+
+
+def test_an_engine_that_has_stopped_cuts_its_connections():
+    """Horovod leaves them open, and ranks that wait for this one would wait on."""
+    before = threads(), set(sockets())
+    here, there = socket.socketpair()
+    running = threading.Event()
+    thread = threading.Thread(target=running.wait)
+    thread.start()
+    engine = Engine(*before)
+    with socket.create_server(("127.0.0.1", 0)) as other, here, there:
+        engine.look(0.0)
+        engine.check()
+        there.settimeout(30)
+        here.send(b"1")
+        assert there.recv(1) == b"1"
+        running.set()
+        thread.join()
+        with pytest.raises(Exception, match="Horovod has stopped: a rank is gone"):
+            engine.check()
+        engine.look(1.0)
+        assert there.recv(1) == b"", "the end"
+        with socket.create_connection(other.getsockname(), timeout=30):
+            pass  # what was opened later is none of Horovod's
+
+
+def test_hosts_that_change_are_noted_until_the_next_world():
+    hosts = HostNotices()
+    assert not hosts.changed
+    thread = threading.Thread(target=hosts.on_hosts_updated, args=(1, None))
+    thread.start()
+    thread.join()
+    assert hosts.changed
+    hosts.forget()
+    assert not hosts.changed
+
+
+@pytest.fixture
+def state():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    return TrainState(model, keras.optimizers.Adam(), seed=1)
+
+
+@pytest.fixture
+def backend():
+    return SingleBackend(SimpleNamespace(control=None, plan=None, environment=None))
+
+
+def values_of(state):
+    return {path: tensor.value.numpy() for path, tensor in state.named_tensors().items()}
+
+
+def test_a_commit_is_the_whole_state(state, backend):
+    commits = Commits()
+    assert not commits.restore(state, backend)
+    state.scalars = replace(state.scalars, step=5, epoch=1, step_in_epoch=2)
+    state.scalars.progress.callbacks = [{"class": "History", "epoch": [0]}]
+    state.held_weights = {"0/kernel": np.ones([2, 2], np.float32)}
+    before = values_of(state)
+    assert commits.begin(state, backend) is None
+    for tensor in state.named_tensors().values():
+        tensor.value.assign(tensor.value + tensor.value.dtype.as_numpy_dtype(1))
+    state.scalars = replace(state.scalars, step=8)
+    state.scalars.progress.callbacks[0]["epoch"].append(1)
+    state.held_weights = {}
+    assert commits.restore(state, backend)
+    assert (state.scalars.step, state.scalars.place(3), state.scalars.epoch) == (5, 2, 1)
+    assert state.scalars.progress.callbacks == [{"class": "History", "epoch": [0]}]
+    assert int(state.counter.numpy()) == 5
+    for path, value in values_of(state).items():
+        np.testing.assert_array_equal(value, before[path])
+    np.testing.assert_array_equal(state.held_weights["0/kernel"], np.ones([2, 2]))
+    assert commits.begin(state, backend) == "elastic: 1 rank before, 1 now: goes on after step 5"
+    assert commits.worlds == [WorldRecord(5, 1), WorldRecord(5, 1)]
+
+
+def test_a_world_tells_how_long_its_first_step_was_waited_for(state, backend, monkeypatch):
+    seconds = iter([100.0, 101.0, 108.5, 109.25, 110.0])
+    monkeypatch.setattr("hvdtrain.training.elastic.time.monotonic", lambda: next(seconds))
+    commits = Commits()
+    commits.begin(state, backend)
+    for _ in range(2):
+        commits.note_step()
+    commits.begin(state, backend)
+    for _ in range(3):
+        commits.note_step()
+    assert [world.seconds_to_first_step for world in commits.worlds] == [None, 8.25]
+
+
+def test_worlds_that_come_to_nothing_end_the_job(state, backend):
+    commits = Commits()
+    commits.begin(state, backend)
+    for _ in range(MOST_IN_VAIN - 1):
+        assert commits.restore(state, backend)
+        commits.begin(state, backend)
+    with pytest.raises(LaunchError, match=f"{MOST_IN_VAIN} worlds in a row .* further than step 0"):
+        commits.restore(state, backend)
+
+
+def session_over(channel):
+    return SimpleNamespace(control=channel, load_timeout=10.0)
+
+
+def test_a_rank_that_joins_is_told_what_was_settled():
+    def join(channel):
+        commits = Commits()
+        commits.settled = {"batch": 25} if channel.rank == 1 else None
+        return commits.agree("train", session_over(channel)), commits.goes_on
+
+    assert as_ranks(3, join) == 3 * [({"batch": 25}, True)]
+    assert as_ranks(2, lambda channel: Commits().agree("train", session_over(channel))) == [None, None]
+
+
+def test_a_rank_that_joins_and_does_something_else_ends_the_job():
+    def join(channel):
+        if channel.rank == 1:
+            return wait_for_all(session_over(channel), "before fit", None)
+        return Commits().agree("fit(elastic=True)", session_over(channel))
+
+    for error in as_ranks(2, join):
+        assert isinstance(error, ConfigError)
+        assert "Every rank makes the same calls" in str(error)
+        assert "barrier()" in str(error)
+
+
+def test_ranks_that_wait_for_a_lost_one_agree_that_it_is_missing():
+    def meet(channel):
+        return None if channel.rank == 1 else channel.exchange(b"", timeout=1.0)
+
+    here, _, there = as_ranks(3, meet)
+    assert isinstance(here, MissingRankError)
+    assert isinstance(there, MissingRankError)
+    assert is_over(there, SimpleNamespace(failures=dict))
+
+
+def test_an_exchange_ends_once_horovod_tells_that_a_rank_is_lost():
+    def meet(channel):
+        if channel.rank == 1:
+            return None
+
+        def stopped():
+            raise HorovodInternalError("a rank is gone")
+
+        channel.while_waiting = stopped
+        return channel.exchange(b"", timeout=60.0)
+
+    here, _, there = as_ranks(3, meet)
+    assert isinstance(here, HorovodInternalError)
+    assert isinstance(there, HorovodInternalError)

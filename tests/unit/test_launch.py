@@ -1,0 +1,423 @@
+"""The command that `launch` chooses, with stubs of the programs that a place has."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+from hvdtrain.cli.main import main
+from hvdtrain.config.errors import ConfigError, UserError
+from hvdtrain.runtime.launch.command import LaunchPlanner
+from hvdtrain.runtime.launch.gpus import count_gpus
+from hvdtrain.runtime.launch.hosts import Host, parse_hosts, read_hostfile
+from hvdtrain.runtime.launch.mpi import forwarded, identify
+from hvdtrain.runtime.launch.request import LaunchRequest
+from hvdtrain.runtime.launch.sites import find_site
+from hvdtrain.runtime.launch.tools import Tools
+from tests.unit import launcher_environments
+
+OPEN_MPI_4 = "mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org/community/help/"
+OPEN_MPI_5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/"
+MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: ..."
+INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260626 (id: b44796a)\nCopyright"
+PLUGINS = "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4"
+WITHOUT_PMIX = "MPI plugin types are...\n\tnone\n\tpmi2"
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "8"}
+LSF = {"LSB_JOBID": "1234", "LSB_MCPU_HOSTS": "batch1 1 h1 42 h2 42"}
+
+
+class Place:
+    """A machine that has the programs it is given, and this Python."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.environ = {"PATH": str(folder)}
+        self.python = folder / "python"
+        self.has("python", "")
+
+    def has(self, program, output):
+        """Put a program on PATH that prints `output`, whatever it is asked."""
+        path = self.folder / program
+        path.write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.quote(output)}\n")
+        path.chmod(0o755)
+
+    def planner(self, environ=None, **machine):
+        everything = self.environ | (environ or {})
+        return LaunchPlanner(everything, Tools(everything, str(self.python)), **({"cores": 8} | machine))
+
+    def command(self, environ=None, *, cores=8, gpus=0, root=False, **request):
+        planner = self.planner(environ, cores=cores, gpus=gpus, root=root)
+        return planner.plan(LaunchRequest(("digits",), **request))
+
+    def words(self, *args, **kwargs):
+        """The command as a line, with this Python written `python`."""
+        return self.command(*args, **kwargs).shown().replace(str(self.python), "PYTHON")
+
+
+@pytest.fixture
+def place(tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    return Place(folder)
+
+
+RUN = "python -m hvdtrain digits"
+FAR = "PYTHON -m hvdtrain digits"
+HOSTS = parse_hosts("h1:2,h2:1")
+KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3"
+
+
+# --- machines of one's own ---
+
+
+def test_on_one_machine_it_is_horovodrun(place):
+    place.has("horovodrun", "")
+    place.has("mpirun", OPEN_MPI_4)
+    assert place.words() == f"horovodrun -np 2 {RUN}"
+    assert place.words(ranks=4) == f"horovodrun -np 4 {RUN}"
+    assert place.words(gpus=4) == f"horovodrun -np 4 {RUN}"
+    assert place.words(controller="gloo") == f"horovodrun --gloo -np 2 {RUN}"
+    assert place.words(hosts=HOSTS) == f"horovodrun -np 3 -H h1:2,h2:1 {FAR}"
+    assert place.words(hosts=HOSTS, ranks=2, extra=("--verbose",)) == f"horovodrun -np 2 -H h1:2 --verbose {FAR}"
+
+
+@pytest.mark.parametrize(
+    ("version", "here", "hosts", "more_than_cores"),
+    [
+        (
+            OPEN_MPI_4,
+            f"mpirun -np 2 --bind-to none --map-by slot {RUN}",
+            f"mpirun -np 3 --bind-to none --map-by slot -H h1:2,h2:1 -x HVDTRAIN_DATA -x PATH {KEEPALIVE} {FAR}",
+            f"mpirun -np 9 --bind-to none --map-by slot --oversubscribe {RUN}",
+        ),
+        (
+            OPEN_MPI_5,
+            f"mpirun -np 2 --bind-to none --map-by slot {RUN}",
+            f"mpirun -np 3 --bind-to none --map-by slot -H h1:2,h2:1 -x HVDTRAIN_DATA -x PATH {FAR}",
+            f"mpirun -np 9 --bind-to none --map-by slot:OVERSUBSCRIBE {RUN}",
+        ),
+        (
+            MPICH,
+            f"mpirun -genvall -bind-to none -n 2 {RUN}",
+            f"mpirun -genvall -bind-to none -hosts h1:2,h2:1 -n 3 {FAR}",
+            f"mpirun -genvall -bind-to none -n 9 {RUN}",
+        ),
+        (
+            INTEL,
+            f"mpirun -genvall -genv I_MPI_PIN=0 -n 2 {RUN}",
+            f"mpirun -genvall -genv I_MPI_PIN=0 -host h1 -n 2 {FAR} : -host h2 -n 1 {FAR}",
+            f"mpirun -genvall -genv I_MPI_PIN=0 -n 9 {RUN}",
+        ),
+    ],
+)
+def test_each_mpi_gets_its_own_flags(place, version, here, hosts, more_than_cores):
+    place.has("mpirun", version)
+    data = {"HVDTRAIN_DATA": "/data"}
+    assert place.words(controller="mpi") == here
+    assert place.words(data, controller="mpi", hosts=HOSTS) == hosts
+    assert place.words(controller="mpi", ranks=9) == more_than_cores
+
+
+def test_intel_mpi_takes_hosts_of_one_size_together(place):
+    place.has("mpirun", INTEL)
+    words = place.words(controller="mpi", hosts=parse_hosts("h1:2,h2:2"))
+    assert words == f"mpirun -genvall -genv I_MPI_PIN=0 -hosts h1,h2 -ppn 2 -n 4 {FAR}"
+
+
+def test_horovodrun_does_not_know_open_mpi_5(place):
+    place.has("horovodrun", "")
+    place.has("mpirun", OPEN_MPI_5)
+    assert place.words().startswith("mpirun -np 2 ")
+    assert place.words(controller="gloo").startswith("horovodrun --gloo ")
+
+
+def test_root_is_told_to_open_mpi_unless_the_environment_says_so(place):
+    place.has("mpirun", OPEN_MPI_4)
+    told = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert place.words(controller="mpi", root=True).startswith("mpirun --allow-run-as-root -np 2")
+    assert "as-root" not in place.words(told, controller="mpi", root=True)
+    place.has("mpirun", MPICH)
+    assert "as-root" not in place.words(controller="mpi", root=True)
+
+
+def test_elastic_jobs_are_started_by_horovodrun(place):
+    place.has("horovodrun", "")
+    words = place.words(discovery="./hosts.sh", ranks=2, min_ranks=1, max_ranks=4)
+    assert words == f"horovodrun --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh {FAR}"
+
+
+def test_a_script_of_the_users_own(place):
+    place.has("horovodrun", "")
+    command = place.planner().plan(LaunchRequest(("train.py", "--lr", "0.1")))
+    assert command.words == ("horovodrun", "-np", "2", "python", "train.py", "--lr", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"hosts": HOSTS, "ranks": 4}, "-np must not be more than the 3 slots of the hosts. Received: 4"),
+        ({"controller": "mpi"}, "mpirun is not on PATH.*hvdtrain setup"),
+        ({}, "horovodrun is not on PATH.*hvdtrain setup"),
+        ({"discovery": "x", "hosts": HOSTS}, "names the hosts itself.*leave out --hosts"),
+        ({"discovery": "x", "controller": "mpi"}, "leave out --mpi"),
+        ({"min_ranks": 2}, "--min-np and --max-np.*--host-discovery-script"),
+        ({"discovery": "x", "min_ranks": 3, "ranks": 2}, "-np must lie between"),
+        ({"discovery": "x", "max_ranks": 1, "ranks": 2}, "-np must lie between"),
+    ],
+)
+def test_mistakes_are_named(place, request_, message):
+    with pytest.raises(UserError) as raised:
+        place.command(**request_)
+    assert re.search(message, raised.value.message), raised.value.message
+
+
+def test_more_ranks_than_slots_where_they_are_wanted(place):
+    place.has("horovodrun", "")
+    assert place.words(hosts=HOSTS, ranks=6, oversubscribe=True) == f"horovodrun -np 6 -H h1:2,h2:1 {FAR}"
+
+
+# --- schedulers ---
+
+
+def test_slurm_with_pmix(place):
+    place.has("srun", PLUGINS)
+    place.has("mpirun", OPEN_MPI_4)
+    assert place.words(SLURM) == f"srun --mpi=pmix --kill-on-bad-exit=0 --wait=600 --cpu-bind=none {RUN}"
+    assert place.words(SLURM, ranks=4) == f"srun --mpi=pmix --kill-on-bad-exit=0 --wait=600 --cpu-bind=none -n 4 {RUN}"
+    assert " --cpus-per-task=4 " in place.words(SLURM | {"SLURM_CPUS_PER_TASK": "4"})
+    shell = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # srun --pty bash
+    assert " --overlap " in place.words(SLURM | shell)
+    assert " --overcommit " in place.words(SLURM, ranks=40, oversubscribe=True)
+
+
+@pytest.mark.parametrize(("plugins", "version"), [(WITHOUT_PMIX, OPEN_MPI_4), (PLUGINS, MPICH), (PLUGINS, INTEL)])
+def test_slurm_whose_srun_has_nothing_for_this_mpi(place, plugins, version):
+    place.has("srun", plugins)
+    place.has("mpirun", version)
+    words = place.words(SLURM)
+    assert words.startswith("mpirun ")
+    assert words.endswith(f" 8 {RUN}") or words.startswith("mpirun -np 8 ")
+
+
+def test_slurm_without_mpi(place):
+    place.has("srun", PLUGINS)
+    secret = "HVDTRAIN_JOB_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n') "
+    gloo = f"srun --mpi=none --kill-on-bad-exit=0 --wait=600 --cpu-bind=none {RUN}"
+    assert place.words(SLURM) == secret + gloo
+    place.has("mpirun", OPEN_MPI_4)
+    assert place.words(SLURM, controller="gloo") == secret + gloo
+    assert place.words(SLURM | {"HVDTRAIN_JOB_SECRET": "x"}, controller="gloo") == gloo
+
+
+def test_the_shown_secret_is_drawn_by_the_shell(place):
+    place.has("srun", PLUGINS)
+    line = place.words(SLURM).split(" srun")[0]
+    drawn = subprocess.run(["bash", "-c", f"{line}; echo $HVDTRAIN_JOB_SECRET"], capture_output=True, text=True)
+    assert len(bytes.fromhex(drawn.stdout.strip())) == 32
+
+
+@pytest.fixture
+def nodefile(tmp_path):
+    path = tmp_path / "nodes"
+    path.write_text("h1\nh1\nh2\nh2\n")
+    return {"PBS_JOBID": "4711.server", "PBS_NODEFILE": str(path)}
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (OPEN_MPI_5, f"mpiexec -np 4 --bind-to none --map-by slot -H h1:2,h2:2 -x PATH {FAR}"),
+        (MPICH, f"mpiexec -genvall -bind-to none -hosts h1:2,h2:2 -n 4 {FAR}"),
+        (INTEL, f"mpiexec -genvall -genv I_MPI_PIN=0 -hosts h1,h2 -ppn 2 -n 4 {FAR}"),
+        ("PALS 1.3.4", f"mpiexec --cpu-bind none --ppn 2 -n 4 {FAR}"),
+    ],
+)
+def test_pbs(place, nodefile, version, words):
+    place.has("mpiexec", version)
+    assert place.words(nodefile) == words
+
+
+def test_pbs_without_mpi(place, nodefile):
+    place.has("horovodrun", "")
+    assert place.words(nodefile, ranks=3) == f"horovodrun --gloo -np 3 -H h1:2,h2:1 {FAR}"
+    with pytest.raises(Exception, match="mpirun or mpiexec on PATH inside the PBS job 4711"):
+        place.command(nodefile, controller="mpi")
+
+
+def test_lsf(place):
+    place.has("jsrun", "")
+    sets = "jsrun --nrs 2 --rs_per_host 1 --tasks_per_rs {} --cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS --bind none"
+    assert place.words(LSF, ranks=12) == f"{sets.format(6)} {RUN}"
+    assert place.words(LSF) == f"{sets.format(1)} {RUN}"
+    with pytest.raises(ConfigError, match=r"same number of ranks on each host\. Received: -np 3 on 2 hosts"):
+        place.command(LSF, ranks=3)
+
+
+def test_lsf_without_jsrun(place):
+    place.has("mpirun", OPEN_MPI_5)
+    assert " -H h1:42,h2:42 " in place.words(LSF)
+    assert " -H h1:6 " in place.words(LSF, ranks=6)
+
+
+@pytest.mark.parametrize("site", [SLURM, LSF])
+def test_hosts_are_not_named_inside_a_scheduler(place, site):
+    with pytest.raises(ConfigError, match="--hosts and --hostfile are for hosts that no scheduler hands out"):
+        place.command(site, hosts=HOSTS)
+    with pytest.raises(ConfigError, match="--host-discovery-script"):
+        place.command(site, discovery="./hosts.sh")
+
+
+def test_a_pod_names_the_manifests(place):
+    place.has("horovodrun", "")
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    with pytest.raises(Exception, match=r"launch/kubernetes/mpijob\.yaml.*launch/kubernetes/indexed-job-gloo\.yaml"):
+        place.command(pod)
+    assert place.words(pod, ranks=2) == f"horovodrun -np 2 {RUN}"
+
+
+def test_the_launcher_pod_of_an_mpijob(place, tmp_path):
+    place.has("mpirun", OPEN_MPI_5)
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("job-worker-0.job.default.svc slots=2\njob-worker-1.job.default.svc slots=2\n")
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "OMPI_MCA_orte_default_hostfile": str(hosts)}
+    assert " -H job-worker-0.job.default.svc:2,job-worker-1.job.default.svc:2 " in place.words(pod)
+
+
+def test_a_step_of_slurm_is_no_allocation():
+    assert find_site({"SLURM_STEP_ID": "0"}).name == "plain"
+
+
+# --- hosts, programs, GPUs ---
+
+
+@pytest.mark.parametrize(
+    "text", ["h1 slots=2\n\nh2 slots=1 # a comment\n", "h1:2\nh2:1\n", "h1\nh2\nh1\n", "h1 : 2\nh2"]
+)
+def test_files_of_hosts_of_every_kind(tmp_path, text):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    assert set(read_hostfile(path)) == {Host("h1", 2), Host("h2", 1)}
+
+
+@pytest.mark.parametrize("text", ["", "h1:0", "h1:x", "h1 2", "h1:2 h2:2", ":2"])
+def test_hosts_written_otherwise_are_refused(text):
+    with pytest.raises(ConfigError, match="Hosts are written NAME:RANKS"):
+        parse_hosts(text)
+
+
+def test_a_file_of_hosts_without_any_is_refused(tmp_path):
+    (tmp_path / "hosts").write_text("# none\n")
+    with pytest.raises(ConfigError, match="names no host"):
+        read_hostfile(tmp_path / "hosts")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_hostfile(tmp_path / "missing")
+
+
+def test_versions_of_other_mpis():
+    assert identify("my own mpirun 1.0", "mpirun") is None
+    spectrum = identify("mpirun (IBM Spectrum MPI) 10.4.0.3rtm4", "mpirun")
+    assert (spectrum.family, spectrum.major) == ("open_mpi", 4)
+
+
+def test_forwarded_variables():
+    given = (
+        "HVDTRAIN_JOB_SECRET",
+        "PATH",
+        "PYTHONPATH",
+        "TF_CONFIG",
+        "HOME",
+        "CUDA_VISIBLE_DEVICES",
+        "NCCL_DEBUG",
+        "A",
+    )
+    assert forwarded(dict.fromkeys(given, "")) == ["HVDTRAIN_JOB_SECRET", "NCCL_DEBUG", "PATH", "PYTHONPATH"]
+
+
+@pytest.mark.parametrize(
+    ("there", "visible", "number"), [(0, None, 0), (4, None, 4), (4, "1", 1), (4, "", 0), (4, "0,2", 2), (4, "-1", 0)]
+)
+def test_gpus_are_counted_without_a_library(tmp_path, there, visible, number):
+    for gpu in range(there):
+        (tmp_path / "gpus" / f"0000:0{gpu}:00.0").mkdir(parents=True)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert count_gpus(environ, tmp_path / "gpus") == number
+
+
+# --- the verb ---
+
+
+@pytest.fixture
+def here(place, monkeypatch):
+    """This process on that machine, started by nobody."""
+    place.has("horovodrun", "")
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(place.folder))
+    monkeypatch.setattr(sys, "executable", str(place.python))
+    return place
+
+
+def test_only_the_command_goes_to_standard_output(here, capsys):
+    assert main(["launch", "-np", "4", "digits", "--epochs", "3", "--run-dir", "a b"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "horovodrun -np 4 python -m hvdtrain digits --epochs 3 --run-dir 'a b'\n"
+    assert err == "hvdtrain: horovodrun\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "rest"),
+    [
+        ("--gloo --epochs 3", "--gloo -np 2 python -m hvdtrain --epochs 3"),
+        ("-np=3 -- --run-dir x", "-np 3 python -m hvdtrain --run-dir x"),
+        ("--hosts=h1:2 digits -np 9", "-np 2 -H h1:2 PYTHON -m hvdtrain digits -np 9"),
+        ("--launcher-args '--verbose --disable-cache' x.py", "-np 2 --verbose --disable-cache python x.py"),
+    ],
+)
+def test_what_follows_the_options_is_the_trainings(here, capsys, words, rest):
+    assert main(["launch", *shlex.split(words)]) == 0
+    assert capsys.readouterr().out.replace(str(here.python), "PYTHON") == f"horovodrun {rest}\n"
+
+
+def test_a_supervised_job(here, capsys):
+    assert main(["launch", "--max-restarts", "3", "digits"]) == 0
+    assert capsys.readouterr().out == (
+        "python -m hvdtrain supervise --max-restarts 3 -- horovodrun -np 2 python -m hvdtrain digits\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-np 0 digits", "argument -np: must be a whole number of at least 1. Received: '0'."),
+        ("--hosts h1 --hostfile f digits", "not allowed with argument"),
+        ("--gloo --mpi digits", "not allowed with argument"),
+        ("--hostfile missing digits", "The file of hosts cannot be read. Received: missing"),
+        ("-np", "expected one argument"),
+    ],
+)
+def test_mistakes_in_its_options(here, capsys, words, message):
+    assert main(["launch", *words.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_under_a_launcher_it_is_refused(here, capsys, monkeypatch):
+    for name, value in (
+        launcher_environments.OPEN_MPI_4 | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    ).items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", "digits"]) == 2
+    assert "launch starts the launcher itself. Received: a start by mpirun." in capsys.readouterr().err
+
+
+def test_it_becomes_the_command_with_run(here, tmp_path):
+    here.has("horovodrun", "")
+    (here.folder / "horovodrun").write_text('#!/bin/sh\nprintf "<%s>" "$@"\nexit 7\n')
+    code = "import sys; sys.executable = sys.argv[1]; from hvdtrain.cli.main import main; sys.exit(main(sys.argv[2:]))"
+    words = [sys._base_executable, "-c", code, str(here.python), "launch", "--run", "-np", "2", "a b.py"]
+    environ = here.environ | {"PYTHONPATH": ":".join([str(Path(hvdtrain.__file__).parents[1]), *sys.path])}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (7, "<-np><2><python><a b.py>"), done.stderr

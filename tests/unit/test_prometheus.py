@@ -1,0 +1,167 @@
+"""The figures of a run for Prometheus, read by Prometheus' own parser."""
+
+import math
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.observability import ObservabilityConfig
+from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.exposition import Family, exposition
+from hvdtrain.observability.prometheus import CLIENT_TIMEOUT_S, MOST_CLIENTS, PrometheusExporter, open_exporter
+
+INFO = RunInfo(
+    recipe='di"gi\\ts\n',
+    backend="horovod",
+    world_size=2,
+    launcher="mpirun",
+    controller="mpi",
+    global_batch=64,
+    per_replica_batch=32,
+    total_steps=230,
+    steps_per_epoch=23,
+    parameters=1000,
+)
+
+
+@pytest.fixture
+def exporter():
+    exporter = PrometheusExporter(0, "127.0.0.1", lambda: {"bad_steps": 3, "checkpoints": 2, "exchange_bytes": 8e9})
+    yield exporter
+    exporter.close()
+
+
+def asked(exporter, path="/metrics"):
+    with urllib.request.urlopen(exporter.address.replace("/metrics", path), timeout=10) as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        return parsed(response.read().decode())
+
+
+def parsed(text):
+    """Values by name and labels."""
+    return {
+        (sample.name, tuple(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_official_parser_reads_what_was_recorded(exporter):
+    assert asked(exporter) == {}
+    exporter.on_start(INFO)
+    exporter.on_progress(20)
+    exporter.on_step(StepRecord(20, 0, 0.5, 1e-3, 1280.0, 2.5, None, {"accuracy": 0.75, "recall": np.array([1, 0.5])}))
+    exporter.on_evaluation(EvaluationRecord(23, 0, 0.25, 1.5, {"accuracy": 0.5}))
+    exporter.on_epoch(EpochRecord(23, 0, {}))
+    exporter.on_progress(24)
+    figures = asked(exporter)
+    facts = (("recipe", 'di"gi\\ts\n'), ("backend", "horovod"), ("launcher", "mpirun"))
+    assert figures[("hvdtrain_info", facts)] == 1
+    plain = {name: value for (name, labels), value in figures.items() if not labels}
+    assert plain == {
+        "hvdtrain_world_size": 2,
+        "hvdtrain_total_steps": 230,
+        "hvdtrain_parameters": 1000,
+        "hvdtrain_samples_total": 24 * 64,
+        "hvdtrain_step": 24,
+        "hvdtrain_epoch": 1,
+        "hvdtrain_learning_rate": 1e-3,
+        "hvdtrain_samples_per_second": 1280,
+        "hvdtrain_step_seconds": 0.05,
+        "hvdtrain_grad_norm": 2.5,
+        "hvdtrain_evaluation_seconds": 1.5,
+        "hvdtrain_bad_steps": 3,
+        "hvdtrain_checkpoints": 2,
+        "hvdtrain_exchange_bytes_total": 8e9,
+    }
+    assert figures[("hvdtrain_train_metric", (("name", "loss"),))] == 0.5
+    assert figures[("hvdtrain_train_metric", (("name", "recall"), ("index", "1")))] == 0.5
+    assert figures[("hvdtrain_validation_metric", (("name", "accuracy"),))] == 0.5
+
+
+def test_other_paths_and_methods_are_refused(exporter):
+    for path, method, code in (("/etc/passwd", "GET", 404), ("/metrics", "POST", 501)):
+        request = urllib.request.Request(exporter.address.replace("/metrics", path), method=method)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=10)
+        assert refused.value.code == code
+
+
+def test_clients_that_neither_ask_nor_read_stop_nobody(exporter):
+    exporter.on_start(INFO)
+    silent = [socket.create_connection(exporter._server.server_address[:2]) for _ in range(3 * MOST_CLIENTS)]
+    begin = time.monotonic()
+    for step in range(1000):
+        exporter.on_progress(step)
+    assert time.monotonic() - begin < 0.5
+    assert threading.active_count() < 2 * MOST_CLIENTS + 10
+    time.sleep(CLIENT_TIMEOUT_S + 0.5)
+    assert asked(exporter)[("hvdtrain_step", ())] == 999
+    for each in silent:
+        each.close()
+
+
+def test_many_clients_are_answered(exporter):
+    exporter.on_start(INFO)
+    steps = []
+    readers = [threading.Thread(target=lambda: steps.append(asked(exporter)[("hvdtrain_step", ())])) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(20)
+    assert steps == [0] * 8
+
+
+def test_a_taken_port_is_refused_at_the_start_and_passed_over_in_a_later_world(exporter, capfd):
+    port = exporter._server.server_address[1]
+    with pytest.raises(ConfigError, match=f"--metrics-port {port} is taken by another program on this host"):
+        open_exporter(port, "127.0.0.1", dict)
+    assert type(open_exporter(port, "127.0.0.1", dict, again=True)) is BaseObserver
+    assert (
+        "is taken by another program on this host. Name another port; 0 takes any that is free. Training goes on"
+        in (capfd.readouterr().err)
+    )
+
+
+def test_an_address_that_is_not_of_this_host_is_refused():
+    with pytest.raises(ConfigError, match=r"--metrics-host 192\.0\.2\.1 --metrics-port 0: nothing can listen there"):
+        open_exporter(0, "192.0.2.1", dict)
+
+
+def test_where_it_listens_is_said_and_the_port_is_free_again_at_the_end(capfd):
+    exporter = open_exporter(0, "0.0.0.0", dict)
+    port = exporter._server.server_address[1]
+    said = f"figures for Prometheus at http://0.0.0.0:{port}/metrics, open to whoever reaches this host"
+    assert said in capfd.readouterr().err
+    exporter.close()
+    again = open_exporter(port, "127.0.0.1", dict)
+    assert "open to whoever" not in capfd.readouterr().err
+    again.close()
+
+
+def test_numbers_that_are_none_are_written_as_prometheus_reads_them():
+    values = [1.5, math.nan, math.inf, -math.inf, None]
+    text = exposition([Family("loss", "A\\b\nc.", [({"n": str(n)}, value) for n, value in enumerate(values)])])
+    read = parsed(text)
+    assert read[("hvdtrain_loss", (("n", "0"),))] == 1.5
+    assert math.isnan(read[("hvdtrain_loss", (("n", "1"),))])
+    assert read[("hvdtrain_loss", (("n", "3"),))] == -math.inf
+    assert len(read) == 4
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_what_is_no_port_is_refused(port):
+    with pytest.raises(ConfigError, match=f"--metrics-port must be a port, .*Received: {port}"):
+        ObservabilityConfig(metrics_port=port)
+
+
+def test_an_address_without_a_port_is_refused():
+    with pytest.raises(ConfigError, match="--metrics-host has no effect without --metrics-port"):
+        ObservabilityConfig(metrics_host="0.0.0.0")

@@ -1,0 +1,185 @@
+"""Ranks of an elastic job that fall silent: what horovodrun makes of them."""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain.runtime.elastic.heartbeat import SCOPE, Beat, Heartbeat
+from hvdtrain.runtime.elastic.worlds import Worlds
+from hvdtrain.runtime.horovodrun.silent_ranks import SilentRanks, listening_handler, watching_driver
+from hvdtrain.runtime.tuning import GLOO_PATIENCE, PATIENCE_IF_ELASTIC, lose_silent_ranks
+
+BEAT = Beat(lost_after=60.0, start_timeout=120.0).encode()
+A, B = ("host-a", 0), ("host-b", 1)
+
+
+class Job:
+    """Two ranks, a clock that is set by hand, and what the user is told."""
+
+    def __init__(self):
+        self.time, self.said = 1000.0, []
+        self.silent = SilentRanks(lambda: self.time, self.said.append)
+
+    def passes(self, seconds, *heard):
+        for _ in range(int(seconds)):
+            self.time += 1.0
+            for slot in heard:
+                self.silent.hear(slot, BEAT)
+            self.silent.look()
+
+
+@pytest.fixture
+def job():
+    return Job()
+
+
+def test_a_silent_rank_is_given_up_once_others_wait_for_it(job):
+    with job.silent.process(A), job.silent.process(B) as lost:
+        job.passes(5, A, B)
+        job.passes(500, A)
+        assert not lost.is_set(), "nobody waits for it"
+        with job.silent.asking(A):
+            job.passes(1)
+            assert lost.is_set()
+            job.passes(500)
+    assert job.said == [
+        "horovodrun: the rank host-b[1] has given no sign of life for 501 s, and others wait for it: the job goes on "
+        "without it. It is stopped, or its host is gone."
+    ]
+
+
+def test_a_rank_that_is_late_but_lives_is_waited_for(job):
+    """It saves, say, and has not seen yet that its world is over."""
+    with job.silent.process(A), job.silent.process(B) as lost, job.silent.asking(A):
+        job.passes(500, B)
+        job.passes(59)
+        assert not lost.is_set()
+        job.passes(1)
+        assert lost.is_set()
+
+
+def test_a_rank_that_has_just_been_started_has_longer_for_its_first_sign(job):
+    with job.silent.process(A):
+        job.passes(300, A)
+        with job.silent.process(B) as lost, job.silent.asking(A):
+            job.passes(119)
+            assert not lost.is_set()
+            job.passes(1)
+            assert lost.is_set()
+
+
+def test_another_process_on_the_same_slot_is_not_taken_for_the_one_before(job):
+    with job.silent.process(B):
+        job.passes(1, B)
+    with job.silent.process(A), job.silent.process(B) as lost, job.silent.asking(A):
+        job.passes(100)
+        assert not lost.is_set()
+
+
+def test_a_launcher_that_stood_still_itself_blames_nobody(job):
+    with job.silent.process(A), job.silent.process(B) as lost, job.silent.asking(A):
+        job.passes(5, B)
+        job.time += 3600
+        job.passes(10)
+        assert not lost.is_set()
+
+
+def test_ranks_that_give_no_signs_at_all_are_none_of_ours(job):
+    with job.silent.process(A) as one, job.silent.process(B) as other, job.silent.asking(A):
+        job.passes(500)
+        job.silent.hear(A, b"{}")
+        job.passes(500)
+    assert not one.is_set()
+    assert not other.is_set()
+
+
+class Driver:
+    """What is needed of Horovod's."""
+
+    def __init__(self):
+        self.over, self.asked, self.results = False, [], []
+
+    def start(self, num_proc, create_worker_fn):
+        slot = SimpleNamespace(hostname="host-b", local_rank=1)
+        self.results.append(create_worker_fn(slot, ["an event"]))
+
+    def finished(self):
+        return self.over
+
+    def record_ready(self, host, slot):
+        self.asked.append((host, slot))
+
+
+@pytest.mark.parametrize(("code", "recorded"), [(0, 137), (143, 143)])
+def test_a_rank_that_is_given_up_never_counts_as_done(code, recorded):
+    driver = watching_driver(Driver)()
+
+    def runs_until_ended(slot, events):
+        assert events[0] == "an event"
+        driver.silent_ranks.hear(("host-b", 1), Beat(0.0, 0.0).encode())
+        with driver.silent_ranks.asking(("host-a", 0)):
+            assert events[1].wait(30)
+        return code, 12.5
+
+    driver.start(2, runs_until_ended)
+    driver.over = True
+    assert driver.results == [(recorded, 12.5)]
+    driver.start(2, lambda slot, events: (0, 13.5))
+    assert driver.results[1] == (0, 13.5)
+    driver.record_ready("host-a", 0)
+    assert driver.asked == [("host-a", 0)]
+
+
+class Handler:
+    def __init__(self):
+        self.kept = []
+
+    def _put_value(self, scope, key, value):
+        self.kept.append((scope, key, value))
+
+
+def test_the_store_takes_signs_of_life_and_keeps_the_rest():
+    heard = []
+    handler = listening_handler(Handler, SimpleNamespace(hear=lambda *sign: heard.append(sign)))()
+    for scope, key in ((SCOPE, "host-b:1"), (SCOPE, "host-b"), ("board", "1")):
+        handler._put_value(scope, key, BEAT)
+    assert (heard, handler.kept) == ([(B, BEAT)], [("board", "1", BEAT)])
+
+
+def test_a_rank_gives_signs_of_life_until_it_stops(monkeypatch):
+    sent, enough = [], threading.Semaphore(0)
+
+    def put(store, *message):
+        sent.append(message)
+        enough.release()
+
+    monkeypatch.setattr("hvdtrain.runtime.elastic.heartbeat.Store.put", put)
+    place = {"HOROVOD_HOSTNAME": "host-b", "HOROVOD_LOCAL_RANK": "1", GLOO_PATIENCE: "0.2"}
+    store = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
+    heartbeat = Heartbeat({**place, **store}, 120.0)
+    heartbeat.start()
+    for _ in range(2):
+        assert enough.acquire(timeout=30)
+    heartbeat.stop()
+    assert {message[:2] for message in sent} == {(SCOPE, "host-b:1")}
+    assert Beat.decode(sent[0][2]) == Beat(0.2, 120.0)
+
+
+@pytest.mark.parametrize(
+    ("set_to", "hang_timeout", "patience"),
+    [("60", 300.0, "60"), ("60", 20.5, "21"), ("60", 3.0, "10"), ("60", 0.0, "60"), ("45", 20.0, "45")],
+)
+def test_gloo_gives_a_rank_up_no_later_than_a_hang_would_end_the_job(set_to, hang_timeout, patience):
+    assert PATIENCE_IF_ELASTIC == {GLOO_PATIENCE: "60"}
+    environ = {GLOO_PATIENCE: set_to}
+    lose_silent_ranks(environ, hang_timeout)
+    assert environ == {GLOO_PATIENCE: patience}
+
+
+def test_a_hang_of_silent_ranks_is_left_to_the_launcher_while_elastic_training_lasts():
+    worlds = Worlds({**os.environ, GLOO_PATIENCE: "25"})
+    assert worlds.patience == 0.0
+    worlds.training = True
+    assert worlds.patience == 25.0

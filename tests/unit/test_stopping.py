@@ -1,0 +1,113 @@
+"""On which step ranks agree to stop, when one of them gets a signal."""
+
+import re
+import signal
+import threading
+import time
+
+import pytest
+
+from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.stopping import StopAgreement, Stopped
+from tests.unit.threaded_ranks import as_ranks
+
+TOTAL = 10_000
+
+
+class Rank:
+    """A rank that takes steps of some length until it is to stop."""
+
+    def __init__(self, channel, together=None, *, asks_at=None, number=signal.SIGTERM, pause=0.0, **options):
+        self.ended = []
+        self.last = 0
+        options = {"grace": 20.0, "end": self.ended.append, **options}
+        with StopAgreement(channel, "1", 0, **options) as agreement:
+            for step in range(1, TOTAL):
+                stops = agreement.begin(step)
+                if together is not None:
+                    together.wait(20)  # the exchange of the step
+                time.sleep(pause)
+                self.last = step
+                if step == asks_at:
+                    agreement.request(number)
+                if stops or self.ended:
+                    break
+            self.code = agreement.stopped().exit_code
+
+
+@pytest.mark.parametrize("who", [{0}, {2}, {0, 1, 2}])
+def test_all_stop_after_the_same_step_that_none_has_to_skip(capsys, who):
+    barrier = threading.Barrier(3)
+
+    def body(channel):
+        return Rank(channel, barrier, asks_at=20 if channel.rank in who else None, pause=0.002)
+
+    ranks = as_ranks(3, body)
+    assert len({rank.last for rank in ranks}) == 1
+    assert 20 < ranks[0].last < TOTAL - 1
+    assert [rank.code for rank in ranks] == [75] * 3
+    assert f"hvdtrain: SIGTERM: all ranks stop after step {ranks[0].last}, and save it." in capsys.readouterr().err
+
+
+def test_ranks_that_exchange_nothing_for_a_while_stop_after_the_step_of_the_fastest():
+    ranks = as_ranks(
+        2, lambda channel: Rank(channel, asks_at=5 if channel.rank else None, pause=0.001 + 0.02 * channel.rank)
+    )
+    assert ranks[0].last == ranks[1].last > 6
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_process_that_is_alone_stops_after_the_next_step(number, code):
+    rank = Rank(LocalChannel(), asks_at=3, number=number, pause=0.05)
+    assert (rank.code, rank.ended) == (code, [])
+    assert rank.last <= 6
+
+
+def test_the_exception_ends_a_script_with_the_code():
+    with pytest.raises(SystemExit) as raised:
+        raise Stopped(75)
+    assert raised.value.code == 75
+
+
+def test_a_rank_that_does_not_answer_is_named_when_the_time_of_grace_is_over(capsys):
+    def body(channel):
+        if channel.rank == 1:
+            time.sleep(2.0)
+            return None
+        return Rank(channel, asks_at=2, grace=0.5)
+
+    rank = as_ranks(2, body)[0]
+    assert rank.ended == [75]
+    told = capsys.readouterr().err
+    assert (
+        "SIGTERM was 0.5 s ago, and rank 1 did not say which step it is at. The checkpoints from before stay." in told
+    )
+
+
+def test_a_step_that_takes_longer_than_the_time_of_grace_ends_the_process(capsys):
+    rank = Rank(LocalChannel(), asks_at=1, grace=0.2, pause=0.4)
+    assert rank.ended == [75]
+    assert re.search(r"the last step, \d, was not reached and saved", capsys.readouterr().err)
+
+
+def test_a_training_that_ends_meanwhile_leaves_no_thread():
+    with StopAgreement(LocalChannel(), "1", 0, grace=9.0) as agreement:
+        agreement.begin(1)
+    agreement.request(signal.SIGTERM)
+    assert "hvdtrain-stopping" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_rank_that_serves_asks_those_that_train():
+    asked = threading.Event()
+
+    def body(channel):
+        if channel.rank == 0:
+            rank = Rank(channel, ranks=1, pause=0.002)
+            asked.set()
+            return rank
+        with StopAgreement(channel, "1", 0, grace=20.0, trains=False) as agreement:
+            agreement.request(signal.SIGTERM)
+            assert asked.wait(20)
+        return None
+
+    assert 0 < as_ranks(2, body)[0].last < TOTAL - 1

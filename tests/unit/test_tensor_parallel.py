@@ -1,0 +1,630 @@
+"""Layers that are split among ranks compute, forward and backward, what the whole ones do; here on threads."""
+
+import functools
+import gc
+import re
+import threading
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.accuracy import on_shards, reads_shards
+from hvdtrain.parallel.tensor.building import WholeWhileBuilding
+from hvdtrain.parallel.tensor.cross_entropy import sharded_form
+from hvdtrain.parallel.tensor.outputs import Shard
+from hvdtrain.parallel.tensor.parallelize import Parallelization
+from hvdtrain.parallel.tensor.rules import LayoutRules, cut_along
+from hvdtrain.state.placement import drawn_apart, placement_of
+from hvdtrain.state.train_state import TrainState
+from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on
+
+layers = keras.layers
+ONE_AT_A_TIME = threading.Lock()
+SIZE, BATCH, LENGTH, WIDTH = 2, 3, 4, 8
+HEADS = {r"(query|key|value|gate)/kernel": (None, "tp", None), "attention_output/kernel": ("tp", None, None)}
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    use("float64")
+    yield
+    use("float32")
+
+
+def use(dtype):
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+
+
+def functional(shape, build, dtype="float64"):
+    inputs = keras.Input(shape, dtype=dtype)
+    return keras.Model(inputs, build(inputs))
+
+
+def dense_pair(x):
+    x = layers.Dense(WIDTH, name="before")(x)
+    x = layers.Dense(6, activation="tanh", name="up", kernel_regularizer=keras.regularizers.L2(0.1))(x)
+    return layers.Dense(5, activation="relu", name="down")(x)
+
+
+def einsum_pair(x):
+    x = layers.EinsumDense("abc,cde->abde", (None, 4, 3), bias_axes="de", name="up")(x)
+    x = layers.EinsumDense("abde,dec->abc", (None, WIDTH), bias_axes="c", name="down")(x)
+    return layers.EinsumDense("...x,xy->...y", 6, bias_axes="y", activation="relu", name="wide")(x)
+
+
+def convolutions(x):
+    x = layers.Conv2D(4, 3, padding="same", activation="relu", name="up")(x)
+    return layers.Conv2D(3, 3, name="down")(x)
+
+
+class OwnAttention(layers.Layer):
+    """Attention by hand, with a fused projection that counts heads first."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = layers.EinsumDense("btc,cdhe->btdhe", (None, 4, 3, 5), bias_axes="dhe", name="qkv")
+        self.project = layers.Dense(WIDTH, name="project")
+
+    def call(self, x):
+        y = self.qkv(x)
+        query, key, value = (tf.transpose(y[:, :, :, part], (0, 2, 1, 3)) for part in range(3))
+        scores = tf.nn.softmax(tf.matmul(query, key, transpose_b=True) / 5**0.5)
+        y = tf.transpose(tf.matmul(scores, value), (0, 2, 1, 3))
+        return self.project(tf.reshape(y, (-1, x.shape[1], y.shape[2] * y.shape[3])))
+
+
+def own_attention(x):
+    return OwnAttention()(x)
+
+
+def embedded(x):
+    return layers.Dense(3)(layers.Embedding(12, WIDTH, name="table")(x))
+
+
+def tied(x):
+    table = layers.ReversibleEmbedding(12, WIDTH, name="table")
+    return table(layers.LayerNormalization()(table(x)), reverse=True)
+
+
+def untied(x):
+    table = layers.ReversibleEmbedding(12, WIDTH, tie_weights=False, logit_soft_cap=3.0, name="table")
+    return table(table(x), reverse=True)
+
+
+def masked_attention(x):
+    y = layers.Embedding(12, WIDTH, mask_zero=True)(x)
+    return y + layers.MultiHeadAttention(4, 3, value_dim=2, use_gate=False)(y, y)
+
+
+def cross_attention(x):
+    a, b = layers.Dense(WIDTH)(x), layers.Dense(WIDTH)(x)
+    return layers.MultiHeadAttention(4, 3, dropout=0.0)(a, b, use_causal_mask=True)
+
+
+def grouped_attention(x):
+    y = layers.Dense(WIDTH)(x)
+    return layers.GroupQueryAttention(3, 4, 2, use_gate=True)(y, y)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 12, (BATCH, LENGTH)).astype("int32")
+TOKENS[:, 0] = 0
+ROWS = np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH))
+IMAGES = np.random.default_rng(2).standard_normal((BATCH, 6, 6, 2))
+CASES = {
+    "dense": (dense_pair, ROWS, {"up/kernel": (None, "tp"), "down/kernel": ("tp", None)}),
+    "einsum": (
+        einsum_pair,
+        ROWS,
+        {"up/kernel": (None, "tp", None), "down/kernel": ("tp", None, None), "wide/kernel": (None, "tp")},
+    ),
+    "convolutions": (
+        convolutions,
+        IMAGES,
+        {"up/kernel": (None, None, None, "tp"), "down/kernel": (None, None, "tp", None)},
+    ),
+    "attention by hand": (
+        own_attention,
+        ROWS,
+        {"qkv/kernel": (None, "tp", None, None), "project/kernel": ("tp", None)},
+    ),
+    "vocabulary": (embedded, TOKENS, {"table": ("tp", None)}),
+    "width": (embedded, TOKENS, {"table": (None, "tp")}),
+    "tied": (tied, TOKENS, {"table": ("tp", None)}),
+    "untied": (untied, TOKENS, {"table/embeddings": ("tp", None), "table/reverse": (None, "tp")}),
+    "masked attention": (masked_attention, TOKENS, HEADS),
+    "cross attention": (cross_attention, ROWS, HEADS),
+    "grouped attention": (grouped_attention, ROWS, HEADS),
+}
+
+
+def whole_model(name):
+    build, x, _ = CASES[name]
+    with ONE_AT_A_TIME:  # they share Python's random numbers
+        keras.utils.set_random_seed(5)
+        return functional(x.shape[1:], build, x.dtype)
+
+
+def gradients_of(model, x, weights):
+    with tf.GradientTape() as tape:
+        y = model(tf.constant(x), training=True)
+        total = tf.reduce_sum(y * weights) + sum(model.losses)
+    return y.numpy(), total.numpy(), tape.gradient(total, [v.value for v in model.trainable_variables])
+
+
+INSTANCES = ("dense", "tied", "masked attention")
+WAYS = [*((name, False) for name in CASES), *((name, True) for name in INSTANCES)]
+
+
+@pytest.mark.parametrize(("name", "from_instance"), WAYS, ids=lambda part: part if isinstance(part, str) else "")
+def test_a_split_layer_is_the_whole_one(name, from_instance):
+    x, rules = CASES[name][1:]
+    whole = whole_model(name)
+    weights = np.random.default_rng(3).standard_normal(whole(x).shape)
+    y, total, gradients = gradients_of(whole, x, weights)
+    meeting = Meeting(SIZE)
+
+    def body(rank):
+        use("float64")
+        build = (lambda: whole_model(name)) if not from_instance else whole_model(name)
+        model = Parallelization(Replica(meeting, rank), rules, None)(build, None)
+        return model, gradients_of(model, x, weights)
+
+    for rank, (model, mine) in enumerate(outcomes_on(SIZE, body)):
+        np.testing.assert_allclose(mine[0], y, rtol=1e-12, atol=1e-12)
+        assert mine[1] == pytest.approx(total, rel=1e-12)
+        cut = 0
+        for variable, gradient, expected in zip(model.trainable_variables, mine[2], gradients, strict=True):
+            placement = placement_of(variable)
+            box = tuple(slice(None) for _ in variable.shape) if placement is None else placement.box
+            cut += placement is not None
+            expected = tf.convert_to_tensor(expected)[box]
+            np.testing.assert_allclose(
+                tf.convert_to_tensor(gradient), expected, rtol=1e-11, atol=1e-11, err_msg=f"{rank} {variable.path}"
+            )
+            assert tuple(variable.shape) == tuple(variable.value.shape) == tuple(expected.shape)
+        assert cut, "nothing was split"
+
+
+class Unused:
+    """The exchange of one of two ranks, for what is refused before anything is exchanged."""
+
+    size, index, fuses, by_host = 2, 1, True, None
+
+    def all_reduce(self, tensor, *, name):
+        return tf.identity(tensor)
+
+    def all_gather(self, tensor, *, name):
+        return tf.concat([tensor, tensor], 0)
+
+    def all_to_all(self, tensor, *, name):
+        return tf.identity(tensor)
+
+
+def split(build, rules, inputs=None, **options):
+    return Parallelization(Unused(), rules, None, **options)(build, inputs)
+
+
+def refused(build, rules, *words, inputs=None, shape=(LENGTH, WIDTH), **options):
+    made = build if isinstance(build, type) else lambda: functional(shape, build)
+    with pytest.raises(ConfigError) as caught:
+        split(made, rules, inputs, **options)
+    for word in words:
+        assert re.search(word, str(caught.value)), str(caught.value)
+
+
+DENSE = {"up/kernel": (None, "tp"), "down/kernel": ("tp", None)}
+
+
+def between(function):
+    return lambda x: layers.Dense(5, name="down")(function(layers.Dense(6, name="up")(x)))
+
+
+REFUSALS = {
+    "no rules": (dense_pair, {}, ["Rules map regular expressions"]),
+    "another axis": (dense_pair, {"up/kernel": (None, "model")}, ["'tp' at most once", "model"]),
+    "two dims": (dense_pair, {"up/kernel": ("tp", "tp")}, ["at most once"]),
+    "no regular expression": (dense_pair, {"up/(kernel": (None, "tp")}, ["no regular expression"]),
+    "two rules": (dense_pair, {"p/kernel": (None, "tp"), "up/ker": (None, "tp")}, ["'up/kernel' is matched by two"]),
+    "another rank": (
+        dense_pair,
+        {"up/kernel": (None, "tp", None)},
+        [r"one entry for each dim of 'up/kernel'.*\(8, 6\)"],
+    ),
+    "matches nothing": (dense_pair, {**DENSE, "mlp": (None, "tp")}, ["'mlp' matches no variable", "before/kernel"]),
+    "cuts nothing": (dense_pair, {"kernel": (None, None)}, ["No rule cuts", "tp=2"]),
+    "features": (
+        lambda x: layers.Dense(7, name="up")(x),
+        {"up/kernel": (None, "tp")},
+        ["tp=2 does not divide the features of 'up/kernel'", "7 on dim 1"],
+    ),
+    "heads": (
+        lambda x: layers.MultiHeadAttention(5, 2, name="att")(x, x),
+        HEADS,
+        ["tp=2 does not divide the heads", "5 on dim 1"],
+    ),
+    "vocabulary": (
+        lambda x: layers.Embedding(13, 4, name="table")(x),
+        {"table/embeddings": ("tp", None)},
+        ["does not divide the vocabulary", "13 on dim 0"],
+    ),
+    "a layer that nobody knows": (
+        lambda x: layers.LSTM(4, name="memory")(x),
+        {"memory/.*/kernel": (None, "tp")},
+        ["LSTMCell .*memory", "cannot be split"],
+    ),
+    "a bias alone": (dense_pair, {"up/bias": ("tp",)}, ["The bias of Dense", "follows its kernel"]),
+    "a bias along another dim": (
+        lambda x: layers.EinsumDense("abc,cde->abde", (None, 4, 6), bias_axes="de", name="up")(x),
+        {"up/kernel": (None, None, "tp"), "up/bias": ("tp", None)},
+        ["bias 'up/bias' is cut like the output", "dim 1", "dim 0"],
+    ),
+    "attention by width": (
+        lambda x: layers.MultiHeadAttention(4, 2, name="att")(x, x),
+        {"query/kernel": (None, None, "tp")},
+        ["MultiHeadAttention .att", "cut by heads", "dim 2"],
+    ),
+    "attention in part": (
+        lambda x: layers.MultiHeadAttention(4, 2, name="att")(x, x),
+        {"query/kernel": (None, "tp", None)},
+        ["MultiHeadAttention .att", "key/kernel' whole"],
+    ),
+    "scores": (
+        lambda x: layers.MultiHeadAttention(4, 2, name="att")(x, x, return_attention_scores=True)[0],
+        HEADS,
+        ["return_attention_scores"],
+    ),
+    "a reversible table by width": (tied, {"table": (None, "tp")}, ["cut along the vocabulary", "dim 1"]),
+    "softmax inside": (
+        lambda x: layers.Dense(6, activation="softmax", name="up")(x),
+        {"up/kernel": (None, "tp")},
+        ["The activation of Dense .up. looks at all of its 6 features"],
+    ),
+    "softmax between": (between(keras.ops.softmax), DENSE, ["needs the whole output of Dense .up", "Softmax"]),
+    "a mean between": (
+        between(lambda x: x - keras.ops.mean(x, axis=-1, keepdims=True)),
+        DENSE,
+        ["needs the whole output of Dense .up", "Mean"],
+    ),
+    "a norm between": (
+        between(layers.LayerNormalization()),
+        DENSE,
+        ["slices of its variables|whole output of Dense .up"],
+    ),
+    "a whole layer after columns": (
+        between(layers.Dense(6, name="middle")),
+        {"up/kernel": (None, "tp")},
+        ["middle|whole output of Dense .up"],
+    ),
+    "rows after a whole layer": (dense_pair, {"down/kernel": ("tp", None)}, ["'down'|down"]),
+    "a whole gate on slices": (
+        lambda x: layers.Dense(5, name="down")(layers.Dense(6, name="up")(x) * layers.Dense(1)(x)),
+        DENSE,
+        ["needs the whole output of Dense .up", "Mul"],
+    ),
+    "a constraint": (
+        lambda x: layers.Dense(6, kernel_constraint="max_norm", name="up")(x),
+        {"up/kernel": (None, "tp")},
+        ["constraint of 'up/kernel'"],
+    ),
+    "an orthogonal penalty": (
+        lambda x: layers.Dense(6, kernel_regularizer=keras.regularizers.OrthogonalRegularizer(), name="up")(x),
+        {"up/kernel": (None, "tp")},
+        ["regularizer of 'up/kernel'", "OrthogonalRegularizer"],
+    ),
+    "an activity regularizer": (
+        lambda x: layers.Dense(6, activity_regularizer="l2", name="up")(x),
+        {"up/kernel": (None, "tp")},
+        ["activity regularizer of Dense .up"],
+    ),
+    "channels first": (
+        lambda x: layers.Conv1D(4, 2, data_format="channels_first", name="up")(x),
+        {"up/kernel": (None, None, "tp")},
+        ["data_format='channels_first'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_split_is_refused_by_name(name):
+    build, rules, words = REFUSALS[name]
+    refused(
+        build,
+        rules,
+        *words,
+        shape=(LENGTH,) if name in ("vocabulary", "a reversible table by width") else (LENGTH, WIDTH),
+    )
+
+
+class ReadsTheTable(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(12, WIDTH, name="table")
+
+    def call(self, tokens):
+        return tf.matmul(self.table(tokens), self.table.embeddings, transpose_b=True)
+
+
+class Loops(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.up = layers.Dense(6, name="up")
+
+    def call(self, x):
+        return tf.map_fn(self.up, x)
+
+
+class CountsFeatures(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.up = layers.Dense(6, name="up")
+
+    def call(self, x):
+        y = self.up(x)
+        return y * tf.cast(tf.range(tf.shape(y)[-1]), y.dtype)
+
+
+class Reshapes(keras.Model):
+    """Counts its heads once and for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = layers.Dense(24, name="up")
+
+    def call(self, x):
+        return tf.reduce_sum(tf.reshape(self.up(x), (-1, LENGTH, 4, tf.shape(self.up(x))[-1] // 4)), -1)
+
+
+def test_a_model_of_ones_own_class_is_followed():
+    refused(ReadsTheTable, {"table": ("tp", None)}, "reads 'table/embeddings'", "ReversibleEmbedding", inputs=TOKENS)
+    refused(Loops, {"up/kernel": (None, "tp")}, "within a loop, a branch or a tf.function", inputs=ROWS)
+    refused(CountsFeatures, {"up/kernel": (None, "tp")}, "needs the whole output of Dense .*up", "Mul", inputs=ROWS)
+    refused(Reshapes, {"up/kernel": (None, "tp")}, "needs the whole output|no slice along one dim", inputs=ROWS)
+    refused(Loops, {"up/kernel": (None, "tp")}, "has no variables before it is called", "inputs=")
+
+
+def test_a_model_is_split_once_and_before_it_is_trained():
+    model = split(lambda: functional((LENGTH, WIDTH), dense_pair), DENSE)
+    with pytest.raises(ConfigError, match=r"up/kernel.* is split among the ranks already"):
+        split(model, DENSE)
+    model = functional((LENGTH, WIDTH), dense_pair)
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    with pytest.raises(ConfigError, match="was built for whole variables"):
+        split(model, DENSE)
+    with pytest.raises(ConfigError, match="A Keras model, or a function that builds one"):
+        split(lambda: 3, DENSE)
+
+
+@pytest.mark.parametrize("method", ["save", "save_weights", "export"])
+def test_a_file_of_slices_is_not_written(method, tmp_path):
+    model = split(lambda: functional((LENGTH, WIDTH), dense_pair), DENSE)
+    with pytest.raises(ConfigError, match=rf"model.{method}\(\) would write the slices of one rank.*checkpoint export"):
+        getattr(model, method)(str(tmp_path / "model.weights.h5"))
+
+
+class StepOfItsOwn(keras.Model):
+    def train_step(self, data):
+        return {}
+
+
+@pytest.mark.usefixtures("session")
+def test_what_a_split_model_cannot_do_yet_is_refused():
+    def build():
+        inputs = keras.Input((LENGTH, WIDTH))
+        model = StepOfItsOwn(inputs, dense_pair(inputs))
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ConfigError, match=r"StepOfItsOwn has a step of its own, in which the axis tp"):
+        hvdtrain.Trainer(split(build, DENSE))
+    state = TrainState(split(lambda: functional((LENGTH, WIDTH), dense_pair), DENSE), keras.optimizers.SGD(), 0)
+    state.held_weights = {"best/0": np.zeros(3)}
+    with pytest.raises(ConfigError, match=r"A callback holds weights \(restore_best_weights=True\)"):
+        state.saved_tensors()
+
+
+SEQUENCE = {
+    r"att/(query|key|value)/kernel": (None, "tp", None),
+    "att/attention_output/kernel": ("tp", None, None),
+    "table/output": (None, "tp", None),
+    "last/output": (None, None, None),
+}
+
+
+def sequence_block(x):
+    x = layers.Embedding(12, WIDTH, name="table")(x)
+    x = x + layers.MultiHeadAttention(4, 2, name="att")(*[layers.LayerNormalization(name="first")(x)] * 2)
+    return layers.Dense(3)(layers.LayerNormalization(name="last")(x))
+
+
+def test_slices_of_the_sequence():
+    """Norms see slices and get parts of their gradients, as does the bias behind a row parallel product."""
+    model = split(lambda: functional((LENGTH,), sequence_block, "int32"), SEQUENCE, sequence=True)
+    parts = {v.path for v in model.variables if (p := placement_of(v)) is not None and p.summed_over == ("tp",)}
+    norms = {f"{name}/{variable}" for name in ("first", "last") for variable in ("gamma", "beta")}
+    assert parts == {*norms, "att/attention_output/bias"}
+    tokens = {"shape": (LENGTH,), "sequence": True}
+
+    def build(x):
+        return sequence_block(keras.ops.cast(x, "int32"))
+
+    without = {path: layout for path, layout in SEQUENCE.items() if not path.endswith("output")}
+    refused(build, without, "sequence_parallel needs a rule", "embeddings/output", **tokens)
+    unending = {path: layout for path, layout in SEQUENCE.items() if path != "last/output"}
+    refused(build, unending, "needs the whole output of The output rule of Embedding", **tokens)
+    refused(build, {**SEQUENCE, "table/output": ("tp", None, None)}, "cut along the sequence", **tokens)
+    refused(build, SEQUENCE, "tp=2 must divide", r"\(None, 5, 8\)", shape=(5,), sequence=True)
+    late = {**unending, "last/output": (None, "tp", None), "table/output": (None, None, None)}
+    refused(build, late, "needs its input sharded|is given a whole activation|is cut along its input", **tokens)
+
+
+class Counted(keras.initializers.Initializer):
+    """Counts how many whole values that it drew are in memory."""
+
+    alive, most = [], 0
+
+    def __call__(self, shape, dtype=None):
+        gc.collect()
+        value = tf.random.normal(shape, dtype=dtype)
+        self.alive.append(weakref.ref(value))
+        type(self).most = max(self.most, sum(ref() is not None for ref in self.alive))
+        return value
+
+    def get_config(self):
+        return {}
+
+
+def test_no_more_than_one_variable_is_whole_at_a_time():
+    def deep(x):
+        for number in range(6):
+            x = layers.Dense(
+                WIDTH, kernel_initializer=Counted(), name=f"up{number}" if number % 2 == 0 else f"down{number}"
+            )(x)
+        return x
+
+    model = split(
+        lambda: functional((LENGTH, WIDTH), deep), {r"up\d/kernel": (None, "tp"), r"down\d/kernel": ("tp", None)}
+    )
+    assert Counted.most == 1
+    assert {int(np.prod(v.shape)) for v in model.trainable_variables if v.path.endswith("kernel")} == {
+        WIDTH * WIDTH // 2
+    }
+    gc.collect()
+    assert not [ref for ref in Counted.alive if ref() is not None], "a whole value is still there"
+    assert not any(isinstance(variable, WholeWhileBuilding) for variable in model.variables)
+
+
+def test_values_that_a_builder_assigns_are_cut():
+    def build():
+        model = functional((LENGTH, WIDTH), dense_pair)
+        assert [tuple(v.shape) for v in model.trainable_variables][2] == (WIDTH, 6), "the builder sees whole variables"
+        for variable in model.trainable_variables:
+            variable.assign(np.arange(np.prod(variable.shape), dtype="float64").reshape(variable.shape))
+        return model
+
+    model = split(build, DENSE)
+    up = next(variable for variable in model.variables if variable.path == "up/kernel")
+    np.testing.assert_array_equal(up.numpy(), np.arange(48.0).reshape(8, 6)[:, 3:])
+
+    def reads():
+        model = build()
+        model.get_layer("up").get_weights()
+        return model
+
+    with pytest.raises(ConfigError, match="'up/kernel' is made as a slice, and was given another value"):
+        split(reads, DENSE)
+
+
+def test_draws_and_gradients_of_what_is_whole():
+    """Dropout on slices draws apart, and a factor that all ranks share gets a part of its gradient on each."""
+
+    def build():
+        inputs = keras.Input((LENGTH, WIDTH))
+        x = layers.Dropout(0.5, name="of_all")(inputs)
+        x = layers.PReLU(shared_axes=[1, 2], name="slope")(layers.Dense(6, name="up")(x))
+        x = layers.Dropout(0.5, name="of_slices")(x)
+        return keras.Model(inputs, layers.Dense(5, name="down")(x))
+
+    model = split(build, DENSE)
+    assert placement_of(model.get_layer("slope").alpha).summed_over == ("tp",)
+    apart = {name: drawn_apart(model.get_layer(name).seed_generator.state) for name in ("of_all", "of_slices")}
+    assert apart == {"of_all": None, "of_slices": 1}
+
+
+LABELS = np.random.default_rng(6).integers(0, 6, (BATCH, LENGTH))
+LOGITS = np.random.default_rng(7).standard_normal((BATCH, LENGTH, 6)) * 5
+LOGITS[0, 0] = LOGITS[0, 0, 0]  # equal ones: the first wins
+SOFT = np.random.default_rng(8).random((BATCH, LENGTH, 6))
+IGNORED = np.where(LABELS == 2, -1, LABELS)
+losses = keras.losses
+LOSSES = {
+    "sparse": (losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"), LABELS),
+    "sparse [..., 1]": (losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"), LABELS[..., None]),
+    "ignored": (losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1, reduction="none"), IGNORED),
+    "dense": (losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1, reduction="none"), SOFT),
+    "function": (functools.partial(losses.sparse_categorical_crossentropy, from_logits=True), LABELS),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_cross_entropy_of_slices_is_that_of_all_logits(name):
+    loss, targets = LOSSES[name]
+    call = loss.call if isinstance(loss, losses.Loss) else loss
+    weights = np.random.default_rng(9).random((BATCH, LENGTH))
+    with tf.GradientTape() as tape:
+        logits = tf.constant(LOGITS)
+        tape.watch(logits)
+        expected = call(targets, logits)
+        total = tf.reduce_sum(expected * weights)
+    slope = np.split(tape.gradient(total, logits).numpy(), SIZE, -1)
+    meeting = Meeting(SIZE)
+
+    def body(rank):
+        form = sharded_form(loss, Shard(Replica(meeting, rank)))
+        with tf.GradientTape() as tape:
+            mine = tf.constant(np.split(LOGITS, SIZE, -1)[rank])
+            tape.watch(mine)
+            values = form(tf.constant(targets), mine)
+            total = tf.reduce_sum(values * weights)
+        return values, tape.gradient(total, mine)
+
+    for rank, (values, gradient) in enumerate(outcomes_on(SIZE, body)):
+        np.testing.assert_allclose(values, expected, rtol=1e-12)
+        np.testing.assert_allclose(gradient, slope[rank], rtol=1e-11, atol=1e-13)
+        assert (getattr(values, "_keras_mask", None) is None) == (name != "ignored")
+
+
+def test_losses_that_need_whole_logits_have_no_form_for_slices():
+    shard = Shard(Unused())
+    assert sharded_form(losses.SparseCategoricalCrossentropy(from_logits=False), shard) is None
+    assert sharded_form(losses.MeanSquaredError(), shard) is None
+    assert sharded_form(lambda y, z: z, shard) is None
+
+
+def test_a_label_that_no_rank_knows_is_refused_on_all():
+    meeting = Meeting(SIZE)
+
+    def body(rank):
+        form = sharded_form(LOSSES["sparse"][0], Shard(Replica(meeting, rank)))
+        try:
+            form(tf.constant([[6]]), tf.zeros((1, 1, 3), tf.float64))
+        except tf.errors.InvalidArgumentError:
+            return True
+
+    assert outcomes_on(SIZE, body) == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_an_accuracy_of_slices_is_that_of_all_logits(kind):
+    targets = LABELS if kind == "sparse" else SOFT
+    make = keras.metrics.SparseCategoricalAccuracy if kind == "sparse" else keras.metrics.CategoricalAccuracy
+    whole = make()
+    whole.update_state(targets, LOGITS)
+    meeting = Meeting(SIZE)
+
+    def body(rank):
+        metric, shard = make(), Shard(Replica(meeting, rank))
+        assert reads_shards(metric)
+        with on_shards(metric, shard):
+            metric.update_state(targets, tf.constant(np.split(LOGITS, SIZE, -1)[rank]))
+        assert metric._fn is whole._fn
+        return float(metric.result())
+
+    assert outcomes_on(SIZE, body) == [float(whole.result())] * SIZE
+    assert not reads_shards(keras.metrics.SparseTopKCategoricalAccuracy())
+
+
+def test_rules_are_searched_as_keras_does():
+    rules = LayoutRules({"dense.*kernel": (None, "tp"), "dense_2/kernel": ("tp", None), "norm": (None,)})
+    assert rules.dim_of("model/dense_1/kernel", (2, 4)) == 1
+    assert rules.dim_of("dense_2/kernel", (2, 4)) == 0, "the whole path comes first"
+    assert rules.dim_of("dense_1/bias", (4,)) is None
+    assert rules.dim_of("norm/gamma", (4,)) is None
+    rules.check_used([])
+    assert cut_along("x", (4, 6), 1, 1, 3).box == (slice(0, 4), slice(2, 4))
