@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 
 from hvdtrain.bench.catalog import MODELS, bench_model
-from hvdtrain.cli.bench_suite import OUT, positive, refuse_launchers
+from hvdtrain.cli.bench_suite import OUT, begin_launches, positive
 from hvdtrain.cli.local import run_here
 from hvdtrain.config.errors import LaunchError
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    refuse_launchers()
+    begin_launches()
     from hvdtrain.bench.autotune import autotune, shown
     from hvdtrain.bench.host import default_ranks
     from hvdtrain.bench.launching import LaunchFailed, ask

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvdtrain.bench.bandwidth import COLLECTIVES, parsed_size
 from hvdtrain.bench.engines import ENGINES, engine
-from hvdtrain.cli.bench_suite import OUT, Folder, positive, refuse_launchers
+from hvdtrain.cli.bench_suite import OUT, Folder, begin_launches, positive
 from hvdtrain.cli.local import run_here
 
 _DESCRIPTION = """\
@@ -49,7 +49,7 @@ def _size(text: str) -> int:
 
 
 def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
-    refuse_launchers()
+    begin_launches()
     from hvdtrain.bench.collectives import run_collectives
     from hvdtrain.bench.results import CollectivesResults
 

@@ -12,6 +12,7 @@ from hvdtrain.bench.catalog import USUAL as USUAL_MODELS
 from hvdtrain.bench.sides import SIDES
 from hvdtrain.bench.sides import USUAL as USUAL_SIDES
 from hvdtrain.cli.local import run_here
+from hvdtrain.cli.signals import exit_by_exception
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.precision import PrecisionName
 from hvdtrain.runtime.launchers import detect_environment
@@ -100,7 +101,7 @@ def _listed(about: dict[str, str]) -> str:
 
 
 def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
-    refuse_launchers()
+    begin_launches()
     from hvdtrain.bench.host import default_ranks
     from hvdtrain.bench.plan import Matrix, points
     from hvdtrain.bench.results import SuiteResults
@@ -147,11 +148,12 @@ def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
     return 0 if any(cell.rounds for cell in cells) else 1
 
 
-def refuse_launchers() -> None:
-    """Refuse to run under a launcher, since bench starts ranks itself."""
+def begin_launches() -> None:
+    """Refuse to run under a launcher, since bench starts ranks itself, and let signals end them with it."""
     environment = detect_environment()
     if environment.launcher != "none":
         raise LaunchError(f"bench starts its ranks itself: start it without {environment.launcher}.")
+    exit_by_exception()
 
 
 class Folder:

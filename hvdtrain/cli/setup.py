@@ -2,10 +2,9 @@
 
 import argparse
 import os
-import signal
 import sys
-from types import FrameType
 
+from hvdtrain.cli.signals import exit_by_exception
 from hvdtrain.config.errors import UserError
 from hvdtrain.installation.gpu import CHOICES as GPU_CHOICES
 from hvdtrain.installation.install import install, next_command
@@ -57,8 +56,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--quiet", action="store_true", help="print only the steps that are run, and errors")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGHUP, _leave)
+    exit_by_exception()
     try:
         mpi = options.mpi or os.environ.get("HVDTRAIN_MPI") or "auto"
         gpu = options.gpu or os.environ.get("HVDTRAIN_GPU") or "auto"
@@ -69,11 +67,6 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("setup: interrupted; the next call goes on from here", file=sys.stderr)
         return 130
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Exit by an exception, so that what was started is stopped."""
-    raise SystemExit(128 + number)
 
 
 def _setup(mpi: str, gpu: str, *, quiet: bool) -> int:

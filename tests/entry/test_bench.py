@@ -3,11 +3,16 @@
 import json
 import os
 import re
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 
 from hvdtrain.bench.results import read_results
-from tests.launching import hvdtrain
+from tests.awake import awake_seconds
+from tests.launching import hvdtrain, job_environment, start
 
 pytestmark = pytest.mark.xdist_group("bench")  # one process makes the report that these tests look at
 TINY = "--models digits --ranks 2 --batch 16 --scaling strong --rounds 1 --windows 1 --warm-up 1 --steps 2"
@@ -112,32 +117,37 @@ def test_horovods_own_collectives_come_out_right(tmp_path):
 
 
 def test_layouts_of_ranks_are_compared(tmp_path):
-    words = [
-        "--parallel",
-        "--model",
-        "tiny",
-        "--layouts",
-        "tp",
-        "--controllers",
-        "gloo",
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-    ]
-    job = hvdtrain("none", 1, "bench", *words, cwd=tmp_path)
+    words = "--parallel --model tiny --layouts tp --controllers gloo --rounds 1 --steps 2"
+    job = hvdtrain("none", 1, "bench", *words.split(), cwd=tmp_path)
     assert job.code == 0, job.text[-4000:]
     (made,) = (tmp_path / "bench").iterdir()
-    data_parallel, tensor_parallel = read_results(made).parallel.cells
-    assert data_parallel.parameters == tensor_parallel.parameters
-    for cell in (data_parallel, tensor_parallel):
+    data_parallel, one, tensor_parallel = read_results(made).parallel.cells
+    assert data_parallel.parameters == one.parameters == tensor_parallel.parameters
+    for cell in (data_parallel, one, tensor_parallel):
         (found,) = cell.rounds
         assert found.step_ms > 0
         assert found.peak_mib > 100
-        assert found.sent_mb > 0.1  # what the ranks tell one another, at least
+        assert found.sent_mb is None if cell is one else found.sent_mb > 0.1  # what ranks tell one another, at least
+    assert one.command.startswith("python -m hvdtrain bench layout ")
     text = (made / "report.md").read_text()
     assert text.count("\n| tp | ") == 1
     assert "bench layout lm_synthetic" in text
+
+
+def test_a_comparison_that_is_told_to_end_takes_its_launch_with_it(tmp_path):
+    words = "bench --parallel --model tiny --layouts dp --rounds 1 --steps 100000"
+    command = [sys.executable, "-m", "hvdtrain", *words.split()]
+    with start(command, cwd=tmp_path, stderr=subprocess.STDOUT, environ=job_environment()) as process:
+        bench = psutil.Process(process.pid)
+        begin = awake_seconds()
+        while len(started := bench.children(recursive=True)) < 3:  # the launcher and its ranks
+            assert awake_seconds() - begin < 60
+            time.sleep(0.2)
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+    _, left = psutil.wait_procs(started, timeout=30)
+    assert not left
 
 
 def test_a_backend_that_is_not_there_is_refused_in_a_line(tmp_path):
