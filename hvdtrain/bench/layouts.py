@@ -1,5 +1,6 @@
 """The layouts of ranks that `bench --parallel` compares, and the bytes that they send by formula. No TensorFlow."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from hvdtrain.config.registry import suggestion
 
 BASELINE = "dp"
 """The layout that times and memory are compared with."""
+ONE = "one-core"
+"""One process on the cores of one rank, with the batch of all: what the times of n ranks are n-ths of at best."""
 MICROBATCHES = 4
 """Of a step of a pipeline."""
 FORMULA = (
@@ -46,6 +49,7 @@ def layouts(ranks: int) -> dict[str, list[str]]:
     pipeline = ["--accumulate", str(MICROBATCHES)]
     found = {
         BASELINE: [],
+        ONE: ["--threads", str(max(1, len(os.sched_getaffinity(0)) // ranks))],
         **{f"zero={stage}": ["--zero", str(stage)] for stage in (1, 2, 3)},
         "tp": ["--parallel", f"tp={ranks}"],
         "sp": ["--parallel", f"tp={ranks}", "--sequence-parallel"],
@@ -74,6 +78,11 @@ def options_of(layout: str, ranks: int) -> list[str]:
             f"bench --parallel has no layout {layout!r} of {ranks} ranks.{nearest} Available: {' '.join(known)}."
         )
     return known[layout]
+
+
+def processes(layout: str, ranks: int) -> int:
+    """Return the number of processes of a layout beside those of `ranks` ranks."""
+    return 1 if layout == ONE else ranks
 
 
 def words_of(layout: str, model: str, ranks: int, steps: int, folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.bench.launching import Answer, LaunchFailed, ask, launcher, shown
-from hvdtrain.bench.layouts import words_of
+from hvdtrain.bench.layouts import processes, words_of
 from hvdtrain.bench.results import LayoutCell, LayoutRound
 from hvdtrain.bench.timing import WORD
 
@@ -67,7 +67,9 @@ def run_layouts(
 
 def _command(layout: str, controller: str, ranks: int, compared: Comparison, folder: Path) -> list[str]:
     words = words_of(layout, compared.model, ranks, compared.steps, folder)
-    return [*launcher(LAUNCHERS[controller], ranks), sys.executable, "-m", "hvdtrain", "bench", "layout", *words]
+    count = processes(layout, ranks)
+    started = launcher(LAUNCHERS[controller] if count > 1 else "none", count)
+    return [*started, sys.executable, "-m", "hvdtrain", "bench", "layout", *words]
 
 
 def _with_round(cell: LayoutCell, compared: Comparison, answered: Callable[[Sequence[str]], Answer]) -> LayoutCell:
@@ -79,7 +81,8 @@ def _with_round(cell: LayoutCell, compared: Comparison, answered: Callable[[Sequ
             return replace(cell, skipped=str(error))
         peaks = [json.loads(line) for line in (folder / PEAKS).read_text(encoding="utf-8").splitlines()]
     found = answer.value
-    sent = found["loopback"] / 1e6 / compared.steps if cell.controller == "gloo" else None
+    counted = cell.controller == "gloo" and processes(cell.layout, cell.ranks) > 1
+    sent = found["loopback"] / 1e6 / compared.steps if counted else None
     taken = LayoutRound(found["step_ms"], max(peaks), sent, answer.foreign_cores)
     return replace(cell, parameters=found["parameters"], rounds=[*cell.rounds, taken])
 

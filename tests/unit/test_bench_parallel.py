@@ -18,7 +18,7 @@ ANSWER = {"step_ms": 10.0, "parameters": 1000, "loopback": 6_000_000}
 
 
 class Machine:
-    """Answers commands as two ranks would, tp in half the time, and fails pipelines."""
+    """Answers commands as two ranks would, one core in 16 ms and tp in 5, and fails pipelines."""
 
     def __init__(self):
         self.asked = []
@@ -31,11 +31,12 @@ class Machine:
         folder = Path(words[words.index("--run-dir") + 1])
         folder.mkdir()
         (folder / PEAKS).write_text("".join(json.dumps(peak) + "\n" for peak in (500.0, 600.0 - 100 * bool(its))))
-        return Answer({**ANSWER, "step_ms": 5.0 if "tp=2" in its else 10.0}, 0.0)
+        step_ms = 5.0 if "tp=2" in its else 16.0 if "--threads" in its else 10.0
+        return Answer({**ANSWER, "step_ms": step_ms}, 0.0)
 
 
 def compared(**more):
-    names = {2: ["dp", "tp", "pp"]}
+    names = {2: ["dp", "one-core", "tp", "pp"]}
     return Comparison(**{"model": "tiny", "ranks": [2], "layouts": names, "controllers": ["gloo"], **more})
 
 
@@ -49,12 +50,13 @@ def test_layouts_take_turns_and_one_that_fails_is_not_started_again():
     machine = Machine()
     cells, kept = run(machine)
     pipeline = "--parallel pp=2 --accumulate 4"
-    assert machine.asked == ["", "--parallel tp=2", pipeline, "--parallel tp=2", ""]
-    assert [len(cell.rounds) for cell in cells] == [2, 2, 0]
-    assert cells[2].skipped == "a stage is missing"
+    one = " ".join(layouts(2)["one-core"])
+    assert machine.asked == ["", one, "--parallel tp=2", pipeline, "--parallel tp=2", one, ""]
+    assert [len(cell.rounds) for cell in cells] == [2, 2, 2, 0]
+    assert cells[3].skipped == "a stage is missing"
     assert len(kept) == 2
     assert cells[0].rounds[0].sent_mb == pytest.approx(2.0)  # 6 MB in three steps
-    assert (cells[0].rounds[0].peak_mib, cells[1].rounds[0].peak_mib) == (600.0, 500.0)
+    assert (cells[0].rounds[0].peak_mib, cells[2].rounds[0].peak_mib) == (600.0, 500.0)
 
 
 def test_mpi_puts_nothing_on_the_loopback():
@@ -63,12 +65,19 @@ def test_mpi_puts_nothing_on_the_loopback():
     assert cells[0].command.startswith("mpirun ")
 
 
+def test_one_core_has_one_process():
+    one = run(Machine())[0][1]
+    assert one.command.startswith("python -m hvdtrain bench layout ")
+    assert one.rounds[0].sent_mb is None
+
+
 def test_the_report_has_ratios_bytes_and_a_picture():
     cells, _ = run(Machine())
     blocks = list(parallel_report(ParallelResults("command", {}, cells)))
     text = to_markdown(blocks)
-    assert "| dp | 10.0 | 10.0 .. 10.0 | 1.00 | 600 | 0 | 0.0 | 2.0 | 2 |" in text
-    assert "| tp | 5.0 | 5.0 .. 5.0 | 0.50 | 500 | 100 |" in text
+    assert "| dp | 10.0 | 10.0 .. 10.0 | 1.00 | 1.25 | 600 | 0 | 0.0 | 2.0 | 2 |" in text
+    assert "| one-core | 16.0 | 16.0 .. 16.0 | 1.60 | - |" in text
+    assert "| tp | 5.0 | 5.0 .. 5.0 | 0.50 | 0.62 | 500 | 100 |" in text
     assert "| pp | a stage is missing |" in text
     (picture,) = [block for block in blocks if isinstance(block, Figure)]
     assert picture.png.startswith(b"\x89PNG")
