@@ -3,9 +3,10 @@
     python benchmarks/pipeline.py --ranks 2 --stages simulated
     python benchmarks/pipeline.py --ranks 2 --stages lm --microbatches 2 4 8
 
-Stages are `simulated` by layers that sleep 20 ms forward and 40 ms backward (an interleaved rank's stages share this
-time), or are those of a transformer of 13 million parameters. A step of m microbatches takes the time of
-m + (p - 1) / v of them in a pipeline of p ranks with v stages on each. Reported are, for each schedule and m,
+Stages are `simulated` by layers that sleep --stage-ms, a third of it forward and the rest backward (an interleaved
+rank's stages share this time), or are those of a transformer of 13 million parameters. A step of m microbatches takes
+the time of m + (p - 1) / v of them in a pipeline of p ranks with v stages on each. Reported are, for each schedule and
+m,
 
     ms      the median step
     idle    1 - m u / step, where u is the time of one microbatch: known of simulated stages, and of a transformer the
@@ -26,17 +27,17 @@ from typing import Any
 import numpy as np
 from harness import launcher, printed, write
 
-FORWARD_S = 0.02
-BACKWARD_S = 0.04
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 """Stages on each rank, by schedule."""
 LENGTH, VOCABULARY, SAMPLES = 128, 8192, 4
 """Tokens of a sequence, and sequences of a microbatch, of the transformer."""
+WARM_UP = 3
+"""Steps that are not counted, of which the first compiles."""
 LIMIT_S = 900
 
 
 def sleeping(seconds: float) -> Any:
-    """Return a layer that takes `seconds` forward and twice as long backward, and leaves its input as it is."""
+    """Return a layer that takes `seconds`, a third of them forward and the rest backward, and passes its input on."""
     import keras
     import tensorflow as tf
 
@@ -49,7 +50,7 @@ def sleeping(seconds: float) -> Any:
 
     @tf.custom_gradient
     def passed(x: tf.Tensor) -> Any:
-        return after(x, seconds), lambda dy: after(dy, seconds * BACKWARD_S / FORWARD_S)
+        return after(x, seconds / 3), lambda dy: after(dy, 2 * seconds / 3)
 
     class Sleeping(keras.layers.Layer):
         def call(self, x: Any) -> Any:
@@ -61,18 +62,18 @@ def sleeping(seconds: float) -> Any:
     return Sleeping()
 
 
-def simulated(stages: int, chunks: int) -> Any:
-    """Return a model of so many stages, each a layer with a few weights and one that sleeps."""
+def simulated(stages: int, seconds: float) -> Any:
+    """Return a model of so many stages, each a layer with a few weights and one that sleeps `seconds`."""
     import keras
 
-    layers = [keras.layers.Dense(4), sleeping(FORWARD_S / chunks)]
+    layers = [keras.layers.Dense(4), sleeping(seconds)]
     for _ in range(stages - 1):
-        layers += [keras.layers.Dense(4), sleeping(FORWARD_S / chunks)]
+        layers += [keras.layers.Dense(4), sleeping(seconds)]
     return keras.Sequential([keras.Input((4,)), *layers])
 
 
-def trained(kind: str, schedule: str, microbatches: int, ranks: int, steps: int) -> list[float]:
-    """Return the seconds of `steps` steps on this rank's stages."""
+def trained(stage_s: float, schedule: str, microbatches: int, ranks: int, steps: int) -> list[float]:
+    """Return the seconds of `steps` steps on this rank's stages, simulated ones of `stage_s` unless that is 0."""
     import keras
 
     import hvdtrain
@@ -80,12 +81,14 @@ def trained(kind: str, schedule: str, microbatches: int, ranks: int, steps: int)
 
     chunks = CHUNKS[schedule]
     rng = np.random.default_rng(0)
-    if kind == "simulated":
+    batch = microbatches * (1 if stage_s else SAMPLES)
+    samples = batch * (steps + WARM_UP)
+    if stage_s:
         names = tuple(f"stage{number}" for number in range(1, ranks * chunks))
-        model = named(simulated(ranks * chunks, chunks), names)
-        x, y, loss = rng.random((microbatches, 4), "float32"), np.zeros((microbatches, 4), "float32"), "mse"
+        model = named(simulated(ranks * chunks, stage_s / chunks), names)
+        x, y, loss = rng.random((samples, 4), "float32"), np.zeros((samples, 4), "float32"), "mse"
     else:
-        names, samples = (), microbatches * SAMPLES
+        names = ()
         model = build((LENGTH,), VOCABULARY, 0)
         x = rng.integers(0, VOCABULARY, (samples, LENGTH)).astype("int32")
         y, loss = x, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -94,8 +97,8 @@ def trained(kind: str, schedule: str, microbatches: int, ranks: int, steps: int)
         model, "adam", loss, accumulate=microbatches, pipeline_schedule=schedule, virtual_stages=chunks,
         pipeline_stages=names,
     )  # fmt: skip
-    trainer.fit(x, y, batch=len(x), epochs=steps + 3, callbacks=[clock(seconds)], verbose=0, log_every=1)
-    return seconds[3:]
+    trainer.fit(x, y, batch=batch, callbacks=[clock(seconds)], verbose=0, log_every=1)
+    return seconds[WARM_UP:]
 
 
 def named(model: Any, names: tuple[str, ...]) -> Any:
@@ -126,15 +129,13 @@ def train(words: list[str]) -> None:
     """Run on every rank of a launch; rank 0 prints what each of the schedules took."""
     import hvdtrain
 
-    kind, ranks, steps, *numbers = words
+    stage_s = float(words[0])
+    ranks, steps, *counts = map(int, words[1:])
     hvdtrain.init(parallel=f"pp={ranks}")
-    counts = [int(number) for number in numbers]
     found = {}
     for schedule in CHUNKS:
-        usable = [count for count in counts if schedule != "interleaved" or count % int(ranks) == 0]
-        found[schedule] = {
-            count: float(np.median(trained(kind, schedule, count, int(ranks), int(steps)))) for count in usable
-        }
+        usable = [count for count in counts if schedule != "interleaved" or count % ranks == 0]
+        found[schedule] = {count: float(np.median(trained(stage_s, schedule, count, ranks, steps))) for count in usable}
     if hvdtrain.rank() == 0:
         print("RUN " + json.dumps(found), flush=True)
 
@@ -143,13 +144,14 @@ def compare(controller: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one launch and print a line for each schedule and number of microbatches."""
     from hvdtrain.parallel.pipeline.schedule import ideal_bubble
 
-    words = [arguments.stages, str(arguments.ranks), str(arguments.steps), *map(str, arguments.microbatches)]
+    stage_s = 0 if arguments.stages == "lm" else arguments.stage_ms / 1e3
+    words = [str(stage_s), str(arguments.ranks), str(arguments.steps), *map(str, arguments.microbatches)]
     command = [*launcher(controller, arguments.ranks), sys.executable, __file__, "--train", *words]
     found: dict[str, dict[str, float]] = printed(command, "RUN", limit_s=LIMIT_S)
     rows = []
     for schedule, steps in found.items():
         times = {int(count): seconds for count, seconds in steps.items()}
-        each = FORWARD_S + BACKWARD_S
+        each = stage_s
         if arguments.stages == "lm":
             each = float(np.polyfit(list(times), list(times.values()), 1)[0]) if len(times) > 1 else float("nan")
         for count, seconds in times.items():
@@ -169,6 +171,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", choices=("simulated", "lm"), default="simulated")
+    parser.add_argument("--stage-ms", type=float, default=60, help="time of a rank's stages for one microbatch")
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--controllers", nargs="+", choices=["mpirun", "gloo"], default=["mpirun", "gloo"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
