@@ -1,6 +1,5 @@
 """The training state: the one object that is broadcast, hashed, checkpointed and restored."""
 
-import hashlib
 import json
 import zlib
 from collections.abc import Callable, Hashable, Mapping
@@ -20,6 +19,7 @@ from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.slots import replicated_slots
 from hvdtrain.state.structure import seed_states, structure_of
 from hvdtrain.state.variables import by_path, unwrap
+from hvdtrain.state.whole_hash import digest_of, digest_of_parts
 
 _TIMEOUT_S = 600.0
 """Ranks begin training together, but one may still compile what another has in its cache."""
@@ -170,11 +170,12 @@ class TrainState:
 
     def parameter_hash(self) -> str:
         """Return the SHA-256 over path, dtype, shape and bytes of the replicated weights, in the order of paths."""
-        tensors = self.named_tensors().items()
-        return _digest({path: t.value for path, t in tensors if path.startswith(MODEL) and t.replicated})
+        return _digest({path: tensor.value for path, tensor in self._weights().items() if tensor.replicated})
 
     def agreed_hash(self, backend: Backend, *, timeout: float = 600.0) -> str:
         """Return the parameter hash after comparing it among the replicas, which hold the same parameters.
+
+        Where ranks have split the model it is that of the whole one: the same weights have it in any layout.
 
         Raises:
             DesyncError: the ranks' parameters differ.
@@ -183,10 +184,9 @@ class TrainState:
         hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, among="replicas")]
         _refuse_others(hashes, hashes[:1] * len(hashes))
         held = held_apart(self._structure.by_path(self.model.weights))
-        if not held:
-            return mine
-        slices = _agreed_slices(held, backend, timeout)
-        return hashlib.sha256("".join([mine, *slices]).encode()).hexdigest()
+        if held:
+            _check_slices(held, backend, timeout)
+        return digest_of_parts(self._weights(), backend, timeout=timeout) if is_split(self.model) else mine
 
     def seed_generators(self, replica: int) -> None:
         """Set the model's random generators as a function of (seed, step, replica), within the compiled step."""
@@ -221,6 +221,9 @@ class TrainState:
         self.scalars = scalars_from(scalars)
         self.counter.assign(self.scalars.step)
 
+    def _weights(self) -> dict[str, NamedTensor]:
+        return {path: tensor for path, tensor in self.named_tensors().items() if path.startswith(MODEL)}
+
     def _statistics(self) -> dict[str, tf.Variable]:
         """Return BatchNorm's moving statistics and the like; a frozen weight is none."""
         moving = [weight for weight in self.model.weights if id(unwrap(weight)) in self._structure.statistics]
@@ -231,20 +234,18 @@ class TrainState:
 
 
 def _digest(weights: Mapping[str, tf.Variable]) -> str:
-    digest = hashlib.sha256()
-    for path, variable in sorted(weights.items()):
-        value = np.ascontiguousarray(variable.numpy())
-        digest.update(f"{path}:{value.dtype}:{value.shape}".encode())
-        digest.update(value.tobytes())
-    return digest.hexdigest()
+    return digest_of({path: variable.numpy() for path, variable in weights.items()})
 
 
-def _agreed_slices(held: Mapping[str, tf.Variable], backend: Backend, timeout: float) -> list[str]:
-    """Return the hashes of the slices along `ep`, after comparing those of the ranks that hold the same ones."""
+def _check_slices(held: Mapping[str, tf.Variable], backend: Backend, timeout: float) -> None:
+    """Compare the hashes of slices along `ep` among the ranks that hold the same ones.
+
+    Raises:
+        DesyncError: they differ.
+    """
     mine, parts = _digest(held), backend.along("ep").size
     hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, among="replicas")]
     _refuse_others(hashes, [hashes[rank % parts] for rank in range(len(hashes))])
-    return hashes[:parts]
 
 
 def _refuse_others(hashes: list[str], expected: list[str]) -> None:

@@ -1,0 +1,77 @@
+"""One hash of a model that ranks have split among them: that of the same weights in any other layout."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.state.named_tensors import NamedTensor, StateSpec, box_shape, spec_of
+
+_WORD = 4
+"""Bytes that are exchanged as one integer: a sum of floats would lose the sign of a zero."""
+
+
+def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
+    """Return the SHA-256 over path, dtype, shape and bytes of whole arrays, in the order of paths."""
+    digest = hashlib.sha256()
+    for path, array in sorted(arrays.items()):
+        _add(digest, path, str(array.dtype), array.shape, np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def digest_of_parts(parts: Mapping[str, NamedTensor], backend: Backend, *, timeout: float) -> str:
+    """Return what `digest_of` returns for the tensors of all ranks, each of which holds parts; every rank calls it.
+
+    Of one tensor at a time the whole is in memory.
+
+    Args:
+        parts: what this rank holds, by path.
+        backend: the ranks of the job.
+        timeout: in seconds, for the other ranks to come.
+    """
+    specs = {path: spec_of(path, tensor) for path, tensor in parts.items()}
+    mine = {path: [spec.dtype, list(spec.global_shape), _bounds(spec)] for path, spec in specs.items()}
+    everyone = backend.gather_bytes(json.dumps(mine).encode(), timeout=timeout)
+    listed = [json.loads(text) for text in everyone]
+    kinds = {path: (dtype, tuple(shape)) for theirs in listed for path, (dtype, shape, _) in theirs.items()}
+    before = {(path, str(bounds)) for theirs in listed[: backend.rank] for path, (*_, bounds) in theirs.items()}
+    digest = hashlib.sha256()
+    for path, (dtype, shape) in sorted(kinds.items()):
+        whole = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
+        if path in specs and (path, str(_bounds(specs[path]))) not in before:
+            whole[specs[path].slice] = _values(parts[path])
+        _add(digest, path, dtype, shape, _summed(whole, backend, path))
+    return digest.hexdigest()
+
+
+def _bounds(spec: StateSpec) -> list[list[int]]:
+    return [[part.start, part.stop] for part in spec.slice]
+
+
+def _values(tensor: NamedTensor) -> np.ndarray:
+    """Return the values of a slice without padding; see `NamedTensor`."""
+    shape = box_shape(tensor.slice)
+    array: np.ndarray = np.asarray(tensor.value.numpy())
+    return array[tuple(slice(0, n) for n in shape)] if array.ndim == len(shape) else array.reshape(shape)
+
+
+def _summed(whole: np.ndarray, backend: Backend, path: str) -> bytes:
+    """Return the bytes of a tensor of which each rank has filled in another part, and zeros elsewhere."""
+    octets = np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
+    if not octets.size:
+        return b""
+    words = tf.constant(np.pad(octets, (0, -octets.size % _WORD)).view(np.int32))
+
+    def reduce(mine: tf.Tensor) -> tf.Tensor:
+        return backend.run(lambda: backend.everyone.all_reduce(mine, name=f"hash/{path}"))
+
+    summed = tf.function(reduce, autograph=False).get_concrete_function(words)(words)
+    return summed.numpy().tobytes()[: octets.size]
+
+
+def _add(digest: "hashlib._Hash", path: str, dtype: str, shape: tuple[int, ...], content: bytes) -> None:
+    digest.update(f"{path}:{dtype}:{shape}".encode())
+    digest.update(content)

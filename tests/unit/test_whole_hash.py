@@ -1,0 +1,95 @@
+"""The hash of a model whose parts are on several ranks, here on threads."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.state.named_tensors import NamedTensor, whole_box
+from hvdtrain.state.whole_hash import digest_of, digest_of_parts
+from tests.unit.threaded_exchange import outcomes_on
+
+SIZE = 2
+WHOLE = {
+    "model/cut": np.arange(24, dtype="float32").reshape(4, 6) - 7.5,
+    "model/flat": np.arange(12, dtype="float64").reshape(3, 4),
+    "model/tied": np.array([-0.0, 1.0, np.inf], "float16"),
+    "model/last": np.array([[5]], "int64"),
+    "model/empty": np.zeros((0, 3), "float32"),
+}
+
+
+class Ranks:
+    """The ranks of a job, each on a thread."""
+
+    def __init__(self):
+        self._barrier = threading.Barrier(SIZE, timeout=20)
+        self._brought = [None] * SIZE
+
+    def together(self, rank, mine):
+        self._brought[rank] = mine
+        self._barrier.wait()
+        everyone = list(self._brought)
+        self._barrier.wait()
+        return everyone
+
+
+class Rank:
+    def __init__(self, ranks, rank):
+        self.rank = rank
+        self.everyone = self
+        self._ranks = ranks
+
+    def gather_bytes(self, payload, *, timeout):
+        return self._ranks.together(self.rank, payload)
+
+    def run(self, step):
+        return step()
+
+    def all_reduce(self, mine, *, name):
+        assert mine.dtype == tf.int32, "a sum of floats loses the sign of a zero"
+        total = tf.numpy_function(lambda array: np.int32(sum(self._ranks.together(self.rank, array))), [mine], tf.int32)
+        return tf.ensure_shape(total, mine.shape)
+
+
+def part(path, *box):
+    whole = WHOLE[path]
+    box = box or whole_box(whole.shape)
+    return NamedTensor(tf.Variable(whole[box]), whole.shape, box, replicated=True)
+
+
+def parts_of(rank):
+    """Columns of one tensor, rows of another with padding behind them or flat, one on both ranks, one on the last."""
+    columns = slice(3 * rank, 3 * rank + 3)
+    rows = slice(2 * rank, min(2 * rank + 2, 3))
+    mine = WHOLE["model/flat"][rows]
+    held = np.pad(mine, [(0, 2 - len(mine)), (0, 0)], constant_values=9.0) if rank else mine.reshape(-1)
+    parts = {
+        "model/cut": part("model/cut", slice(0, 4), columns),
+        "model/flat": NamedTensor(tf.Variable(held), (3, 4), (rows, slice(0, 4)), replicated=False),
+        "model/tied": part("model/tied"),
+        "model/empty": part("model/empty"),
+    }
+    return parts | ({"model/last": part("model/last")} if rank else {})
+
+
+def digests(parts):
+    ranks = Ranks()
+    return outcomes_on(SIZE, lambda rank: digest_of_parts(parts(rank), Rank(ranks, rank), timeout=1.0))
+
+
+def test_it_is_that_of_the_whole_on_every_rank():
+    assert digests(parts_of) == [digest_of(WHOLE)] * SIZE
+
+
+@pytest.mark.parametrize("path", ["model/cut", "model/flat", "model/last"])
+def test_it_notices_a_part_of_any_rank(path):
+    def changed(rank):
+        parts = parts_of(rank)
+        if rank == 1:
+            value = parts[path].value
+            value.assign(tf.concat([value[:1] + 1, value[1:]], 0))
+        return parts
+
+    assert digests(changed)[0] != digest_of(WHOLE)
