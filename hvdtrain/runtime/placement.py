@@ -82,5 +82,7 @@ def drawn_apart(variable: Any) -> int | None:
 
 def _tensor(variable: Any) -> Any:
     """Return the tf.Variable under a Keras variable."""
-    value = getattr(variable, "value", None)
+    value = getattr(variable, "_value", None)
+    if value is None:
+        value = getattr(variable, "value", None)
     return variable if value is None or callable(value) else value

@@ -19,9 +19,11 @@ def unwrap(variable: Any) -> tf.Variable:
     """Return the tf.Variable under a Keras 3 variable, or `variable` itself if it is one already."""
     if isinstance(variable, tf.Variable):
         return variable
-    value = getattr(variable, "value", None)
-    if isinstance(value, tf.Variable):
-        return value
+    # Not `value` at first: what is read of a variable may be drawn, gathered or converted for its reader.
+    for name in ("_value", "value"):
+        value = getattr(variable, name, None)
+        if isinstance(value, tf.Variable):
+            return value
     raise TypeError(f"A Keras or TensorFlow variable is needed. Received: {type(variable).__name__}.")
 
 

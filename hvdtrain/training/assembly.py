@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
@@ -18,6 +19,19 @@ from hvdtrain.optim.precision import precision, set_precision
 from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.state.placement import placement_of
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.update_rules.select import starts_as_slices
+from hvdtrain.training.update_rules.zero.building import built_as_slices
+
+
+def model_for(backend: Backend, model: Any, options: StepOptions) -> Any:
+    """Return `model` itself or what it builds, as slices where that is how this backend's replicas hold it.
+
+    Raises:
+        ConfigError: see `built_model`.
+    """
+    if isinstance(model, keras.Model) or not starts_as_slices(options, backend):
+        return built_model(model, options)
+    return built_as_slices(lambda: built_model(model, options), backend)
 
 
 def built_model(model: Any, options: StepOptions) -> Any:

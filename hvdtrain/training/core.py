@@ -25,13 +25,13 @@ from hvdtrain.state.placement import is_split
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import Announcer
 from hvdtrain.training.assembly import (
-    built_model,
     built_optimizer,
     check_held_apart,
     check_sequences,
     check_slices,
     check_split,
     converted,
+    model_for,
     refuse_instances,
 )
 from hvdtrain.training.elastic import Commits, HostsCheck
@@ -51,6 +51,7 @@ from hvdtrain.training.run_info import run_info
 from hvdtrain.training.same_call import agree_on_call, settings_of
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.update_rules.zero.building import is_built_as_slices
 
 
 class TrainerCore:
@@ -77,7 +78,7 @@ class TrainerCore:
             refuse_instances(self.backend.name, model, optimizer)
         self._seed = seed
         with self.backend.scope():
-            built = built_model(model, self.options)
+            built = model_for(self.backend, model, self.options)
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
             optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
             own = not isinstance(model, keras.Model)
@@ -109,9 +110,11 @@ class TrainerCore:
     @property
     def rule(self) -> UpdateRule:
         """The update rule; it exists once the model's variables do."""
-        if self._rule is None:
-            with self.backend.scope():
-                self._rule = self._factory.update_rule()
+        return self._rule or self._make_rule()
+
+    def _make_rule(self) -> UpdateRule:
+        with self.backend.scope():
+            self._rule = self._factory.update_rule()
         return self._rule
 
     @property
@@ -141,6 +144,8 @@ class TrainerCore:
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
         """Do what `build` does, on a batch that is like those to come, in `training` or in evaluation."""
+        if is_built_as_slices(self.model):
+            self._make_rule()  # by which the model can be called
         with precision(self.options.precision):  # for layers that are made when they are first called
             self._factory.build(batch, training=training)
         check_split(self.model, self.backend.axes)
@@ -221,7 +226,8 @@ class TrainerCore:
         notes = getattr(data, "notes", ())
         self._announcer.announce(info, self.state, observers, notes, narrow_outputs=self._factory.narrow_outputs)
         saving = None if save is None else lambda: save(self.state)
-        actions = Actions(self._evaluate, self.consolidate, self.prepare_to_save, self.averaged_weights, saving)
+        prepare = (self.prepare_to_evaluate, self.consolidate, self.prepare_to_save)
+        actions = Actions(self._evaluate, *prepare, self.averaged_weights, saving)
         if isinstance(save, BackgroundSaver):
             actions = replace(actions, finish_save=save.finish)
             if self.options.on_bad_step == "rollback":
@@ -263,6 +269,11 @@ class TrainerCore:
     def consolidate(self) -> None:
         """Make the model what is evaluated and saved; every rank calls it, and training goes on from there."""
         self.rule.consolidate()
+        self.state.average_statistics(self.backend)
+
+    def prepare_to_evaluate(self) -> None:
+        """Make the model what `_evaluate` evaluates; every rank calls it, and training goes on from there."""
+        self.rule.prepare_to_evaluate()
         self.state.average_statistics(self.backend)
 
     def prepare_to_save(self) -> None:

@@ -20,6 +20,7 @@ from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.rank_inputs import evaluation_data
 from hvdtrain.training.run_info import show_evaluation
 from hvdtrain.training.same_call import agree_on_call
+from hvdtrain.training.update_rules.zero.building import is_built_as_slices
 
 
 class Trainer(FittingTrainer):
@@ -231,8 +232,8 @@ class Trainer(FittingTrainer):
             with precision(self.options.precision):
                 build_for(self.model, batches)
         self._load_pending()
-        if self._rule is not None:
-            self._rule.consolidate()
+        if self._rule is not None or is_built_as_slices(self.model):
+            self.rule.consolidate()
         self._give_first_weights()
         with self.averaged_weights():
             if shard is not None and self.backend.processes > 1:

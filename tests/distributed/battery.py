@@ -192,6 +192,7 @@ ON_EIGHT = {
 ALSO_ON_FOUR_UNDER_GLOO = {
     # Slices of four ranks, and the other controller.
     "zero.check_stages_2_and_3_train_like_one_process",
+    "zero.check_a_model_that_a_function_builds_is_slices_from_the_start",
     # One rank in four sees the sample that makes all of them skip.
     "bad_steps.check_skipping_is_what_one_process_does_without_the_batch",
 }

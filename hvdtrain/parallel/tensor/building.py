@@ -49,7 +49,7 @@ class Building:
             yield
 
     def _create(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        owner, initializer = _keras_variable(options.get("initial_value"))
+        owner, initializer = keras_variable(options.get("initial_value"))
         dim = None if owner is None else self.rules.dim_of(owner.path, owner._shape)
         if owner is None or initializer is None or dim is None:
             return next_creator(**options)
@@ -79,7 +79,7 @@ def checksum(value: Any) -> int:
     return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
-def _keras_variable(initial_value: Any) -> tuple[Any, Any]:
+def keras_variable(initial_value: Any) -> tuple[Any, Any]:
     """Return the Keras variable that asks for a tf.Variable, and its initializer; None for other initial values.
 
     Keras gives TensorFlow a function of no arguments that calls the initializer with the variable's shape.

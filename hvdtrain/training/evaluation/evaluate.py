@@ -1,7 +1,8 @@
 """Evaluation over all replicas: every sample counts once, whatever their number."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,14 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
+from hvdtrain.data.streams.given import in_step
 from hvdtrain.parallel.outputs import local_outputs
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
 from hvdtrain.training.objective.metrics import Figure, MetricSet, figure_of
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.step.replica_slice import replica_slice
+from hvdtrain.training.update_rules.base import UpdateRule
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,27 @@ class Evaluator:
         model: a built Keras model.
         loss: the loss as sum and weight.
         metrics: fresh metrics, not shared with training.
+        rule: returns the rule that holds the model's weights; None: the model does.
     """
 
-    def __init__(self, backend: Backend, model: Any, loss: LossFunction, metrics: MetricSet) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        model: Any,
+        loss: LossFunction,
+        metrics: MetricSet,
+        rule: Callable[[], UpdateRule | None] = lambda: None,
+    ) -> None:
         self._backend = backend
         self._model = model
         self._loss = loss
         self._metrics = metrics
         self._sums = ForEachReplica(backend, lambda _: tf.Variable(tf.zeros([2], tf.float64), trainable=False))
-        self._update = tf.function(self._update_batch, autograph=False, reduce_retracing=True)
+        self._rule = rule
+        # By whether the model holds its weights: a graph gathers them, or does not.
+        self._updates = {
+            holds: tf.function(self._update_batch, autograph=False, reduce_retracing=True) for holds in (True, False)
+        }
         self._reduce = tf.function(lambda: backend.run(self._reduce_all), autograph=False)
         self._look = tf.function(lambda: backend.run(self._look_at_all), autograph=False)
 
@@ -82,10 +97,11 @@ class Evaluator:
         self._metrics.reset_all()
         for sums in self._sums.all:
             sums.assign(tf.zeros([2], tf.float64))
-        hooks = hooks or EvaluationHooks()
-        for number, batch in enumerate(self._backend.distribute(batches)):
+        hooks, rule = hooks or EvaluationHooks(), self._rule()
+        holds = rule is None or rule.holds_weights
+        for number, batch in enumerate(self._backend.distribute(batches if holds else in_step(batches))):
             hooks.begin_test_step(number)
-            self._update(batch)
+            self._updates[holds](batch)
             hooks.end_test_step(number, self._so_far)
         self._reduce()
         total, weight = self._sums.own.numpy()
@@ -104,7 +120,9 @@ class Evaluator:
         return self._summed("evaluation_so_far/loss"), self._metrics.results_so_far("evaluation_so_far")
 
     def _update_batch(self, batch: Batch) -> None:
-        self._backend.run(self._update_replica, batch)
+        rule = self._rule()
+        with nullcontext() if rule is None else rule.gathered_weights():
+            self._backend.run(self._update_replica, batch)
 
     def _update_replica(self, batch: Batch) -> None:
         batch = replica_slice(batch, self._backend)

@@ -16,8 +16,10 @@ class Actions:
 
     evaluate: Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
     """Evaluates the model."""
+    prepare_to_evaluate: Callable[[], None]
+    """Makes the model what `evaluate` evaluates."""
     consolidate: Callable[[], None]
-    """Makes the model hold what is evaluated."""
+    """Makes the model hold the weights that are evaluated."""
     prepare_to_save: Callable[[], None]
     """Makes the state hold what is saved."""
     averaged_weights: Callable[[], AbstractContextManager[None]]

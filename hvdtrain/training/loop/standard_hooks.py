@@ -163,6 +163,7 @@ class StandardTraining:
         """
         progress = self._state.scalars.progress
         if self._callbacks is not None:
+            self._rule.show_weights()
             self._callbacks.begin(progress.callbacks, self._state.held_weights, self._state.weight_paths())
             self._rule.adopt_weights()
         self._step.begin_metrics(progress.metrics)
@@ -267,8 +268,10 @@ class StandardTraining:
         if self._saves is not None:
             self._saves.note_metrics()
         validation = self._validation if self._plan.evaluates(step.epoch) else None
-        if validation is not None or self._callbacks is not None:
+        if self._callbacks is not None:
             self._actions.consolidate()
+        elif validation is not None:
+            self._actions.prepare_to_evaluate()
         logs = self._report.training_figures()
         if self._rule.guard is not None:
             logs["bad_steps"] = self._bad_steps.end_epoch()

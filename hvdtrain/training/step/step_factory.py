@@ -3,6 +3,8 @@
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
+import tensorflow as tf
+
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch
@@ -89,6 +91,7 @@ class CompiledStepFactory:
         self._spec = MetricSpec(objective.metrics, objective.weighted_metrics, objective.loss)
         self._metrics: MetricSet | None = None
         self.narrow_outputs = False
+        self._rule: UpdateRule | None = None
         self._evaluator: Evaluate | None = None
         self._known: dict[tuple[int | None, bool], CompiledStep] = {}
         self._composition: Hashable = None
@@ -127,16 +130,29 @@ class CompiledStepFactory:
         """See `StepFactory`."""
         self._check_targets(batch.targets is not None)
         with self._backend.scope():
-            outputs = self._model(inputs_for(self._model, batch.inputs), training=False)
+            outputs = self._outputs_of(inputs_for(self._model, batch.inputs))
         self.narrow_outputs = narrow(outputs)
         if self._metrics is None:
             self._metrics = self._spec.resolve(batch.targets, outputs, self._backend, self._names)
             if splits_sequences(self._model):
                 check_positions(self._loss, self._metrics, batch.targets, outputs, self._backend.axes["cp"])
 
+    def _outputs_of(self, inputs: Any) -> Any:
+        """Return the model's outputs, which all replicas compute together where the model does not hold its weights."""
+        rule = self._rule
+        if rule is None or rule.holds_weights:
+            return self._model(inputs, training=False)
+
+        def call() -> Any:
+            with rule.gathered_weights():
+                return self._backend.run(lambda: self._model(inputs, training=False))
+
+        return tf.function(call, autograph=False)()
+
     def update_rule(self) -> UpdateRule:
         """See `StepFactory`."""
-        return update_rule_for(self._backend, self._model, self.optimizer, self._options)
+        self._rule = update_rule_for(self._backend, self._model, self.optimizer, self._options)
+        return self._rule
 
     def metric_names(self) -> list[str]:
         """See `StepFactory`."""
@@ -186,7 +202,7 @@ class CompiledStepFactory:
         return self._evaluator
 
     def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
-        return Evaluator(self._backend, self._model, self._loss, metrics)
+        return Evaluator(self._backend, self._model, self._loss, metrics, lambda: self._rule)
 
     def predictor(self) -> Predict:
         """See `StepFactory`."""

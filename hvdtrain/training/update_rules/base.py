@@ -1,7 +1,7 @@
 """What every update rule offers, and what a rule that keeps whole, equal slots on every replica needs no more than."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -109,6 +109,19 @@ class UpdateRule:
 
     def show_weights(self) -> None:
         """Let the model hold its weights for code that looks at them between two steps; every replica calls it."""
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the model holds its weights now; else they are read in the context of `gathered_weights`."""
+        return True
+
+    def gathered_weights(self) -> AbstractContextManager[None]:
+        """Context within a compiled function without gradients, in which the model's variables read as its weights."""
+        return nullcontext()
+
+    def prepare_to_evaluate(self) -> None:
+        """Make the model what is evaluated, in the context of `gathered_weights`; every replica calls it."""
+        self.consolidate()
 
     def consolidate(self) -> None:
         """Make model and slots what is evaluated; every replica calls it, outside the compiled step."""

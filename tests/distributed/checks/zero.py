@@ -163,7 +163,7 @@ def check_each_rank_saves_its_slices_of_the_parameters(world: World) -> None:
     trainer.rule.prepare_to_save()
     slices = [t for path, t in trainer.state.named_tensors().items() if path.startswith("model/") and not t.replicated]
     assert len(slices) == 2
-    kernels = [layer.kernel.value.numpy() for layer in trainer.model.layers[:2]]
+    kernels = [layer.kernel._value.numpy() for layer in trainer.model.layers[:2]]
     assert all(kernel.size == 0 for kernel in kernels), "the whole parameters are still in memory"
     files = sorted(path.name for path in (world.folder / "parameters").glob("step-*/*") if path.name != "manifest.json")
     assert len(files) >= world.size, files
@@ -231,3 +231,43 @@ def check_what_stage_3_cannot_gather_is_refused(world: World) -> None:
             assert "Use zero=2" in str(error), error
         else:
             raise AssertionError(f"{words}: trained")
+
+
+def memory_of(variable: Any) -> int:
+    """Return the bytes that a variable takes."""
+    held = tf.raw_ops.ReadVariableOp(resource=variable._value.handle, dtype=variable._value.dtype)
+    return held.numpy().nbytes
+
+
+def check_a_model_that_a_function_builds_is_slices_from_the_start(world: World) -> None:
+    """Never whole: as it is built, trained, evaluated between epochs, saved, and restored from a file of any stage."""
+    data, expected = wide_data("float64"), reference("wide", keras.optimizers.Adam(0.01), "float64")
+    folder = world.folder / "from_the_start"
+    fit = {"validation_data": data, "validation_batch": BATCH, "batch": BATCH, "shuffle": False, "verbose": False}
+
+    def trainer_of(model: Any, stage: int) -> Any:
+        return hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), per_sample, backend=world.backend, zero=stage)
+
+    def in_slices(trainer: Any) -> bool:
+        return sum(memory_of(layer.kernel) for layer in trainer.model.layers[:2]) == 0
+
+    whole = trainer_of(wide_model("float64", 0), 0)
+    figures = whole.fit(data, epochs=EPOCHS, **fit)
+    begun = trainer_of(lambda: wide_model("float64", world.rank), 3)  # where ranks draw others, those of rank 0 count
+    assert in_slices(begun)
+    begun.consolidate()
+    for layer, first in zip(begun.model.layers[:2], wide_model("float64", 0).layers, strict=False):
+        np.testing.assert_array_equal(layer.kernel, first.kernel)
+    trainer = trainer_of(lambda: wide_model("float64", world.rank), 3)
+    consolidate, evaluated = trainer.consolidate, []
+    trainer.consolidate = lambda: (evaluated.append(in_slices(trainer)), consolidate())
+    sharded = trainer.fit(data, epochs=EPOCHS, checkpoint=folder, **fit)
+    assert evaluated == [True], "whole before the end of fit"
+    assert_equal(trainer, expected, "float64", "built by a function")
+    for one, other in zip(sharded.evaluations, figures.evaluations, strict=True):
+        assert abs(one.loss - other.loss) <= 1e-9 * other.loss, (one, other)
+    restored = trainer_of(lambda: wide_model("float64", 7 + world.rank), 3)
+    restored.restore(folder)
+    assert in_slices(restored), "whole as it is restored"
+    restored.consolidate()
+    assert flat_bytes(restored.model.get_weights()) == flat_bytes(trainer.model.get_weights())

@@ -176,6 +176,31 @@ class GatheringPass(Pass):
         return tf.stack([tf.add_n(each) if each else tf.constant(0.0) for each in of_wholes])
 
 
+class _ForwardPass(GatheringPass):
+    """A forward pass alone, as of an evaluation: what was gathered is given back when it was read."""
+
+    def _differentiable(self, shard: Shard) -> tf.Tensor:
+        return self._gathered(shard, "evaluation")
+
+
+@contextmanager
+def gathered_forward(backend: Backend, shards: Mapping[str, Shard], prefetch: int) -> Iterator[None]:
+    """Let a compiled function without gradients read a model's parameters, each gathered where a layer reads it.
+
+    Args:
+        backend: the replicas, all of which call the function as often.
+        shards: this replica's slices by structural path.
+        prefetch: how many layers ahead parameters are gathered.
+
+    Raises:
+        ConfigError: something reads a variable in another way, and would see it empty; or a layer assigns to one.
+    """
+    forward = _ForwardPass(backend, shards, _Microbatch(1.0, [], [], guarded=False), prefetch)
+    with gathered_reads([shard.whole for shard in shards.values()], forward.read):
+        yield
+    refuse_other_reads(shards)
+
+
 @contextmanager
 def gathered_reads(variables: Sequence[Any], read: Callable[[Any], tf.Tensor]) -> Iterator[None]:
     """Let Keras variables read as what `read` returns for them inside the context.

@@ -7,10 +7,11 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
-from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.placement import placement_of
 from hvdtrain.state.variables import unwrap
+from hvdtrain.training.update_rules.zero.initial_slice import taken_slice
+from hvdtrain.training.update_rules.zero.memory import fill_memory, free_memory, out_of_reach
 
 SMALL_BYTES = 64 * 1024
 """Variables up to this size stay whole: an all-reduce of 64 KB takes as long as one of 1 KB, over MPI and Gloo."""
@@ -30,7 +31,10 @@ class Shard:
 
     def __init__(self, whole: Any, exchange: Collectives, path: str = "") -> None:
         self.whole = whole
-        self._kind = type(whole)
+        initial = taken_slice(whole)
+        self.begins_released = initial is not None
+        """Whether the whole was never more than drawn: a builder has kept this slice of it."""
+        self._kind = type(whole) if initial is None else initial.kind
         self.variable = unwrap(whole)
         self.path = path
         self.exchange = exchange
@@ -42,10 +46,10 @@ class Shard:
         """Elements of the slice of the first replica; the last ones may have fewer."""
         self.bytes = self.elements * self.variable.dtype.size
         """Of the whole."""
-        self.begin = min(exchange.index * self.length, self.elements)
-        self.end = min(self.begin + self.length, self.elements)
+        self.begin, self.end = flat_slice(self.elements, exchange, row)
+        mine = self.cut() if initial is None else initial.values
         # A layer of mixed precision would read it in 16 bits, and reduce its gradient in them.
-        self.master = keras.Variable(self.cut(), dtype=whole.dtype, trainable=True, autocast=False, name=whole.name)
+        self.master = keras.Variable(mine, dtype=whole.dtype, trainable=True, autocast=False, name=whole.name)
         # Optimizers name their slots, and choose what decays, by the path and dims of the variable.
         self.master._path = whole.path
         self.master.whole = whole
@@ -65,12 +69,12 @@ class Shard:
 
     def fill(self, whole: tf.Tensor) -> Any:
         """Let the whole variable hold these values, also after `release`; return the operation within a graph."""
-        return _fill(self.variable, whole)
+        return fill_memory(self.variable, whole)
 
     def release(self) -> None:
         """Give back the memory of the whole variable, which can be neither looked at nor assigned to until `reveal`."""
-        _release(self.variable)
-        self.whole.__class__ = _released(self._kind)
+        free_memory(self.variable)
+        self.whole.__class__ = out_of_reach(self._kind)
 
     def reveal(self) -> None:
         """Let the whole variable, filled again, be looked at and assigned to."""
@@ -81,20 +85,27 @@ class Shard:
 
         It may share the memory of the whole, until one of them is updated: see `fill_master_apart`.
         """
-        _fill(unwrap(self.master), self.cut())
+        fill_memory(unwrap(self.master), self.cut())
 
     def fill_master_apart(self) -> None:
         """Do what `fill_master` does, into memory of its own: the whole one can be given back."""
-        _fill(unwrap(self.master), tf.raw_ops.DeepCopy(x=self.cut()))
+        fill_memory(unwrap(self.master), tf.raw_ops.DeepCopy(x=self.cut()))
 
     def release_master(self) -> Any:
         """Give back the memory of the master; return the operation within a graph."""
-        return _release(unwrap(self.master))
+        return free_memory(unwrap(self.master))
 
 
 def slice_length(elements: int, replicas: int) -> int:
     """Return the elements of a slice; the last ones may have fewer, or with very many replicas none."""
     return -(-elements // replicas)
+
+
+def flat_slice(elements: int, exchange: Collectives, row: int = 1) -> tuple[int, int]:
+    """Return begin and end of this replica's slice of a variable that is laid out flat, of whole rows of `row`."""
+    length = slice_length(elements // row, exchange.size) * row
+    begin = min(exchange.index * length, elements)
+    return begin, min(begin + length, elements)
 
 
 def stays_whole(variable: Any) -> bool:
@@ -114,31 +125,3 @@ def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the first dim that holds several elements, and the elements of each of its rows."""
     dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
     return dim, prod(shape[dim + 1 :])
-
-
-def _released(kind: type) -> type:
-    """Return a subclass of a class of Keras variables whose instances refuse to be looked at and assigned to."""
-
-    def refuse(variable: Any, *arguments: Any, **named: Any) -> Any:
-        raise ConfigError(
-            "Between two steps --zero=3 keeps slices of the parameters. Received: a look at, or an assignment to, all "
-            f"of {variable.path}, as after a training that ended with an error. Call trainer.consolidate() on every "
-            "rank before."
-        )
-
-    return type(kind.__name__, (kind,), {"__array__": refuse, "numpy": refuse, "assign": refuse})
-
-
-def _fill(variable: tf.Variable, value: tf.Tensor) -> Any:
-    # Its own `assign` compares the shapes, and that of a released variable is another.
-    return _assign(variable, tf.ensure_shape(value, variable.shape))
-
-
-def _release(variable: tf.Variable) -> Any:
-    # A graph must not see the shape of what it assigns.
-    nothing = tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([0], variable.dtype), shape=tf.TensorShape(None))
-    return _assign(variable, nothing)
-
-
-def _assign(variable: tf.Variable, value: tf.Tensor) -> Any:
-    return tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, validate_shape=False)

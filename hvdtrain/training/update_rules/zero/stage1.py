@@ -171,7 +171,7 @@ class ZeroUpdate(UpdateRule):
         self.optimizer.build(self._targets)
         for shard in self._shards.values():
             # Keras asks with the tf.Variable, whose name holds those of the layers.
-            decays = inner._use_weight_decay(shard.whole.value) and inner._use_weight_decay(shard.master)
+            decays = inner._use_weight_decay(shard.variable) and inner._use_weight_decay(shard.master)
             inner._exclude_from_weight_decay_cache[inner._var_key(shard.master)] = decays
         # A saved model would hold this replica's slices for the slots of the whole: it holds none, and starts anew.
         vars(self.optimizer)["save_own_variables"] = lambda store: None

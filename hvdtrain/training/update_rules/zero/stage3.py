@@ -3,16 +3,19 @@
 Between two steps a replica holds a slice of each large variable, of its gradient and of its slots. The forward pass
 gathers a layer's parameters where it reads them, and the backward pass gathers them again; see `gathered.py`. What is
 between two steps, such as an evaluation or a callback that looks at weights, sees whole variables: `show_weights`
-gathers them, and the next step gives their memory back.
+gathers them, and the next step gives their memory back. Of a model that a function builds, slices are all there is from
+the start: see `building.py`.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.optim.averaging import has_averages
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import NamedTensor
@@ -20,7 +23,9 @@ from hvdtrain.state.train_state import MODEL, TrainState
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.finite import poison_of
 from hvdtrain.training.step.parameters import Parameters
-from hvdtrain.training.update_rules.zero.gathered import GatheredParameters
+from hvdtrain.training.update_rules.zero.building import make_whole
+from hvdtrain.training.update_rules.zero.gathered import GatheredParameters, gathered_forward
+from hvdtrain.training.update_rules.zero.initial_slice import initial_slice_of
 from hvdtrain.training.update_rules.zero.stage2 import ScatteredGradientsUpdate
 from hvdtrain.training.update_rules.zero.window import window_for
 
@@ -36,6 +41,16 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         self._shown = True
         """Whether the model's variables are whole."""
         super().__init__(backend, model, optimizer, options)
+        self._begin_released()
+
+    @property
+    def holds_weights(self) -> bool:
+        """See `UpdateRule`."""
+        return self._shown
+
+    def gathered_weights(self) -> AbstractContextManager[None]:
+        """See `UpdateRule`."""
+        return nullcontext() if self._shown else gathered_forward(self._backend, self._by_path, self._prefetch)
 
     def parameters(self, state: TrainState) -> Parameters:
         """See `UpdateRule`."""
@@ -88,6 +103,11 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         self.show_weights()
         super().consolidate()
 
+    def prepare_to_evaluate(self) -> None:
+        """See `UpdateRule`: an evaluation gathers the weights layer by layer; averages of them are whole."""
+        if has_averages(self.optimizer):
+            self.consolidate()
+
     def prepare_to_save(self) -> None:
         """See `UpdateRule`: each replica saves its slices."""
         self._release()
@@ -96,6 +116,18 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         """Update the slices; the next forward pass gathers them."""
         with fused_updates(self.optimizer):
             self.optimizer.apply(gradients, self._targets)
+
+    def _begin_released(self) -> None:
+        """Begin with the slices that were kept as the model was built, if it was built so."""
+        left = [found for v in self.model.variables if (found := initial_slice_of(v)) is not None]
+        for number, initial in enumerate(left):  # of layers that were frozen since
+            make_whole(initial, self._backend, f"zero_initial/whole/{number}")
+        shards = self._by_path.values()
+        if any(shard.begins_released for shard in shards):
+            for shard in shards:
+                if not shard.begins_released:
+                    shard.fill_master_apart()
+            self._release()
 
     def _release(self) -> None:
         if self._shown:

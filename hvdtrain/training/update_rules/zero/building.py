@@ -1,0 +1,164 @@
+"""Models whose parameters are slices from the start: a rank of stage 3 never holds all of the one that is built.
+
+While a function builds the model, each large variable is drawn whole, as in every other layout, and freed before the
+next one is drawn: a rank keeps its slice. Whoever reads the variable sees its value drawn again; of a value that is
+assigned, as by `load_weights`, the slice is kept alike.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.building import keras_variable
+from hvdtrain.state.structure import structure_of
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.update_rules.zero.initial_slice import InitialSlice, initial_slice_of
+from hvdtrain.training.update_rules.zero.memory import free_memory
+from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES, flat_slice, stays_whole
+
+_TIMEOUT_S = 600.0
+
+
+def built_as_slices(build: Callable[[], Any], backend: Backend) -> Any:
+    """Return the model that `build` returns, with slices of its large parameters; every rank calls it.
+
+    Where ranks draw different values, those of the first count.
+
+    Raises:
+        ConfigError: ranks that build different models, or assign different values.
+    """
+    building = _Building(backend)
+    with building.scope():
+        model = build()
+    building.finish(model)
+    return model
+
+
+def is_built_as_slices(model: Any) -> bool:
+    """Whether parameters of `model` are slices that no update rule has taken yet."""
+    return any(initial_slice_of(variable) is not None for variable in model.variables)
+
+
+def make_whole(initial: InitialSlice, backend: Backend, name: str) -> None:
+    """Gather a variable, of which all ranks hold slices; they call it together, with the same name."""
+    assert initial.values is not None, "every slice is kept as it is made"
+    gather = tf.function(lambda mine: backend.run(lambda: backend.all_gather(mine, name=name)), autograph=False)
+    initial.fill(gather.get_concrete_function(initial.values)(initial.values))
+
+
+class _Building:
+    """The variables that a builder has made as slices.
+
+    Args:
+        backend: the replicas.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._made: list[InitialSlice] = []
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Make large variables as slices inside this context."""
+        with tf.variable_creator_scope(self._create):
+            yield
+
+    def _create(self, next_creator: Callable[..., Any], **options: Any) -> Any:
+        owner, initializer = keras_variable(options.get("initial_value"))
+        # Others are cut once the model is built.
+        if not (type(owner) is keras.Variable and _is_large(owner) and _repeats(initializer)):
+            return next_creator(**options)
+        initial = self._slice_of(owner, initializer)
+        whole = initial.draw()
+        tensor = next_creator(**{**options, "initial_value": whole})
+        initial.keep(whole)
+        free_memory(tensor)
+        initial.show_drawn()
+        self._made.append(initial)
+        return tensor
+
+    def finish(self, model: Any) -> None:
+        """Let all large parameters of `model` be slices, alike on all ranks, and everything else be whole."""
+        _agree(self._made, self._backend)
+        mine = {id(variable) for variable in model.trainable_variables} if model.built else set()
+        for number, initial in enumerate(self._made):
+            if id(initial.variable) in mine and not stays_whole(initial.variable):
+                initial.close()
+            else:
+                make_whole(initial, self._backend, f"zero_initial/{number}")
+        if model.built:
+            self._cut_others(model)
+
+    def _cut_others(self, model: Any) -> None:
+        """Cut what was drawn in another way: by an initializer of the user's own, say."""
+        path_of = structure_of(model).path
+        for variable in model.trainable_variables:
+            if initial_slice_of(variable) is None and not stays_whole(variable):
+                self._backend.broadcast({f"zero_initial/{path_of(variable)}": unwrap(variable)})
+                initial = self._slice_of(variable)
+                initial.keep(unwrap(variable))
+                initial.close()
+
+    def _slice_of(self, variable: Any, initializer: Any = None) -> InitialSlice:
+        elements = int(tf.TensorShape(variable.shape).num_elements())
+        return InitialSlice(variable, *flat_slice(elements, self._backend), initializer)
+
+
+def _is_large(variable: Any) -> bool:
+    """Whether a variable that is being made will be cut, as far as that is known by now: see `stays_whole`."""
+    if not (variable.trainable and tf.executing_eagerly()):
+        return False
+    elements = int(tf.TensorShape(variable.shape).num_elements())
+    return elements * tf.as_dtype(variable._dtype).size > SMALL_BYTES
+
+
+def _repeats(initializer: Any) -> bool:
+    """Whether an initializer is known to draw the same whenever it is called, and to change nothing as it does."""
+    known = isinstance(initializer, keras.initializers.Initializer) and type(initializer).__module__.startswith(
+        "keras."
+    )
+    return known and isinstance(getattr(initializer, "seed", 0), int)
+
+
+def _agree(made: Sequence[InitialSlice], backend: Backend) -> None:
+    """Let the slices of all ranks be those of one model: that of the first rank.
+
+    Raises:
+        ConfigError: ranks that make other variables, or assign other values.
+    """
+    mine = [[_kind(each), each.checksum, each.seed] for each in made]
+    everyone = backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S, among="replicas")
+    facts = [json.loads(text) for text in everyone]
+    for rank, theirs in enumerate(facts):
+        if [kind for kind, *_ in theirs] != [kind for kind, *_ in facts[0]]:
+            raise ConfigError(
+                "Every rank builds the same model. Received: a function that makes other variables on rank "
+                f"{rank} than on rank 0."
+            )
+    for number, each in enumerate(made):
+        checksums = [theirs[number][1] for theirs in facts]
+        if len(set(checksums)) > 1:
+            _draw_as_first(each, *facts[0][number][1:])
+
+
+def _kind(initial: InitialSlice) -> str:
+    return f"{initial.variable._dtype}{list(initial.variable._shape)}"
+
+
+def _draw_as_first(initial: InitialSlice, checksum: int, seed: int | None) -> None:
+    """Draw what differs by the seed of the first rank."""
+    if seed is not None:
+        initial.initializer.seed = seed
+        initial.keep(initial.draw())
+    if seed is None or initial.checksum != checksum:
+        raise ConfigError(
+            f"The ranks gave {initial.variable.path} other values while they built the model, and --zero=3 keeps "
+            "slices of them: load them on every rank, seed what is drawn alike (hvdtrain.init(seed=…)), or give "
+            "Trainer the built model in place of a function, which takes those of rank 0."
+        )
