@@ -1,5 +1,6 @@
 """Choose the backend that fits a session."""
 
+from hvdtrain.backends.planned import PlannedBackend, PlannedWorld
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.session import Session, current
@@ -15,6 +16,8 @@ def backend_for(session: Session) -> Backend:
         from hvdtrain.backends.tf_distribute import StrategyBackend
 
         return StrategyBackend(session, session.strategy)
+    if isinstance(session.world, PlannedWorld):
+        return PlannedBackend(session)
     if not session.world.collectives:
         from hvdtrain.backends.single import SingleBackend
 

@@ -1,4 +1,4 @@
-"""`train --dry-run N`: how N ranks would be laid out, without starting one."""
+"""`train --dry-run N`: how N ranks would be laid out, and what a start on them would refuse, without starting one."""
 
 from hvdtrain.cli.local import import_tensorflow_for_cpu
 from hvdtrain.config.errors import ConfigError
@@ -21,12 +21,16 @@ def show_layout(config: Config, ranks: int) -> int:
     """Print the layout of `ranks` ranks, and return the exit code.
 
     Raises:
-        ConfigError: not a number of ranks, or a batch that does not divide.
-        LaunchError: sizes that do not fit it.
+        ConfigError: not a number of ranks.
+        UserError: what a start on so many ranks would refuse; see `check_start`.
     """
     if ranks < 1:
         raise ConfigError(f"--dry-run takes a number of ranks. Received: {ranks}.")
-    print("\n".join(layout(config, ranks)))
+    lines = layout(config, ranks)
+    from hvdtrain.runs.dry_start import check_start
+
+    check_start(config, ranks)
+    print("\n".join(lines))
     return 0
 
 

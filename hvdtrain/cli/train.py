@@ -57,7 +57,7 @@ class Files:
     resume: Path | None = None
     """Go on with the run in this folder, from its newest good checkpoint. `auto`: that in --run-dir, or start it."""
     dry_run: int | None = None
-    """Show how so many ranks would be laid out, and start none."""
+    """Show how so many ranks would be laid out, refuse what a start on them would, and start none."""
 
     @property
     def resumed(self) -> Path | None:

@@ -19,6 +19,7 @@ from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.identity import Identity, identity_of
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.data.shapes import check_shapes
+from hvdtrain.data.splits import DataSplits
 from hvdtrain.models.registry import build_model, layout_rules, model_family
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import BaseObserver, Observer, Observers, RunInfo
@@ -228,10 +229,14 @@ def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
         ConfigError: options that do not fit.
         DataError: data that do not fit the model.
     """
-    splits = source.splits
+    return checked_trainer(config, source.splits, backend, _schedule_steps(config, source))
+
+
+def checked_trainer(config: Config, splits: DataSplits, backend: Backend, steps: int) -> Trainer:
+    """Do what `run_trainer` does, for a schedule of the learning rate that spans `steps`."""
     if config.model.sequence_parallel and "tp" not in backend.axes:
         raise ConfigError("--sequence-parallel has no effect without --parallel tp=N: leave it out.")
-    trainer = trainer_for(config, splits.sample_shape, splits.classes, backend, _schedule_steps(config, source))
+    trainer = trainer_for(config, splits.sample_shape, splits.classes, backend, steps)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     return trainer
 

@@ -60,9 +60,7 @@ def run_data(config: Config, backend: Backend) -> RunData:
         ConfigError: options of the data that do not fit.
         DataError: data that cannot be used.
     """
-    uneven = backend.capabilities.uneven
-    per_replica(config.data.batch, backend.data_parallel.size, uneven=uneven)
-    per_microbatch(config.data.batch, backend.data_parallel.size, config.training.accumulate, uneven=uneven)
+    check_batch(config, backend)
     splits = loaded_splits(config, backend)
     loaded, where = splits, config.data.cache
     splits = replace(splits, train=_cached(splits.train, where), validation=_cached(splits.validation, where))
@@ -71,6 +69,17 @@ def run_data(config: Config, backend: Backend) -> RunData:
     if service:
         refuse_python(training.batches(0))
     return RunData(splits, loaded, training, _validation(config, splits, backend, service))
+
+
+def check_batch(config: Config, backend: Backend) -> None:
+    """Refuse a batch that does not divide among the ranks, or into microbatches.
+
+    Raises:
+        ConfigError: naming one that does.
+    """
+    uneven, shares = backend.capabilities.uneven, backend.data_parallel.size
+    per_replica(config.data.batch, shares, uneven=uneven)
+    per_microbatch(config.data.batch, shares, config.training.accumulate, uneven=uneven)
 
 
 def _service(config: DataConfig, splits: DataSplits, backend: Backend) -> tuple[str, ...]:

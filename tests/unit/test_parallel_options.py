@@ -11,6 +11,8 @@ from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import check_parallel
 
+SMALL = ("--model-args", "depth", "2", "width", "16", "heads", "4")
+
 
 @pytest.mark.parametrize(
     ("text", "sizes"),
@@ -63,7 +65,7 @@ def test_a_mesh_that_this_job_cannot_have_is_refused():
     ("words", "lines"),
     [
         (
-            ["--parallel", "tp=2,pp=2,dp=-1", "--dry-run", "64"],
+            ["gpt_char", "--parallel", "tp=2,pp=2,dp=-1", "--dry-run", "64"],
             [
                 "ranks        64 on a mesh of pp 2 x dp 16 x tp 2",
                 "tp           2 ranks that hold slices of each matrix: 0-1, 2-3, 4-5, 6-7, 8-9, 10-11, 12-13, 14-15 "
@@ -72,17 +74,21 @@ def test_a_mesh_that_this_job_cannot_have_is_refused():
             ],
         ),
         (
-            ["--parallel", "ep=2", "--dry-run=4"],
+            ["moe_char", "--parallel", "ep=2", "--dry-run=4"],
             [
                 "dp           2 ranks that are replicas, given different samples: 0+2, 1+3",
                 "batch        32 samples, 8 for each of 4 that are given different ones",
             ],
         ),
-        (["--dry-run", "1"], ["ranks        1 on a mesh of dp 1", "process sets 0 besides that of all ranks"]),
+        (
+            ["gpt_char", "--dry-run", "1"],
+            ["ranks        1 on a mesh of dp 1", "process sets 0 besides that of all ranks"],
+        ),
     ],
 )
 def test_a_layout_is_shown_without_ranks(capsys, words, lines):
-    assert main(["train", "gpt_char", *words]) == 0
+    recipe, *options = words
+    assert main(["train", recipe, *SMALL, *options]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert all(line in shown for line in lines), shown
 
@@ -99,3 +105,28 @@ def test_a_layout_is_shown_without_ranks(capsys, words, lines):
 def test_a_layout_that_cannot_be_is_refused(capsys, words, said):
     assert main(["train", "gpt_char", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("gpt_char --parallel tp=3 --dry-run 3", "tp=3 does not divide the heads of 'block0_attention/query/kernel'"),
+        ("moe_char --parallel ep=3 --batch 33 --dry-run 3", "8 experts of the layer 'block1_experts', 3 ranks"),
+        ("gpt_char --parallel pp=16 --dry-run 16", "cannot be cut into 16 stages that each have weights to train"),
+        ("gpt_char --parallel cp=3 --dry-run 3", "cp=3 does not divide"),
+        ("gpt_char --parallel ep=2 --dry-run 2", "an axis along which nothing of the model 'transformer' is split"),
+        ("digits --parallel tp=2 --dry-run 2", "nobody has written rules for 'small_cnn'"),
+        ("gpt_char --parallel pp=2 --zero 2 --dry-run 2", "--zero 2 does not go with --parallel pp=…"),
+        ("gpt_char --parallel tp=2 --zero 3 --dry-run 4", "--zero 3 does not go with this axis of --parallel"),
+        ("moe_char --parallel ep=2 --zero 3 --dry-run 2", "stage 3 with dp alone. Received: ep=2. Take another stage"),
+        ("gpt_char --zero 1 --compression fp16 --dry-run 2", "--compression does not go with --zero"),
+        ("gpt_char --parallel pp=2 --accumulate 3 --dry-run 2", "do not divide into 3 microbatches"),
+        ("gpt_char --parallel tp=2 --backend mirrored --dry-run 2", "--parallel needs Horovod"),
+        ("moe_char --parallel pp=2 --recompute --dry-run 2", "leave --recompute out"),
+    ],
+)
+def test_what_a_start_would_refuse_is_refused_without_ranks(capsys, words, said):
+    recipe, *options = words.split()
+    assert main(["train", recipe, *(SMALL if recipe != "digits" else ()), *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error, error

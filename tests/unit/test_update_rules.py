@@ -63,13 +63,17 @@ def test_an_option_chooses_the_rule(options, kind):
     assert type(rule_of(**options)) is kind
 
 
-@pytest.mark.parametrize(("stage", "axis"), [(2, "pp"), (3, "cp"), (3, "tp"), (3, "ep")])
+@pytest.mark.parametrize(("stage", "axis"), [(2, "pp"), (3, "pp"), (3, "cp"), (3, "tp"), (3, "ep")])
 def test_axes_that_a_stage_does_not_go_with_are_refused(stage, axis):
     backend = SingleBackend(current())
     backend.axes = {"dp": 2, axis: 4}
     with pytest.raises(ConfigError) as refused:
         update_rule_for(backend, model(), keras.optimizers.SGD(), step_options({"zero": stage}))
     assert f"Received: {axis}=4. Take another stage" in str(refused.value)
+    with pytest.raises(ConfigError) as before:  # anything is built
+        check_rule(step_options({"zero": stage}), keras.optimizers.SGD(), backend)
+    assert str(before.value) == str(refused.value)
+    check_rule(step_options({"zero": 1}), keras.optimizers.SGD(), backend)
 
 
 def test_slices_of_slices_are_boxes_of_the_whole():

@@ -85,7 +85,7 @@ class CompiledStepFactory:
         self._objective = objective
         self._options = options
         check_layers(model, options)
-        check_rule(options, optimizer)
+        check_rule(options, optimizer, backend)
         self._forward = self._training_forward()
         self._loss = summed_loss(objective.loss, objective.loss_weights, self._names)
         self._spec = MetricSpec(objective.metrics, objective.weighted_metrics, objective.loss)

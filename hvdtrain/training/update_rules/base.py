@@ -1,6 +1,6 @@
 """What every update rule offers, and what a rule that keeps whole, equal slots on every replica needs no more than."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -60,6 +60,17 @@ class UpdateRule:
 
         Raises:
             ConfigError: naming the option.
+        """
+
+    @classmethod
+    def check_axes(cls, axes: Mapping[str, int]) -> None:
+        """Refuse axes of the mesh along which the rule cannot have a model split.
+
+        Args:
+            axes: sizes of those that hold several ranks.
+
+        Raises:
+            ConfigError: naming them.
         """
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:

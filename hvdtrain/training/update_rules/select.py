@@ -22,13 +22,16 @@ def chosen_rule(options: StepOptions) -> str:
     return next((option for option in RULES if option in chosen), DEFAULT)
 
 
-def check_rule(options: StepOptions, optimizer: Any) -> None:
-    """Refuse what the chosen rule cannot work with.
+def check_rule(options: StepOptions, optimizer: Any, backend: Backend | None = None) -> None:
+    """Refuse what the chosen rule cannot work with, on the mesh of `backend` if it is given.
 
     Raises:
-        ConfigError: naming the option, or the optimizer.
+        ConfigError: naming the option, the optimizer or the axis of the mesh.
     """
-    _rule_class(chosen_rule(options), options).check(options, optimizer)
+    rule = _rule_class(chosen_rule(options), options)
+    rule.check(options, optimizer)
+    if backend is not None and not is_alone(backend):
+        rule.check_axes(backend.axes)
 
 
 def update_rule_for(backend: Backend, model: Any, optimizer: Any, options: StepOptions) -> UpdateRule:

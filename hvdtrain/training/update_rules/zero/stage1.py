@@ -6,7 +6,7 @@ all-reduce, and divides the work of the update and the memory of the slots by th
 are all-reduced and updated whole everywhere: their messages cost the same, their slots next to nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,7 +76,7 @@ class ZeroUpdate(UpdateRule):
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         _refuse_slots(optimizer)
         self._split = SplitModel(backend, model.trainable_variables)
-        self._refuse_split(backend)
+        self.check_axes(backend.axes)
         path_of = structure_of(model).path
         shared = {id(v): self._split.replicas_of(v) for v in model.trainable_variables if not stays_whole(v)}
         self._shards = {
@@ -201,11 +201,13 @@ class ZeroUpdate(UpdateRule):
         shard = self._by_path[path]
         return tf.reshape(shard.exchange.all_gather(mine, name=name), shard.variable.shape)
 
-    def _refuse_split(self, backend: Backend) -> None:
-        others = [f"{axis}={size}" for axis, size in backend.axes.items() if axis not in ("dp", *self._goes_with)]
+    @classmethod
+    def check_axes(cls, axes: Mapping[str, int]) -> None:
+        """See `UpdateRule`."""
+        others = [f"{axis}={size}" for axis, size in axes.items() if axis not in ("dp", *cls._goes_with)]
         if others:
             raise ConfigError(
-                f"--zero={self._stage} does not go with this axis of --parallel: stage 1 goes with each of them, "
+                f"--zero={cls._stage} does not go with this axis of --parallel: stage 1 goes with each of them, "
                 f"stage 2 with dp, cp, ep and tp, stage 3 with dp alone. Received: {', '.join(others)}. Take another "
                 "stage, or leave the axis out."
             )

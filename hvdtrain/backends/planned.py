@@ -1,0 +1,152 @@
+"""One rank of a job that is not started: where it would stand on the mesh, as if all others did what it does.
+
+A trainer can be made on it, and refuses what it would refuse in the job. Nothing can be trained.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.protocol import Among, Capabilities
+from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.devices import DevicePlan
+from hvdtrain.runtime.failures import FailFast
+from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.link import Link
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.session import Session, current, has_session, set_current
+from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.runtime.world import World
+
+_AXES: dict[Among, tuple[str, ...]] = {
+    "replicas": REPLICA_AXES,
+    "holders": HOLDER_AXES,
+    "data_parallel": DATA_AXES,
+    "tp": ("tp",),
+}
+
+
+class PlannedCollectives(NoOpCollectives):
+    """Collectives of `size` ranks that all hold what this one does; results have the shapes that they would have.
+
+    Args:
+        size: number of ranks.
+        index: this rank's place among them.
+    """
+
+    def __init__(self, size: int, index: int) -> None:
+        self.size, self.index = size, index
+
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Return `tensor` once for each rank."""
+        return tf.concat([tensor] * self.size, 0)
+
+    def grouped_all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        """Do so for each of `tensors`."""
+        return [self.all_gather(tensor, name=name) for tensor in tensors]
+
+
+class PlannedWorld(World):
+    """The world of a job that is not started."""
+
+    def along(self, *axes: str) -> Any:
+        """See `World`."""
+        return PlannedCollectives(self.mesh.size(*axes), self.mesh.coordinate(*axes))
+
+
+class PlannedBackend(PlannedCollectives):
+    """A rank's backend in a job that is not started, in place of Horovod's; see `Backend`."""
+
+    name = "horovod"
+    roles: Mapping[str, int] = {}
+    capabilities = Capabilities()
+
+    def __init__(self, session: Session) -> None:
+        self._mesh = session.world.mesh
+        super().__init__(self._mesh.size(*REPLICA_AXES), self._mesh.coordinate(*REPLICA_AXES))
+        self.axes = {axis: self._mesh.size(axis) for axis in self._mesh.named(self._mesh.axis_names)}
+        self.primary = self.rank == 0
+
+    @property
+    def data_parallel(self) -> PlannedCollectives:
+        """See `Backend`."""
+        return self.along(*DATA_AXES)
+
+    @property
+    def process(self) -> int:
+        """See `Backend`."""
+        return self.data_parallel.index
+
+    @property
+    def processes(self) -> int:
+        """See `Backend`."""
+        return self.data_parallel.size
+
+    @property
+    def rank(self) -> int:
+        """See `Backend`."""
+        return self._mesh.rank
+
+    @property
+    def job_size(self) -> int:
+        """See `Backend`."""
+        return self._mesh.size(*self._mesh.axis_names)
+
+    @property
+    def everyone(self) -> PlannedCollectives:
+        """See `Backend`."""
+        return PlannedCollectives(self.job_size, self.rank)
+
+    def along(self, *axes: str) -> PlannedCollectives:
+        """See `Backend`."""
+        return PlannedCollectives(self._mesh.size(*axes), self._mesh.coordinate(*axes))
+
+    def between(self, axis: str, here: int, there: int) -> PlannedCollectives:
+        """See `Backend`."""
+        return PlannedCollectives(2, int(here > there))
+
+    def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
+        """Return `payload` once for each rank."""
+        return [payload] * (self.job_size if among == "job" else self._mesh.size(*_AXES[among]))
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """No context is needed."""
+        return nullcontext()
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Call `step`."""
+        return step(*args)
+
+    def prepare(self, optimizer: Any) -> None:
+        """Leave it as it is."""
+
+    def close(self) -> None:
+        """There is nobody to leave together with."""
+
+
+@contextmanager
+def planned(config: RuntimeConfig, mesh: Mesh) -> Iterator[PlannedBackend]:
+    """Make this process, inside the context, the rank of `mesh` in a job that is not started.
+
+    Args:
+        config: options of processes.
+        mesh: as this rank of the job has it.
+    """
+    ranks = mesh.size(*mesh.axis_names)
+    environment = replace(detect_environment({}), controller="mpi", rank=mesh.rank, size=ranks)
+    control, before = LocalChannel(), current() if has_session() else None
+    collectives: Any = {"job": PlannedCollectives(ranks, mesh.rank)}
+    world = PlannedWorld(mesh, (environment.hostname,) * ranks, collectives)
+    link = Link(environment, control, Watchdog(control, FailFast()))
+    session = Session(link, world, DevicePlan((), 1, False), config=config)
+    set_current(session)
+    try:
+        yield PlannedBackend(session)
+    finally:
+        set_current(before)
