@@ -1,6 +1,7 @@
 """Compiled calls outside of the training step, and names within a compiled one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 _FUNCTIONS = "hvdtrain/functions"
 _NAMES = "hvdtrain/names"
+_PREFIX = "hvdtrain/prefix"
 # The scopes in which TensorFlow's polymorphic_function.py traces: the first may create variables.
 _FIRST, _SECOND = "variable_capturing_scope", "invalid_creator_scope"
 
@@ -32,9 +34,12 @@ def numbered(name: str) -> str:
     """
     if tf.executing_eagerly():
         return name
+    prefixed = _prefixed_function()
+    if prefixed is not None:
+        return f"{prefixed.get_collection(_PREFIX)[0]}/{_numbered_in(name, prefixed)}"
     inner, outermost = _functions()
     if not isinstance(outermost, FuncGraph):
-        return _numbered_in_session(name, outermost)
+        return _numbered_in(name, outermost)
     functions: list[_Function] = outermost.get_collection_ref(_FUNCTIONS)
     own = next((each for each in functions if each.graph is inner), None)
     if own is None:
@@ -45,8 +50,33 @@ def numbered(name: str) -> str:
     return name if number == 1 else f"{name}#{number}"
 
 
-def _numbered_in_session(name: str, graph: tf.Graph) -> str:
-    """Number `name` in a graph of TensorFlow 1, which is built once; savers take collections of strings alone."""
+@contextmanager
+def names_under(prefix: str) -> Iterator[None]:
+    """Let `numbered` name what the function that is being traced uses by itself, under a prefix of its own.
+
+    A function may be traced once more for other shapes, and at other times on other ranks: its names are the same in
+    all of its traces, which must not run at the same time.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    graph.add_to_collection(_PREFIX, prefix)
+    try:
+        yield
+    finally:
+        graph.get_collection_ref(_PREFIX).clear()
+
+
+def _prefixed_function() -> Any:
+    """Return the graph of the outermost function around this place whose names have a prefix; None if there is none."""
+    found, graph = None, tf.compat.v1.get_default_graph()
+    while graph is not None:
+        found = graph if graph.get_collection(_PREFIX) else found
+        outer = getattr(graph, "outer_graph", None)
+        graph = outer if outer is not None and outer.building_function else None
+    return found
+
+
+def _numbered_in(name: str, graph: tf.Graph) -> str:
+    """Number `name` in one graph, such as one of TensorFlow 1; savers take collections of strings alone."""
     used = graph.get_collection_ref(_NAMES)
     used.append(name)
     count = used.count(name)

@@ -51,7 +51,7 @@ RANKS_THAT_DIFFER = {
 """Two ranks can differ in all ways that matter, under either controller: over its channel they notice."""
 SPLIT_MODELS = {"context_parallel", "embedding", "experts", "held_parts", "mesh", "pipelines", "tensor_parallel"}
 """Nothing is split on one rank; four ranks under Gloo have what two axes take."""
-SEVERAL_ON_A_HOST = {"hierarchy", "hybrids", "long_pipelines"}
+SEVERAL_ON_A_HOST = {"expert_pipelines", "hierarchy", "hybrids", "long_pipelines"}
 """Four ranks are the fewest of which two hosts, or two axes, can have two each, and a pipeline a middle."""
 FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
     ("gloo", 1): TIMED
@@ -89,7 +89,7 @@ FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
     # Adasum exists on MPI alone, and four ranks combine what two ranks made.
     ("mpirun", 4): TIMED
     | SPLIT_MODELS
-    | {"hybrids", "long_pipelines"}
+    | {"expert_pipelines", "hybrids", "long_pipelines"}
     | LONG_TO_COMPILE
     | RANKS_THAT_DIFFER
     | FACE

@@ -232,6 +232,7 @@ class TwoRanks(NoOpCollectives):
         ({"sync_batch_norm": True}, "sync_batch_norm"),
         ({"local_steps": 2}, "local_steps"),
         ({"zero": 2}, "zero=2"),
+        ({"zero": 3}, "zero=3"),
         ({"reduce_op": "adasum"}, "reduce_op='adasum'"),
     ],
 )
@@ -242,8 +243,8 @@ def test_options_that_stages_do_not_know_are_refused(options, cause):
 
 def test_other_axes_beside_it_are_refused_by_name():
     backend = TwoRanks()
-    backend.axes = {"pp": 2, "dp": 2, "ep": 3}
-    with pytest.raises(ConfigError, match=r"along pp beside dp and tp, .* Received: pp=2, ep=3\. Leave out one"):
+    backend.axes = {"pp": 2, "dp": 2, "ep": 2, "cp": 3}
+    with pytest.raises(ConfigError, match=r"along pp beside dp, ep and tp, .* Received: pp=2, cp=3\. Leave out one"):
         staged(sequential(), backend, step_options({}))
 
 

@@ -5,13 +5,15 @@ from typing import Any
 
 import keras
 
+from hvdtrain.layers.experts.mixture import MixtureOfExperts
+
 
 def flops(node: Any) -> float:
     """Return the floating-point operations of one forward call for one sample, as an estimate.
 
     A matrix product, a convolution and the like take two for each element of a kernel at each position of the output;
     attention takes 4 x queries x keys x width besides, and an embedding or any other operation one for each element of
-    its output. Unknown dims, such as a sequence of any length, count as 1.
+    its output. Of experts those that a token goes to count. Unknown dims, such as a sequence of any length, count as 1.
     """
     produced = float(sum(_elements(tensor) for tensor in node.outputs))
     operation = node.operation
@@ -19,9 +21,17 @@ def flops(node: Any) -> float:
         return produced
     positions = max((_elements_before_last(tensor) for tensor in node.outputs), default=1)
     inner = [each for each in operation._flatten_layers() if not isinstance(each, keras.layers.Embedding)]
-    kernels = [v for each in inner for v in (*each._trainable_variables, *each._non_trainable_variables)]
-    products = 2.0 * positions * sum(prod(v.shape) for v in kernels if len(v.shape) > 1)
+    products = 2.0 * positions * sum(map(_kernel_elements, inner))
     return produced + products + sum(_attention(each, node) for each in inner)
+
+
+def _kernel_elements(layer: Any) -> int:
+    """Return how many elements of the layer's own kernels a position is multiplied with."""
+    if isinstance(layer, MixtureOfExperts):
+        of_an_expert = sum(prod(kernel.shape[1:]) for kernel in (layer.kernel_in, layer.kernel_out))
+        return prod(layer.router.shape) + layer.top_k * of_an_expert
+    variables = (*layer._trainable_variables, *layer._non_trainable_variables)
+    return sum(prod(v.shape) for v in variables if len(v.shape) > 1)
 
 
 def _attention(layer: Any, node: Any) -> float:

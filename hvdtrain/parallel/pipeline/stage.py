@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.experts.mixture import MixtureOfExperts, expert_layers
 from hvdtrain.parallel.pipeline.cut import Cut, shared_variables
 from hvdtrain.parallel.pipeline.graph import MASK, functional_of, run, variables_of
 from hvdtrain.parallel.tensor.outputs import tagged_outputs
@@ -154,6 +155,12 @@ class PipelineStage(keras.Model):
         paths = {key: path for key, path in structure.paths.items() if key in held}
         self.whole = replace(self.whole, structure=Structure(paths, structure.statistics & held))
 
+    def take_losses(self) -> tf.Tensor:
+        """Return the sum of what layers of experts added to the loss in the last call, in float64, and forget it."""
+        losses = [tf.cast(loss, tf.float64) for layer in expert_layers(self) for loss in layer._losses]
+        self._clear_losses()
+        return tf.add_n([tf.zeros([], tf.float64), *losses])
+
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to write a part of the model for the whole; `save_weights` and `export` do so too."""
         raise ConfigError(
@@ -166,10 +173,10 @@ class PipelineStage(keras.Model):
 
     def _refuse_losses(self) -> None:
         for layer in self._flatten_layers(include_self=False):
-            if layer._losses:
+            if layer._losses and not isinstance(layer, MixtureOfExperts):
                 raise ConfigError(
                     f"{type(layer).__name__} {layer.name!r} adds a loss of its activations (by add_loss or "
-                    "activity_regularizer), which only the last stage of a pipeline could count: train without "
+                    "activity_regularizer), which a pipeline counts of layers of experts only: train without "
                     "--parallel pp=…, or leave that loss out."
                 )
 

@@ -14,6 +14,7 @@ from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.pipelined.figures import FiguresBackend
 from hvdtrain.training.pipelined.forward import StageForward, share_outputs
 from hvdtrain.training.pipelined.regularization import Regularization
+from hvdtrain.training.step.replica_slice import replica_slice
 
 
 class PipelinedEvaluator(Evaluator):
@@ -32,6 +33,7 @@ class PipelinedEvaluator(Evaluator):
         self._regularization = regularization
 
     def _update_replica(self, batch: Batch) -> None:
+        batch = replica_slice(batch, self._backend)
         outputs = self._forward(batch.inputs, "evaluation")
         if outputs is None:
             return
@@ -55,6 +57,7 @@ class PipelinedPredictor(Predictor):
         self._forward = forward
 
     def _outputs_of(self, batch: Batch) -> Any:
+        batch = replica_slice(batch, self._backend)
         outputs = self._forward(batch.inputs, "prediction")
         if outputs is not None:
             outputs = self._of_all_replicas(batch, gathered(outputs))

@@ -9,6 +9,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.shapes import check_source
 from hvdtrain.data.source import Source
+from hvdtrain.layers.experts.mixture import expert_layers
 from hvdtrain.parallel.pipeline.exchange import StageExchange
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
@@ -99,6 +100,8 @@ class PipelineStepFactory(CompiledStepFactory):
             epoch_metrics=epoch_metrics,
             passes=passes,
             counts=self._model.is_last,
+            experts=expert_layers(self._model.whole.model),
+            figures=self._figures,
         )
 
     def _new_evaluator(self, metrics: MetricSet) -> Evaluate:

@@ -16,6 +16,8 @@ from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction, LossSum
 from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.pipelined import added_losses
+from hvdtrain.training.pipelined.added_losses import LossShare
 from hvdtrain.training.pipelined.forward import masked, receive_forward, rows_of
 from hvdtrain.training.pipelined.regularization import Regularization
 from hvdtrain.training.pipelined.stage_training import PipelineOptions, StageTraining
@@ -23,6 +25,7 @@ from hvdtrain.training.pipelined.tied import TiedGradients
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.microbatches import Microbatches
+from hvdtrain.training.step.parameters import serves_others
 from hvdtrain.training.step.placeholder import counted
 
 Count = Callable[[Batch, Any], None]
@@ -124,7 +127,8 @@ class ScheduledRun:
         self._tapes: dict[tuple[int, int], _Taped] = {}
         self._ends: list[list[tf.Tensor]] = [[], []]
         self.totals: tf.Tensor = tf.zeros([4], tf.float64)
-        """Loss, weight, NaN where data are not finite, expected weight: of the last stage, zeros elsewhere."""
+        """Loss, weight, NaN where data are not finite, expected weight: of the last stage; elsewhere zeros, but for the
+        losses that layers add."""
 
     def take(self, action: Action) -> None:
         """Add a pass to the graph."""
@@ -158,18 +162,20 @@ class ScheduledRun:
         known = dict(zip(known, inputs, strict=True))
         with tf.GradientTape() as tape:
             tape.watch([tensor for tensor in received if tensor.dtype.is_floating])
-            outputs = stage.forward(known, received, part.has_samples)
-            summed = self._loss(stage, part, outputs) if stage.is_last else None
-        self._tapes[stage.number, microbatch] = _Taped(tape, known, received, outputs, summed)
+            outputs, added = stage.forward(known, received, part.has_samples)
+            summed = self._loss(stage, part, outputs, added) if stage.is_last else None
+        self._tapes[stage.number, microbatch] = _Taped(tape, known, received, outputs, added, summed)
         if summed is None:
             check_shapes(stage.cut, known, stage.number, outputs)
             owner.exchange.send(outputs, stage.number, stage.number + 1, str(microbatch), "forward")
-            return list(outputs)
+            return outputs if added is None else [*outputs, added]
         return [*outputs, summed.total]
 
-    def _loss(self, stage: StageTraining, part: Batch, outputs: list[tf.Tensor]) -> LossSum:
+    def _loss(self, stage: StageTraining, part: Batch, outputs: list[tf.Tensor], added: tf.Tensor | None) -> LossSum:
         packed = stage.stage.outputs_of(masked(stage.cut.graph.outputs, outputs))
         summed = self._owner.loss(part.targets, packed, part.sample_weight)
+        if added is not None:
+            summed = summed._replace(total=summed.total + summed.weight * tf.cast(added, summed.total.dtype))
         self._add_totals(part, summed)
         self._count(part, packed)
         return summed
@@ -190,30 +196,48 @@ class ScheduledRun:
         taped = self._tapes.pop((stage.number, microbatch))
         targets, seeds = self._seeds(stage, taped, part, str(microbatch))
         seeds = self._gated(seeds)
+        share = seeds.pop() if stage.needs_share else None
+        if taped.added is not None and taped.summed is None:
+            assert share is not None, "a stage that adds losses is sent what they count"
+            targets, seeds = [*targets, taped.added], [*seeds, self._seed_of_added(taped.added, share, part)]
         sources = [tensor for tensor in taped.received if tensor.dtype.is_floating]
         with self._after(1):
             variables = list(stage.variables.values())
             found = taped.tape.gradient(targets, [*variables, *sources], output_gradients=seeds)
-            gradients = [counted(gradient, part.has_samples) for gradient in found]
-            own, sent = gradients[: len(variables)], gradients[len(variables) :]
+            own = [
+                gradient if serves_others(variable) else counted(gradient, part.has_samples)
+                for variable, gradient in zip(variables, found, strict=False)
+            ]
+            sent = [counted(gradient, part.has_samples) for gradient in found[len(variables) :]]
             stage.add(own, microbatch=microbatch, only=len(self._parts) == 1)
         if stage.number:
             whole = [
                 tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in zip(sources, sent, strict=True)
             ]
+            if share is not None and stage.passes_share:
+                whole.append(share)
             owner.exchange.send(whole, stage.number, stage.number - 1, str(microbatch), "backward")
-        return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+        return [g.values if isinstance(g, tf.IndexedSlices) else g for g in (*own, *sent) if g is not None]
+
+    def _seed_of_added(self, added: tf.Tensor, packed: tf.Tensor, part: Batch) -> tf.Tensor:
+        """Return with what the backward pass of a stage's own loss begins, and count that loss."""
+        share = added_losses.share_of(packed)
+        loss = counted(share.weight * added, part.has_samples)
+        self.totals += tf.concat([loss[None], tf.zeros([3], tf.float64)], 0)
+        return share.weight * share.seed
 
     def _seeds(
         self, stage: StageTraining, taped: "_Taped", part: Batch, label: str
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Return the tensors whose gradients are known, and these gradients."""
+        """Return the tensors whose gradients are known, and these gradients, a packed `LossShare` last if needed."""
         if taped.summed is not None:
             dtype = taped.summed.total.dtype
             scale = tf.cast(loss_scale_of(self._owner.state.optimizer), dtype)
             seed = tf.cast(part.has_samples, dtype) / self._expected(part, taped.summed) * scale
-            return [taped.summed.total], [seed]
+            share = [LossShare(taped.summed.weight, seed).packed()] if stage.needs_share else []
+            return [taped.summed.total], [seed, *share]
         specs = [spec for spec in boundary_specs(stage.cut, taped.known, stage.number) if spec.is_float]
+        specs += [added_losses.SPEC] if stage.needs_share else []
         with self._after(2):
             seeds = self._received(specs, taped, stage, label)
         return [tensor for tensor in taped.outputs if tensor.dtype.is_floating], seeds
@@ -231,6 +255,8 @@ class _Taped:
     known: Mapping[int, Any]
     received: Sequence[tf.Tensor]
     outputs: Sequence[tf.Tensor]
+    added: tf.Tensor | None
+    """What the stage's layers add to the loss."""
     summed: LossSum | None
     """Where the last stage is."""
 

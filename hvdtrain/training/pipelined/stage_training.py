@@ -9,11 +9,14 @@ import tensorflow as tf
 from hvdtrain.config.pipeline import ScheduleName
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.layers.exchanging import ExchangingLayer, samples_of
 from hvdtrain.layers.recompute import recomputed
 from hvdtrain.parallel.pipeline.graph import variables_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
+from hvdtrain.runtime.compiled import names_under
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.variables import unwrap
+from hvdtrain.training.pipelined.added_losses import adds_losses, shared_up_to
 from hvdtrain.training.step.placeholder import unmoved
 
 
@@ -50,10 +53,16 @@ class StageTraining:
         self.cut = stage.whole.cut
         self.is_last = number + 1 == self.cut.stages
         nodes = self.cut.nodes(number)
+        self.adds_losses = adds_losses(self.cut, number)
+        self.needs_share = shared_up_to(self.cut, number)
+        """Whether the stage, or one before it, adds losses and must know what they count."""
+        self.passes_share = number > 0 and shared_up_to(self.cut, number - 1)
+        """Whether the stage before must know it."""
         used = {id(unwrap(variable)) for variable in variables_of(nodes)}
         self.variables = {path: v for path, v in trainable.items() if id(v) in used}
         layers = {id(layer): layer for node in nodes for layer in _layers_of(node.operation)}.values()
         self._statistics = [variable for layer in layers for variable in statistics_of(layer)]
+        self._exchanging = [layer for layer in layers if isinstance(layer, ExchangingLayer)]
         self._volatile = [v for v in variables_of(nodes) if not v.trainable]
         self._sum = GradientSum(list(self.variables.values()))
         self._single: list[Gradient] | None = None
@@ -65,22 +74,25 @@ class StageTraining:
 
     def forward(
         self, known: Mapping[int, Any], received: Sequence[tf.Tensor], has_samples: tf.Tensor | float
-    ) -> list[tf.Tensor]:
-        """Return what the stage passes on, masks last."""
-        if tf.is_tensor(has_samples):
-            outputs: list[tf.Tensor] = self._compiled(list(known.values()), list(received), has_samples)
-            return outputs
-        outputs = self._compiled(list(known.values()), list(received))
-        return outputs
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Return what the stage passes on, masks last, and the loss that its layers add, if they add one."""
+        presence = [has_samples] if tf.is_tensor(has_samples) else []
+        tensors: list[tf.Tensor] = self._compiled(list(known.values()), list(received), *presence)
+        return (tensors[:-1], tensors[-1]) if self.adds_losses else (tensors, None)
 
     def _forward(
         self, inputs: list[Any], received: list[tf.Tensor], has_samples: tf.Tensor | float = 1.0
     ) -> list[tf.Tensor]:
         known = dict(zip(map(id, self.cut.graph.inputs), inputs, strict=True))
-        with unmoved(self._statistics, has_samples):
+        with (
+            names_under(f"stage{self.number}"),
+            unmoved(self._statistics, has_samples),
+            samples_of(self._exchanging, has_samples),
+        ):
             if self._recompute:
                 return list(recomputed(RepeatedStage(self, known), received or inputs))
-            return self.outputs(known, received)
+            outputs = self.outputs(known, received)
+            return [*outputs, self.stage.take_losses()] if self.adds_losses else outputs
 
     def outputs(self, known: Mapping[int, Any], received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Call the stage's layers in training."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.exchanging import exchanging_layers
+from hvdtrain.layers.experts.mixture import expert_layers
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.cut import cut_model, shared_variables
@@ -42,7 +44,7 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
     _check_options(options, ranks)
     split = backend.axes.get("tp", 1) > 1
     cut = cut_model(model, ranks * options.virtual_stages, options.pipeline_stages, split=split)
-    _check_model(model)
+    _check_model(model, options)
     stage = PipelineStage(model, cut, backend.along(AXIS).index, ranks)
     _refuse_shared_state(stage)
     _agree(stage, backend)
@@ -53,11 +55,11 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
 
 
 def _check_axes(axes: Mapping[str, int]) -> None:
-    """Refuse axes along which layers would divide the samples of a microbatch, or its sequences."""
-    other = next((f"{axis}={size}" for axis, size in axes.items() if axis not in (AXIS, "dp", "tp")), None)
+    """Refuse axes along which ranks would have slices of sequences."""
+    other = next((f"{axis}={size}" for axis, size in axes.items() if axis not in (AXIS, "dp", "ep", "tp")), None)
     if other is not None:
         raise ConfigError(
-            "--parallel splits a model along pp beside dp and tp, and not along other axes at once. "
+            "--parallel splits a model along pp beside dp, ep and tp, and not along other axes at once. "
             f"Received: pp={axes[AXIS]}, {other}. Leave out one of them."
         )
 
@@ -77,7 +79,19 @@ def _check_options(options: StepOptions, ranks: int) -> None:
     schedule_of(options.pipeline_schedule, 0, ranks, options.accumulate, options.virtual_stages)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, options: StepOptions) -> None:
+    experts = expert_layers(model)
+    if experts and options.recompute:
+        raise ConfigError(
+            f"Recomputing would lose the gradient of the loss that {type(experts[0]).__name__} {experts[0].name!r} "
+            "adds: leave --recompute out."
+        )
+    divided = next((layer for layer in exchanging_layers(model) if layer.divided and layer not in experts), None)
+    if divided is not None:
+        raise ConfigError(
+            f"{type(divided).__name__} {divided.name!r} is divided among the ranks along ep, which does not go with "
+            "--parallel pp=…: layers of experts alone do. Leave pp out, or let each rank hold the whole table."
+        )
     synchronized = sync_layers(model)
     if synchronized:
         raise ConfigError(

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
+from hvdtrain.runtime.guarded import guarded
 
 
 def per_microbatch(batch: int, replicas: int, accumulate: int, *, uneven: bool = False) -> int:
@@ -63,16 +64,17 @@ class Microbatches:
     def take(self, number: Any) -> Batch:
         """Return microbatch `number`, an int or an integer tensor.
 
-        One that has no samples on this replica holds a neighbour's and does not count it.
+        One that has no samples on this replica holds a neighbour's and does not count it. That it does not is not
+        known before the step runs: from a constant TensorFlow would leave out what others wait for.
         """
         begin = number * self._length
-        if self._even:
+        if self._even and (tf.is_tensor(number) or number < self.count):
             return self._part(lambda t: tf.ensure_shape(t[begin : begin + self._length], [self._length, *t.shape[1:]]))
         samples = tf.shape(self._first)[0]
         has_samples = tf.cast(self._batch.has_samples, tf.float32) * tf.cast(begin < samples, tf.float32)
         begin = tf.minimum(begin, samples - 1)
         end = tf.maximum(tf.minimum(begin + self._length, samples), begin + 1)
-        return self._part(lambda t: t[begin:end])._replace(has_samples=has_samples)
+        return self._part(lambda t: t[begin:end])._replace(has_samples=guarded(has_samples))
 
     def _part(self, cut: Callable[[tf.Tensor], tf.Tensor]) -> Batch:
         inputs, targets, weights = tf.nest.map_structure(lambda t: None if t is None else cut(t), self._tensors)

@@ -1,16 +1,16 @@
 """One optimizer step as one compiled function: microbatches forward and backward, exchange, update."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.layers.experts.figures import routing_figures
-from hvdtrain.layers.experts.mixture import expert_layers
+from hvdtrain.layers.experts.mixture import MixtureOfExperts, expert_layers
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction
@@ -45,6 +45,8 @@ class TrainStep:
         passes: runs a batch forward and backward in place of the above, and lets the function that it is given count
             each microbatch with its outputs.
         counts: whether this process sees the outputs; of several that share one replica, one does.
+        experts: the layers of experts whose figures are reported; by default those of the model.
+        figures: adds these figures up; by default the replicas.
     """
 
     returns_logs = False
@@ -63,6 +65,8 @@ class TrainStep:
         jit: bool = False,
         passes: Callable[[Batch, Callable[[Batch, Any], None]], LocalGradients] | None = None,
         counts: bool = True,
+        experts: Sequence[MixtureOfExperts] | None = None,
+        figures: Collectives | None = None,
     ) -> None:
         self._backend = backend
         self._state = state
@@ -74,7 +78,8 @@ class TrainStep:
         self._metrics = metrics
         self._rule = rule
         self._microbatch = microbatch
-        self._expert_layers = expert_layers(state.model)
+        self._expert_layers = expert_layers(state.model) if experts is None else experts
+        self._figures = figures or backend
         self._sum = GradientSum(list(state.trainable.values()))
         self._epoch = metrics.fresh() if epoch_metrics else None
         self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
@@ -128,7 +133,7 @@ class TrainStep:
         if not measure:
             return StepResult(totals, None, here)
         recent, so_far = self._measured_metrics()
-        recent |= routing_figures(self._expert_layers, self._backend)
+        recent |= routing_figures(self._expert_layers, self._figures)
         finite = self._rule.finite_parameters(self._state)
         scale = loss_scale_of(self._state.optimizer) if has_dynamic_scale(self._state.optimizer) else None
         return StepResult(totals, Measured(rate, norm, scale, recent, finite, so_far), here)

@@ -1,0 +1,105 @@
+"""Experts in the stages of a pipeline, in one process: what their routers add to the loss, and what is refused."""
+
+from collections.abc import Mapping
+
+import keras
+import pytest
+import tensorflow as tf
+
+from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import Batch
+from hvdtrain.layers.embedding.sharded import ShardedEmbedding
+from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.parallel.pipeline.cost import flops
+from hvdtrain.parallel.pipeline.cut import cut_model
+from hvdtrain.parallel.pipeline.graph import graph_of
+from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
+from hvdtrain.runtime.placement import Placement, place
+from hvdtrain.training.options import step_options
+from hvdtrain.training.pipelined.added_losses import LossShare, adds_losses, share_of, shared_up_to
+from hvdtrain.training.pipelined.staging import staged
+from hvdtrain.training.step.microbatches import Microbatches
+
+layers = keras.layers
+BEGIN = ("middle", "second", "last")
+"""The layers that begin the stages behind the first one."""
+
+
+def with_experts():
+    """Four stages, of which the first and the third have a layer of experts."""
+    x = inputs = keras.Input((3, 4))
+    x = MixtureOfExperts(4, 6, seed=1, name="first")(x)
+    x = layers.Dense(4, name="middle")(x)
+    x = MixtureOfExperts(4, 6, top_k=2, seed=2, name="second")(x)
+    return keras.Model(inputs, layers.Dense(2, name="last")(x))
+
+
+class TwoRanks(NoOpCollectives):
+    """A backend on whose mesh two ranks lie along pp, and two along ep."""
+
+    axes: Mapping[str, int] = {"pp": 2, "ep": 2}
+
+
+def test_stages_add_the_losses_of_their_own_experts():
+    model, x = with_experts(), tf.random.stateless_normal((2, 3, 4), (1, 2))
+    cut = cut_model(model, 4, BEGIN)
+    stages = [PipelineStage(model, cut, rank, 2) for rank in range(2)]
+    passed, added = [], []
+    for number in range(4):
+        stage = stages[number % 2]
+        made = stage.run_stage(number, stage.model_inputs(x), passed, training=True)
+        passed = with_masks(cut.outgoing(number), made)
+        added.append(float(stage.take_losses()))
+    assert float(stages[0].take_losses()) == 0, "a loss counts once"
+    model(x, training=True)
+    assert [loss > 0 for loss in added] == [True, False, True, False]
+    assert sum(added) == pytest.approx(float(tf.add_n(model.losses)), rel=1e-6)
+
+
+def test_those_stages_know_what_losses_count_that_have_some_or_come_behind_one_that_has():
+    cut = cut_model(with_experts(), 4, BEGIN)
+    assert [adds_losses(cut, stage) for stage in range(4)] == [True, False, True, False]
+    assert [shared_up_to(cut, stage) for stage in range(4)] == [True] * 4
+    x = inputs = keras.Input((3, 4))
+    x = MixtureOfExperts(4, 6, seed=1)(layers.Dense(4)(x))
+    cut = cut_model(keras.Model(inputs, layers.Dense(2, name="last")(x)), 3)
+    assert [shared_up_to(cut, stage) for stage in range(3)] == [False, True, True]
+
+
+def test_a_share_is_one_tensor_on_its_way():
+    share = share_of(LossShare(tf.constant(6.0), tf.constant(0.25)).packed())
+    assert (float(share.weight), float(share.seed)) == (6.0, 0.25)
+    assert share.weight.dtype == tf.float64
+
+
+def test_experts_cost_what_a_token_goes_through():
+    costs = []
+    for experts, top_k in ((4, 1), (16, 1), (4, 2)):
+        inputs = keras.Input((5, 8))
+        model = keras.Model(inputs, MixtureOfExperts(experts, 32, top_k=top_k)(inputs))
+        (node,) = graph_of(model).nodes
+        costs.append(flops(node) - 5 * 8 - 2 * 5 * 8 * experts)  # without the output and the router
+    assert costs == [2 * 5 * 2 * 8 * 32, 2 * 5 * 2 * 8 * 32, 2 * 2 * 5 * 2 * 8 * 32]
+
+
+def test_what_experts_and_tables_in_stages_cannot_do_is_refused():
+    with pytest.raises(ConfigError, match=r"MixtureOfExperts 'first' adds: leave recompute out"):
+        staged(with_experts(), TwoRanks(), step_options({"recompute": True}))
+    table = ShardedEmbedding(8, 4, "row", name="users")
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), table, layers.Dense(2)])
+    staged(model, TwoRanks(), step_options({}))
+    place(table.embeddings, Placement((16, 4), (slice(0, 8), slice(0, 4)), ("ep",), held_by=("ep",)))
+    with pytest.raises(ConfigError, match=r"ShardedEmbedding 'users' is divided .* does not go with .*Leave pp out"):
+        staged(model, TwoRanks(), step_options({}))
+
+
+def test_a_microbatch_behind_those_of_a_batch_counts_nothing():
+    """An interleaved pipeline fills a short batch up to a multiple of its ranks."""
+    batch = Batch(tf.ones([6, 1]), tf.range(6), None, 1.0, 6)
+    parts = Microbatches(batch, 1, 2)
+    assert parts.count == 3
+    assert parts.take(2).has_samples == 1.0
+    behind = parts.take(3)
+    assert float(behind.has_samples) == 0
+    assert len(behind.inputs) == 1
