@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint import manifest
 from hvdtrain.checkpoint.manifest import StoredTensor
-from hvdtrain.state.named_tensors import Box
+from hvdtrain.state.named_tensors import Region, values_in
 
 _TENSORS = "tensors"
 
@@ -47,14 +47,14 @@ class EarlierReader:
         except (tf.errors.OpError, ValueError, RuntimeError) as error:
             raise manifest.damaged(path, error) from error
 
-    def read(self, path: str, global_shape: tuple[int, ...], box: Box) -> np.ndarray:
-        """Return the slice `box` of a tensor of `global_shape`."""
+    def read(self, path: str, global_shape: tuple[int, ...], region: Region) -> np.ndarray:
+        """Return what `region` is of a tensor of `global_shape`."""
         name = self._names[path].replace(".", "..").replace("/", ".S")
         try:
             whole = np.asarray(self._reader.get_tensor(f"variables/{name}/.ATTRIBUTES/VARIABLE_VALUE"))
         except (tf.errors.OpError, ValueError, RuntimeError) as error:
             raise manifest.damaged(self._path, error) from error
-        return np.array(whole.reshape(global_shape)[box], order="C")
+        return values_in(whole.reshape(global_shape), region)
 
     def verify(self) -> None:
         """Read every tensor, which TensorFlow compares with its checksum.

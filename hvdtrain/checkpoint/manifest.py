@@ -1,6 +1,7 @@
 """The manifest: what a checkpoint holds, in which files, and the checksums of all of it."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -60,17 +61,16 @@ class Manifest:
         return _checksum(_encoded(self))
 
 
-def merged(entries: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor]:
+def merged(entries: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
     """Return the tensors of which every rank has written some slices; see `write_tensors`.
 
     Raises:
         CheckpointError: a slice that no rank has written.
     """
     tensors: dict[str, StoredTensor] = {}
-    for entry in entries:
-        for path, (dtype, shape, *piece) in entry.items():
-            earlier = tensors.get(path, StoredTensor(dtype, tuple(shape), ()))
-            tensors[path] = StoredTensor(dtype, tuple(shape), (*earlier.slices, _stored_slice(*piece)))
+    for path, dtype, shape, *piece in itertools.chain.from_iterable(entries):
+        earlier = tensors.get(path, StoredTensor(dtype, tuple(shape), ()))
+        tensors[path] = StoredTensor(dtype, tuple(shape), (*earlier.slices, _stored_slice(*piece)))
     for path, tensor in tensors.items():
         _check_whole(path, tensor)
     return tensors

@@ -13,7 +13,7 @@ from hvdtrain.checkpoint.agreement import TIMEOUT_S, Ranks, is_split, on_every_r
 from hvdtrain.checkpoint.earlier_format import EarlierReader
 from hvdtrain.checkpoint.slices import SliceReader
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.state.named_tensors import NamedTensor, elements, spec_of, whole_box
+from hvdtrain.state.named_tensors import NamedTensor, elements, spec_of, values_in, whole_box
 from hvdtrain.state.train_state import EXTRA
 
 Reader = SliceReader | EarlierReader
@@ -136,7 +136,7 @@ def _send_slices(name: str, sent: tf.Variable, tensor: NamedTensor | None, reade
     on_every_rank(ranks, read)
     ranks.broadcast({f"restore/{name}": sent}, among="job")
     if tensor is not None:
-        _assign(tensor, sent.numpy()[tensor.slice])
+        _assign(tensor, values_in(sent.numpy(), tensor.slice))
 
 
 def _read_slices(slices: Mapping[str, NamedTensor], reader: Reader) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from hvdtrain.checkpoint.dtypes import numpy_dtype
 from hvdtrain.checkpoint.manifest import Manifest, StoredSlice, StoredTensor, read_manifest
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.state.named_tensors import Box, box_shape, elements, whole_box
+from hvdtrain.state.named_tensors import Box, Region, box_shape, boxes_of, elements, values_in, whole_box
 
 
 class SliceReader:
@@ -41,8 +41,8 @@ class SliceReader:
         """The scalars that were saved."""
         return dict(self._manifest.scalars)
 
-    def read(self, path: str, global_shape: tuple[int, ...], box: Box) -> np.ndarray:
-        """Return the slice `box` of a tensor of `global_shape`.
+    def read(self, path: str, global_shape: tuple[int, ...], region: Region) -> np.ndarray:
+        """Return what `region` is of a tensor of `global_shape`.
 
         A tensor that was stored flat, in row-major order, can be read in any shape, and the other way round.
 
@@ -51,9 +51,19 @@ class SliceReader:
         """
         stored = self.tensors[path]
         if stored.global_shape == global_shape:
-            return self._assembled(path, stored, box)
+            return self._put_together(path, stored, region)
         whole = self._assembled(path, stored, whole_box(stored.global_shape))
-        return np.array(whole.reshape(global_shape)[box], order="C")
+        return values_in(whole.reshape(global_shape), region)
+
+    def _put_together(self, path: str, stored: StoredTensor, region: Region) -> np.ndarray:
+        """Return the boxes that `region` consists of, side by side."""
+        boxes = list(boxes_of(region))
+        if len(boxes) == 1:
+            return self._assembled(path, stored, boxes[0][0])
+        result = np.empty(box_shape(region), numpy_dtype(stored.dtype))
+        for box, place in boxes:
+            result[place] = self._assembled(path, stored, box)
+        return result
 
     def _assembled(self, path: str, stored: StoredTensor, box: Box) -> np.ndarray:
         """Return `box`, put together from the slices that overlap with it."""

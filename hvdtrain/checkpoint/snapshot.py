@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.checkpoint.agreement import TIMEOUT_S, Ranks
-from hvdtrain.state.named_tensors import NamedTensor, StateSpec, box_shape, elements, spec_of
+from hvdtrain.state.named_tensors import NamedTensor, StateSpec, bounds_of, box_shape, elements, spec_of
 
 
 class Owned(NamedTuple):
@@ -57,7 +57,7 @@ def owned(tensors: Mapping[str, NamedTensor], *, index: int, primary: bool) -> I
 def first_held(tensors: Mapping[str, NamedTensor], ranks: Ranks) -> list[Owned]:
     """Return what this rank writes where processes hold different parts of the model: what no rank before it holds."""
     specs = [spec_of(path, tensor) for path, tensor in tensors.items()]
-    mine = [[spec.path, *((part.start, part.stop) for part in spec.slice)] for spec in specs]
+    mine = [[spec.path, *bounds_of(spec.slice)] for spec in specs]
     everyone = ranks.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S)
     taken = {json.dumps(each) for text in everyone[: ranks.rank] for each in json.loads(text)}
     return [

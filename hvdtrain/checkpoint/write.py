@@ -11,11 +11,12 @@ import numpy as np
 
 from hvdtrain.checkpoint.snapshot import Owned
 from hvdtrain.config.errors import CheckpointError
+from hvdtrain.state.named_tensors import boxes_of
 
 _SHARED = "with sharded tensors the folder of checkpoints must be one that all ranks share."
 
-Entries = dict[str, list[Any]]
-"""By path: dtype, global shape, bounds of the slice, file, offset and SHA-256."""
+Entries = list[list[Any]]
+"""Of each box that was written: path, dtype, global shape, bounds of the box, file, offset and SHA-256."""
 
 
 def write_tensors(file: Path, tensors: Iterable[Owned]) -> tuple[Entries, int]:
@@ -23,20 +24,21 @@ def write_tensors(file: Path, tensors: Iterable[Owned]) -> tuple[Entries, int]:
 
     A rank that has nothing to write makes no file.
     """
-    entries: Entries = {}
+    entries: Entries = []
     offset = 0
     stream = None
     try:
         for tensor in tensors:
             if stream is None:
                 stream = open(file, "xb")  # noqa: SIM115 (opened with the first tensor)
-            content = _bytes(tensor.array())
-            stream.write(content)
-            spec = tensor.spec
-            bounds = [[part.start, part.stop] for part in spec.slice]
-            digest = hashlib.sha256(content).hexdigest()
-            entries[spec.path] = [spec.dtype, list(spec.global_shape), bounds, file.name, offset, digest]
-            offset += len(content)
+            array, spec = tensor.array(), tensor.spec
+            for box, place in boxes_of(spec.slice):
+                content = _bytes(np.ascontiguousarray(array[place]))
+                stream.write(content)
+                bounds = [[part.start, part.stop] for part in box]
+                digest = hashlib.sha256(content).hexdigest()
+                entries.append([spec.path, spec.dtype, list(spec.global_shape), bounds, file.name, offset, digest])
+                offset += len(content)
         if stream is not None:
             stream.flush()
             os.fsync(stream.fileno())

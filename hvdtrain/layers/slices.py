@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.initial_slice import uniform_slice
-from hvdtrain.runtime.placement import Box, Placement, box_shape, place
+from hvdtrain.runtime.placement import Box, Placement, box_shape, even_slice, place
 from hvdtrain.runtime.session import current, has_session
 
 if TYPE_CHECKING:
@@ -23,13 +23,6 @@ def ranks_along(*axes: str) -> "AxisCollectives | None":
         return None
     group = current().world.along(*axes)
     return group if group.size > 1 else None
-
-
-def even_slice(size: int, parts: int, index: int) -> slice:
-    """Return the `index`-th of `parts` consecutive slices of `size` elements; the first ones may be one longer."""
-    short, longer = divmod(size, parts)
-    begin = index * short + min(index, longer)
-    return slice(begin, begin + short + (index < longer))
 
 
 def add_slice(

@@ -1,11 +1,24 @@
 """Which slice of a variable this rank holds, where ranks have split a model among them."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Box: TypeAlias = tuple[slice, ...]
 """One slice with start and stop for each dim of a tensor."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Several slices of one dim, which lie side by side in the tensor that holds them."""
+
+    parts: tuple[slice, ...]
+
+
+Extent: TypeAlias = slice | Ranges
+Region: TypeAlias = tuple[Extent, ...]
+"""What a rank holds of a tensor: of each dim one slice, or several."""
 
 _ATTRIBUTE = "_hvdtrain_placement"
 _DRAWS = "_hvdtrain_draws"
@@ -16,9 +29,51 @@ def whole_box(shape: Iterable[int]) -> Box:
     return tuple(slice(0, int(n)) for n in shape)
 
 
-def box_shape(box: Box) -> tuple[int, ...]:
+def box_shape(box: Region) -> tuple[int, ...]:
     """Return the shape of what `box` cuts out."""
-    return tuple(max(0, part.stop - part.start) for part in box)
+    return tuple(sum(max(0, part.stop - part.start) for part in parts_of(extent)) for extent in box)
+
+
+def parts_of(extent: Extent) -> tuple[slice, ...]:
+    """Return the slices of a dim that `extent` consists of."""
+    return (extent,) if isinstance(extent, slice) else extent.parts
+
+
+def bounds_of(region: Region) -> list[list[tuple[int, int]]]:
+    """Return start and stop of each slice of each dim: what tells one region of a tensor from another."""
+    return [[(part.start, part.stop) for part in parts_of(extent)] for extent in region]
+
+
+def boxes_of(region: Region) -> Iterator[tuple[Box, Box]]:
+    """Yield the boxes of the whole that `region` consists of, each with its place in a tensor that holds the region."""
+    dims = [list(zip(parts_of(extent), _side_by_side(extent), strict=True)) for extent in region]
+    for pairs in itertools.product(*dims):
+        yield tuple(part for part, _ in pairs), tuple(place for _, place in pairs)
+
+
+def _side_by_side(extent: Extent) -> Iterator[slice]:
+    """Yield the places of the slices of a dim in the tensor that holds them."""
+    begin = 0
+    for part in parts_of(extent):
+        yield slice(begin, begin + part.stop - part.start)
+        begin += part.stop - part.start
+
+
+def extent_within(extent: Extent, start: int, stop: int) -> Extent:
+    """Return what elements `start` to `stop` of a tensor that holds `extent` of a dim are of the whole dim."""
+    found = []
+    for part, place in zip(parts_of(extent), _side_by_side(extent), strict=True):
+        first, last = max(start, place.start), min(stop, place.stop)
+        if first < last:
+            found.append(slice(part.start + first - place.start, part.start + last - place.start))
+    return found[0] if len(found) == 1 else Ranges(tuple(found))
+
+
+def even_slice(size: int, parts: int, index: int) -> slice:
+    """Return the `index`-th of `parts` consecutive slices of `size` elements; the first ones may be one longer."""
+    short, longer = divmod(size, parts)
+    begin = index * short + min(index, longer)
+    return slice(begin, begin + short + (index < longer))
 
 
 @dataclass(frozen=True)
@@ -29,7 +84,7 @@ class Placement:
     """
 
     global_shape: tuple[int, ...]
-    box: Box
+    box: Region
     """The slice of the whole that this rank holds."""
     axes: tuple[str, ...] = ()
     """Axes of the mesh along which ranks hold different slices."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.named_tensors import NamedTensor, bounds_of
 
 _WORD = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15
@@ -89,7 +89,4 @@ class Holders:
 
 def _keys(tensors: Mapping[str, NamedTensor]) -> dict[str, str]:
     """Return what names the slice of each tensor that this rank holds, by path."""
-    return {
-        path: json.dumps([path, *((part.start, part.stop) for part in tensor.slice)])
-        for path, tensor in tensors.items()
-    }
+    return {path: json.dumps([path, *bounds_of(tensor.slice)]) for path, tensor in tensors.items()}

@@ -6,16 +6,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.runtime.placement import Box, box_shape, whole_box
+from hvdtrain.runtime.placement import Box, Region, bounds_of, box_shape, boxes_of, whole_box
 
 __all__ = [
     "Box",
     "NamedTensor",
+    "Region",
     "StateSpec",
+    "bounds_of",
     "box_shape",
+    "boxes_of",
     "elements",
     "replicated_tensor",
     "spec_of",
+    "values_in",
     "whole_box",
 ]
 
@@ -30,7 +34,7 @@ class NamedTensor(NamedTuple):
     slice of several dims may also be held flat, in row-major order.
     """
     global_shape: tuple[int, ...]
-    slice: Box
+    slice: Region
     """The slice of the whole that this replica holds."""
     replicated: bool
     """Whether every replica along dp holds the same values."""
@@ -43,7 +47,7 @@ class StateSpec:
     path: str
     dtype: str
     global_shape: tuple[int, ...]
-    slice: Box
+    slice: Region
     replicated: bool = True
 
     @property
@@ -62,6 +66,14 @@ def spec_of(path: str, tensor: NamedTensor) -> StateSpec:
     """Return the spec of `tensor`, which needs no values for it."""
     dtype = getattr(tensor.value.dtype, "name", tensor.value.dtype)
     return StateSpec(path, str(dtype), tensor.global_shape, tensor.slice, tensor.replicated)
+
+
+def values_in(whole: np.ndarray, region: Region) -> np.ndarray:
+    """Return a copy of what `region` is of the values of the whole tensor."""
+    result = np.empty(box_shape(region), whole.dtype)
+    for box, place in boxes_of(region):
+        result[place] = whole[box]
+    return result
 
 
 def elements(shape: Iterable[int]) -> int:

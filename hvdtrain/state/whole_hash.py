@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.state.named_tensors import NamedTensor, StateSpec, box_shape, spec_of
+from hvdtrain.state.named_tensors import NamedTensor, bounds_of, box_shape, boxes_of, spec_of
 
 _WORD = 4
 """Bytes that are exchanged as one integer: a sum of floats would lose the sign of a zero."""
@@ -33,22 +33,20 @@ def digest_of_parts(parts: Mapping[str, NamedTensor], backend: Backend, *, timeo
         timeout: in seconds, for the other ranks to come.
     """
     specs = {path: spec_of(path, tensor) for path, tensor in parts.items()}
-    mine = {path: [spec.dtype, list(spec.global_shape), _bounds(spec)] for path, spec in specs.items()}
+    mine = {path: [spec.dtype, list(spec.global_shape), bounds_of(spec.slice)] for path, spec in specs.items()}
     everyone = backend.gather_bytes(json.dumps(mine).encode(), timeout=timeout)
     listed = [json.loads(text) for text in everyone]
     kinds = {path: (dtype, tuple(shape)) for theirs in listed for path, (dtype, shape, _) in theirs.items()}
-    before = {(path, str(bounds)) for theirs in listed[: backend.rank] for path, (*_, bounds) in theirs.items()}
+    before = {(path, json.dumps(held)) for theirs in listed[: backend.rank] for path, (*_, held) in theirs.items()}
     digest = hashlib.sha256()
     for path, (dtype, shape) in sorted(kinds.items()):
         whole = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
-        if path in specs and (path, str(_bounds(specs[path]))) not in before:
-            whole[specs[path].slice] = _values(parts[path])
+        if path in specs and (path, json.dumps(bounds_of(specs[path].slice))) not in before:
+            values = _values(parts[path])
+            for box, place in boxes_of(specs[path].slice):
+                whole[box] = values[place]
         _add(digest, path, dtype, shape, _summed(whole, backend, path))
     return digest.hexdigest()
-
-
-def _bounds(spec: StateSpec) -> list[list[int]]:
-    return [[part.start, part.stop] for part in spec.slice]
 
 
 def _values(tensor: NamedTensor) -> np.ndarray:

@@ -10,7 +10,8 @@ import tensorflow as tf
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.state.named_tensors import NamedTensor, box_shape, replicated_tensor, spec_of
+from hvdtrain.runtime.placement import Ranges
+from hvdtrain.state.named_tensors import NamedTensor, box_shape, replicated_tensor, spec_of, values_in
 from tests.unit.gathering import Gathering, on_ranks
 
 WHOLE = {
@@ -93,6 +94,50 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path, written_by, r
             check(tensors)
 
     with_ranks(read_by, body)
+
+
+BLOCKS = {0: 12, 12: 6, 18: 6}
+"""Lengths by the first column."""
+FUSED = {"kernel": np.arange(5 * 24, dtype="float64").reshape(5, 24), "bias": np.arange(24, dtype="float32")}
+
+
+def fused(rank, size, *, filled):
+    """Return a rank's slices of three blocks of different lengths."""
+    tensors = {}
+    for name, value in FUSED.items():
+        own = Ranges(
+            tuple(slice(begin + rank * n // size, begin + (rank + 1) * n // size) for begin, n in BLOCKS.items())
+        )
+        region = (*(slice(0, n) for n in value.shape[:-1]), own)
+        held = values_in(value, region)
+        variable = tf.Variable(held if filled else np.zeros_like(held))
+        tensors[name] = NamedTensor(variable, value.shape, region, replicated=False)
+    return tensors
+
+
+@pytest.mark.parametrize(("written_by", "read_by"), [(1, 2), (2, 1), (2, 3), (6, 2), (2, 2)])
+def test_slices_of_several_blocks_are_read_by_any_number_of_ranks(tmp_path, written_by, read_by):
+    def write(ranks):
+        tensors = fused(ranks.index, written_by, filled=True)
+        return Checkpointer(tmp_path, backend=ranks).save(3, tensors, {"step": 3})
+
+    path = with_ranks(written_by, write)[0]
+
+    def body(ranks):
+        for seen in (path, path if ranks.index == 0 else tmp_path / "elsewhere"):
+            tensors = fused(ranks.index, read_by, filled=False)
+            restore(seen, tensors, ranks)
+            for name, tensor in tensors.items():
+                np.testing.assert_array_equal(tensor.value.numpy(), values_in(FUSED[name], tensor.slice))
+
+    with_ranks(read_by, body)
+    content = json.loads((path / "manifest.json").read_text())["tensors"]["kernel"]
+    assert content["global_shape"] == [5, 24]
+    assert len(content["slices"]) == 3 * written_by
+    whole = {name: replicated_tensor(tf.Variable(np.zeros_like(value))) for name, value in FUSED.items()}
+    with_ranks(1, lambda ranks: restore(path, whole, ranks))
+    for name, value in FUSED.items():
+        np.testing.assert_array_equal(whole[name].value.numpy(), value)
 
 
 def test_each_rank_writes_what_it_holds_and_the_primary_what_all_hold(tmp_path):

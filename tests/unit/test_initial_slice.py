@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.layers import initial_slice
 from hvdtrain.layers.initial_slice import uniform_slice
-from hvdtrain.layers.slices import even_slice
+from hvdtrain.runtime.placement import even_slice
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])

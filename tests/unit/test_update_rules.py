@@ -10,7 +10,9 @@ from hvdtrain.checkpoint.snapshot import owned
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.optim.elementwise import ELEMENTWISE
+from hvdtrain.runtime.placement import Ranges
 from hvdtrain.runtime.session import current
+from hvdtrain.state.named_tensors import values_in
 from hvdtrain.state.placement import Placement, place
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.options import StepOptions, step_options
@@ -76,6 +78,10 @@ def test_axes_that_a_stage_does_not_go_with_are_refused(stage, axis):
     check_rule(step_options({"zero": 1}), keras.optimizers.SGD(), backend)
 
 
+BLOCKS = Ranges((slice(0, 4), slice(6, 8)))
+"""A slice of each of two blocks."""
+
+
 def test_slices_of_slices_are_boxes_of_the_whole():
     class Ranks:
         index, size = 1, 2
@@ -83,16 +89,18 @@ def test_slices_of_slices_are_boxes_of_the_whole():
     for shape, box, expected in (
         ((6, 8), (slice(0, 6), slice(4, 8)), (slice(3, 6), slice(4, 8))),
         ((4, 5, 8), (slice(1, 2), slice(0, 5), slice(0, 8)), (slice(1, 2), slice(3, 5), slice(0, 8))),
+        ((4, 8), (slice(0, 4), BLOCKS), (slice(2, 4), BLOCKS)),
+        ((8,), (BLOCKS,), (Ranges((slice(3, 4), slice(6, 8))),)),
     ):
         whole = np.arange(np.prod(shape, dtype=float)).reshape(shape)
-        variable = keras.Variable(whole[box], dtype="float32")
+        variable = keras.Variable(values_in(whole, box), dtype="float32")
         place(variable, Placement(shape, box, ("tp",)))
         shard = Shard(variable, Ranks())
         tensor = shard.named_tensor(shard.master.value)
         assert (tensor.global_shape, tensor.slice, tensor.replicated) == (shape, expected, False)
-        np.testing.assert_array_equal(np.ravel(whole[expected]), shard.cut())
+        np.testing.assert_array_equal(np.ravel(values_in(whole, expected)), shard.cut())
         (owned_by_this_rank,) = owned({"slot": tensor}, index=1, primary=False)
-        np.testing.assert_array_equal(owned_by_this_rank.array(), whole[expected])
+        np.testing.assert_array_equal(owned_by_this_rank.array(), values_in(whole, expected))
 
 
 def test_every_rule_but_the_default_is_an_option_of_the_configuration():

@@ -7,8 +7,7 @@ import numpy as np
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import EmbeddingSharding
-from hvdtrain.layers.slices import even_slice
-from hvdtrain.runtime.placement import Box
+from hvdtrain.runtime.placement import Box, even_slice
 
 SHARDINGS = get_args(EmbeddingSharding)
 

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.runtime.placement import extent_within
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.placement import placement_of
 from hvdtrain.state.variables import unwrap
@@ -63,8 +64,7 @@ class Shard:
         if self._placement is None:
             return NamedTensor(value, (self.elements,), (slice(self.begin, self.end),), replicated=False)
         box = list(self._placement.box)
-        first = box[self._dim].start
-        box[self._dim] = slice(first + self.begin // self._row, first + self.end // self._row)
+        box[self._dim] = extent_within(box[self._dim], self.begin // self._row, self.end // self._row)
         return NamedTensor(value, self._placement.global_shape, tuple(box), replicated=False)
 
     def fill(self, whole: tf.Tensor) -> Any:
