@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hvdtrain.optim.rates import learning_rate_schedule
     from hvdtrain.optim.weight_decay import decaying_weights_only
     from hvdtrain.parallel.parallelize import parallelize
+    from hvdtrain.parallel.tensor.cuts import FusedHeads
     from hvdtrain.runs.use.loaded import LoadedRun, load_run
     from hvdtrain.training.trainer import Trainer
 
@@ -46,6 +47,7 @@ _PUBLIC = {
     "Checkpoint": "hvdtrain.config.checkpoint",
     "DistributedGradientTape": "hvdtrain.gradients.tape",
     "DistributedOptimizer": "hvdtrain.gradients.distributed_optimizer",
+    "FusedHeads": "hvdtrain.parallel.tensor.cuts",
     "GradientAccumulator": "hvdtrain.gradients.accumulator",
     "LARS": "hvdtrain.optim.lars",
     "LoadedRun": "hvdtrain.runs.use.loaded",
@@ -78,6 +80,7 @@ __all__ = [
     "Checkpoint",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "FusedHeads",
     "GradientAccumulator",
     "LARS",
     "LoadedRun",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.runtime.placement import even_slice
 
 
 def copy_to(x: tf.Tensor, group: Collectives, *, name: str) -> tf.Tensor:
@@ -26,11 +27,20 @@ def sum_from(x: tf.Tensor, group: Collectives, *, name: str) -> tf.Tensor:
     return _pair(x, lambda value: group.all_reduce(value, name=name), lambda dy: dy)
 
 
-def gather_from(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Tensor:
+def gather_from(x: tf.Tensor, group: Collectives, dim: int, *, name: str, length: int | None = None) -> tf.Tensor:
     """Return the ranks' slices side by side along `dim`, for what all go on to do alike: each keeps its slice of the
     gradient.
+
+    Slices of a dim of `length` may differ by one element, as `even_slice` has them; all have one size without it.
     """
-    return _pair(x, lambda value: _gathered(value, group, dim, name), lambda dy: _own_part(dy, group, dim))
+    if length is None or length % group.size == 0:
+        return _pair(x, lambda value: _gathered(value, group, dim, name), lambda dy: _own_part(dy, group, dim))
+    lengths = [part.stop - part.start for part in (even_slice(length, group.size, i) for i in range(group.size))]
+    return _pair(
+        x,
+        lambda value: _gathered(value, group, dim, name, length),
+        lambda dy: tf.split(dy, lengths, axis=dim)[group.index],
+    )
 
 
 def slice_to(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Tensor:
@@ -90,13 +100,13 @@ def _first(x: tf.Tensor, dim: int) -> tuple[tf.Tensor, list[int]]:
     return (x, back) if dim == 0 else (tf.transpose(x, order), back)
 
 
-def _gathered(x: tf.Tensor, group: Collectives, dim: int, name: str) -> tf.Tensor:
+def _gathered(x: tf.Tensor, group: Collectives, dim: int, name: str, length: int | None = None) -> tf.Tensor:
     if group.size == 1:
         return x
     first, back = _first(x, dim)
     whole = group.all_gather(first, name=name)
     if first.shape[0] is not None:
-        whole = tf.ensure_shape(whole, [first.shape[0] * group.size, *first.shape[1:]])
+        whole = tf.ensure_shape(whole, [length or first.shape[0] * group.size, *first.shape[1:]])
     return whole if dim == 0 else tf.transpose(whole, back)
 
 

@@ -23,8 +23,9 @@ def parallelize(
 
     Along `tp` each rank holds slices of the layers: rules map regular expressions of variable paths to layouts, as in
     Keras' `LayoutMap`, one entry for each dim, None or `"tp"`. A kernel that is cut along its output makes a layer
-    column parallel, one that is cut along its input row parallel; biases follow. Without a `tp` axis the layers stay
-    whole, and the rules are checked nevertheless.
+    column parallel, one that is cut along its input row parallel; biases follow. `hvdtrain.FusedHeads` in place of
+    `"tp"` is for a kernel of query, key and value. Without a `tp` axis the layers stay whole, and the rules are checked
+    nevertheless.
 
     Along `cp` each rank holds the whole model and computes a slice of the positions of every sequence, which needs no
     rules: sequences are cut where an Embedding looks them up. A rule such as `{"patches/output": (None, "cp", None)}`

@@ -49,7 +49,16 @@ RANKS_THAT_DIFFER = {
     "streams",
 }
 """Two ranks can differ in all ways that matter, under either controller: over its channel they notice."""
-SPLIT_MODELS = {"context_parallel", "embedding", "experts", "held_parts", "mesh", "pipelines", "tensor_parallel"}
+SPLIT_MODELS = {
+    "context_parallel",
+    "embedding",
+    "experts",
+    "fused_heads",
+    "held_parts",
+    "mesh",
+    "pipelines",
+    "tensor_parallel",
+}
 """Nothing is split on one rank; four ranks under Gloo have what two axes take."""
 SEVERAL_ON_A_HOST = {"expert_pipelines", "hierarchy", "hybrids", "long_pipelines"}
 """Four ranks are the fewest of which two hosts, or two axes, can have two each, and a pipeline a middle."""
@@ -78,6 +87,7 @@ FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
         "data_service",
         "embedding",
         "experts",
+        "fused_heads",
         "held_parts",
         "pipelines",
         "rank_parts",
@@ -122,6 +132,7 @@ TWO_RANKS_UNDER_MPI_ONLY = {
     "context_parallel.check_masks_weights_and_regularizers_in_float64",
     "context_parallel.check_what_does_not_fit_is_refused",
     "context_parallel.check_what_is_around_split_sequences",
+    "fused_heads.check_a_collective_of_fused_heads_that_is_missing_is_noticed",
     "tensor_parallel.check_models_of_users_train_split_as_in_one_process",
     "tensor_parallel.check_slices_of_the_sequence_train_as_in_one_process",
     "tensor_parallel.check_a_collective_that_is_missing_is_noticed",

@@ -32,6 +32,7 @@ def test_the_public_names_are_those_that_are_promised():
         "Checkpoint",
         "DistributedGradientTape",
         "DistributedOptimizer",
+        "FusedHeads",
         "GradientAccumulator",
         "LARS",
         "LoadedRun",

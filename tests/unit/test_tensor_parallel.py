@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import re
 import threading
 import weakref
@@ -16,9 +17,12 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.accuracy import on_shards, reads_shards
 from hvdtrain.parallel.tensor.building import WholeWhileBuilding
 from hvdtrain.parallel.tensor.cross_entropy import sharded_form
+from hvdtrain.parallel.tensor.cuts import FusedHeads
 from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.parallel.tensor.parallelize import Parallelization
 from hvdtrain.parallel.tensor.rules import LayoutRules, cut_along
+from hvdtrain.runtime.placement import Ranges, even_slice
+from hvdtrain.state.named_tensors import values_in
 from hvdtrain.state.placement import drawn_apart, placement_of
 from hvdtrain.state.train_state import TrainState
 from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on
@@ -26,6 +30,7 @@ from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on
 layers = keras.layers
 ONE_AT_A_TIME = threading.Lock()
 SIZE, BATCH, LENGTH, WIDTH = 2, 3, 4, 8
+FUSED = {"c_attn/kernel": (None, FusedHeads(4, 4, 4)), "c_proj/kernel": ("tp", None)}
 HEADS = {r"(query|key|value|gate)/kernel": (None, "tp", None), "attention_output/kernel": ("tp", None, None)}
 
 
@@ -112,6 +117,95 @@ def grouped_attention(x):
     return layers.GroupQueryAttention(3, 4, 2, use_gate=True)(y, y)
 
 
+class FusedAttention(layers.Layer):
+    """Attention as in nanoGPT, whose `take_apart` returns query, key and value [batch, length, heads, size]."""
+
+    def __init__(self, heads, groups, size, take_apart, use_bias=True):
+        super().__init__()
+        self.size, self.group, self.take_apart = size, heads // groups, take_apart
+        self.c_attn = layers.Dense((heads + 2 * groups) * size, use_bias=use_bias, name="c_attn")
+        self.c_proj = layers.Dense(WIDTH, name="c_proj")
+
+    def call(self, x):
+        batch, length, _ = keras.ops.shape(x)
+        qkv = self.c_attn(x)
+        query, key, value = self.take_apart(qkv, batch, length, self.size)
+        width = qkv.shape[-1] * self.group // (self.group + 2)
+        if self.group > 1:
+            key, value = (keras.ops.repeat(each, self.group, axis=2) for each in (key, value))
+        query, key, value = (keras.ops.transpose(each, (0, 2, 1, 3)) for each in (query, key, value))
+        scores = keras.ops.matmul(query, keras.ops.transpose(key, (0, 1, 3, 2))) / math.sqrt(self.size)
+        y = keras.ops.matmul(keras.ops.softmax(scores, axis=-1), value)
+        return self.c_proj(keras.ops.reshape(keras.ops.transpose(y, (0, 2, 1, 3)), (batch, length, width)))
+
+
+def by_split(qkv, batch, length, size):
+    return [keras.ops.reshape(each, (batch, length, -1, size)) for each in keras.ops.split(qkv, 3, axis=-1)]
+
+
+def by_a_dim(qkv, batch, length, size):
+    return keras.ops.unstack(keras.ops.reshape(qkv, (batch, length, 3, -1, size)), axis=2)
+
+
+def by_index(qkv, batch, length, size):
+    width = qkv.shape[-1] // 3
+    blocks = (
+        qkv[..., :width],
+        qkv[:, :, width : 2 * width],
+        keras.ops.slice(qkv, (0, 0, 2 * width), (qkv.shape[0] or batch, length, width)),
+    )
+    return [tf.reshape(each, (-1, length, width // size, size)) for each in blocks]
+
+
+class KerasAttention(FusedAttention):
+    """Attention by keras.ops, as in docs/parallel.md."""
+
+    def call(self, x):
+        batch, length, _ = keras.ops.shape(x)
+        qkv = self.c_attn(x)
+        width = qkv.shape[-1] // 3
+        query, key, value = self.take_apart(qkv, batch, length, self.size)
+        y = keras.ops.dot_product_attention(query, key, value, is_causal=True)
+        return self.c_proj(keras.ops.reshape(y, (batch, length, width)))
+
+
+def by_heads(qkv, batch, length, size):
+    """With two queries for each key."""
+    quarter = qkv.shape[-1] // size // 4
+    heads = keras.ops.reshape(qkv, (batch, length, 4 * quarter, size))
+    return tf.split(heads, [2 * quarter, quarter, quarter], axis=2)
+
+
+def by_blocks(qkv, batch, length, size):
+    """With two queries for each key."""
+    quarter = qkv.shape[-1] // 4
+    blocks = keras.ops.split(qkv, [2 * quarter, 3 * quarter], axis=-1)
+    return [keras.ops.reshape(each, (batch, length, -1, size)) for each in blocks]
+
+
+def fused(heads, groups, size, take_apart, **options):
+    return lambda x: FusedAttention(heads, groups, size, take_apart, **options)(x)
+
+
+def gated(x):
+    gate, y = keras.ops.split(layers.Dense(12, name="gate_up")(x), 2, axis=-1)
+    return layers.Dense(WIDTH, name="down")(keras.ops.silu(gate) * y)
+
+
+def by_each_head(qkv, batch, length, size):
+    """As in Megatron-LM: query, key and value of one head, and then those of the next one."""
+    return keras.ops.split(keras.ops.reshape(qkv, (batch, length, -1, 3 * size)), 3, axis=-1)
+
+
+def uneven(x):
+    return layers.Dense(7, name="logits")(layers.Embedding(13, WIDTH, name="table")(x))
+
+
+def uneven_and_tied(x):
+    table = layers.ReversibleEmbedding(13, WIDTH, name="table")
+    return table(layers.LayerNormalization()(table(x)), reverse=True)
+
+
 TOKENS = np.random.default_rng(0).integers(0, 12, (BATCH, LENGTH)).astype("int32")
 TOKENS[:, 0] = 0
 ROWS = np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH))
@@ -140,6 +234,37 @@ CASES = {
     "masked attention": (masked_attention, TOKENS, HEADS),
     "cross attention": (cross_attention, ROWS, HEADS),
     "grouped attention": (grouped_attention, ROWS, HEADS),
+    "fused, split": (fused(4, 4, 3, by_split), ROWS, FUSED),
+    "fused, a dim for the blocks": (
+        fused(2, 2, 3, by_a_dim),
+        ROWS,
+        {**FUSED, "c_attn/kernel": (None, FusedHeads(2, 2, 2))},
+    ),
+    "fused, a head for each rank": (
+        fused(2, 2, 3, by_split),
+        ROWS,
+        {**FUSED, "c_attn/kernel": (None, FusedHeads(2, 2, 2))},
+    ),
+    "fused, a key for each rank": (
+        fused(4, 2, 3, by_blocks),
+        ROWS,
+        {"c_attn/kernel": (None, FusedHeads(4, 2, 2)), "c_proj/kernel": ("tp", None)},
+    ),
+    "fused, indexed": (fused(4, 4, 3, by_index, use_bias=False), ROWS, FUSED),
+    "fused, grouped": (
+        fused(4, 2, 3, by_heads),
+        ROWS,
+        {"c_attn/kernel": (None, FusedHeads(4, 2, 2)), "c_proj/kernel": ("tp", None)},
+    ),
+    "fused, by keras.ops": (lambda x: KerasAttention(4, 4, 3, by_split)(x), ROWS, FUSED),
+    "fused, head by head": (
+        fused(4, 4, 3, by_each_head),
+        ROWS,
+        {"c_attn/kernel": (None, "tp"), "c_proj/kernel": ("tp", None)},
+    ),
+    "gated": (gated, ROWS, {"gate_up/kernel": (None, FusedHeads(6, 6)), "down/kernel": ("tp", None)}),
+    "uneven": (uneven, TOKENS, {"table": ("tp", None), "logits/kernel": (None, "tp")}),
+    "uneven and tied": (uneven_and_tied, TOKENS, {"table": ("tp", None)}),
 }
 
 
@@ -157,7 +282,7 @@ def gradients_of(model, x, weights):
     return y.numpy(), total.numpy(), tape.gradient(total, [v.value for v in model.trainable_variables])
 
 
-INSTANCES = ("dense", "tied", "masked attention")
+INSTANCES = ("dense", "tied", "masked attention", "fused, grouped", "uneven")
 WAYS = [*((name, False) for name in CASES), *((name, True) for name in INSTANCES)]
 
 
@@ -181,9 +306,9 @@ def test_a_split_layer_is_the_whole_one(name, from_instance):
         cut = 0
         for variable, gradient, expected in zip(model.trainable_variables, mine[2], gradients, strict=True):
             placement = placement_of(variable)
-            box = tuple(slice(None) for _ in variable.shape) if placement is None else placement.box
             cut += placement is not None
-            expected = tf.convert_to_tensor(expected)[box]
+            expected = np.array(tf.convert_to_tensor(expected))
+            expected = expected if placement is None else values_in(expected, placement.box)
             np.testing.assert_allclose(
                 tf.convert_to_tensor(gradient), expected, rtol=1e-11, atol=1e-11, err_msg=f"{rank} {variable.path}"
             )
@@ -225,9 +350,25 @@ def between(function):
     return lambda x: layers.Dense(5, name="down")(function(layers.Dense(6, name="up")(x)))
 
 
+class ScalesByWidth(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = layers.Dense(6, name="up"), layers.Dense(5, name="down")
+
+    def call(self, x):
+        y = self.up(x)
+        return self.down(y / y.shape[-1] ** 0.5)
+
+
+class ScalesWhenCalled(ScalesByWidth):
+    def call(self, x):
+        y = self.up(x)
+        return self.down(y / tf.sqrt(tf.cast(tf.shape(y)[-1], y.dtype)))
+
+
 REFUSALS = {
     "no rules": (dense_pair, {}, ["Rules map regular expressions"]),
-    "another axis": (dense_pair, {"up/kernel": (None, "model")}, ["'tp' at most once", "model"]),
+    "another axis": (dense_pair, {"up/kernel": (None, "model")}, ["at most once", "model"]),
     "two dims": (dense_pair, {"up/kernel": ("tp", "tp")}, ["at most once"]),
     "no regular expression": (dense_pair, {"up/(kernel": (None, "tp")}, ["no regular expression"]),
     "two rules": (dense_pair, {"p/kernel": (None, "tp"), "up/ker": (None, "tp")}, ["'up/kernel' is matched by two"]),
@@ -239,19 +380,97 @@ REFUSALS = {
     "matches nothing": (dense_pair, {**DENSE, "mlp": (None, "tp")}, ["'mlp' matches no variable", "before/kernel"]),
     "cuts nothing": (dense_pair, {"kernel": (None, None)}, ["No rule cuts", "tp=2"]),
     "features": (
-        lambda x: layers.Dense(7, name="up")(x),
+        lambda x: layers.Dense(5, name="down")(layers.Dense(7, name="up")(x)),
+        DENSE,
+        ["tp=2 does not divide the features of 'down/kernel'", "7 on dim 0"],
+    ),
+    "filters": (
+        lambda x: layers.Conv1D(7, 2, name="up")(x),
+        {"up/kernel": (None, None, "tp")},
+        ["tp=2 does not divide the features of 'up/kernel'", "7 on dim 2"],
+    ),
+    "fewer classes than ranks": (
+        lambda x: layers.Dense(1, name="up")(x),
         {"up/kernel": (None, "tp")},
-        ["tp=2 does not divide the features of 'up/kernel'", "7 on dim 1"],
+        ["tp=2 does not divide", "1 on dim 1"],
     ),
     "heads": (
         lambda x: layers.MultiHeadAttention(5, 2, name="att")(x, x),
         HEADS,
         ["tp=2 does not divide the heads", "5 on dim 1"],
     ),
-    "vocabulary": (
-        lambda x: layers.Embedding(13, 4, name="table")(x),
-        {"table/embeddings": ("tp", None)},
-        ["does not divide the vocabulary", "13 on dim 0"],
+    "width": (
+        lambda x: layers.Embedding(13, 5, name="table")(x),
+        {"table/embeddings": (None, "tp")},
+        ["does not divide the width", "5 on dim 1"],
+    ),
+    "heads of a block": (
+        lambda x: layers.Dense(30, name="c_attn")(x),
+        {"c_attn/kernel": (None, FusedHeads(4, 3, 3))},
+        ["tp=2 does not divide the heads of each block of 'c_attn/kernel'", r"FusedHeads\(4, 3, 3\)"],
+    ),
+    "heads of another size": (
+        lambda x: layers.Dense(36, name="c_attn")(x),
+        {"c_attn/kernel": (None, FusedHeads(5, 5, 5))},
+        ["15 heads", r"\(8, 36\)", "36 features on dim 1"],
+    ),
+    "heads of a row parallel layer": (
+        dense_pair,
+        {**DENSE, "down/kernel": (FusedHeads(2, 2, 2), None)},
+        ["for the output of a layer", "Dense .*down"],
+    ),
+    "heads of a table": (
+        tied,
+        {"table": (FusedHeads(6, 6), None)},
+        [r"FusedHeads\(6, 6\) is for the output", "ReversibleEmbedding"],
+    ),
+    "heads of attention that is not fused": (
+        lambda x: layers.MultiHeadAttention(4, 2, name="att")(x, x),
+        {**HEADS, r"(query|key|value|gate)/kernel": (None, FusedHeads(2, 2), None)},
+        ["cut by heads", r"dim 1 by FusedHeads\(2, 2\)"],
+    ),
+    "no heads": (dense_pair, {"up/kernel": (None, "heads")}, ["hvdtrain.FusedHeads", "heads"]),
+    "blocks that are not taken apart": (
+        lambda x: layers.Dense(5, name="down")(layers.Dense(6, name="up")(x)),
+        {**DENSE, "up/kernel": (None, FusedHeads(2, 2, 2))},
+        ["'down.* is given the output of Dense .up", "3 blocks side by side"],
+    ),
+    "an output with blocks": (
+        lambda x: layers.Dense(6, name="up")(x),
+        {"up/kernel": (None, FusedHeads(2, 2, 2))},
+        ["caller is given the output of Dense .up", "3 blocks"],
+    ),
+    "other blocks": (
+        lambda x: keras.ops.split(layers.Dense(8, name="up")(x), 4, axis=-1),
+        {"up/kernel": (None, FusedHeads(4, 4))},
+        ["mixes blocks of the output of Dense .up", "keras.ops.split"],
+    ),
+    "blocks under another order": (
+        lambda x: keras.ops.reshape(layers.Dense(12, name="up")(x), (-1, LENGTH, 2, 3)),
+        {"up/kernel": (None, FusedHeads(6, 6))},
+        ["mixes blocks|is no slice"],
+    ),
+    "columns of a fused kernel": (
+        fused(4, 4, 3, by_split),
+        {**FUSED, "c_attn/kernel": (None, "tp")},
+        ["needs the whole output of Dense '.*c_attn'", "Split"],
+    ),
+    "a scale by the width of a slice": (
+        ScalesByWidth,
+        DENSE,
+        ["computes with a size", "2.4.* of the whole", "1.7.* of a slice"],
+    ),
+    "a scale by the width of a slice when it is called": (
+        ScalesWhenCalled,
+        DENSE,
+        ["computes with a size", "6 of the whole, and 3 of a slice"],
+    ),
+    "heads that the code counts": (
+        lambda x: layers.Dense(5, name="down")(
+            keras.ops.reshape(keras.ops.reshape(layers.Dense(6, name="up")(x), (-1, LENGTH, 3, 2)), (-1, LENGTH, 6))
+        ),
+        DENSE,
+        ["sizes such as the number of heads from the activation's shape, or write -1"],
     ),
     "a layer that nobody knows": (
         lambda x: layers.LSTM(4, name="memory")(x),
@@ -337,7 +556,8 @@ def test_what_cannot_be_split_is_refused_by_name(name):
         build,
         rules,
         *words,
-        shape=(LENGTH,) if name in ("vocabulary", "a reversible table by width") else (LENGTH, WIDTH),
+        inputs=ROWS if isinstance(build, type) else None,
+        shape=(LENGTH,) if name in ("width", "a reversible table by width", "heads of a table") else (LENGTH, WIDTH),
     )
 
 
@@ -537,10 +757,12 @@ def test_draws_and_gradients_of_what_is_whole():
     assert apart == {"of_all": None, "of_slices": 1}
 
 
-LABELS = np.random.default_rng(6).integers(0, 6, (BATCH, LENGTH))
-LOGITS = np.random.default_rng(7).standard_normal((BATCH, LENGTH, 6)) * 5
+CLASSES = 7
+OWN = [even_slice(CLASSES, SIZE, rank) for rank in range(SIZE)]
+LABELS = np.random.default_rng(6).integers(0, CLASSES, (BATCH, LENGTH))
+LOGITS = np.random.default_rng(7).standard_normal((BATCH, LENGTH, CLASSES)) * 5
 LOGITS[0, 0] = LOGITS[0, 0, 0]  # equal ones: the first wins
-SOFT = np.random.default_rng(8).random((BATCH, LENGTH, 6))
+SOFT = np.random.default_rng(8).random((BATCH, LENGTH, CLASSES))
 IGNORED = np.where(LABELS == 2, -1, LABELS)
 losses = keras.losses
 LOSSES = {
@@ -562,13 +784,13 @@ def test_a_cross_entropy_of_slices_is_that_of_all_logits(name):
         tape.watch(logits)
         expected = call(targets, logits)
         total = tf.reduce_sum(expected * weights)
-    slope = np.split(tape.gradient(total, logits).numpy(), SIZE, -1)
+    slope = tape.gradient(total, logits).numpy()
     meeting = Meeting(SIZE)
 
     def body(rank):
-        form = sharded_form(loss, Shard(Replica(meeting, rank)))
+        form = sharded_form(loss, Shard(Replica(meeting, rank), CLASSES))
         with tf.GradientTape() as tape:
-            mine = tf.constant(np.split(LOGITS, SIZE, -1)[rank])
+            mine = tf.constant(LOGITS[..., OWN[rank]])
             tape.watch(mine)
             values = form(tf.constant(targets), mine)
             total = tf.reduce_sum(values * weights)
@@ -576,12 +798,12 @@ def test_a_cross_entropy_of_slices_is_that_of_all_logits(name):
 
     for rank, (values, gradient) in enumerate(outcomes_on(SIZE, body)):
         np.testing.assert_allclose(values, expected, rtol=1e-12)
-        np.testing.assert_allclose(gradient, slope[rank], rtol=1e-11, atol=1e-13)
+        np.testing.assert_allclose(gradient, slope[..., OWN[rank]], rtol=1e-11, atol=1e-13)
         assert (getattr(values, "_keras_mask", None) is None) == (name != "ignored")
 
 
 def test_losses_that_need_whole_logits_have_no_form_for_slices():
-    shard = Shard(Unused())
+    shard = Shard(Unused(), CLASSES)
     assert sharded_form(losses.SparseCategoricalCrossentropy(from_logits=False), shard) is None
     assert sharded_form(losses.MeanSquaredError(), shard) is None
     assert sharded_form(lambda y, z: z, shard) is None
@@ -591,9 +813,9 @@ def test_a_label_that_no_rank_knows_is_refused_on_all():
     meeting = Meeting(SIZE)
 
     def body(rank):
-        form = sharded_form(LOSSES["sparse"][0], Shard(Replica(meeting, rank)))
+        form = sharded_form(LOSSES["sparse"][0], Shard(Replica(meeting, rank), CLASSES))
         try:
-            form(tf.constant([[6]]), tf.zeros((1, 1, 3), tf.float64))
+            form(tf.constant([[CLASSES]]), tf.zeros((1, 1, len(range(CLASSES)[OWN[rank]])), tf.float64))
         except tf.errors.InvalidArgumentError:
             return True
 
@@ -609,10 +831,10 @@ def test_an_accuracy_of_slices_is_that_of_all_logits(kind):
     meeting = Meeting(SIZE)
 
     def body(rank):
-        metric, shard = make(), Shard(Replica(meeting, rank))
+        metric, shard = make(), Shard(Replica(meeting, rank), CLASSES)
         assert reads_shards(metric)
         with on_shards(metric, shard):
-            metric.update_state(targets, tf.constant(np.split(LOGITS, SIZE, -1)[rank]))
+            metric.update_state(targets, tf.constant(LOGITS[..., OWN[rank]]))
         assert metric._fn is whole._fn
         return float(metric.result())
 
@@ -622,9 +844,19 @@ def test_an_accuracy_of_slices_is_that_of_all_logits(kind):
 
 def test_rules_are_searched_as_keras_does():
     rules = LayoutRules({"dense.*kernel": (None, "tp"), "dense_2/kernel": ("tp", None), "norm": (None,)})
-    assert rules.dim_of("model/dense_1/kernel", (2, 4)) == 1
-    assert rules.dim_of("dense_2/kernel", (2, 4)) == 0, "the whole path comes first"
-    assert rules.dim_of("dense_1/bias", (4,)) is None
-    assert rules.dim_of("norm/gamma", (4,)) is None
+    assert rules.cut_of("model/dense_1/kernel", (2, 4), 0, 2).dim == 1
+    assert rules.cut_of("dense_2/kernel", (2, 4), 0, 2).dim == 0, "the whole path comes first"
+    assert rules.cut_of("dense_1/bias", (4,), 0, 2) is None
+    assert rules.cut_of("norm/gamma", (4,), 0, 2) is None
     rules.check_used([])
-    assert cut_along("x", (4, 6), 1, 1, 3).box == (slice(0, 4), slice(2, 4))
+    assert cut_along("x", (4, 6), 1, 1, 3).region == (slice(0, 4), slice(2, 4))
+    assert cut_along("embeddings", (5, 6), 0, 1, 2).region == (slice(3, 5), slice(0, 6))
+    cut = cut_along("c_attn/kernel", (4, 16), 1, 1, 2, FusedHeads(4, 2, 2))
+    assert (cut.blocks, cut.length, cut.shape) == ((4, 2, 2), 8, (4, 8))
+    assert cut.region == (slice(0, 4), Ranges((slice(4, 8), slice(10, 12), slice(14, 16))))
+
+
+@pytest.mark.parametrize("heads", [(), (0, 1), ("12",)])
+def test_blocks_have_heads(heads):
+    with pytest.raises(ConfigError, match=r"number of heads of each block.*FusedHeads\(12, 12, 12\)"):
+        FusedHeads(*heads)

@@ -132,21 +132,17 @@ def _draw(model: keras.Model, seed: int, depth: int) -> None:
 
 
 def rules(classes: int, ranks: int, **arguments: Any) -> Rules:
-    """Return how the model is split along tp: attention by heads, the MLP by its width, and by vocabulary.
-
-    A vocabulary that the ranks do not divide stays whole.
-    """
-    del arguments
-    layouts: dict[str, tuple[str | None, ...]] = {
+    """Return how the model is split along tp: attention by heads, the MLP by its width, and by vocabulary."""
+    del classes, ranks, arguments
+    return {
         r"_attention/(query|key|value)/kernel$": (None, "tp", None),
         r"_attention/attention_output/kernel$": ("tp", None, None),
         r"_mlp_in/kernel$": (None, "tp"),
         r"_mlp_out/kernel$": ("tp", None),
         r"(^|/)(tokens|positions)_embedding/output$": (None, "tp", None),
+        r"(^|/)tokens_embedding/embeddings$": ("tp", None),
+        r"(^|/)logits/kernel$": (None, "tp"),
     }
-    if classes % ranks:
-        return {**layouts, r"(^|/)final_norm/output$": (None, None, None)}
-    return {**layouts, r"(^|/)tokens_embedding/embeddings$": ("tp", None), r"(^|/)logits/kernel$": (None, "tp")}
 
 
 FAMILY = classifier(build, "length", rules=rules)

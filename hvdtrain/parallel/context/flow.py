@@ -13,7 +13,8 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.positions import POSITION_DIM
 from hvdtrain.parallel.tensor.flow.check import place_of
-from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, OF_SHAPE, Layout, of_constants, outputs_of
+from hvdtrain.parallel.tensor.flow.constants import of_constants
+from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, OF_SHAPE, Layout, outputs_of
 from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations
 
 WHOLE = Layout()

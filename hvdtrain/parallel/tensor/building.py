@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.rules import Cut, LayoutRules, cut_along
+from hvdtrain.parallel.tensor.cuts import Cut
+from hvdtrain.parallel.tensor.rules import LayoutRules
 
 
 @dataclass
@@ -50,10 +51,9 @@ class Building:
 
     def _create(self, next_creator: Callable[..., Any], **options: Any) -> Any:
         owner, initializer = keras_variable(options.get("initial_value"))
-        dim = None if owner is None else self.rules.dim_of(owner.path, owner._shape)
-        if owner is None or initializer is None or dim is None:
+        cut = None if owner is None else self.rules.cut_of(owner.path, owner._shape, self.index, self.ranks)
+        if owner is None or initializer is None or cut is None:
             return next_creator(**options)
-        cut = cut_along(owner.path, owner._shape, dim, self.index, self.ranks)
         value, drawn = drawn_slice(initializer, owner, cut)
         tensor = next_creator(**{**options, "initial_value": value})
         self.made[id(owner)] = Made(owner, cut, initializer, drawn)
@@ -71,7 +71,7 @@ class Building:
 def drawn_slice(initializer: Callable[..., Any], variable: Any, cut: Cut) -> tuple[tf.Tensor, int]:
     """Return this rank's slice of a variable's initial value, and the CRC-32 of the whole."""
     whole = tf.cast(initializer(cut.whole, dtype=variable._dtype), variable._dtype)
-    return tf.identity(whole[cut.box]), checksum(whole)
+    return cut.slice_of(whole), checksum(whole)
 
 
 def checksum(value: Any) -> int:
@@ -118,14 +118,14 @@ class WholeWhileBuilding(keras.Variable):
         made: Made = vars(self)["_hvdtrain_made"]
         made.assigned = True
         made.drawn = checksum(value)
-        self._value.assign(tf.cast(value, self._value.dtype)[made.cut.box])
+        self._value.assign(made.cut.slice_of(tf.cast(value, self._value.dtype)))
 
 
 def cut_in_place(variable: Any, cut: Cut) -> None:
     """Let a whole Keras variable hold its slice alone."""
     whole = tf.convert_to_tensor(variable._value)
     sliced = tf.Variable(
-        whole[cut.box], trainable=variable._value.trainable, name=variable.name, dtype=variable._value.dtype
+        cut.slice_of(whole), trainable=variable._value.trainable, name=variable.name, dtype=variable._value.dtype
     )
     variable._value = sliced
     variable._shape = cut.shape

@@ -73,13 +73,12 @@ def _without_last(labels: Any, logits: Any) -> Any:
 
 def _of_labels(labels: tf.Tensor, logits: tf.Tensor, shard: Shard) -> tf.Tensor:
     """Return -log softmax at the labels [n] for this rank's slice of the logits [n, classes of a slice]."""
-    length = logits.shape[-1]
-    classes = length * shard.exchange.size
+    classes = shard.length
     valid = (labels >= 0) & (labels < classes)
-    own = (labels >= shard.index * length) & (labels < (shard.index + 1) * length)
+    own = (labels >= shard.own.start) & (labels < shard.own.stop)
     # A label that no rank knows is looked up where nothing is: the error is that of one process.
     others = tf.where(valid, tf.zeros_like(labels), classes + tf.abs(labels))
-    places = tf.where(own, labels - shard.index * length, others)
+    places = tf.where(own, labels - shard.own.start, others)
 
     @tf.custom_gradient
     def losses_of(values: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
@@ -104,7 +103,7 @@ def _dense(labels: Any, logits: Any, shard: Shard, smoothing: float) -> Any:
     wanted = tf.cast(labels, logits.dtype)
     if smoothing:
         wanted = wanted * (1.0 - smoothing) + smoothing / classes
-    own = tf.split(wanted, shard.exchange.size, axis=-1)[shard.index]
+    own = wanted[..., shard.own]
     weight = tf.reduce_sum(wanted, -1)
 
     @tf.custom_gradient
@@ -139,7 +138,7 @@ def _once(slope: tf.Tensor) -> tf.Tensor:
 def classes_of(logits: Any, shard: Shard) -> tf.Tensor:
     """Return the class with the largest logit over all slices [..., classes of a slice], the first of equal ones."""
     largest = tf.cast(tf.reduce_max(logits, -1), tf.float64)
-    place = tf.argmax(logits, -1) + shard.index * logits.shape[-1]
+    place = tf.argmax(logits, -1) + shard.own.start
     mine = tf.stack([largest, tf.cast(place, tf.float64)])[tf.newaxis]
     everyone = shard.exchange.all_gather(mine, name=numbered("tensor/largest"))
     chosen = tf.one_hot(tf.argmax(everyone[:, 0], 0), shard.exchange.size, axis=0, dtype=tf.float64)

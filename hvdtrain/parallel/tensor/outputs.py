@@ -1,6 +1,6 @@
 """Outputs of a model of which each rank has a slice along the last dim, such as logits along the vocabulary."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.differentiable import gather_from
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.runtime.compiled import numbered
+from hvdtrain.runtime.placement import even_slice
 
 _ATTRIBUTE = "_hvdtrain_shard"
 _LAYOUT = "_hvdtrain_output_shards"
@@ -21,11 +22,13 @@ class Shard:
 
     exchange: Collectives
     """The ranks that hold the others."""
+    length: int
+    """Of the dim in the whole output: the number of classes of logits."""
 
     @property
-    def index(self) -> int:
-        """The place of the slice."""
-        return self.exchange.index
+    def own(self) -> slice:
+        """The slice."""
+        return even_slice(self.length, self.exchange.size, self.exchange.index)
 
 
 class OutputShards:
@@ -33,12 +36,12 @@ class OutputShards:
 
     Args:
         exchange: the ranks that hold the other slices.
-        sharded: whether each output is a slice, in the order in which they are flattened.
+        lengths: of the last dim of each output in the whole model, in the order in which they are flattened; None for
+            an output that is no slice.
     """
 
-    def __init__(self, exchange: Collectives, sharded: list[bool]) -> None:
-        self._shard = Shard(exchange)
-        self._sharded = sharded
+    def __init__(self, exchange: Collectives, lengths: Sequence[int | None]) -> None:
+        self._shards = [None if length is None else Shard(exchange, length) for length in lengths]
         self._kept = False
 
     def install(self, model: Any) -> None:
@@ -54,9 +57,9 @@ class OutputShards:
 
     def tagged(self, outputs: Any) -> Any:
         """Mark the slices among `outputs` as such."""
-        for tensor, sharded in zip(tf.nest.flatten(outputs), self._sharded, strict=True):
-            if sharded:
-                setattr(tensor, _ATTRIBUTE, self._shard)
+        for tensor, shard in zip(tf.nest.flatten(outputs), self._shards, strict=True):
+            if shard is not None:
+                setattr(tensor, _ATTRIBUTE, shard)
         return outputs
 
     @contextmanager
@@ -83,7 +86,8 @@ def _gathered(tensor: Any) -> Any:
     shard = shard_of(tensor)
     if shard is None:
         return tensor
-    whole = gather_from(tensor, shard.exchange, tensor.shape.rank - 1, name=numbered("tensor/outputs"))
+    last = tensor.shape.rank - 1
+    whole = gather_from(tensor, shard.exchange, last, name=numbered("tensor/outputs"), length=shard.length)
     mask = getattr(tensor, "_keras_mask", None)
     if mask is not None:
         whole._keras_mask = mask

@@ -14,16 +14,17 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.inputs import built, input_specs
 from hvdtrain.parallel.tensor.agreement import agree_on_slices
 from hvdtrain.parallel.tensor.building import Building, Made, cut_in_place
-from hvdtrain.parallel.tensor.flow.check import Flow, follow
+from hvdtrain.parallel.tensor.cuts import Cut
+from hvdtrain.parallel.tensor.flow.check import SIZES, Flow, follow
 from hvdtrain.parallel.tensor.flow.record import FlowRecord
-from hvdtrain.parallel.tensor.flow.trace import Trace, traced
+from hvdtrain.parallel.tensor.flow.trace import Trace, of_one_size, traced
 from hvdtrain.parallel.tensor.layers.base import Group, SlicedLayer
 from hvdtrain.parallel.tensor.layers.outputs import cut_output
 from hvdtrain.parallel.tensor.layers.recorded import recorded
 from hvdtrain.parallel.tensor.layers.select import sliced_layers
 from hvdtrain.parallel.tensor.outputs import OutputShards
 from hvdtrain.parallel.tensor.regularizers import regularize_slices
-from hvdtrain.parallel.tensor.rules import AXIS, Cut, LayoutRules, Rules, cut_along
+from hvdtrain.parallel.tensor.rules import AXIS, LayoutRules, Rules
 from hvdtrain.parallel.tensor.saving import refuse_files_of_slices
 from hvdtrain.state.named_tensors import whole_box
 from hvdtrain.state.placement import Placement, draw_apart, place, placement_of
@@ -72,7 +73,7 @@ class Parallelization:
             )
         layers = sliced_layers(model, cuts)
         self._follow_kernels(layers, cuts)
-        specs = input_specs(model, inputs)
+        specs = of_one_size(input_specs(model, inputs))
         with recorded([layer for layer, _ in layers], [layer for layer, _ in outputs], self._group.record):
             whole = traced(model, specs, self._group.record)
         paths = self._cut(model, building.finish(), cuts)
@@ -83,7 +84,7 @@ class Parallelization:
         flow = self._followed(model, specs, whole, frozenset(paths[key] for key in cuts))
         if self._group.sequence:
             flow.partial |= {paths[id(variable)] for _, sliced in layers for variable in sliced.shared()}
-        _note_what_follows(model, flow, layers, self._exchange)
+        _note_what_follows(model, flow, whole, layers, self._exchange)
         refuse_files_of_slices(model)
 
     def _output_layers(self, model: Any) -> list[tuple[Any, bool]]:
@@ -106,28 +107,26 @@ class Parallelization:
         """Return the cuts of those variables that the rules match, by id."""
         cuts = {key: made.cut for key, made in building.made.items()}
         for variable in model.variables:
-            dim = None if id(variable) in cuts else self._rules.dim_of(variable.path, variable.shape)
-            if dim is None:
+            if id(variable) in cuts:
+                continue
+            cut = self._rules.cut_of(variable.path, variable.shape, self._exchange.index, self._exchange.size)
+            if cut is None:
                 continue
             if placement_of(variable._value) is not None:
                 raise ConfigError(f"The variable {variable.path!r} of {model.name!r} is split among the ranks already.")
-            cuts[id(variable)] = self._cut_of(variable, dim)
+            cuts[id(variable)] = cut
         return cuts
 
-    def _cut_of(self, variable: Any, dim: int) -> Cut:
-        return cut_along(variable.path, variable.shape, dim, self._exchange.index, self._exchange.size)
-
-    def _follow_kernels(self, layers: Sequence[tuple[Any, SlicedLayer]], cuts: dict[int, Cut]) -> None:
+    @staticmethod
+    def _follow_kernels(layers: Sequence[tuple[Any, SlicedLayer]], cuts: dict[int, Cut]) -> None:
         """Cut the biases as their kernels are."""
         for _, sliced in layers:
-            for key, (variable, dim) in sliced.further_cuts().items():
-                cut = self._cut_of(variable, dim) if key not in cuts else cuts[key]
-                if cut.dim != dim:
+            for key, (variable, cut) in sliced.further_cuts().items():
+                if cuts.setdefault(key, cut) != cut:
                     raise ConfigError(
-                        f"The bias {variable.path!r} is cut like the output of its kernel, along dim {dim}. Received: "
-                        f"a rule for dim {cut.dim}."
+                        f"The bias {variable.path!r} is cut like the output of its kernel, {cut.description}. "
+                        f"Received: a rule that cuts it {cuts[key].description}. Leave that rule out."
                     )
-                cuts[key] = cut
 
     def _cut(self, model: Any, made: Sequence[Made], cuts: dict[int, Cut]) -> dict[int, str]:
         """Make all cut variables slices, the same whole on every rank, and return the paths of all variables by id."""
@@ -141,7 +140,7 @@ class Parallelization:
         for variable in model.variables:
             cut = cuts.get(id(variable))
             if cut is not None:
-                place(variable, Placement(cut.whole, cut.box, axes=(AXIS,)))
+                place(variable, Placement(cut.whole, cut.region, axes=(AXIS,)))
                 regularize_slices(variable, self._exchange, paths[id(variable)])
         return paths
 
@@ -154,11 +153,11 @@ class Parallelization:
         except (ValueError, TypeError, tf.errors.OpError) as error:
             raise ConfigError(
                 f"{model.name!r} cannot be called with slices of its variables: an activation of which each rank has a "
-                "slice arrives where the whole is needed. Cut a layer before that along its input. TensorFlow says: "
-                f"{error}"
+                f"slice arrives where the whole is needed. {SIZES}; or cut a layer before that along its input. "
+                f"TensorFlow says: {error}"
             ) from error
         variables = structure_of(model).by_path(model.variables)
-        return follow(sliced, whole, self._exchange.size, variables, cut)
+        return follow(sliced, whole, self._exchange.size, self._exchange.index, variables, cut)
 
 
 def check_model(model: Any) -> None:
@@ -183,7 +182,7 @@ def check_model(model: Any) -> None:
 
 
 def _note_what_follows(
-    model: Any, flow: Flow, layers: Sequence[tuple[Any, SlicedLayer]], exchange: Collectives
+    model: Any, flow: Flow, whole: Trace, layers: Sequence[tuple[Any, SlicedLayer]], exchange: Collectives
 ) -> None:
     """Note which gradients are parts of a sum, which draws differ by rank, and which outputs are slices."""
     variables = structure_of(model).by_path(model.variables)
@@ -193,9 +192,12 @@ def _note_what_follows(
     inside = [generator for layer, _ in layers for generator in _generators(layer)]
     for variable in [*(variables[path] for path in sorted(flow.draws)), *inside]:
         draw_apart(variable, exchange.index)
-    sharded = [layout.dim is not None for layout in flow.outputs]
-    if any(sharded):
-        OutputShards(exchange, sharded).install(model)
+    lengths = [
+        None if layout.dim is None else int(tensor.shape[-1])
+        for layout, tensor in zip(flow.outputs, whole.outputs, strict=True)
+    ]
+    if any(length is not None for length in lengths):
+        OutputShards(exchange, lengths).install(model)
 
 
 def _generators(layer: Any) -> list[Any]:

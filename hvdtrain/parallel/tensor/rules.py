@@ -2,52 +2,19 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.cuts import Cut, FusedHeads, even_cut, fused_cut
 
 AXIS = "tp"
 OUTPUT = "/output"
 """Ends expressions that are about the output of a layer, as in Keras' `LayoutMap`."""
-Layout: TypeAlias = Sequence[str | None]
-"""The axis that each dim of a variable is cut along, or None: `(None, "tp")` cuts columns."""
+Layout: TypeAlias = Sequence[str | FusedHeads | None]
+"""The axis that each dim of a variable is cut along, or None: `(None, "tp")` cuts columns. `FusedHeads` stands for tp
+where each of several blocks is cut by itself."""
 Rules: TypeAlias = Mapping[str, Layout]
 """Layouts by regular expression, searched in the paths of Keras variables such as `block0_mlp_in/kernel`."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The slice of one dim of a variable that a rank holds."""
-
-    dim: int
-    index: int
-    """This rank's place in its group."""
-    ranks: int
-    """The number of ranks in the group."""
-    whole: tuple[int, ...]
-    """Shape of the whole variable."""
-
-    @property
-    def length(self) -> int:
-        """The length of the slice."""
-        return self.whole[self.dim] // self.ranks
-
-    @property
-    def start(self) -> int:
-        """The first index of the slice."""
-        return self.index * self.length
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the slice."""
-        return (*self.whole[: self.dim], self.length, *self.whole[self.dim + 1 :])
-
-    @property
-    def box(self) -> tuple[slice, ...]:
-        """The slice of each dim."""
-        own = slice(self.start, self.start + self.length)
-        return tuple(own if dim == self.dim else slice(0, length) for dim, length in enumerate(self.whole))
 
 
 class LayoutRules:
@@ -74,13 +41,13 @@ class LayoutRules:
         self._compiled = {expression: _compiled(expression) for expression in self._layouts}
         self._matched: set[str] = set()
 
-    def dim_of(self, path: str, shape: Sequence[int]) -> int | None:
-        """Return the dim along which the variable at `path` is cut; None if it stays whole.
+    def cut_of(self, path: str, shape: Sequence[int], index: int, ranks: int) -> Cut | None:
+        """Return the slice of the variable at `path` that rank `index` of `ranks` holds; None if it stays whole.
 
         As in Keras' `LayoutMap`, an expression that equals the path comes first; otherwise one alone may match.
 
         Raises:
-            ConfigError: two rules that match, or a layout of another number of dims.
+            ConfigError: two rules that match, a layout of another number of dims, or ranks that do not divide one.
         """
         found = (
             [path] if path in self._layouts else [e for e, compiled in self._compiled.items() if compiled.search(path)]
@@ -99,7 +66,8 @@ class LayoutRules:
                 f"The rule {found[0]!r} needs one entry for each dim of {path!r}, which has the shape {tuple(shape)}. "
                 f"Received: {layout}."
             )
-        return layout.index(AXIS) if AXIS in layout else None
+        dim = next((dim for dim, entry in enumerate(layout) if entry is not None), None)
+        return None if dim is None else cut_along(path, shape, dim, index, ranks, layout[dim])
 
     def output_of(self, path: str) -> bool | None:
         """Return whether a rule cuts the output of the layer at `path` (True) or makes it whole (False); else None.
@@ -134,19 +102,41 @@ class LayoutRules:
             raise ConfigError(f"The rule {unused[0]!r} matches no {what} of the model, which has {shown}.")
 
 
-def cut_along(path: str, shape: Sequence[int], dim: int, index: int, ranks: int) -> Cut:
+def cut_along(path: str, shape: Sequence[int], dim: int, index: int, ranks: int, entry: Any = AXIS) -> Cut:
     """Return the slice of the variable at `path` that rank `index` of `ranks` holds.
 
+    The slices of a vocabulary, or of classes, need not be of one length.
+
+    Args:
+        path: of the variable.
+        shape: of the whole.
+        dim: that is cut.
+        index: the rank's place.
+        ranks: their number.
+        entry: of the layout.
+
     Raises:
-        ConfigError: the ranks do not divide the dim.
+        ConfigError: the ranks do not divide the dim, or the heads of a block.
     """
     whole = tuple(int(n) for n in shape)
-    if whole[dim] % ranks:
+    if isinstance(entry, FusedHeads):
+        return fused_cut(path, whole, dim, index, ranks, entry)
+    if whole[dim] % ranks and not (_may_be_uneven(path, whole, dim) and whole[dim] >= ranks):
         raise ConfigError(
             f"tp={ranks} does not divide the {_noun(path, dim, len(whole))} of {path!r}, which has the shape {whole}. "
             f"Received: {whole[dim]} on dim {dim}. Choose a tp that divides it, or leave the variable whole."
         )
-    return Cut(dim, index, ranks, whole)
+    return even_cut(whole, dim, index, ranks)
+
+
+def _may_be_uneven(path: str, whole: Sequence[int], dim: int) -> bool:
+    """Whether slices of different lengths have a meaning: of a vocabulary, and of what may be logits.
+
+    Features of a kernel that are no logits arrive at a layer that is cut along them, whose kernel may not.
+    """
+    if path.endswith("embeddings"):
+        return dim == int(path.endswith("reverse_embeddings"))
+    return dim == len(whole) - 1 <= 1
 
 
 def _noun(path: str, dim: int, rank: int) -> str:
@@ -160,14 +150,15 @@ def _noun(path: str, dim: int, rank: int) -> str:
     return "features"
 
 
-def _checked(expression: str, layout: Layout) -> tuple[str | None, ...]:
-    names = tuple(layout) if isinstance(layout, Sequence) and not isinstance(layout, str) else (layout,)
-    if isinstance(layout, str) or any(name not in (None, AXIS) for name in names) or names.count(AXIS) > 1:
+def _checked(expression: str, layout: Layout) -> tuple[str | FusedHeads | None, ...]:
+    entries = tuple(layout) if isinstance(layout, Sequence) and not isinstance(layout, str) else (layout,)
+    known = all(entry is None or entry == AXIS or isinstance(entry, FusedHeads) for entry in entries)
+    if isinstance(layout, str) or not known or len(entries) - entries.count(None) > 1:
         raise ConfigError(
-            f"A layout has one entry for each dim: None, and {AXIS!r} at most once. Received: {layout!r} for "
-            f"{expression!r}."
+            f"A layout has one entry for each dim: None, and {AXIS!r} or hvdtrain.FusedHeads(…) at most once. "
+            f"Received: {layout!r} for {expression!r}."
         )
-    return names
+    return entries
 
 
 def _compiled(expression: str) -> re.Pattern[str]:

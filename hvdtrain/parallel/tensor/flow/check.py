@@ -3,8 +3,8 @@
 The model is traced twice, whole and with slices. Between the layers that hold slices both do the same operations. What
 comes out of a layer with a sharded dim keeps it through operations on each element, through attention over heads, and
 through reshapes; it must arrive at a layer that takes it sharded, or be an output of the model. Every other operation
-on it is refused. The dims are confirmed by the shapes of the whole model, in which each sharded dim is longer by the
-number of ranks, and no other dim differs.
+on it is refused. The dims are confirmed by the shapes of the whole model, of which each sharded dim is this rank's
+slice, and no other dim differs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.flow.operations import Layout, of_constants, outputs_of
-from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations
+from hvdtrain.parallel.tensor.flow.blocks import outputs_of_blocks
+from hvdtrain.parallel.tensor.flow.constants import compare_numbers, of_constants
+from hvdtrain.parallel.tensor.flow.operations import Layout, outputs_of, reshaped_like
+from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations, shown
+from hvdtrain.runtime.placement import even_slice
 
 UNKNOWN = Layout()
+SIZES = "Take sizes such as the number of heads from the activation's shape, or write -1 for them"
+"""What a model does about sizes of which a rank has a part, for messages."""
+APART = "Take the blocks apart first, such as by keras.ops.split(x, 3, axis=-1) where there are three of one size."
 
 
 @dataclass
@@ -32,20 +38,23 @@ class Flow:
     """Paths of the random generators that draw for slices."""
 
 
-def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any], cut: frozenset[str]) -> Flow:
+def follow(
+    sliced: Trace, whole: Trace, ranks: int, index: int, variables: Mapping[str, Any], cut: frozenset[str]
+) -> Flow:
     """Return how the activations of a model lie on the ranks.
 
     Args:
         sliced: a trace of the model with slices.
         whole: a trace of the model before it was cut.
         ranks: how many slices there are.
+        index: which of them this rank has.
         variables: the model's tf.Variables by path.
         cut: paths of those that are slices.
 
     Raises:
         ConfigError: naming the layer at which a sharded activation arrives that it cannot take.
     """
-    walk = _Walk(sliced, variables, cut)
+    walk = _Walk(sliced, whole, variables, cut)
     walk.go()
     if not same_operations(whole.operations, sliced.operations):
         raise ConfigError(
@@ -53,16 +62,20 @@ def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]
             "shapes. Leave those layers whole."
         )
     for mine, theirs in zip(sliced.operations, whole.operations, strict=True):
+        compare_numbers(mine, theirs, place_of(mine))
         for tensor, other in zip(mine.outputs, theirs.outputs, strict=True):
-            _confirm(tensor, other, walk.layout_of(tensor), ranks)
+            _confirm(tensor, other, walk.layout_of(tensor), ranks, index)
     return walk.result()
 
 
 class _Walk:
     """Goes through the operations of a trace in their order."""
 
-    def __init__(self, trace: Trace, variables: Mapping[str, Any], cut: frozenset[str]) -> None:
+    def __init__(self, trace: Trace, whole: Trace, variables: Mapping[str, Any], cut: frozenset[str]) -> None:
         self._trace = trace
+        pairs = zip(trace.operations, whole.operations, strict=False)
+        self._whole = {id(mine): theirs for mine, theirs in pairs if mine.type == theirs.type}
+        """The operation of the whole model for each of this one's; whether they belong together is checked later."""
         self._cut = cut
         self._layouts: dict[int, Layout] = {}
         self._kept = list(trace.graph.get_operations())
@@ -97,13 +110,16 @@ class _Walk:
                 place = None if dim is None else tensor.shape.rank + dim
                 if layout.dim != place and tensor.name in self._layouts:
                     raise ConfigError(_unlike(call.layer, layout, tensor, place))
+                if layout.blocks:
+                    raise ConfigError(_not_apart(call.layer, layout))
                 self._used_whole(layout)
 
     def _leave(self, call: Any) -> None:
         given = {tensor.name: tensor.shape.rank + dim for tensor, dim in call.gives}
         for op in self._kept[call.begin : call.end]:
             for tensor in op.outputs:
-                self._layouts[tensor.name] = Layout(given.get(tensor.name), call.layer, learned=True)
+                blocks = call.blocks if tensor.name in given else ()
+                self._layouts[tensor.name] = Layout(given.get(tensor.name), call.layer, learned=True, blocks=blocks)
 
     def _pass(self, op: Any) -> None:
         inputs = [self.layout_of(tensor) for tensor in op.inputs]
@@ -129,13 +145,15 @@ class _Walk:
         return [Layout(learned=True, parameters=frozenset([path]))] * len(op.outputs)
 
     def _sharded(self, op: Any, inputs: list[Layout]) -> Sequence[Layout]:
-        outputs = outputs_of(op, inputs)
+        whole = self._whole.get(id(op))
+        if any(layout.blocks for layout in inputs):
+            outputs = outputs_of_blocks(op, inputs, whole)
+        elif op.type == "Reshape":
+            outputs = reshaped_like(op, inputs, whole)
+        else:
+            outputs = outputs_of(op, inputs)
         if outputs is None:
-            origin = next(layout.origin for layout in inputs if layout.dim is not None)
-            raise ConfigError(
-                f"{place_of(op)} needs the whole output of {origin}, of which each rank has a slice ({op.type}). Cut a "
-                "layer between them along its input, or leave the first one whole."
-            )
+            raise ConfigError(_unknown(op, next(layout for layout in inputs if layout.dim is not None)))
         for layout in inputs:
             self._flow.partial |= layout.parameters
             self._flow.draws |= layout.draws
@@ -166,32 +184,59 @@ class _Walk:
             self._used_whole(layout)
             if layout.dim not in (None, tensor.shape.rank - 1):
                 raise ConfigError(f"An output of the model is a slice along dim {layout.dim}: {layout.origin} made it.")
+            if layout.blocks:
+                raise ConfigError(_not_apart("The model's caller", layout))
         return self._flow
 
 
-def _confirm(tensor: Any, whole: Any, layout: Layout, ranks: int) -> None:
+def _confirm(tensor: Any, whole: Any, layout: Layout, ranks: int, index: int) -> None:
     """Compare the shape of a tensor with that in the whole model."""
     if tensor.shape.rank is None or whole.shape.rank is None:
         return
-    longer = [
-        length * ranks if dim == layout.dim and length is not None else length
-        for dim, length in enumerate(tensor.shape.as_list())
+    shape = [
+        _length_of_slice(length, ranks, index) if dim == layout.dim and length is not None else length
+        for dim, length in enumerate(whole.shape.as_list())
     ]
-    alike = len(longer) == whole.shape.rank
-    pairs = zip(longer, whole.shape.as_list(), strict=False)
+    alike = len(shape) == tensor.shape.rank
+    pairs = zip(tensor.shape.as_list(), shape, strict=False)
     if layout.constant or (alike and all(None in pair or pair[0] == pair[1] for pair in pairs)):
         return
     raise ConfigError(
-        f"{place_of(tensor.op)} gives the shape {tuple(tensor.shape)} where each rank has a slice of its input, and "
-        f"{tuple(whole.shape)} of the whole, which is no slice along one dim. Compute sizes such as the number of "
-        "heads from the activation's shape, or leave the layer before it whole."
+        f"{place_of(tensor.op)} gives the shape {shown(tensor.shape)} where each rank has a slice of its input, and "
+        f"{shown(whole.shape)} of the whole, which is no slice along one dim. {SIZES}, or leave the layer before it "
+        "whole."
+    )
+
+
+def _length_of_slice(length: int, ranks: int, index: int) -> int:
+    own = even_slice(length, ranks, index)
+    return own.stop - own.start
+
+
+def _unknown(op: Any, layout: Layout) -> str:
+    """Return what is wrong with an operation that no rank could do on its slice alone."""
+    if layout.blocks:
+        return (
+            f"{place_of(op)} mixes blocks of the output of {layout.origin}, of each of which a rank has a slice "
+            f"({op.type}). {APART} {SIZES}."
+        )
+    advice = f"{SIZES}, cut" if op.type == "Reshape" else "Cut"
+    return (
+        f"{place_of(op)} needs the whole output of {layout.origin}, of which each rank has a slice ({op.type}). "
+        f"{advice} a layer between them along its input, or leave the first one whole."
+    )
+
+
+def _not_apart(taker: str, layout: Layout) -> str:
+    return (
+        f"{taker} is given the output of {layout.origin}, which has {len(layout.blocks)} blocks side by side. {APART}"
     )
 
 
 def _unlike(layer: str, layout: Layout, tensor: Any, place: int | None) -> str:
     if layout.dim is None:
         return (
-            f"{layer} is cut along its input, and is given a whole activation of the shape {tuple(tensor.shape)}: cut "
+            f"{layer} is cut along its input, and is given a whole activation of the shape {shown(tensor.shape)}: cut "
             "the layer before it along its output, or this one not along its input."
         )
     wanted = "whole" if place is None else f"sharded along dim {place}"

@@ -27,8 +27,12 @@ class Layout:
     """Whether it depends on neither inputs nor learned variables."""
     even: bool = False
     """Whether any slice of it would serve as well as another: it is a scalar, of one value, or drawn at random."""
+    even_dims: frozenset[int] = frozenset()
+    """Dims, counted from the last, along which any slice would serve as well."""
     draws: frozenset[str] = frozenset()
     """Paths of the random generators that it was drawn by."""
+    blocks: tuple[int, ...] = ()
+    """Lengths of the blocks that the sharded dim has side by side, each of them a slice; none of a plain slice."""
 
 
 SHAPE = Layout(constant=True)
@@ -68,21 +72,6 @@ def joined(layouts: Sequence[Layout], dim: int | None) -> Layout:
     return Layout(dim, origin, learned=any(layout.learned for layout in layouts))
 
 
-def of_constants(op: Any, inputs: Sequence[Layout]) -> Layout:
-    """Return the layout of what `op` computes from constants alone."""
-    draws = frozenset().union(*(layout.draws for layout in inputs))
-    if op.type.startswith(("StatelessRandom", "Random")):
-        return Layout(constant=True, even=True, draws=draws)
-    if op.type in FILLED or (inputs and op.type in ELEMENTWISE and all(layout.even for layout in inputs)):
-        return Layout(constant=True, even=True, draws=draws)
-    return Layout(constant=True, even=op.type == "Const" and _of_one_value(op.outputs[0]), draws=draws)
-
-
-def _of_one_value(tensor: Any) -> bool:
-    value = _constant(tensor)
-    return value is not None and (value.size <= 1 or bool((value == value.flat[0]).all()))
-
-
 def _elementwise(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
     """Take dims from the last, as broadcasting does.
 
@@ -104,7 +93,7 @@ def _goes_with_slice(tensor: Any, layout: Layout, place: int) -> bool:
         return False
     rank = tensor.shape.rank
     spans = rank is None or (rank >= -place and tensor.shape[place] != 1)
-    return layout.even or not spans
+    return layout.even or place in layout.even_dims or not spans
 
 
 def _along_last(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
@@ -127,13 +116,33 @@ def _reduced(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 def _reshaped(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
     """Follow a dim that stays, that is split, or that is the first of several which are merged."""
-    before, after, dim = op.inputs[0].shape, op.outputs[0].shape, inputs[0].dim
+    places = _places_in(op, inputs[0].dim)
+    return [joined(inputs, places[0])] if places else None
+
+
+def reshaped_like(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
+    """Do the same where the dim may have gone to several places, as with one head on each rank.
+
+    Args:
+        op: the operation on a slice.
+        inputs: layouts of its inputs.
+        whole: the same operation in the whole model, whose shape differs in the right place; None where there is none.
+    """
+    after, there = op.outputs[0].shape, None if whole is None else whole.outputs[0].shape
+    places = _places_in(op, inputs[0].dim)
+    if there is not None and there.rank == after.rank:
+        places = [place for place in places if after[place] != there[place]] or places
+    return [joined(inputs, places[0])] if places else None
+
+
+def _places_in(op: Any, dim: int | None) -> list[int]:
+    """Return where `dim` may be after a reshape."""
+    before, after = op.inputs[0].shape, op.outputs[0].shape
     if dim is None or before.rank is None or after.rank is None:
-        return None
+        return []
     place = dim - before.rank
-    if _same_from(before, after, place):
-        return [joined(inputs, place + after.rank)]
-    return _regrouped(inputs, before.as_list(), after.as_list(), dim)
+    stays = [place + after.rank] if _same_from(before, after, place) else []
+    return [*stays, *([dim] if _regroups(before.as_list(), after.as_list(), dim) else [])]
 
 
 def _same_from(before: Any, after: Any, place: int) -> bool:
@@ -142,19 +151,15 @@ def _same_from(before: Any, after: Any, place: int) -> bool:
     return after.rank >= -place and None not in mine and mine == theirs
 
 
-def _regrouped(
-    inputs: Sequence[Layout], before: list[int | None], after: list[int | None], dim: int
-) -> Sequence[Layout] | None:
-    """Follow a dim that is split into several, or that is the first of several which are merged."""
+def _regroups(before: list[int | None], after: list[int | None], dim: int) -> bool:
+    """Whether a dim is split into several, or is the first of several which are merged."""
     alike = 0
     while alike < min(len(before), len(after)) and before[alike] == after[alike] and alike < dim:
         alike += 1
     if alike != dim or before[:dim].count(None) > 1:
-        return None
+        return False
     mine, theirs = before[dim:], after[dim:]
-    if None in mine or None in theirs or _product(mine) != _product(theirs) or not theirs:
-        return None
-    return [joined(inputs, dim)]
+    return None not in mine and None not in theirs and _product(mine) == _product(theirs) and bool(theirs)
 
 
 def _product(lengths: Sequence[int | None]) -> int:
@@ -208,6 +213,18 @@ def _concatenated(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
     return None if dim is None or int(axis) % op.outputs[0].shape.rank == dim else [joined(parts, dim)]
 
 
+def _unpacked(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Cut along another dim, which is gone."""
+    dim, axis = inputs[0].dim, op.get_attr("axis") % op.inputs[0].shape.rank
+    return None if dim is None or dim == axis else [joined(inputs, dim - (axis < dim))] * len(op.outputs)
+
+
+def _tiled(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Repeat along other dims."""
+    multiples, dim = tf.get_static_value(op.inputs[1], partial=True), inputs[0].dim
+    return None if multiples is None or dim is None or multiples[dim] != 1 else [joined(inputs[:1], dim)]
+
+
 def _split(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
     """Cut along another dim; the axis comes first of `Split`, and last of `SplitV`."""
     place = 1 if op.type == "Split" else 0
@@ -219,14 +236,27 @@ def _split(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 def _strided(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
     """Follow the sharded dim through Python's indexing, which must leave all of it."""
+    found = indexed(op, inputs[0].dim)
+    if found is None:
+        return None
+    place, bounds = found
+    return [joined(inputs[:1], place)] if bounds is None else None
+
+
+def indexed(op: Any, dim: int | None) -> tuple[int, tuple[int, int] | None] | None:
+    """Return where `dim` is after Python's indexing, and the bounds of what is left of it, None of all.
+
+    None stands for what cannot be followed: bounds that are not known, another step than 1, a dim that is gone.
+    """
     bounds = [_constant(tensor) for tensor in op.inputs[1:]]
-    if any(bound is None for bound in bounds) or inputs[0].dim is None:
+    if any(bound is None for bound in bounds) or dim is None:
         return None
     masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     count, rank = len(bounds[0]), op.inputs[0].shape.rank
     named = sum(not masks["new_axis"] >> i & 1 and not masks["ellipsis"] >> i & 1 for i in range(count))
     places: list[int | None] = []
-    taken = 0
+    taken, kept = 0, None
+    length = op.inputs[0].shape[dim]
     for i in range(count):
         bit = {name: bool(mask >> i & 1) for name, mask in masks.items()}
         if bit["ellipsis"]:
@@ -235,12 +265,16 @@ def _strided(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
         elif bit["new_axis"]:
             places.append(None)
         else:
-            whole = bit["begin"] and bit["end"] and bounds[2][i] == 1
-            if taken == inputs[0].dim and not whole:
+            if taken == dim and (bit["shrink_axis"] or bounds[2][i] != 1):
                 return None
+            if taken == dim and not (bit["begin"] and bit["end"]):
+                if length is None:
+                    return None
+                first, last = (None if bit[end] else int(bounds[p][i]) for p, end in enumerate(("begin", "end")))
+                kept = slice(first, last).indices(length)[:2]
             places += [] if bit["shrink_axis"] else [taken]
             taken += 1
-    return [joined(inputs[:1], [*places, *range(taken, rank)].index(inputs[0].dim))]
+    return [*places, *range(taken, rank)].index(dim), kept
 
 
 def _constant(tensor: Any) -> Any:
@@ -257,6 +291,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _multiplied),
     "Einsum": _einsum,
     "ConcatV2": _concatenated,
+    "Unpack": _unpacked,
+    "Tile": _tiled,
     "Split": _split,
     "SplitV": _split,
     "StridedSlice": _strided,

@@ -24,6 +24,8 @@ class LayerCall:
     """Tensors that must be sharded along a dim, counted from the last (-1)."""
     gives: list[tuple[Any, int]] = field(default_factory=list)
     """Tensors that are sharded along a dim, counted from the last."""
+    blocks: tuple[int, ...] = ()
+    """Lengths of the blocks that the sharded dim of what it gives has side by side; none of a plain slice."""
     passes: list[tuple[Any, Any, Callable[[int], int | None]]] = field(default_factory=list)
     """An input, an output, and a function from the dim along which the first may be sharded to that of the second;
     None where it must be whole."""

@@ -9,6 +9,9 @@ import tensorflow as tf
 from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
 from hvdtrain.parallel.tensor.outputs import sharded_outputs
 
+TRACED_BATCH = 7
+"""Samples that a model is traced with: a size that no dim of its weights is likely to have."""
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -38,6 +41,21 @@ def traced(model: Any, inputs: Any, record: FlowRecord) -> Trace:
     operations = [op for place, op in enumerate(graph.get_operations()) if place not in inside]
     flat = [tensor for tensor in tf.nest.flatten(outputs) if tf.is_tensor(tensor)]
     return Trace(graph, operations, list(record.calls), flat, tf.nest.flatten(given))
+
+
+def of_one_size(specs: Any) -> Any:
+    """Return the specs of a batch of one size, so that the other dims of activations are known wherever -1 stands."""
+
+    def sized(spec: Any) -> Any:
+        free = spec.shape.rank and spec.shape[0] is None
+        return tf.TensorSpec([TRACED_BATCH, *spec.shape[1:]], spec.dtype) if free else spec
+
+    return tf.nest.map_structure(sized, specs)
+
+
+def shown(shape: tf.TensorShape) -> tuple[int | None, ...]:
+    """Return the shape of an activation for messages, in which a batch has any size."""
+    return tuple(None if dim == 0 and n == TRACED_BATCH else n for dim, n in enumerate(shape.as_list()))
 
 
 def same_operations(whole: Sequence[Any], sliced: Sequence[Any]) -> bool:

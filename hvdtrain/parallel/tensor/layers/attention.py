@@ -5,10 +5,10 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.record import LayerCall
 from hvdtrain.parallel.tensor.layers.base import Group, described, plain_call, replace_call
 from hvdtrain.parallel.tensor.layers.products import SlicedProduct
-from hvdtrain.parallel.tensor.rules import Cut
 
 KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
@@ -28,15 +28,15 @@ class SlicedAttention:
         self._inner: list[SlicedProduct] = []
         for inner, heads in _projections(layer):
             cut = cuts.get(id(inner._kernel))
-            if cut is None or cut.dim != heads:
+            if cut is None or cut.dim != heads or cut.fused:
                 raise ConfigError(
                     f"{described(layer)} is cut by heads: all of its kernels are, dim 1 of query, key, value and gate, "
                     f"and dim 0 of attention_output. Received: {inner._kernel.path!r} "
-                    f"{'whole' if cut is None else f'cut along dim {cut.dim}'}."
+                    f"{'whole' if cut is None else f'cut {cut.description}'}."
                 )
             self._inner.append(SlicedProduct(inner, cut, enters=False))
 
-    def further_cuts(self) -> dict[int, tuple[Any, int]]:
+    def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
         """See `SlicedLayer`: the biases of query, key and value."""
         return {key: found for inner in self._inner for key, found in inner.further_cuts().items()}
 

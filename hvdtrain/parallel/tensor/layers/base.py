@@ -9,8 +9,8 @@ import keras
 from hvdtrain.backends.differentiable import copy_to, gather_to, sum_from, sum_slices_from
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
-from hvdtrain.parallel.tensor.rules import Cut
 from hvdtrain.runtime.compiled import numbered
 
 SEQUENCE_DIM = 1
@@ -64,8 +64,8 @@ class Group:
 class SlicedLayer(Protocol):
     """A layer some of whose variables are slices."""
 
-    def further_cuts(self) -> dict[int, tuple[Any, int]]:
-        """Return the variables that follow those that a rule names, and the dim of each, by id."""
+    def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
+        """Return the variables that follow those that a rule names, and the cut of each, by id."""
 
     def shared(self) -> list[Any]:
         """Return the whole variables that each rank would use on its slice of the sequence."""

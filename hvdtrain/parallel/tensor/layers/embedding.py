@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.differentiable import gather_from
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.layers.base import (
     Group,
     check_additive,
@@ -15,7 +16,6 @@ from hvdtrain.parallel.tensor.layers.base import (
     refuse_other_weights,
     replace_call,
 )
-from hvdtrain.parallel.tensor.rules import Cut
 from hvdtrain.runtime.compiled import numbered
 
 
@@ -49,7 +49,7 @@ class SlicedEmbedding:
                     f"{'whole' if cut is None else f'cut along dim {cut.dim}'}."
                 )
 
-    def further_cuts(self) -> dict[int, tuple[Any, int]]:
+    def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
         """See `SlicedLayer`: none."""
         return {}
 

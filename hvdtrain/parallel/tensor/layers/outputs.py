@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdtrain.backends.differentiable import gather_from, slice_to
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.flow.record import FlowRecord
+from hvdtrain.parallel.tensor.flow.trace import shown
 from hvdtrain.parallel.tensor.layers.base import SEQUENCE_DIM, Group, described, replace_call
 from hvdtrain.runtime.compiled import numbered
 
@@ -53,5 +54,5 @@ def _check_length(layer: Any, outputs: Any, ranks: int) -> None:
     if length is None or length % ranks:
         raise ConfigError(
             f"--sequence-parallel cuts the output of {described(layer)} along the sequence, which tp={ranks} must "
-            f"divide. Received: the shape {tuple(outputs.shape)} [batch, sequence, features]."
+            f"divide. Received: the shape {shown(outputs.shape)} [batch, sequence, features]."
         )

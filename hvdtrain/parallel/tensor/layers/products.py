@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.layers.base import (
     Group,
     check_activation,
@@ -19,7 +20,6 @@ from hvdtrain.parallel.tensor.layers.base import (
     refuse_other_weights,
     replace_call,
 )
-from hvdtrain.parallel.tensor.rules import Cut
 
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
@@ -45,8 +45,13 @@ class SlicedProduct:
         self.column, self._dim = _role(layer, cut)
         if self.column:
             check_activation(layer, cut.whole[cut.dim])
+        elif cut.fused:
+            raise ConfigError(
+                f"{cut.fused} is for the output of a layer, and dim {cut.dim} of {layer._kernel.path!r} is the input "
+                f"of {described(layer)}: write 'tp' there, and split what it is given into its blocks."
+            )
 
-    def further_cuts(self) -> dict[int, tuple[Any, int]]:
+    def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
         """See `SlicedLayer`: the bias of a column parallel layer is cut like its output."""
         bias = self._layer.bias
         if bias is None or not self.column:
@@ -54,7 +59,8 @@ class SlicedProduct:
         if bias.shape.rank < -self._dim or bias.shape[self._dim] == 1:
             raise ConfigError(f"The bias of {described(self._layer)} spans a dim that is cut: leave the layer whole.")
         check_additive(bias, self._layer)
-        return {id(bias): (bias, bias.shape.rank + self._dim)}
+        shape = tuple(int(n) for n in bias.shape)
+        return {id(bias): (bias, self._cut.along(shape, len(shape) + self._dim))}
 
     def shared(self) -> list[Any]:
         """See `SlicedLayer`: the bias of a row parallel layer."""
@@ -77,6 +83,7 @@ class SlicedProduct:
             with group.record.call(described(layer)) as flow:
                 outputs = _finished(layer, _product(layer, group.enter(inputs, name, flow)))
                 flow.gives.append((outputs, self._dim))
+                flow.blocks = self._cut.blocks if self._cut.fused else ()
             return outputs
 
         return call

@@ -6,11 +6,11 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.layers.attention import SlicedAttention, inner_layers, is_attention
 from hvdtrain.parallel.tensor.layers.base import SlicedLayer, described
 from hvdtrain.parallel.tensor.layers.embedding import SlicedEmbedding, is_embedding
 from hvdtrain.parallel.tensor.layers.products import SlicedProduct, is_product
-from hvdtrain.parallel.tensor.rules import Cut
 
 
 def sliced_layers(model: Any, cuts: dict[int, Cut]) -> list[tuple[Any, SlicedLayer]]:
@@ -42,12 +42,18 @@ def _sliced(layer: Any, held: list[Any], cuts: dict[int, Cut]) -> SlicedLayer:
         return SlicedAttention(layer, cuts)
     if is_product(layer) and id(layer._kernel) in cuts:
         return SlicedProduct(layer, cuts[id(layer._kernel)])
-    if is_embedding(layer):
+    fused = next((cuts[id(variable)].fused for variable in held), None)
+    if is_embedding(layer) and fused is None:
         return SlicedEmbedding(layer, cuts)
     if is_product(layer):
         raise ConfigError(
             f"The bias of {described(layer)} follows its kernel, which no rule cuts. Received: a rule for "
             f"{held[0].path!r} alone."
+        )
+    if is_embedding(layer):
+        raise ConfigError(
+            f"{fused} is for the output of Dense, EinsumDense and convolutions. Received: a rule with it for "
+            f"{held[0].path!r} of {described(layer)}."
         )
     raise ConfigError(
         f"{described(layer)} holds {held[0].path!r}, which a rule cuts, and cannot be split: Dense, EinsumDense, "
