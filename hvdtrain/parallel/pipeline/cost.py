@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.state.placement import placed_tensor
 
 
 def flops(node: Any) -> float:
@@ -13,7 +14,8 @@ def flops(node: Any) -> float:
 
     A matrix product, a convolution and the like take two for each element of a kernel at each position of the output;
     attention takes 4 x queries x keys x width besides, and an embedding or any other operation one for each element of
-    its output. Of experts those that a token goes to count. Unknown dims, such as a sequence of any length, count as 1.
+    its output. Of experts those that a token goes to count. Layers that are split along tp count as whole ones, so that
+    all ranks, whose slices may differ by one, cut alike. Unknown dims, such as a sequence of any length, count as 1.
     """
     produced = float(sum(_elements(tensor) for tensor in node.outputs))
     operation = node.operation
@@ -28,10 +30,14 @@ def flops(node: Any) -> float:
 def _kernel_elements(layer: Any) -> int:
     """Return how many elements of the layer's own kernels a position is multiplied with."""
     if isinstance(layer, MixtureOfExperts):
-        of_an_expert = sum(prod(kernel.shape[1:]) for kernel in (layer.kernel_in, layer.kernel_out))
+        of_an_expert = sum(prod(_whole_shape(kernel)[1:]) for kernel in (layer.kernel_in, layer.kernel_out))
         return prod(layer.router.shape) + layer.top_k * of_an_expert
     variables = (*layer._trainable_variables, *layer._non_trainable_variables)
-    return sum(prod(v.shape) for v in variables if len(v.shape) > 1)
+    return sum(prod(_whole_shape(v)) for v in variables if len(v.shape) > 1)
+
+
+def _whole_shape(variable: Any) -> tuple[int, ...]:
+    return placed_tensor(variable).global_shape
 
 
 def _attention(layer: Any, node: Any) -> float:

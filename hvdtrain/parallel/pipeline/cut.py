@@ -19,6 +19,8 @@ class Cut:
     graph: Graph
     bounds: tuple[int, ...]
     """Stage s calls nodes bounds[s] to bounds[s + 1]."""
+    costs: tuple[float, ...]
+    """Estimated operations of each node, from when the rank still had the whole model."""
 
     @property
     def stages(self) -> int:
@@ -39,7 +41,7 @@ class Cut:
 
     def cost(self, stage: int) -> float:
         """Return the estimated operations of a stage's forward pass for one sample."""
-        return sum(flops(node) for node in self.nodes(stage))
+        return sum(self.costs[self.bounds[stage] : self.bounds[stage + 1]])
 
     def first_names(self) -> list[str]:
         """Return the name of the layer or operation that each stage begins with."""
@@ -60,12 +62,13 @@ def cut_model(model: Any, stages: int, first_layers: Sequence[str] = (), *, spli
         ConfigError: another model, one that has no such places, or names that do not fit.
     """
     graph = graph_of(model)
+    costs = tuple(map(flops, graph.nodes))
     sliced = sliced_tensors(graph) if split else set()
     if first_layers:
-        cut = Cut(graph, tuple(_named_bounds(model, graph, stages, first_layers)))
+        cut = Cut(graph, tuple(_named_bounds(model, graph, stages, first_layers)), costs)
         _refuse_slices(cut, sliced)
         return cut
-    return Cut(graph, tuple(_equal_bounds(model, graph, stages, sliced)))
+    return Cut(graph, tuple(_equal_bounds(model, graph, costs, stages, sliced)), costs)
 
 
 def _refuse_slices(cut: Cut, sliced: AbstractSet[int]) -> None:
@@ -79,7 +82,7 @@ def _refuse_slices(cut: Cut, sliced: AbstractSet[int]) -> None:
             )
 
 
-def _equal_bounds(model: Any, graph: Graph, stages: int, sliced: AbstractSet[int]) -> list[int]:
+def _equal_bounds(model: Any, graph: Graph, costs: Sequence[float], stages: int, sliced: AbstractSet[int]) -> list[int]:
     everywhere = [
         place
         for place in range(1, len(graph.nodes))
@@ -87,11 +90,11 @@ def _equal_bounds(model: Any, graph: Graph, stages: int, sliced: AbstractSet[int
     ]
     narrow = [place for place in everywhere if len(graph.crossing(place)) == 1]
     for places in (narrow, everywhere):
-        bounds = _smallest_largest(graph, [0, *places, len(graph.nodes)], stages)
+        bounds = _smallest_largest(graph, costs, [0, *places, len(graph.nodes)], stages)
         if bounds is not None:
             return bounds
     trained = sum(bool(_trained([node])) for node in graph.nodes)
-    if sliced and _smallest_largest(graph, list(range(len(graph.nodes) + 1)), stages) is not None:
+    if sliced and _smallest_largest(graph, costs, list(range(len(graph.nodes) + 1)), stages) is not None:
         raise ConfigError(
             f"{type(model).__name__} {model.name!r} is split along tp so that it cannot be cut into {stages} stages: "
             "they exchange whole tensors. Use fewer ranks along pp, and leave out --sequence-parallel."
@@ -103,12 +106,14 @@ def _equal_bounds(model: Any, graph: Graph, stages: int, sliced: AbstractSet[int
     )
 
 
-def _smallest_largest(graph: Graph, places: Sequence[int], stages: int) -> list[int] | None:
+def _smallest_largest(
+    graph: Graph, node_costs: Sequence[float], places: Sequence[int], stages: int
+) -> list[int] | None:
     """Return bounds among `places` that make the largest stage as small as possible; None if there are too few.
 
     By dynamic programming: best[k][j] is the smallest largest cost of k stages that end at places[j].
     """
-    costs = [0.0, *accumulate(map(flops, graph.nodes))]
+    costs = [0.0, *accumulate(node_costs)]
     has_weights = [0, *accumulate(int(bool(_trained([node]))) for node in graph.nodes)]
     best: list[tuple[float, list[int]] | None] = [(0.0, [0]), *[None] * (len(places) - 1)]
     for _ in range(stages):

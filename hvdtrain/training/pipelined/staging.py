@@ -14,6 +14,7 @@ from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.cut import cut_model, shared_variables
 from hvdtrain.parallel.pipeline.schedule import schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
@@ -137,7 +138,7 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
 def _agree(stage: PipelineStage, backend: Backend) -> None:
     """Refuse ranks that cut other models, or the same one elsewhere: they would wait for one another for ever."""
     cut = stage.whole.cut
-    weights = {path: [str(v.dtype), *v.shape] for path, v in _weights(stage).items()}
+    weights = {path: [str(v.dtype), *placed_tensor(v).global_shape] for path, v in _weights(stage).items()}
     mine = json.dumps([cut.bounds, weights])
     everyone = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=_TIMEOUT_S)]
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
