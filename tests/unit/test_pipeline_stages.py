@@ -108,7 +108,7 @@ def test_no_other_cut_has_a_smaller_largest_stage():
     largest = max(cut.cost(stage) for stage in range(3))
     for first in range(1, 6):
         for second in range(first + 1, 7):
-            other = type(cut)(cut.graph, (0, first, second, 7))
+            other = type(cut)(cut.graph, (0, first, second, 7), cut.costs)
             assert largest <= max(other.cost(stage) for stage in range(3))
 
 
