@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.parallel.context.positions import sliced_outputs
-from hvdtrain.parallel.tensor.outputs import sharded_outputs
+from hvdtrain.parallel.context.positions import position_slices, sliced_outputs
+from hvdtrain.parallel.tensor.outputs import gathered, sharded_outputs, tagged_outputs
 
 
 def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -17,3 +17,17 @@ def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options
         return sharded_outputs(model, forward, *inner, **more)
 
     return sliced_outputs(model, sharded, *args, **options)
+
+
+def marked_outputs(model: Any, outputs: Any) -> Any:
+    """Mark the slices among `outputs`, which the layers of `model` have given one by one; see `local_outputs`."""
+    slices = position_slices(model)
+    marked = tagged_outputs(model, outputs)
+    return marked if slices is None else slices.tagged(marked)
+
+
+def whole_outputs(model: Any, outputs: Any) -> Any:
+    """Return the whole of `outputs` that are marked; every rank that has a slice calls it."""
+    slices = position_slices(model)
+    features = gathered(outputs)
+    return features if slices is None else slices.gathered(features)

@@ -52,11 +52,6 @@ def parallelize(
         raise ConfigError(
             f"--sequence-parallel cuts sequences along tp, and cp={along.size} cuts them too: leave out one of the two."
         )
-    if along.size > 1 and "pp" in backend.axes:
-        raise ConfigError(
-            f"cp={along.size} cuts the sequences of a whole model, and pp={backend.axes['pp']} cuts the model into "
-            "stages: leave out one of the two."
-        )
     of_layers, of_sequences = separated(rules)
     if of_layers or "tp" in backend.axes:
         split = Parallelization(backend.along(TENSOR), of_layers, backend, sequence=sequence_parallel)(model, inputs)

@@ -241,13 +241,6 @@ def test_options_that_stages_do_not_know_are_refused(options, cause):
         staged(sequential(), TwoRanks(), step_options(options))
 
 
-def test_other_axes_beside_it_are_refused_by_name():
-    backend = TwoRanks()
-    backend.axes = {"pp": 2, "dp": 2, "ep": 2, "cp": 3}
-    with pytest.raises(ConfigError, match=r"along pp beside dp, ep and tp, .* Received: pp=2, cp=3\. Leave out one"):
-        staged(sequential(), backend, step_options({}))
-
-
 def test_layers_that_stages_cannot_call_are_refused():
     normalized = keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.BatchNormalization(), layers.Dense(3)])
     with pytest.raises(ConfigError, match=r"SyncBatchNormalization .* does not go with"):

@@ -1,5 +1,7 @@
 """What the layers of a model whose sequences are cut share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hvdtrain.backends.protocol import Collectives
@@ -21,3 +23,12 @@ class Group:
     def positions(self) -> Positions:
         """The slice that this rank has."""
         return Positions(self.exchange.index, self.exchange.size)
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Let layers compute all positions inside this context, as in one process."""
+        before, self.cuts = self.cuts, False
+        try:
+            yield
+        finally:
+            self.cuts = before

@@ -1,7 +1,7 @@
 """Outputs of a model of which each rank has a slice of the positions, and the targets that belong to it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,12 @@ class PositionSlices:
 
     Args:
         exchange: the ranks that have the other slices.
+        whole: makes the context in which the layers of the model compute all positions.
     """
 
-    def __init__(self, exchange: Collectives) -> None:
+    def __init__(self, exchange: Collectives, whole: Callable[[], AbstractContextManager[None]]) -> None:
         self._exchange = exchange
+        self.whole = whole
         self._positions = Positions(exchange.index, exchange.size)
         self._kept = False
 
@@ -68,7 +70,7 @@ class PositionSlices:
 
         def call(*args: Any, **options: Any) -> Any:
             outputs = sliced_call(*args, **options)
-            return self.tagged(outputs) if self._kept else tf.nest.map_structure(self._gathered, outputs)
+            return self.tagged(outputs) if self._kept else self.gathered(outputs)
 
         vars(model)["call"] = call
         vars(model)[_LAYOUT] = self
@@ -79,8 +81,18 @@ class PositionSlices:
             setattr(tensor, _ATTRIBUTE, self._positions)
         return outputs
 
-    def _gathered(self, tensor: Any) -> Any:
-        return gather_to(tensor, self._exchange, POSITION_DIM, name=numbered("context/outputs"))
+    def gathered(self, outputs: Any) -> Any:
+        """Return `outputs` of all positions; every rank that has a slice calls it."""
+
+        def whole(tensor: Any) -> Any:
+            return gather_to(tensor, self._exchange, POSITION_DIM, name=numbered("context/outputs"))
+
+        return tf.nest.map_structure(whole, outputs)
+
+    @property
+    def ranks(self) -> int:
+        """How many slices there are."""
+        return self._positions.ranks
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -92,9 +104,15 @@ class PositionSlices:
             self._kept = before
 
 
+def position_slices(model: Any) -> PositionSlices | None:
+    """Return how the outputs of `model` are put together, if its sequences are split."""
+    slices: PositionSlices | None = vars(model).get(_LAYOUT)
+    return slices
+
+
 def sliced_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call `forward`, which is `model` or calls its layers, and leave outputs that are slices as they are."""
-    slices: PositionSlices | None = vars(model).get(_LAYOUT)
+    slices = position_slices(model)
     if slices is None:
         return forward(*args, **options)
     with slices.kept():

@@ -42,7 +42,7 @@ def split_sequences(model: Any, exchange: Collectives, rules: Mapping[str, Layou
     whole = _traced(model, specs, group)
     group.cuts = True
     follow(_traced(model, specs, group), whole, exchange.size)
-    PositionSlices(exchange).install(model)
+    PositionSlices(exchange, group.whole_sequences).install(model)
     model.split_along = (*getattr(model, "split_along", ()), AXIS)
 
 

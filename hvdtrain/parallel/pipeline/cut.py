@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,6 +10,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.parallel.pipeline.cost import flops
 from hvdtrain.parallel.pipeline.graph import Graph, graph_of, is_float, sliced_tensors, variables_of
+from hvdtrain.parallel.pipeline.sequences import SequenceSlices, sequence_slices, whole_sequences
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Cut:
     """Stage s calls nodes bounds[s] to bounds[s + 1]."""
     costs: tuple[float, ...]
     """Estimated operations of each node, from when the rank still had the whole model."""
+    slices: SequenceSlices = field(default_factory=SequenceSlices)
+    """Of the tensors between stages, where the sequences are split along cp as well."""
 
     @property
     def stages(self) -> int:
@@ -56,19 +59,21 @@ def cut_model(model: Any, stages: int, first_layers: Sequence[str] = (), *, spli
         stages: their number.
         first_layers: names of the layers that the second stage begins with, the third …; by default the cut makes the
             largest estimated cost of a stage as small as possible, among the places where one tensor leads on.
-        split: whether layers are split along tp: stages exchange whole tensors, of which no rank has a slice.
+        split: whether layers are split along tp: stages exchange whole tensors, of which no rank there has a slice.
 
     Raises:
         ConfigError: another model, one that has no such places, or names that do not fit.
     """
     graph = graph_of(model)
     costs = tuple(map(flops, graph.nodes))
-    sliced = sliced_tensors(graph) if split else set()
+    with whole_sequences(model):
+        sliced = sliced_tensors(graph) if split else set()
+    slices = sequence_slices(model, graph)
     if first_layers:
-        cut = Cut(graph, tuple(_named_bounds(model, graph, stages, first_layers)), costs)
+        cut = Cut(graph, tuple(_named_bounds(model, graph, stages, first_layers)), costs, slices)
         _refuse_slices(cut, sliced)
         return cut
-    return Cut(graph, tuple(_equal_bounds(model, graph, costs, stages, sliced)), costs)
+    return Cut(graph, tuple(_equal_bounds(model, graph, costs, stages, sliced)), costs, slices)
 
 
 def _refuse_slices(cut: Cut, sliced: AbstractSet[int]) -> None:

@@ -129,10 +129,12 @@ def check_shapes(cut: Cut, inputs: Mapping[int, Any], stage: int, tensors: Seque
 def boundary_specs(cut: Cut, inputs: Mapping[int, Any], stage: int) -> list[Spec]:
     """Return the specs of what `stage` passes on to the next one, masks last, for a batch like `inputs`.
 
+    Of sequences that are split along cp a rank passes on its slice.
+
     Args:
         cut: of the model.
         inputs: tensors of a batch, by the id of the model's symbolic inputs.
-        stage: any but the last; of the last, the specs of the model's outputs.
+        stage: any but the last; of the last, the specs of the model's whole outputs.
 
     Raises:
         ConfigError: a size cannot be known beforehand.
@@ -146,7 +148,8 @@ def boundary_specs(cut: Cut, inputs: Mapping[int, Any], stage: int) -> list[Spec
                 f"Stages exchange tensors of known sizes. Received: {symbol.name!r} between stages {stage} and "
                 f"{stage + 1} with the shape {list(shape)}. Pad the samples to one length."
             )
-        specs.append(Spec(shape, tf.as_dtype(symbol.dtype)))
+        here = cut.slices.shape_here(symbol, shape) if stage + 1 < cut.stages else shape
+        specs.append(Spec(here, tf.as_dtype(symbol.dtype)))
     masks = [
         Spec(spec.shape[: len(getattr(symbol, MASK).shape)], tf.bool)
         for symbol, spec in zip(symbols, specs, strict=True)

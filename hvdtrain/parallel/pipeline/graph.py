@@ -93,14 +93,25 @@ def run(
 
 def sliced_tensors(graph: Graph) -> set[int]:
     """Return the ids of the symbolic tensors of which a rank has a slice, as the model is split along tp as well."""
-    symbols = [tensor for node in graph.nodes for tensor in node.outputs]
+    symbols, shapes = symbols_of(graph), shapes_here(graph)
+    return {id(s) for s, shape in zip(symbols, shapes, strict=True) if not shape.is_compatible_with(s.shape)}
+
+
+def symbols_of(graph: Graph) -> list[Any]:
+    """Return the symbolic tensors that the calls of `graph` make."""
+    return [tensor for node in graph.nodes for tensor in node.outputs]
+
+
+def shapes_here(graph: Graph) -> list[tf.TensorShape]:
+    """Return the shapes that the tensors of `symbols_of` have on this rank, which may have slices of them."""
+    symbols = symbols_of(graph)
 
     def call(*inputs: tf.Tensor) -> list[tf.Tensor]:
         return run(graph.nodes, dict(zip(map(id, graph.inputs), inputs, strict=True)), symbols, training=False)
 
     specs = [tf.TensorSpec(symbol.shape, symbol.dtype) for symbol in graph.inputs]
     made = tf.function(call, autograph=False).get_concrete_function(*specs).structured_outputs
-    return {id(s) for s, t in zip(symbols, made, strict=True) if not t.shape.is_compatible_with(s.shape)}
+    return [tensor.shape for tensor in made]
 
 
 def variables_of(nodes: Iterable[Any]) -> list[Any]:

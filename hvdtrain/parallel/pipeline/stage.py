@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.experts.mixture import MixtureOfExperts, expert_layers
+from hvdtrain.parallel.outputs import marked_outputs, whole_outputs
 from hvdtrain.parallel.pipeline.cut import Cut, shared_variables
 from hvdtrain.parallel.pipeline.graph import MASK, functional_of, run, variables_of
-from hvdtrain.parallel.tensor.outputs import tagged_outputs
 from hvdtrain.state.named_tensors import elements
 from hvdtrain.state.placement import placed_tensor, placement_of
 from hvdtrain.state.structure import Structure, seed_states, structure_of
@@ -136,8 +136,12 @@ class PipelineStage(keras.Model):
         """Set no mask: the stage's layers have set theirs."""
 
     def outputs_of(self, tensors: Sequence[Any]) -> Any:
-        """Return the last stage's outputs in the model's structure, with slices along tp marked as such."""
-        return tagged_outputs(self.whole.model, self.packed(tensors))
+        """Return the last stage's outputs in the model's structure, with slices along tp and cp marked as such."""
+        return marked_outputs(self.whole.model, self.packed(tensors))
+
+    def whole_outputs(self, outputs: Any) -> Any:
+        """Return the whole of the last stage's outputs; every rank that holds the last stage calls it."""
+        return whole_outputs(self.whole.model, outputs)
 
     def packed(self, tensors: Sequence[Any]) -> Any:
         """Return tensors in the structure of the model's outputs."""

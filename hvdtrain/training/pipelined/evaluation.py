@@ -6,7 +6,6 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.data.batch import Batch
-from hvdtrain.parallel.tensor.outputs import gathered
 from hvdtrain.training.evaluation.evaluate import Evaluator
 from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.objective.losses import LossFunction
@@ -58,7 +57,7 @@ class PipelinedPredictor(Predictor):
 
     def _outputs_of(self, batch: Batch) -> Any:
         batch = replica_slice(batch, self._backend)
-        outputs = self._forward(batch.inputs, "prediction")
+        outputs = self._forward.whole(self._forward(batch.inputs, "prediction"))
         if outputs is not None:
-            outputs = self._of_all_replicas(batch, gathered(outputs))
+            outputs = self._of_all_replicas(batch, outputs)
         return share_outputs(self._forward, batch.inputs, outputs, self._pipeline.all_gather, "prediction")

@@ -66,11 +66,11 @@ class PipelineStepFactory(CompiledStepFactory):
         if self._metrics is None:
             outputs = self._shared_outputs(batch)
             self.narrow_outputs = narrow(outputs)
-            self._metrics = self._spec.resolve(batch.targets, outputs, self._figures, self._names)
+            self._metrics = self._resolved_metrics(batch, outputs, self._figures)
 
     def _shared_outputs(self, batch: Batch) -> Any:
         def call() -> Any:
-            outputs = self._stage_forward(batch.inputs, "build")
+            outputs = self._stage_forward.whole(self._stage_forward(batch.inputs, "build"))
             return share_outputs(self._stage_forward, batch.inputs, outputs, self._pipeline.all_gather, "build")
 
         return tf.function(call, autograph=False)()

@@ -8,7 +8,6 @@ import tensorflow as tf
 from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_specs, check_shapes
 from hvdtrain.parallel.pipeline.graph import MASK
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
-from hvdtrain.parallel.tensor.outputs import gathered
 from hvdtrain.training.objective.outputs import inputs_for
 
 
@@ -46,12 +45,16 @@ class StageForward:
         self._exchange.finish()
         return outputs
 
+    def whole(self, outputs: Any) -> Any:
+        """Return the whole of the last stage's outputs, of which ranks along tp and cp have slices; None elsewhere."""
+        return None if outputs is None else self._stage.whole_outputs(outputs)
+
     def packed(self, tensors: list[Any]) -> Any:
         """Return tensors in the structure of the model's outputs."""
         return self._stage.packed(tensors)
 
     def specs(self, inputs: Any) -> list[Spec]:
-        """Return the specs of the model's outputs for a batch of `inputs`."""
+        """Return the specs of the model's whole outputs for a batch of `inputs`."""
         stage, cut = self._stage, self._stage.whole.cut
         known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
         return boundary_specs(cut, known, cut.stages - 1)[: len(cut.graph.outputs)]
@@ -81,7 +84,7 @@ def share_outputs(
     Args:
         forward: the stages.
         inputs: of the model.
-        outputs: of the model where the last stage is; None elsewhere.
+        outputs: of the model where the last stage is, whole; None elsewhere.
         gather: concatenates the pipeline's tensors.
         label: see `StageForward`.
     """
@@ -89,7 +92,7 @@ def share_outputs(
     if outputs is None:
         mine = [tf.fill([0, *spec.shape[1:]], tf.zeros([], spec.dtype)) for spec in specs]
     else:
-        mine = tf.nest.flatten(gathered(outputs))
+        mine = tf.nest.flatten(outputs)
     whole = [gather(tensor, name=f"{label}/output{place}") for place, tensor in enumerate(mine)]
     shaped = [tf.ensure_shape(tensor, [None, *spec.shape[1:]]) for tensor, spec in zip(whole, specs, strict=True)]
     return forward.packed(shaped)

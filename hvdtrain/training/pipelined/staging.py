@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
@@ -41,7 +40,6 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
     ranks = backend.axes.get(AXIS, 1)
     if ranks == 1:
         return model
-    _check_axes(backend.axes)
     _check_options(options, ranks)
     split = backend.axes.get("tp", 1) > 1
     cut = cut_model(model, ranks * options.virtual_stages, options.pipeline_stages, split=split)
@@ -53,16 +51,6 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
     if own:
         stage.release_others()
     return stage
-
-
-def _check_axes(axes: Mapping[str, int]) -> None:
-    """Refuse axes along which ranks would have slices of sequences."""
-    other = next((f"{axis}={size}" for axis, size in axes.items() if axis not in (AXIS, "dp", "ep", "tp")), None)
-    if other is not None:
-        raise ConfigError(
-            "--parallel splits a model along pp beside dp, ep and tp, and not along other axes at once. "
-            f"Received: pp={axes[AXIS]}, {other}. Leave out one of them."
-        )
 
 
 def _check_options(options: StepOptions, ranks: int) -> None:

@@ -133,9 +133,18 @@ class CompiledStepFactory:
             outputs = self._outputs_of(inputs_for(self._model, batch.inputs))
         self.narrow_outputs = narrow(outputs)
         if self._metrics is None:
-            self._metrics = self._spec.resolve(batch.targets, outputs, self._backend, self._names)
-            if splits_sequences(self._model):
-                check_positions(self._loss, self._metrics, batch.targets, outputs, self._backend.axes["cp"])
+            self._metrics = self._resolved_metrics(batch, outputs, self._backend)
+
+    def _resolved_metrics(self, batch: Batch, outputs: Any, figures: Any) -> MetricSet:
+        """Return the metrics for outputs like these, whole ones, whose sums `figures` adds up over the ranks.
+
+        Raises:
+            ConfigError: a loss or metric that looks at several positions, where a rank has a slice of them.
+        """
+        metrics = self._spec.resolve(batch.targets, outputs, figures, self._names)
+        if splits_sequences(self._model):
+            check_positions(self._loss, metrics, batch.targets, outputs, self._backend.axes["cp"])
+        return metrics
 
     def _outputs_of(self, inputs: Any) -> Any:
         """Return the model's outputs, which all replicas compute together where the model does not hold its weights."""

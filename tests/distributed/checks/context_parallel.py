@@ -113,23 +113,33 @@ def check_sequences_and_layers_are_split_at_once(world: World) -> None:
         assert any(placement_of(v) is not None and placement_of(v).axes for v in model.weights)
 
 
-def check_masks_weights_and_regularizers_in_float64(world: World) -> None:
-    x, y = tokens(padded=True)
-    weights = np.random.default_rng(5).random((SAMPLES, LENGTH))
+def weighted_data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return *tokens(padded=True), np.random.default_rng(5).random((SAMPLES, LENGTH))
+
+
+def masked_loss() -> Any:
+    return type(LOSS)(from_logits=True, ignore_class=0)
+
+
+def masked_training() -> tuple[keras.Model, list[np.ndarray]]:
+    """Train `masked` in one process on `weighted_data`, and return its weights too."""
+    x, y, weights = weighted_data()
+    reference = masked()
 
     def weighted(targets: Any, outputs: Any) -> tf.Tensor:
         labels, scale, kept = tf.unstack(targets, axis=-1)
         mean = tf.reduce_sum(values(labels, outputs) * scale * kept) / tf.reduce_sum(kept)
         return mean + tf.add_n(reference.losses)
 
+    packed = np.stack([y.astype("float64"), weights, (y != 0).astype("float64")], -1)
+    return reference, plain_training(reference, sgd(), weighted, batches_of(x, packed))
+
+
+def check_masks_weights_and_regularizers_in_float64(world: World) -> None:
     with on_mesh(world, "cp=2") as mesh:
         model = hvdtrain.parallelize(masked)
-        trained(mesh, model, (x, y, weights), type(LOSS)(from_logits=True, ignore_class=0))
-    reference = masked()
-    start = copied(reference)
-    packed = np.stack([y.astype("float64"), weights, (y != 0).astype("float64")], -1)
-    expected = plain_training(reference, sgd(), weighted, batches_of(x, packed))
-    error = error_of(world, model, start, expected)
+        trained(mesh, model, weighted_data(), masked_loss())
+    error = error_of(world, model, copied(masked()), masked_training()[1])
     assert error <= 1e-9, f"{error:.2e}"
 
 
@@ -224,8 +234,6 @@ def check_axes_and_samples_that_do_not_go_together_are_refused(world: World) -> 
     if world.size < 4:
         return
     x, y = tokens()
-    with on_mesh(world, "cp=2,pp=2"):
-        refused(lambda: hvdtrain.parallelize(gpt), "cuts the model into stages")
     with on_mesh(world, "cp=2,dp=2") as mesh:
         trainer = hvdtrain.Trainer(hvdtrain.parallelize(gpt), sgd(), LOSS, backend=mesh.backend)
         refused(lambda: trainer.fit((x, y), shard="rank", **FIT), 'shard="rank" gives each rank samples of its own')

@@ -1,0 +1,133 @@
+"""Sequences that are split along cp in models whose layers are stages of a pipeline."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks.context_parallel import (
+    BATCH,
+    FIT,
+    LENGTH,
+    LOSS,
+    WORDS,
+    batches_of,
+    copied,
+    sgd,
+    tokens,
+    values,
+)
+from checks.hybrids import without
+from checks.pipelines import error_of
+from meshes import on_mesh
+from world import World, moved, plain_training
+
+import hvdtrain
+from hvdtrain.runtime.collectives import AxisCollectives
+from hvdtrain.training.update_rules.zero import shards
+
+SAMPLES = 33  # the last batch has one sample
+BOUND = 0.05
+layers = keras.layers
+
+
+def stacked() -> keras.Model:
+    """Two blocks in float64, and an output layer that is the table again."""
+    keras.utils.set_random_seed(11)
+    make: dict[str, Any] = {"dtype": "float64"}
+    numbers = keras.Input((LENGTH,), dtype="int32")
+    places = keras.ops.cumsum(keras.ops.ones_like(numbers), axis=1) - 1
+    table = layers.ReversibleEmbedding(WORDS, 16, name="table", **make)
+    x = table(numbers) + layers.Embedding(LENGTH, 16, name="places", **make)(places)
+    for block in range(2):
+        y = layers.LayerNormalization(name=f"norm{block}", **make)(x)
+        y = layers.MultiHeadAttention(4, 4, name=f"attention{block}", **make)(y, y, use_causal_mask=True)
+        x = layers.Add(name=f"add{block}", **make)([x, y])
+        y = layers.Dense(16, activation="tanh", name=f"dense{block}", **make)(x)
+        x = layers.Add(name=f"end{block}", **make)([x, y])
+    x = layers.LayerNormalization(name="norm", **make)(x)
+    return keras.Model(numbers, table(x, reverse=True))
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x, y = tokens()
+    return x[:SAMPLES], y[:SAMPLES]
+
+
+def clip(gradients: Any) -> Any:
+    return tf.clip_by_global_norm(gradients, BOUND)[0]
+
+
+def check_stages_of_slices_train_as_one_process_does(world: World) -> None:
+    """Tied weights, bounds on the norm, microbatches, divided slots, and a short last batch; and what is around."""
+    folder = world.folder / "stages_of_slices"
+    options = {"clip_norm": BOUND, "accumulate": 2, "zero": 1, "metrics": ["accuracy"]}
+    reference = stacked()
+    expected = trained_alone(reference, values)
+    with on_mesh(world, "cp=2,pp=2") as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
+        build = lambda: hvdtrain.parallelize(stacked)  # noqa: E731
+        trainer = hvdtrain.Trainer(build, sgd(), LOSS, backend=mesh.backend, **options)
+        trainer.fit(data(), **FIT | {"log_every": 1})  # which saves a graph
+        error = error_of(mesh, trainer, expected, reference)
+        assert error <= 1e-9, f"{error:.2e}"
+        compare_figures(trainer, reference)
+        trainer.save(folder)
+    compare_restored(world, folder, stacked, reference)
+
+
+def check_a_message_that_is_missing_is_noticed(world: World) -> None:
+    x, y = (array[: 2 * BATCH] for array in data())
+    expected = plain_training(stacked(), sgd(), values, [(x[:BATCH], y[:BATCH]), (x[BATCH:], y[BATCH:])])
+    for lost in (without("cp", "gradient/"), deaf_to("/output/back")):
+        with on_mesh(world, "cp=2,pp=2") as mesh, lost:
+            model = hvdtrain.parallelize(stacked)
+            trainer = hvdtrain.Trainer(model, sgd(), LOSS, backend=mesh.backend, desync_every=0)
+            trainer.fit((x, y), **FIT | {"epochs": 1, "log_every": 1})
+            error = error_of(mesh, trainer, expected, stacked())
+            assert error > 1e-6, f"{error:.2e}"
+
+
+@contextmanager
+def deaf_to(part: str) -> Iterator[None]:
+    """Let a rank's own part come back from those exchanges along cp whose names have `part` in them."""
+    exchange = AxisCollectives.all_to_all
+
+    def all_to_all(self: Any, tensor: Any, *, name: str) -> Any:
+        came = exchange(self, tensor, name=name)
+        return came * 0 + tensor if self.group.axis == "cp" and part in name else came
+
+    with mock.patch.object(AxisCollectives, "all_to_all", all_to_all):
+        yield
+
+
+def trained_alone(reference: Any, loss: Any) -> list[np.ndarray]:
+    start = copied(reference)
+    expected = plain_training(reference, sgd(), loss, batches_of(*data()), clip)
+    assert moved(expected, start) >= 1e-2, "the weights hardly moved"
+    return expected
+
+
+def compare_figures(trainer: Any, reference: Any) -> None:
+    x, y = data()
+    outputs = reference(x).numpy()
+    assert np.abs(trainer.predict(x) - outputs).max() <= 1e-9 * np.abs(outputs).max(), "predict"
+    scores = trainer.evaluate((x, y), batch=BATCH, verbose=False)
+    assert abs(float(scores) - float(tf.reduce_mean(values(y, outputs)))) <= 1e-9
+    assert abs(scores["accuracy"] - np.mean(outputs.argmax(-1) == y)) <= 1e-6
+
+
+def compare_restored(world: World, folder: Path, build: Any, reference: Any) -> None:
+    """Restore the checkpoint where every rank holds the whole model."""
+    x, _ = data()
+    with on_mesh(world, "dp=-1") as plain:
+        again = hvdtrain.Trainer(build(), sgd(), LOSS, backend=plain.backend, clip_norm=BOUND)
+        again.restore(folder)
+        assert np.abs(again.predict(x) - reference(x).numpy()).max() <= 1e-8, "restored without cp"
+    world.gather(b"")
+    if world.rank == 0:
+        shutil.rmtree(folder)
