@@ -18,7 +18,8 @@ from hvdtrain.models.transformer import model as transformer
 from hvdtrain.parallel.tensor.parallelize import Parallelization
 from hvdtrain.state.placement import placement_of
 
-BATCH, EPOCHS, LENGTH, WORDS = 8, 4, 8, 32
+BATCH, EPOCHS, LENGTH = 8, 4, 8
+WORDS = 33  # neither two nor four ranks divide them
 SAMPLES = 36  # four full batches and one of 4 samples: 20 steps
 TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
 layers = keras.layers
@@ -236,7 +237,8 @@ def whole_weights(mesh: World, model: Any) -> list[np.ndarray]:
         value = tf.convert_to_tensor(variable.value)
         if placement is not None and placement.axes:
             dim = next(d for d, n in enumerate(placement.global_shape) if n != value.shape[d])
-            value = differentiable.gather_from(value, group, dim, name=f"whole/{number}")
+            length = placement.global_shape[dim]
+            value = differentiable.gather_from(value, group, dim, name=f"whole/{number}", length=length)
         whole.append(value.numpy())
     return whole
 
