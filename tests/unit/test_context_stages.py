@@ -46,7 +46,7 @@ def test_stages_pass_on_slices(build, x):
         for stage in stages:
             number = stage.place
             made = stage.run_stage(number, stage.model_inputs(x), [tf.identity(t) for t in passed], training=False)
-            passed = with_masks(cut.outgoing(number), made)
+            passed = with_masks(cut, number, made)
             if number + 1 < STAGES:
                 specs = boundary_specs(cut, stage.model_inputs(x), number)
                 assert [(t.shape[1:], t.dtype) for t in passed] == [(s.shape[1:], s.dtype) for s in specs]

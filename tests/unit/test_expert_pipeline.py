@@ -49,7 +49,7 @@ def test_stages_add_the_losses_of_their_own_experts():
     for number in range(4):
         stage = stages[number % 2]
         made = stage.run_stage(number, stage.model_inputs(x), passed, training=True)
-        passed = with_masks(cut.outgoing(number), made)
+        passed = with_masks(cut, number, made)
         added.append(float(stage.take_losses()))
     assert float(stages[0].take_losses()) == 0, "a loss counts once"
     model(x, training=True)

@@ -42,7 +42,7 @@ def called(stages, x, *, training=False):
         stage = stages[number % len(stages)]
         received = [tf.identity(tensor) for tensor in passed]  # masks are not attributes of what is received
         made = stage.run_stage(number, stage.model_inputs(x), received, training=training)
-        passed = with_masks(cut.outgoing(number), made)
+        passed = with_masks(cut, number, made)
         specs = boundary_specs(cut, stage.model_inputs(x), number)
         assert [(tuple(t.shape[1:]), t.dtype) for t in passed] == [(spec.shape[1:], spec.dtype) for spec in specs]
     return stages[-1].outputs_of(passed[: len(cut.graph.outputs)])
@@ -127,9 +127,22 @@ def test_masks_travel_with_what_they_mask():
     stages = stages_of(model, 2, names=[model.layers[-1].name])
     np.testing.assert_array_equal(called(stages, tokens()), model(tokens()))
     known = stages[0].model_inputs(tokens())
-    first, *masks = with_masks(stages[0].whole.cut.outgoing(0), stages[0].run_stage(0, known, [], training=False))
+    first, *masks = with_masks(stages[0].whole.cut, 0, stages[0].run_stage(0, known, [], training=False))
     nothing_masked = [first, *map(tf.ones_like, masks)]
     assert not np.allclose(stages[1].run_stage(1, known, nothing_masked, training=False)[0], model(tokens()))
+
+
+@pytest.mark.parametrize("first", ["add", "attended", "added", "normed"])
+def test_masks_that_attention_takes_off_travel_as_far_as_in_the_whole_model(first):
+    inputs = keras.Input((8,), dtype="int32")
+    x = layers.Embedding(20, 4, mask_zero=True)(inputs)
+    x = layers.LayerNormalization(name="normed")(layers.Dense(4)(x))
+    x = layers.Add(name="added")([x, layers.MultiHeadAttention(2, 2, name="attended")(x, x)])
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 2)(x, x))
+    model = keras.Model(inputs, layers.LSTM(3)(x))
+    names = [layer.name for layer in model.operations]
+    first = next(name for name in names if name.startswith(first))
+    np.testing.assert_array_equal(called(stages_of(model, 2, names=[first]), tokens()), model(tokens()))
 
 
 def test_a_tied_weight_is_known_with_the_ranks_that_hold_it():

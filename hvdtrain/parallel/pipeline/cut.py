@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.parallel.pipeline.cost import flops
-from hvdtrain.parallel.pipeline.graph import Graph, graph_of, is_float, sliced_tensors, variables_of
+from hvdtrain.parallel.pipeline.graph import Graph, graph_of, is_float, masks_at, sliced_tensors, variables_of
 from hvdtrain.parallel.pipeline.sequences import SequenceSlices, sequence_slices, whole_sequences
 
 
@@ -24,6 +24,8 @@ class Cut:
     """Estimated operations of each node, from when the rank still had the whole model."""
     slices: SequenceSlices = field(default_factory=SequenceSlices)
     """Of the tensors between stages, where the sequences are split along cp as well."""
+    masks: tuple[frozenset[int], ...] = ()
+    """Ids of the symbolic tensors that have a mask where each stage ends."""
 
     @property
     def stages(self) -> int:
@@ -41,6 +43,10 @@ class Cut:
     def outgoing(self, stage: int) -> list[Any]:
         """Return the symbolic tensors that a stage sends to the next; of the last, the model's outputs."""
         return self.graph.crossing(self.bounds[stage + 1]) if stage + 1 < self.stages else list(self.graph.outputs)
+
+    def masked(self, stage: int) -> list[Any]:
+        """Return those of the tensors that a stage sends that have a mask."""
+        return [tensor for tensor in self.outgoing(stage) if id(tensor) in self.masks[stage]]
 
     def cost(self, stage: int) -> float:
         """Return the estimated operations of a stage's forward pass for one sample."""
@@ -70,10 +76,13 @@ def cut_model(model: Any, stages: int, first_layers: Sequence[str] = (), *, spli
         sliced = sliced_tensors(graph) if split else set()
     slices = sequence_slices(model, graph)
     if first_layers:
-        cut = Cut(graph, tuple(_named_bounds(model, graph, stages, first_layers)), costs, slices)
+        bounds = tuple(_named_bounds(model, graph, stages, first_layers))
+    else:
+        bounds = tuple(_equal_bounds(model, graph, costs, stages, sliced))
+    cut = Cut(graph, bounds, costs, slices, masks_at(graph, bounds[1:]))
+    if first_layers:
         _refuse_slices(cut, sliced)
-        return cut
-    return Cut(graph, tuple(_equal_bounds(model, graph, costs, stages, sliced)), costs, slices)
+    return cut
 
 
 def _refuse_slices(cut: Cut, sliced: AbstractSet[int]) -> None:

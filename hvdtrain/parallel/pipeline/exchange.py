@@ -150,9 +150,6 @@ def boundary_specs(cut: Cut, inputs: Mapping[int, Any], stage: int) -> list[Spec
             )
         here = cut.slices.shape_here(symbol, shape) if stage + 1 < cut.stages else shape
         specs.append(Spec(here, tf.as_dtype(symbol.dtype)))
-    masks = [
-        Spec(spec.shape[: len(getattr(symbol, MASK).shape)], tf.bool)
-        for symbol, spec in zip(symbols, specs, strict=True)
-        if getattr(symbol, MASK, None) is not None
-    ]
-    return [*specs, *masks]
+    known = dict(zip(map(id, symbols), specs, strict=True))
+    of_masked = [(known[id(symbol)].shape, len(getattr(symbol, MASK).shape)) for symbol in cut.masked(stage)]
+    return [*specs, *(Spec(shape[:rank], tf.bool) for shape, rank in of_masked)]

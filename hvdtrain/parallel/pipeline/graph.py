@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -97,6 +98,32 @@ def sliced_tensors(graph: Graph) -> set[int]:
     return {id(s) for s, shape in zip(symbols, shapes, strict=True) if not shape.is_compatible_with(s.shape)}
 
 
+def masks_at(graph: Graph, bounds: Sequence[int]) -> tuple[frozenset[int], ...]:
+    """Return the ids of the symbolic tensors that have a mask behind the first calls, for each number in `bounds`.
+
+    Their symbols do not tell: attention takes the masks off what it is given.
+    """
+    symbols = [symbol for symbol in symbols_of(graph) if getattr(symbol, MASK, None) is not None]
+    found: list[frozenset[int]] = []
+    if not symbols:
+        return tuple(frozenset() for _ in bounds)
+
+    def call(*inputs: tf.Tensor) -> None:
+        values = dict(zip(map(id, graph.inputs), inputs, strict=True))
+        for begin, end in pairwise([0, *bounds]):
+            nodes = graph.nodes[begin:end]
+            made = [tensor for node in nodes for tensor in node.outputs]
+            values |= zip(map(id, made), run(nodes, values, made, training=False), strict=True)
+            found.append(frozenset(id(s) for s in symbols if getattr(values.get(id(s)), MASK, None) is not None))
+
+    tf.function(call, autograph=False).get_concrete_function(*_specs_of_inputs(graph))
+    return tuple(found)
+
+
+def _specs_of_inputs(graph: Graph) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec(symbol.shape, symbol.dtype) for symbol in graph.inputs]
+
+
 def symbols_of(graph: Graph) -> list[Any]:
     """Return the symbolic tensors that the calls of `graph` make."""
     return [tensor for node in graph.nodes for tensor in node.outputs]
@@ -109,8 +136,7 @@ def shapes_here(graph: Graph) -> list[tf.TensorShape]:
     def call(*inputs: tf.Tensor) -> list[tf.Tensor]:
         return run(graph.nodes, dict(zip(map(id, graph.inputs), inputs, strict=True)), symbols, training=False)
 
-    specs = [tf.TensorSpec(symbol.shape, symbol.dtype) for symbol in graph.inputs]
-    made = tf.function(call, autograph=False).get_concrete_function(*specs).structured_outputs
+    made = tf.function(call, autograph=False).get_concrete_function(*_specs_of_inputs(graph)).structured_outputs
     return [tensor.shape for tensor in made]
 
 

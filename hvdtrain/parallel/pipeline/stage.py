@@ -127,7 +127,7 @@ class PipelineStage(keras.Model):
             )
         received, inputs = tensors
         cut = self.whole.cut
-        known = dict(zip(map(id, cut.graph.inputs), inputs, strict=True)) | arrived(cut.incoming(stage), received)
+        known = dict(zip(map(id, cut.graph.inputs), inputs, strict=True)) | arrived(cut, stage, received)
         outputs = run(cut.nodes(stage), known, cut.outgoing(stage), training=training)
         self._refuse_losses()
         return outputs
@@ -185,21 +185,20 @@ class PipelineStage(keras.Model):
                 )
 
 
-def arrived(symbols: Sequence[Any], received: Sequence[Any]) -> dict[int, Any]:
-    """Return tensors from the stage before by the id of their symbols, each with its mask."""
-    masks = iter(received[len(symbols) :])
-    values = {}
-    for symbol, tensor in zip(symbols, received, strict=False):
-        if getattr(symbol, MASK, None) is not None:
-            setattr(tensor, MASK, next(masks))
-        values[id(symbol)] = tensor
+def arrived(cut: Cut, stage: int, received: Sequence[Any]) -> dict[int, Any]:
+    """Return what `stage` has received by the id of the symbolic tensors, each with its mask."""
+    symbols = cut.incoming(stage)
+    values = dict(zip(map(id, symbols), received, strict=False))
+    if stage:
+        for symbol, mask in zip(cut.masked(stage - 1), received[len(symbols) :], strict=True):
+            setattr(values[id(symbol)], MASK, mask)
     return values
 
 
-def with_masks(symbols: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-    """Return tensors and, behind them, the masks of those whose symbols have one: what a stage passes on."""
-    masked = [t for s, t in zip(symbols, tensors, strict=True) if getattr(s, MASK, None) is not None]
-    return [*tensors, *(getattr(tensor, MASK) for tensor in masked)]
+def with_masks(cut: Cut, stage: int, tensors: Sequence[Any]) -> list[Any]:
+    """Return what `stage` has made and, behind it, the masks of those tensors that have one: what it passes on."""
+    made = dict(zip(map(id, cut.outgoing(stage)), tensors, strict=True))
+    return [*tensors, *(getattr(made[id(symbol)], MASK) for symbol in cut.masked(stage))]
 
 
 def _axes_of(model: Any) -> tuple[str, ...]:

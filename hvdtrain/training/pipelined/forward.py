@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.parallel.pipeline.cut import Cut
 from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_specs, check_shapes
 from hvdtrain.parallel.pipeline.graph import MASK
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
@@ -37,7 +38,7 @@ class StageForward:
             received = receive_forward(stage, self._exchange, known, number, label)
             made = stage.run_stage(number, known, received, training=False)
             if number + 1 < cut.stages:
-                sent = with_masks(cut.outgoing(number), made)
+                sent = with_masks(cut, number, made)
                 check_shapes(cut, known, number, sent)
                 self._exchange.send(sent, number, number + 1, label, "forward")
             else:
@@ -98,11 +99,10 @@ def share_outputs(
     return forward.packed(shaped)
 
 
-def masked(symbols: Any, tensors: list[Any]) -> list[Any]:
+def masked(cut: Cut, stage: int, tensors: list[Any]) -> list[Any]:
     """Give tensors the masks that are listed behind them: a compiled function takes them off; see `with_masks`."""
-    values = list(tensors[: len(symbols)])
-    masks = iter(tensors[len(symbols) :])
-    for symbol, value in zip(symbols, values, strict=True):
-        if getattr(symbol, MASK, None) is not None:
-            setattr(value, MASK, next(masks))
-    return values
+    symbols = cut.outgoing(stage)
+    values = dict(zip(map(id, symbols), tensors, strict=False))
+    for symbol, mask in zip(cut.masked(stage), tensors[len(symbols) :], strict=True):
+        setattr(values[id(symbol)], MASK, mask)
+    return tensors[: len(symbols)]

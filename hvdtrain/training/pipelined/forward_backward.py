@@ -172,7 +172,7 @@ class ScheduledRun:
         return [*outputs, summed.total]
 
     def _loss(self, stage: StageTraining, part: Batch, outputs: list[tf.Tensor], added: tf.Tensor | None) -> LossSum:
-        packed = stage.stage.outputs_of(masked(stage.cut.graph.outputs, outputs))
+        packed = stage.stage.outputs_of(masked(stage.cut, stage.number, outputs))
         summed = self._owner.loss(part.targets, packed, part.sample_weight)
         if added is not None:
             summed = summed._replace(total=summed.total + summed.weight * tf.cast(added, summed.total.dtype))

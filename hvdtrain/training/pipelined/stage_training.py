@@ -96,9 +96,8 @@ class StageTraining:
 
     def outputs(self, known: Mapping[int, Any], received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Call the stage's layers in training."""
-        return with_masks(
-            self.cut.outgoing(self.number), self.stage.run_stage(self.number, known, received, training=True)
-        )
+        made = self.stage.run_stage(self.number, known, received, training=True)
+        return with_masks(self.cut, self.number, made)
 
     def add(self, gradients: Sequence[Gradient], *, microbatch: int, only: bool) -> None:
         """Add the gradients of a microbatch to the sums; of a batch of `only` one they are the sums."""
