@@ -30,17 +30,29 @@ def test_a_recipe_trains_on_slices_of_its_sequences_as_in_one_process(tmp_path):
     assert f"val_loss {cut['val_loss']:.4f}" in alone.out, alone.text
 
 
-def test_slices_go_with_stages(tmp_path):
-    words = ["gpt_char", *SMALL, "heads", "4", "dropout", "0.0", "--accumulate", "2", "--run-dir"]
+EXPERTS = ["experts", "4", "every", "1", "capacity_factor", "0", "--data-args", "length", "64"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "axes", "more"),
+    [
+        ("gpt_char", {"cp": 2, "pp": 2}, ["heads", "4", "dropout", "0.0", "--accumulate", "2"]),
+        ("moe_char", {"cp": 2, "ep": 2}, ["heads", "2", *EXPERTS]),
+    ],
+    ids=["stages", "experts"],
+)
+def test_slices_go_with_stages_and_experts(tmp_path, recipe, axes, more):
+    named = ",".join(f"{axis}={size}" for axis, size in axes.items())
     figures = []
-    for name, processes, more in (("split", 4, ["--parallel", "cp=2,pp=2"]), ("whole", 1, [])):
-        job = hvdtrain("mpirun" if more else "none", processes, *words, name, *more, cwd=tmp_path)
+    for name, processes, split in (("split", 4, ["--parallel", named]), ("whole", 1, [])):
+        launcher_name = "none" if processes == 1 else "mpirun"
+        job = hvdtrain(launcher_name, processes, recipe, *SMALL, *more, "--run-dir", name, *split, cwd=tmp_path)
         assert job.code == 0, job.text[-4000:]
         figures.append(json.loads((tmp_path / name / "summary.json").read_text()))
-    split, whole = figures
-    assert split["mesh"] == {"pp": 2, "cp": 2}
+    mine, alone = figures
+    assert mine["mesh"] == axes
     for figure in ("train_loss", "val_loss", "val_accuracy"):
-        assert split[figure] == pytest.approx(whole[figure], rel=1e-4)
+        assert mine[figure] == pytest.approx(alone[figure], rel=1e-4)
 
 
 MISTAKES = """

@@ -92,6 +92,13 @@ def rows(x):
     return layers.MultiHeadAttention(2, 4)(x, layers.Activation("gelu")(x))
 
 
+def experts(tokens):
+    """Tokens that choose their experts by themselves, between layers that look at all of them."""
+    x = layers.Embedding(WORDS, WIDTH)(tokens)
+    x = x + layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True)
+    return x + hvdtrain.MixtureOfExperts(4, 8, top_k=2, capacity_factor=None, seed=3)(x)
+
+
 TOKENS = np.random.default_rng(0).integers(1, WORDS, (BATCH, LENGTH)).astype("int32")
 PADDED = np.where(np.arange(LENGTH) < np.array([[8], [5], [3]]), TOKENS, 0)
 ROWS = np.random.default_rng(1).standard_normal((BATCH, LENGTH, 5))
@@ -103,6 +110,7 @@ CASES = {
     "a tied table": (tied, PADDED, {}),
     "a mask of its own": (with_a_mask_of_its_own, TOKENS, {}),
     "rows": (rows, ROWS, PATCHES),
+    "experts": (experts, TOKENS, {}),
 }
 
 
@@ -200,6 +208,12 @@ class AddsLoss(layers.Layer):
         return x
 
 
+@keras.saving.register_keras_serializable("test_context_parallel")
+class OtherExperts(hvdtrain.MixtureOfExperts):
+    def call(self, inputs, training=None):
+        return super().call(inputs[:, ::-1], training)
+
+
 REFUSALS = {
     "heads": (
         embedded(lambda x: layers.MultiHeadAttention(3, 4, name="att")(x, x)),
@@ -263,9 +277,17 @@ REFUSALS = {
         embedded(layers.Dense(4, activity_regularizer="l2", name="regular")),
         "activity regularizer of Dense 'regular'",
     ),
-    "experts": (
-        embedded(lambda x: hvdtrain.MixtureOfExperts(experts=2, hidden=8, name="moe")(x)),
-        "MixtureOfExperts 'moe' counts the tokens",
+    "experts with a call of their own": (
+        embedded(lambda x: OtherExperts(experts=2, hidden=8, name="moe")(x)),
+        "OtherExperts 'moe' counts the tokens",
+    ),
+    "divided tables": (
+        embedded(lambda x: hvdtrain.ShardedEmbedding(5, 4, "row", name="rows")(ops.argmax(x, -1))),
+        "ShardedEmbedding 'rows' counts the tokens",
+    ),
+    "experts of whole sequences": (
+        lambda tokens: hvdtrain.MixtureOfExperts(2, 8, name="moe")(ops.one_hot(tokens, 4)),
+        "MixtureOfExperts 'moe' is given whole sequences",
     ),
     "scores": (
         embedded(lambda x: layers.MultiHeadAttention(2, 4)(x, x, return_attention_scores=True)[0]),

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.backends.differentiable import copy_to, exchange_parts, sum_from
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.parallel import REPLICA_AXES
 from hvdtrain.layers.exchanging import ExchangingLayer
 from hvdtrain.layers.experts.balance import load_balance_loss, router_z_loss
 from hvdtrain.layers.experts.dispatch import from_experts, slots_of, to_experts
@@ -42,8 +43,8 @@ class MixtureOfExperts(ExchangingLayer):
     (ST-MoE, Zoph et al. 2022) to those of the model.
 
     With `--parallel ep=N` each rank along `ep` holds experts / N of them; tokens go there and come back by all-to-all.
-    Capacity is that of a rank's tokens, and the load is balanced over those of all ranks. Along `tp` each rank holds a
-    part of the hidden units of each expert.
+    Capacity is that of a rank's tokens, and the load is balanced over those of all ranks. Along `cp` a rank's tokens
+    are those of its slice of each sequence. Along `tp` each rank holds a part of the hidden units of each expert.
 
     Args:
         experts: number of experts.
@@ -119,7 +120,7 @@ class MixtureOfExperts(ExchangingLayer):
         check_divides(self.experts, "experts", "ep", self)
         check_divides(self.hidden, "hidden units", "tp", self)
         self._along_ep, self._along_tp = ranks_along("ep"), ranks_along("tp")
-        self._replicas = ranks_along("dp", "ep")
+        self._replicas = ranks_along(*REPLICA_AXES)
         if self.seed is None:
             self.seed = random.randint(1, 2**31 - 1)  # as Keras' own layers, by what keras.utils.set_random_seed sets
         width = int(input_shape[-1])

@@ -11,6 +11,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.exchanging import ExchangingLayer
 from hvdtrain.parallel.context.attention import split_attention
 from hvdtrain.parallel.context.cuts import cut_lookups, cut_output, is_embedding
+from hvdtrain.parallel.context.experts import is_experts, note_experts
 from hvdtrain.parallel.context.flow import follow
 from hvdtrain.parallel.context.group import Group
 from hvdtrain.parallel.context.positions import POSITION_DIM, PositionSlices
@@ -57,6 +58,8 @@ def _install(model: Any, group: Group, rules: Mapping[str, Layout], length: int)
             cut_lookups(layer, group, length)
         elif is_dense(layer) and id(layer) not in projections:
             note_dense(layer, group)
+        elif is_experts(layer):
+            note_experts(layer, group)
     for layer in named_layers(rules, layers):
         cut_output(layer, group)
 
@@ -110,13 +113,15 @@ def _traced(model: Any, specs: Any, group: Group) -> Trace:
             'belongs to positions comes of an Embedding, or of a layer that a rule names, as in {"LAYER/output": '
             f'(None, "cp", None)}}. TensorFlow says: {error}'
         ) from error
-    for layer in _layers(model):
-        if layer._losses:
-            layer._clear_losses()
-            raise ConfigError(
-                f"{described(layer)} adds a loss, which would be that of a slice of each sequence: leave it out, or cp "
-                "in --parallel."
-            )
+    adding = [layer for layer in _layers(model) if layer._losses]
+    for layer in adding:
+        layer._clear_losses()
+    other = next((layer for layer in adding if not is_experts(layer)), None)
+    if other is not None:
+        raise ConfigError(
+            f"{described(other)} adds a loss, which would be that of a slice of each sequence: leave it out, or cp in "
+            "--parallel."
+        )
     return trace
 
 
@@ -124,9 +129,9 @@ def _refuse_unfit(layer: Any) -> None:
     """Refuse a layer that looks at all tokens of a sample.
 
     Raises:
-        ConfigError: experts, divided tables, or an activity regularizer.
+        ConfigError: divided tables, experts that are called in another way than ours, or an activity regularizer.
     """
-    if isinstance(layer, ExchangingLayer):
+    if isinstance(layer, ExchangingLayer) and not is_experts(layer):
         raise ConfigError(
             f"{described(layer)} counts the tokens of whole samples for their way to other ranks, and along cp a rank "
             "has slices of samples: leave the layer out, or cp in --parallel."
