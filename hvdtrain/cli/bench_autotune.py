@@ -5,8 +5,9 @@ import functools
 from pathlib import Path
 
 from hvdtrain.bench.catalog import MODELS, bench_model
-from hvdtrain.cli.bench_suite import OUT, begin_launches, positive
+from hvdtrain.cli.bench_suite import OUT, positive, refuse_launchers
 from hvdtrain.cli.local import run_here
+from hvdtrain.cli.signals import ended_by_exceptions
 from hvdtrain.config.errors import LaunchError
 
 FLAG = "--autotune"
@@ -21,7 +22,8 @@ Writes them into OUT/exchange.env, to source before training. Nothing else may r
 
 def main(argv: list[str]) -> int:
     """Run the autotuning and return the exit code: 1 if other programs disturbed it."""
-    return run_here(lambda: _parser().parse_args(argv), _tune)
+    with ended_by_exceptions():
+        return run_here(lambda: _parser().parse_args(argv), _tune)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    begin_launches()
+    refuse_launchers()
     from hvdtrain.bench.autotune import autotune, shown
     from hvdtrain.bench.host import default_ranks
     from hvdtrain.bench.launching import LaunchFailed, ask

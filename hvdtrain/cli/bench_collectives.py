@@ -7,8 +7,9 @@ from pathlib import Path
 
 from hvdtrain.bench.bandwidth import COLLECTIVES, parsed_size
 from hvdtrain.bench.engines import ENGINES, engine
-from hvdtrain.cli.bench_suite import OUT, Folder, begin_launches, positive
+from hvdtrain.cli.bench_suite import OUT, Folder, positive, refuse_launchers
 from hvdtrain.cli.local import run_here
+from hvdtrain.cli.signals import ended_by_exceptions
 
 _DESCRIPTION = """\
 Times collectives over sizes, all engines in turn, each launch in fresh processes, beside what the host's memory allows.
@@ -20,7 +21,8 @@ SIZES = ("1KB", "64KB", "1MB", "16MB", "100MB", "400MB")
 
 def main(argv: list[str]) -> int:
     """Run the comparison, write the report and return the exit code: 1 if nothing could be measured."""
-    return run_here(lambda: _parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
+    with ended_by_exceptions():
+        return run_here(lambda: _parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +51,7 @@ def _size(text: str) -> int:
 
 
 def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
-    begin_launches()
+    refuse_launchers()
     from hvdtrain.bench.collectives import run_collectives
     from hvdtrain.bench.results import CollectivesResults
 

@@ -6,8 +6,9 @@ import shlex
 from pathlib import Path
 
 from hvdtrain.bench.layouts import BASELINE, MODELS, ONE, layouts, options_of
-from hvdtrain.cli.bench_suite import OUT, Folder, begin_launches, positive
+from hvdtrain.cli.bench_suite import OUT, Folder, positive, refuse_launchers
 from hvdtrain.cli.local import run_here
+from hvdtrain.cli.signals import ended_by_exceptions
 
 FLAG = "--parallel"
 
@@ -20,7 +21,8 @@ Gloo, as counted. Writes results.json, report.md and report.html into OUT/DATE-H
 
 def main(argv: list[str]) -> int:
     """Run the comparison, write the report and return the exit code: 1 if nothing could be measured."""
-    return run_here(lambda: _parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
+    with ended_by_exceptions():
+        return run_here(lambda: _parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +52,7 @@ def _several(text: str) -> int:
 
 
 def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
-    begin_launches()
+    refuse_launchers()
     from hvdtrain.bench.parallel import Comparison, run_layouts
     from hvdtrain.bench.results import ParallelResults
 

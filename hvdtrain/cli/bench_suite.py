@@ -12,7 +12,7 @@ from hvdtrain.bench.catalog import USUAL as USUAL_MODELS
 from hvdtrain.bench.sides import SIDES
 from hvdtrain.bench.sides import USUAL as USUAL_SIDES
 from hvdtrain.cli.local import run_here
-from hvdtrain.cli.signals import exit_by_exception
+from hvdtrain.cli.signals import ended_by_exceptions
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.precision import PrecisionName
 from hvdtrain.runtime.launchers import detect_environment
@@ -44,7 +44,8 @@ meanwhile: where it was too noisy, no ratio is reported."""
 
 def main(argv: list[str]) -> int:
     """Run the comparison, write the report and return the exit code: 1 if nothing could be measured."""
-    return run_here(lambda: parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
+    with ended_by_exceptions():
+        return run_here(lambda: parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,7 +102,7 @@ def _listed(about: dict[str, str]) -> str:
 
 
 def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
-    begin_launches()
+    refuse_launchers()
     from hvdtrain.bench.host import default_ranks
     from hvdtrain.bench.plan import Matrix, points
     from hvdtrain.bench.results import SuiteResults
@@ -148,12 +149,11 @@ def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
     return 0 if any(cell.rounds for cell in cells) else 1
 
 
-def begin_launches() -> None:
-    """Refuse to run under a launcher, since bench starts ranks itself, and let signals end them with it."""
+def refuse_launchers() -> None:
+    """Refuse to run under a launcher, since bench starts ranks itself."""
     environment = detect_environment()
     if environment.launcher != "none":
         raise LaunchError(f"bench starts its ranks itself: start it without {environment.launcher}.")
-    exit_by_exception()
 
 
 class Folder:

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from hvdtrain.cli.signals import exit_by_exception
+from hvdtrain.cli.signals import ended_by_exceptions
 from hvdtrain.config.errors import UserError
 from hvdtrain.installation.gpu import CHOICES as GPU_CHOICES
 from hvdtrain.installation.install import install, next_command
@@ -56,11 +56,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--quiet", action="store_true", help="print only the steps that are run, and errors")
     options = parser.parse_args(argv)
-    exit_by_exception()
     try:
         mpi = options.mpi or os.environ.get("HVDTRAIN_MPI") or "auto"
         gpu = options.gpu or os.environ.get("HVDTRAIN_GPU") or "auto"
-        return _setup(mpi, gpu, quiet=options.quiet)
+        with ended_by_exceptions():
+            return _setup(mpi, gpu, quiet=options.quiet)
     except UserError as error:
         print(f"hvdtrain: error: {error.message}", file=sys.stderr)
         return 1

@@ -83,7 +83,6 @@ def test_conda_environments_are_activated_by_conda(machine):
 def command(machine, monkeypatch):
     """Run the verb on the stub environment, and return its exit code."""
     monkeypatch.setattr(PythonEnvironment, "active", classmethod(lambda cls: machine.environment))
-    monkeypatch.setattr(verb.signal, "signal", lambda *_: None)
     return lambda *words: verb.main(list(words))
 
 
