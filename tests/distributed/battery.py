@@ -222,6 +222,53 @@ UNDER_MPI_ONLY = {
     "update_rules.check_one_local_step_of_sgd_is_a_step_of_data_parallelism",
 }
 
+# `launch/test.sh` leaves to `launch/test.sh --all`, on four ranks, all but what takes four, and on two what takes long.
+EVERY_DAY_ON_FOUR_UNDER_GLOO = {
+    "context_pairs",
+    "expert_pipelines",
+    "hierarchy",
+    "hybrids",
+    "long_pipelines",
+    "mesh",
+    "parity",
+    "zero",
+}
+EXTENDED_ON_FOUR_UNDER_GLOO = {
+    "context_pairs.check_a_message_that_is_missing_is_noticed",
+    "context_pairs.check_capacity_is_that_of_a_slice",
+    "expert_pipelines.check_training_goes_wrong_without_the_losses_of_earlier_stages",
+}
+EXTENDED_ON_TWO_UNDER_MPI = {
+    "combinations",
+    "context_parallel.check_what_is_around_split_sequences",
+    "data_service",
+    "face_variants",
+    "jit",
+    "own_steps.check_a_custom_loop_with_two_networks",
+    "own_steps.check_a_cycle_gan_with_four_optimizers",
+    "own_steps.check_a_diffusion_model_with_averaged_weights",
+    "own_steps.check_a_siamese_network_of_triplets",
+    "own_steps.check_a_wasserstein_gan_with_gradient_penalty",
+    "own_steps.check_knowledge_distillation",
+    "resuming.check_a_backup_on_rank_0_alone_takes_all_ranks_with_it",
+    "resuming.check_a_full_disk_leaves_the_last_good_checkpoint",
+    "resuming.check_a_training_goes_on_where_only_rank_0_sees_its_checkpoints",
+    "resuming.check_a_training_on_each_ranks_own_samples_goes_on",
+    "slow_ranks",
+    "state.check_an_epoch_that_is_resumed_reports_all_of_it",
+    "state.check_layers_that_are_unfrozen_between_two_fits",
+    "tensor_parallel.check_models_of_users_train_split_as_in_one_process",
+}
+
+
+def is_extended(name: str, controller: str, size: int) -> bool:
+    """Whether `launch/test.sh --all` alone runs a check in a world: it takes long, or others are near it."""
+    of_file = name.split(".")[0]
+    if (controller, size) == ("gloo", 4):
+        every_day = of_file in EVERY_DAY_ON_FOUR_UNDER_GLOO or name in ALSO_ON_FOUR_UNDER_GLOO
+        return not every_day or name in EXTENDED_ON_FOUR_UNDER_GLOO
+    return (controller, size) == ("mpirun", 2) and not EXTENDED_ON_TWO_UNDER_MPI.isdisjoint({name, of_file})
+
 
 def checks_of(controller: str, size: int) -> list[str]:
     """Which checks a world runs."""

@@ -13,12 +13,16 @@ import pytest
 
 from tests.distributed.battery import (
     CHECKS,
+    EVERY_DAY_ON_FOUR_UNDER_GLOO,
     EVERYWHERE_UNDER_MPI,
+    EXTENDED_ON_FOUR_UNDER_GLOO,
+    EXTENDED_ON_TWO_UNDER_MPI,
     LONG_TO_COMPILE,
     OTHERS,
     SEVERAL_ON_A_HOST,
     check_names,
     checks_of,
+    is_extended,
 )
 from tests.launching import has_launcher, launcher, run
 
@@ -31,7 +35,7 @@ ONE_PROCESS = [*WORLDS[:2], STRATEGIES[0]]
 QUICK = ("mpirun" if has_launcher("mpirun") else "gloo", 2, "auto")
 NOT_QUICK = LONG_TO_COMPILE | {"data_service", "rank_parts", "update_rules"}
 """`launch/test.sh --quick` runs the other files in this world."""
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
 END = "the_job_ends_well"
 
 
@@ -76,6 +80,8 @@ def battery(request, tmp_path_factory):
 
 
 def marks_of(world, name):
+    if world[2] == "auto" and name != END and is_extended(name, *world[:2]):
+        return [pytest.mark.extended]
     is_quick = world == QUICK and name.split(".")[0] not in NOT_QUICK
     return [pytest.mark.quick] if is_quick else []
 
@@ -106,4 +112,6 @@ def test_what_is_left_out_elsewhere_is_there():
     assert set(checks_of("mpirun", 2)) == everything - needing_four
     assert {*checks_of("gloo", 4), *checks_of("mpirun", 4)} >= needing_four
     assert set(checks_of("mpirun", 8)) <= everything
+    files_of_checks = everything | {name.split(".")[0] for name in everything}
+    assert files_of_checks >= EVERY_DAY_ON_FOUR_UNDER_GLOO | EXTENDED_ON_FOUR_UNDER_GLOO | EXTENDED_ON_TWO_UNDER_MPI
     assert all(set(checks_of("mpirun", size)) >= EVERYWHERE_UNDER_MPI for size in (1, 2, 4))

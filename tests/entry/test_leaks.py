@@ -72,6 +72,7 @@ SCRIPT = f"""\
 """
 
 
+@pytest.mark.extended
 def test_2000_steps_take_no_more_memory_files_or_threads(tmp_path):
     pytest.importorskip("horovod", reason="horovod is not installed")
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
