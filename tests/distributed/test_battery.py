@@ -33,6 +33,8 @@ STRATEGIES = [("none", 1, "mirrored"), ("mpirun", 2, "multi_worker_mirrored"), (
 ONE_PROCESS = [*WORLDS[:2], STRATEGIES[0]]
 """These leave a core free: they run side by side."""
 QUICK = ("mpirun" if has_launcher("mpirun") else "gloo", 2, "auto")
+EXTENDED = [("mpirun", 4, "auto"), *STRATEGIES[1:]]
+"""`launch/test.sh` leaves these to `launch/test.sh --all`: four ranks train under Gloo, and replicas in one process."""
 NOT_QUICK = LONG_TO_COMPILE | {"data_service", "rank_parts", "update_rules"}
 """`launch/test.sh --quick` runs the other files in this world."""
 TIMEOUT_S = 1800
@@ -80,7 +82,7 @@ def battery(request, tmp_path_factory):
 
 
 def marks_of(world, name):
-    if world[2] == "auto" and name != END and is_extended(name, *world[:2]):
+    if world in EXTENDED or (world[2] == "auto" and name != END and is_extended(name, *world[:2])):
         return [pytest.mark.extended]
     is_quick = world == QUICK and name.split(".")[0] not in NOT_QUICK
     return [pytest.mark.quick] if is_quick else []
