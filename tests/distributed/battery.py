@@ -237,6 +237,7 @@ EXTENDED_ON_FOUR_UNDER_GLOO = {
     "context_pairs.check_a_message_that_is_missing_is_noticed",
     "context_pairs.check_capacity_is_that_of_a_slice",
     "expert_pipelines.check_training_goes_wrong_without_the_losses_of_earlier_stages",
+    "hybrids.check_a_hybrid_with_a_collective_left_out_is_another_model",
 }
 EXTENDED_ON_TWO_UNDER_MPI = {
     "combinations",
