@@ -33,6 +33,7 @@ def test_a_recipe_trains_on_slices_of_its_sequences_as_in_one_process(tmp_path):
 EXPERTS = ["experts", "4", "every", "1", "capacity_factor", "0", "--data-args", "length", "64"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("recipe", "axes", "more"),
     [

@@ -9,7 +9,7 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.state.whole_hash import digest_of
 from tests.launching import hvdtrain
 
-pytestmark = pytest.mark.xdist_group("resharding")
+pytestmark = [pytest.mark.xdist_group("resharding"), pytest.mark.extended]
 SIZES = ["--model-args", "depth", "1", "width", "80", "heads", "4", "dropout", "0.0"]
 STEP = ["--schedule", "step", "--decay-at", "0.2", "--decay-factor", "1e-30", "--final-rate", "0"]
 RATE = [*STEP, "--warmup-steps", "0"]
