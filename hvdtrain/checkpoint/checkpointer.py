@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.manifest import merged
 from hvdtrain.checkpoint.naming import complete, name_of, step_of
 from hvdtrain.checkpoint.retention import Retention, remove_old
 from hvdtrain.checkpoint.selection import find_checkpoint, newest_good, put_aside
-from hvdtrain.checkpoint.snapshot import Owned, first_held, on_host, owned
+from hvdtrain.checkpoint.snapshot import Owned, on_host, owned
 from hvdtrain.checkpoint.write import refuse_unshared, take_list, write_list, write_tensors
 from hvdtrain.config.errors import CheckpointError, LaunchError
 from hvdtrain.runtime.open_files import reason
@@ -68,7 +68,7 @@ class Checkpointer:
         """
         unwritten = self._begin(step, scalars)
         try:
-            unwritten.owned = self._owned(tensors)
+            unwritten.owned = owned(tensors, self.ranks)
             written = self._together(unwritten, unwritten.write)
             self._together(unwritten, lambda: unwritten.commit(written) if unwritten.primary else None)
         except BaseException:
@@ -89,7 +89,7 @@ class Checkpointer:
         """
         unwritten = self._begin(step, scalars)
         try:
-            unwritten.owned = [on_host(tensor) for tensor in self._owned(tensors)]
+            unwritten.owned = [on_host(tensor) for tensor in owned(tensors, self.ranks)]
         except BaseException:
             unwritten.give_up()
             raise
@@ -187,11 +187,6 @@ class Checkpointer:
 
         unwritten.path = Path(self._together(unwritten, make)[0])
         return unwritten
-
-    def _owned(self, tensors: Mapping[str, NamedTensor]) -> Iterable[Owned]:
-        if is_split(self.ranks):
-            return first_held(tensors, self.ranks)
-        return owned(tensors, index=self.ranks.index, primary=self.ranks.primary)
 
 
 @dataclass

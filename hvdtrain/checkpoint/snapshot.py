@@ -1,12 +1,12 @@
 """Which tensors, and which slices of them, a rank writes."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.checkpoint.agreement import TIMEOUT_S, Ranks
+from hvdtrain.checkpoint.agreement import TIMEOUT_S, Ranks, is_split
 from hvdtrain.state.named_tensors import NamedTensor, StateSpec, bounds_of, box_shape, elements, spec_of
 
 
@@ -38,24 +38,19 @@ def on_host(tensor: Owned) -> Owned:
     return Owned(tensor.spec, _HostArray(np.array(tensor.array(), order="C")))
 
 
-def owned(tensors: Mapping[str, NamedTensor], *, index: int, primary: bool) -> Iterator[Owned]:
-    """Yield what this rank writes: what all hold alike the primary, a slice the first of the replicas that hold it.
+def owned(tensors: Mapping[str, NamedTensor], ranks: Ranks) -> list[Owned]:
+    """Return what this rank writes: of what several hold alike what no rank before it holds; all ranks call it.
 
     Args:
         tensors: the state.
-        index: this replica's place along dp.
-        primary: whether this process is the primary.
+        ranks: those that write.
     """
-    for path, tensor in tensors.items():
-        spec = spec_of(path, tensor)
-        writes = primary if spec.whole and tensor.replicated else index == 0 or not tensor.replicated
-        # A slice may be empty where there are more ranks than elements.
-        if writes and (spec.whole or elements(box_shape(spec.slice))):
-            yield Owned(spec, tensor.value)
+    if not is_split(ranks) and all(tensor.replicated for tensor in tensors.values()):
+        return [Owned(spec_of(path, tensor), tensor.value) for path, tensor in tensors.items()] if ranks.primary else []
+    return _first_held(tensors, ranks)
 
 
-def first_held(tensors: Mapping[str, NamedTensor], ranks: Ranks) -> list[Owned]:
-    """Return what this rank writes where processes hold different parts of the model: what no rank before it holds."""
+def _first_held(tensors: Mapping[str, NamedTensor], ranks: Ranks) -> list[Owned]:
     specs = [spec_of(path, tensor) for path, tensor in tensors.items()]
     mine = [[spec.path, *bounds_of(spec.slice)] for spec in specs]
     everyone = ranks.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S)

@@ -169,7 +169,7 @@ def test_a_rank_that_is_gone_keeps_nobody_waiting(tmp_path):
     def body(channel):
         saver = BackgroundSaver(Checkpointer(tmp_path, backend=Ranks(channel)), channel)
         if channel.rank:
-            saver.files.copy(0, {}, {})  # takes part, and dies
+            saver.files.copy(0, State(channel.rank, channel.size).tensors, {})  # takes part, and dies
             channel.report_failure("killed")
             return None
         saver(State(channel.rank, channel.size))
