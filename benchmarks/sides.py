@@ -28,8 +28,8 @@ def with_hvdtrain(config: Config, windows: int, beside: Callable[[], None] | Non
     """Train with `hvdtrain.Trainer`; `beside` is called between two windows and is not timed."""
     from hvdtrain.backends.select import current_exchange
     from hvdtrain.bench.trained import Stopwatch
-    from hvdtrain.runs.run import run_trainer
     from hvdtrain.runs.run_data import run_data
+    from hvdtrain.runs.trainers import run_trainer
     from hvdtrain.training.loop.loop import Plan
 
     backend = current_exchange()
@@ -47,8 +47,8 @@ def looks(config: Config, windows: int) -> dict[str, list[float]]:
 
     from hvdtrain.backends.select import current_exchange
     from hvdtrain.bench.trained import Stopwatch
-    from hvdtrain.runs.run import run_trainer
     from hvdtrain.runs.run_data import run_data
+    from hvdtrain.runs.trainers import run_trainer
     from hvdtrain.training.loop.desync_check import DesyncCheck
     from hvdtrain.training.loop.loop import Plan
 

@@ -14,8 +14,8 @@ from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.events import BaseObserver
-from hvdtrain.runs.run import run_trainer
 from hvdtrain.runs.run_data import run_data
+from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer

@@ -143,7 +143,7 @@ def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
 def _evaluate(session: Session, request: Request) -> None:
     from hvdtrain.runs.description import read_description
     from hvdtrain.runs.folder import RunFolder
-    from hvdtrain.runs.run import left_out_line
+    from hvdtrain.runs.reporting import left_out_line
     from hvdtrain.runs.use.evaluate import EvaluateOptions, evaluate
 
     options: Any = EvaluateOptions(request.checkpoint, request.other_data, request.split)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.select import backend_for
 from hvdtrain.config.run import Config
-from hvdtrain.runs.run import run_trainer
 from hvdtrain.runs.run_data import input_advice, run_data
+from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.session import Session
 
 WARM_UP = 5

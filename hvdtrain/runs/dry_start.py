@@ -7,8 +7,8 @@ from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.run import Config
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.splits import DataSplits
-from hvdtrain.runs.run import checked_trainer
 from hvdtrain.runs.run_data import check_batch
+from hvdtrain.runs.trainers import checked_trainer
 from hvdtrain.runs.use.model import ANY_STEPS
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.mesh import Mesh

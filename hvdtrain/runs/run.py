@@ -1,10 +1,9 @@
 """A run from its configuration: what `train` does on every rank."""
 
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
@@ -12,30 +11,20 @@ from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.lock import FolderLock, locked
 from hvdtrain.checkpoint.manifest import scalars_of
-from hvdtrain.config.errors import ConfigError, on_command_line
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.observability import trace_config
 from hvdtrain.config.run import Config
-from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.identity import Identity, identity_of
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
-from hvdtrain.data.shapes import check_shapes
-from hvdtrain.data.splits import DataSplits
-from hvdtrain.models.registry import build_model, layout_rules, model_family
-from hvdtrain.observability.console import make_console
-from hvdtrain.observability.events import BaseObserver, Observer, Observers, RunInfo
-from hvdtrain.observability.jsonl import JsonlWriter
-from hvdtrain.observability.prometheus import open_exporter
+from hvdtrain.models.registry import model_family
+from hvdtrain.observability.events import BaseObserver, Observer
 from hvdtrain.observability.status import StatusWriter, cause_of
-from hvdtrain.observability.tensorboard import TensorBoardWriter
-from hvdtrain.observability.wording import plural
-from hvdtrain.optim.optimizers import build_optimizer
-from hvdtrain.optim.scaling import describe_rate
-from hvdtrain.parallel.parallelize import parallelize
 from hvdtrain.runs.describe import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
 from hvdtrain.runs.interrupted import interrupted
 from hvdtrain.runs.live_figures import run_figures
 from hvdtrain.runs.rank_logs import rank_logs
+from hvdtrain.runs.reporting import info_of, left_out_line, observers_of
 from hvdtrain.runs.resume import (
     Resume,
     check_samples,
@@ -47,14 +36,12 @@ from hvdtrain.runs.resume import (
 from hvdtrain.runs.run_data import RunData, left_out, run_data
 from hvdtrain.runs.run_files import summary_of_run, write_end, write_start
 from hvdtrain.runs.start_files import StartFiles
+from hvdtrain.runs.trainers import run_trainer, step_arguments
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.stopping import Stopped
-from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.elastic import Commits, check_elastic
 from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.objective.soft_labels import soft_label_loss, soft_label_metrics
-from hvdtrain.training.options import StepOptions, step_options
-from hvdtrain.training.run_info import who_trains
+from hvdtrain.training.options import step_options
 from hvdtrain.training.trainer import Trainer
 
 
@@ -101,7 +88,7 @@ def _train(
     closing: ExitStack,
 ) -> dict[str, Any]:
     if commits is not None:
-        check_elastic(session, backend.name, step_options(_step_options(config)), config.data.shard_by)
+        check_elastic(session, backend.name, step_options(step_arguments(config)), config.data.shard_by)
     source = run_data(config, backend)
     data = source.training
     plan = _plan(config, data.steps_per_epoch)
@@ -130,8 +117,8 @@ def _train(
     log = closing.enter_context(rank_logs(session, folder, trainer.state.scalars.step))
     status = StatusWriter(folder.status, elastic=commits is not None)
     figures = run_figures(trainer, folder, session)
-    observers = _observers(config, session, folder, status, figures, log) if first else BaseObserver()
-    info = _info(config, session, backend, data, plan, trainer, folder)
+    observers = observers_of(config, session, folder, status, figures, log) if first else BaseObserver()
+    info = info_of(config, session, backend, data, plan, trainer, folder)
     saver = BackgroundSaver(checkpoints, session.control, lambda state: _note_left_out(state, data))
     place = (plan.total_steps, session.environment)
     session.link.on_interrupt = lambda: interrupted(folder, trainer.state.scalars.step, *place)
@@ -201,152 +188,12 @@ def _bad_records(source: RunData) -> dict[str, Any]:
     return {"bad_records": len(source.bad), "left_out": source.bad}
 
 
-def left_out_line(bad: Sequence[str], file: str) -> str:
-    """Return a warning that names the first of the samples that were left out; "" if there are none.
-
-    Args:
-        bad: what is wrong with each.
-        file: the file in the run's folder that names them all.
-    """
-    if not bad:
-        return ""
-    others = f" ({file} names all {len(bad)})" if len(bad) > 1 else ""
-    return f"warning: {plural(len(bad), 'sample')} could not be read and did not count: {bad[0]}{others}"
-
-
 def _plan(config: Config, steps_per_epoch: int) -> Plan:
     total = config.training.epochs * steps_per_epoch
     total = min(total, config.training.max_steps or total)
     checkpoint = config.checkpoint
     commit_every = config.elastic.commit_every if config.elastic.elastic else None
     return Plan(total, config.observability.log_every, checkpoint.checkpoint_every, commit_every, checkpoint.best)
-
-
-def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
-    """Return the trainer of what `config` names, for its data.
-
-    Raises:
-        ConfigError: options that do not fit.
-        DataError: data that do not fit the model.
-    """
-    return checked_trainer(config, source.splits, backend, _schedule_steps(config, source))
-
-
-def checked_trainer(config: Config, splits: DataSplits, backend: Backend, steps: int) -> Trainer:
-    """Do what `run_trainer` does, for a schedule of the learning rate that spans `steps`."""
-    if config.model.sequence_parallel and "tp" not in backend.axes:
-        raise ConfigError("--sequence-parallel has no effect without --parallel tp=N: leave it out.")
-    trainer = trainer_for(config, splits.sample_shape, splits.classes, backend, steps)
-    check_shapes(trainer.model, splits, model_family(config.model).loss())
-    return trainer
-
-
-def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backend, steps: int) -> Trainer:
-    """Return the trainer of what `config` names, for any data of that shape.
-
-    Args:
-        config: of the run.
-        shape: shape of one input, or a nest of shapes.
-        classes: number of classes; None if the targets are no labels.
-        backend: the replicas.
-        steps: what the schedule of the learning rate spans.
-
-    Raises:
-        ConfigError: options that do not fit.
-    """
-    family = model_family(config.model)
-    seed, loss = config.training.seed, family.loss()
-    metrics = "weighted_metrics" if config.data.tolerated else "metrics"  # what is left out weighs nothing
-    return Trainer(
-        _split(lambda: build_model(config.model, shape, classes, seed), config, classes, backend),
-        lambda: build_optimizer(config.optim, steps, config.data.batch),
-        soft_label_loss(config.data, loss),
-        seed=seed,
-        backend=backend,
-        **{metrics: soft_label_metrics(config.data, family.metrics())},
-        **_step_options(config),
-    )
-
-
-def _split(build: Callable[[], Any], config: Config, classes: int | None, backend: Backend) -> Callable[[], Any]:
-    """Return a builder of the model that `build` builds, split where the ranks are laid out along tp or cp.
-
-    Raises:
-        ConfigError: a model without rules for tp.
-    """
-    if not {"tp", "cp"} & set(backend.axes):
-        return build
-    rules = layout_rules(config.model, classes, backend.axes.get("tp", 1))
-    return lambda: parallelize(build, rules, sequence_parallel=config.model.sequence_parallel)
-
-
-def _schedule_steps(config: Config, source: RunData) -> int:
-    """Return the steps of all epochs: the schedule spans them also where --max-steps ends the run before."""
-    return config.training.epochs * source.training.steps_per_epoch
-
-
-def _step_options(config: Config) -> dict[str, Any]:
-    names = {field.name for field in fields(StepOptions)}
-    sections = (
-        *(config.training, config.optim, config.exchange, config.update),
-        *(config.pipeline, config.bad_steps, config.desync),
-    )
-    return {name: value for part in sections for name, value in vars(part).items() if name in names}
-
-
-def _observers(
-    config: Config,
-    session: Session,
-    folder: RunFolder,
-    status: StatusWriter,
-    figures: Callable[[], dict[str, float]],
-    log: TextIO | None,
-) -> Observers:
-    chosen: list[Observer] = [make_console(live=on_terminal(session.environment), log=log)]
-    chosen += [JsonlWriter(folder.metrics), status]
-    if log is not None:
-        chosen.append(make_console(log, live=False))
-    reported = config.observability
-    if reported.metrics_port is not None:
-        chosen.append(open_exporter(reported.metrics_port, reported.metrics_host, figures, again=session.rejoined))
-    if config.observability.tensorboard:
-        chosen.append(TensorBoardWriter(folder.tensorboard))
-    return Observers(chosen)
-
-
-def _info(
-    config: Config,
-    session: Session,
-    backend: Backend,
-    data: TrainingData,
-    plan: Plan,
-    trainer: Trainer,
-    folder: RunFolder,
-) -> RunInfo:
-    return RunInfo(
-        recipe=_described(config),
-        **who_trains(backend),
-        launcher=session.environment.launcher,
-        global_batch=data.batch,
-        per_replica_batch=data.batch // backend.data_parallel.size,
-        total_steps=plan.total_steps,
-        steps_per_epoch=data.steps_per_epoch,
-        parameters=trainer.state.parameters(),
-        start_step=trainer.state.scalars.step,
-        accumulate=config.training.accumulate,
-        learning_rate=describe_rate(config.optim, data.batch, config.training.epochs * data.steps_per_epoch),
-        run_dir=folder.path,
-        options=trainer.options.chosen(),
-        threads=session.plan.threads,
-        wording=on_command_line,
-    )
-
-
-def _described(config: Config) -> str:
-    """Return the recipe's name, and the user's own code where it takes the place of the recipe's."""
-    own = {"model": config.model.model, "data": config.data.data}
-    words = [f"{name} {value}" for name, value in own.items() if is_user_code(value)]
-    return ", ".join([config.recipe, *words])
 
 
 def _refuse_finished(trainer: Trainer, plan: Plan) -> None:

@@ -14,8 +14,8 @@ from hvdtrain.bench.timing import Timing
 from hvdtrain.bench.trained import Metered, Stopwatch, measure
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig
-from hvdtrain.runs.run import run_trainer
 from hvdtrain.runs.run_data import run_data
+from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.launchers.nobody import Nobody
 from hvdtrain.training.step.forward_backward import LocalGradients
 

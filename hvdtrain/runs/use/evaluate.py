@@ -25,8 +25,8 @@ from hvdtrain.observability.summary import write_json
 from hvdtrain.runs.describe import describe_run
 from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
-from hvdtrain.runs.run import trainer_for
 from hvdtrain.runs.run_data import check_loaded, evaluation_of, left_out, loaded_splits
+from hvdtrain.runs.trainers import trainer_for
 from hvdtrain.runs.use.model import ANY_STEPS
 from hvdtrain.runtime.session import Session
 

@@ -9,7 +9,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.runs.description import RunDescription
-from hvdtrain.runs.run import trainer_for
+from hvdtrain.runs.trainers import trainer_for
 from hvdtrain.training.evaluation.predict import build_for
 
 ANY_STEPS = 10**9

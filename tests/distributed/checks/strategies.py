@@ -19,8 +19,8 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes.registry import recipe
-from hvdtrain.runs.run import run_trainer
 from hvdtrain.runs.run_data import run_data
+from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.strategies import open_strategy
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan

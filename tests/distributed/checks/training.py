@@ -233,8 +233,8 @@ def check_digits_reaches_its_accuracy(world: World) -> None:
     """Over five seeds in one process; more ranks train the same model, which one seed shows."""
     from hvdtrain.models.registry import build_model
     from hvdtrain.recipes.registry import recipe
-    from hvdtrain.runs.run import run_trainer
     from hvdtrain.runs.run_data import run_data
+    from hvdtrain.runs.trainers import run_trainer
 
     base = recipe("digits")
     source = run_data(base, world.backend)
