@@ -11,6 +11,10 @@ BASELINE = "dp"
 """The layout that times and memory are compared with."""
 ONE = "one-core"
 """One process on the cores of one rank, with the batch of all: what the times of n ranks are n-ths of at best."""
+APART = "no-exchange"
+"""Processes that compute side by side, each with its share of the batch: how far the machine itself can be divided."""
+ALWAYS = (BASELINE, ONE, APART)
+"""The layouts that the others are compared with."""
 MICROBATCHES = 4
 """Of a step of a pipeline."""
 FORMULA = (
@@ -50,6 +54,7 @@ def layouts(ranks: int) -> dict[str, list[str]]:
     found = {
         BASELINE: [],
         ONE: ["--threads", str(max(1, len(os.sched_getaffinity(0)) // ranks))],
+        APART: ["--local-steps", "1000000"],  # more than any launch has
         **{f"zero={stage}": ["--zero", str(stage)] for stage in (1, 2, 3)},
         "tp": ["--parallel", f"tp={ranks}"],
         "sp": ["--parallel", f"tp={ranks}", "--sequence-parallel"],
@@ -105,6 +110,7 @@ def sent_mb(layout: str, model: str, ranks: int, parameters: int) -> float | Non
     elements = {
         BASELINE: 2 * parameters,
         f"dp,accumulate={MICROBATCHES}": 2 * parameters,
+        APART: 0,
         "zero=1": 2 * parameters,
         "zero=2": 2 * parameters,
         "zero=3": 3 * parameters,

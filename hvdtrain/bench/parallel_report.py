@@ -1,18 +1,19 @@
 """The part of a report about layouts of ranks. No TensorFlow."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hvdtrain.bench import plots
 from hvdtrain.bench.document import Block, Code, Figure, Heading, Paragraph, Table
-from hvdtrain.bench.layouts import BASELINE, FORMULA, MODELS, ONE, sent_mb
+from hvdtrain.bench.layouts import APART, BASELINE, FORMULA, MODELS, ONE, sent_mb
 from hvdtrain.bench.noise import Spread, spread
 from hvdtrain.bench.results import LayoutCell, LayoutRound, ParallelResults
 
 _HOW = (
     "The layouts of a number of ranks took turns, A B C and then C B A, each launch in fresh processes, with the batch "
     "of all ranks the same. A launch's time is its median step; reported are the median over the launches, its "
-    "quartiles, the median of its ratio to data parallelism in the same round, and that to the time of one process on "
-    "the cores of one rank divided by the ranks. Memory is the peak of resident memory of the rank that needs most."
+    "quartiles, and the medians of its ratios in the same round: to data parallelism; to the time of one process on "
+    "the cores of one rank, divided by the ranks; and to ranks side by side that exchange nothing, since cores may "
+    "share memory bandwidth, clock or more. Memory is the peak of resident memory of the rank that needs most."
 )
 _NOTHING = "-"
 
@@ -55,28 +56,36 @@ def _table(cells: Sequence[LayoutCell]) -> Table:
         "quartiles",
         f"time / {BASELINE}",
         f"time / share of {ONE}",
+        f"time / {APART}",
         "peak MiB",
         f"less than {BASELINE}",
     ]
     columns += ["MB sent, formula", "counted", "rounds"]
     named = {cell.layout: cell for cell in cells}
-    return Table(columns, [_row(cell, named.get(BASELINE), named.get(ONE)) for cell in cells])
+    return Table(columns, [_row(cell, named) for cell in cells])
 
 
-def _row(cell: LayoutCell, baseline: LayoutCell | None, one: LayoutCell | None) -> list[str]:
+def _row(cell: LayoutCell, named: Mapping[str, LayoutCell]) -> list[str]:
     times, peak = _times(cell), spread([taken.peak_mib for taken in cell.rounds]).median
-    pairs, halves = _pairs(cell, baseline), _pairs(cell, one)
-    ratio = spread([mine.step_ms / theirs.step_ms for mine, theirs in pairs]).median if pairs else None
-    share = spread([cell.ranks * mine.step_ms / its.step_ms for mine, its in halves]).median if halves else None
+    pairs = _pairs(cell, named.get(BASELINE))
+    share = _ratio(cell, named.get(ONE))
     less = spread([theirs.peak_mib - mine.peak_mib for mine, theirs in pairs]).median if pairs else None
     formula = sent_mb(cell.layout, cell.model, cell.ranks, cell.parameters or 0)
     counted = [taken.sent_mb for taken in cell.rounds if taken.sent_mb is not None]
     return [
-        *(cell.layout, f"{times.median:.1f}", f"{times.low:.1f} .. {times.high:.1f}", _shown(ratio, 2)),
-        _shown(share if cell.layout != ONE else None, 2),
+        *(cell.layout, f"{times.median:.1f}", f"{times.low:.1f} .. {times.high:.1f}"),
+        _shown(_ratio(cell, named.get(BASELINE)), 2),
+        _shown(cell.ranks * share if share is not None and cell.layout != ONE else None, 2),
+        _shown(_ratio(cell, named.get(APART)), 2),
         *(f"{peak:.0f}", _shown(less, 0), _shown(formula, 1)),
         *(_shown(spread(counted).median if counted else None, 1), str(len(cell.rounds))),
     ]
+
+
+def _ratio(cell: LayoutCell, other: LayoutCell | None) -> float | None:
+    """Return the median ratio of the times of a layout and another one in the same rounds."""
+    pairs = _pairs(cell, other)
+    return spread([mine.step_ms / theirs.step_ms for mine, theirs in pairs]).median if pairs else None
 
 
 def _pairs(cell: LayoutCell, other: LayoutCell | None) -> list[tuple[LayoutRound, LayoutRound]]:

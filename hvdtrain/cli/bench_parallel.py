@@ -5,7 +5,7 @@ import functools
 import shlex
 from pathlib import Path
 
-from hvdtrain.bench.layouts import BASELINE, MODELS, ONE, layouts, options_of
+from hvdtrain.bench.layouts import ALWAYS, MODELS, layouts, options_of
 from hvdtrain.cli.bench_suite import OUT, Folder, positive, refuse_launchers
 from hvdtrain.cli.local import run_here
 from hvdtrain.cli.signals import ended_by_exceptions
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", choices=tuple(MODELS), default="lm")
-    parser.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="all; dp and one-core always take part")
+    parser.add_argument("--layouts", nargs="+", metavar="LAYOUT", help=f"all; {', '.join(ALWAYS)} always take part")
     parser.add_argument("--ranks", nargs="+", type=_several, default=[2], help="numbers of ranks (2)")
     parser.add_argument("--controllers", nargs="+", choices=("mpi", "gloo"), default=["mpi", "gloo"])
     parser.add_argument("--steps", type=positive, default=30, help="steps of a launch (30)")
@@ -80,7 +80,7 @@ def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 def _chosen(names: list[str] | None, ranks: int) -> list[str]:
     """Return the layouts that are compared; an unknown one is refused before anything runs."""
-    chosen = list(dict.fromkeys([BASELINE, ONE, *(names or layouts(ranks))]))
+    chosen = list(dict.fromkeys([*ALWAYS, *(names or layouts(ranks))]))
     for name in chosen:
         options_of(name, ranks)
     return chosen

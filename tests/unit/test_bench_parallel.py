@@ -18,7 +18,7 @@ ANSWER = {"step_ms": 10.0, "parameters": 1000, "loopback": 6_000_000}
 
 
 class Machine:
-    """Answers commands as two ranks would, one core in 16 ms and tp in 5, and fails pipelines."""
+    """Answers as two ranks would: one core in 16 ms, tp in 5, without an exchange in 8; pipelines fail."""
 
     def __init__(self):
         self.asked = []
@@ -31,12 +31,13 @@ class Machine:
         folder = Path(words[words.index("--run-dir") + 1])
         folder.mkdir()
         (folder / PEAKS).write_text("".join(json.dumps(peak) + "\n" for peak in (500.0, 600.0 - 100 * bool(its))))
-        step_ms = 5.0 if "tp=2" in its else 16.0 if "--threads" in its else 10.0
+        times = {"tp=2": 5.0, "--threads": 16.0, "--local-steps": 8.0}
+        step_ms = next((time for word, time in times.items() if word in its), 10.0)
         return Answer({**ANSWER, "step_ms": step_ms}, 0.0)
 
 
 def compared(**more):
-    names = {2: ["dp", "one-core", "tp", "pp"]}
+    names = {2: ["dp", "one-core", "no-exchange", "tp", "pp"]}
     return Comparison(**{"model": "tiny", "ranks": [2], "layouts": names, "controllers": ["gloo"], **more})
 
 
@@ -50,13 +51,13 @@ def test_layouts_take_turns_and_one_that_fails_is_not_started_again():
     machine = Machine()
     cells, kept = run(machine)
     pipeline = "--parallel pp=2 --accumulate 4"
-    one = " ".join(layouts(2)["one-core"])
-    assert machine.asked == ["", one, "--parallel tp=2", pipeline, "--parallel tp=2", one, ""]
-    assert [len(cell.rounds) for cell in cells] == [2, 2, 2, 0]
-    assert cells[3].skipped == "a stage is missing"
+    one, apart = (" ".join(layouts(2)[name]) for name in ("one-core", "no-exchange"))
+    assert machine.asked == ["", one, apart, "--parallel tp=2", pipeline, "--parallel tp=2", apart, one, ""]
+    assert [len(cell.rounds) for cell in cells] == [2, 2, 2, 2, 0]
+    assert cells[4].skipped == "a stage is missing"
     assert len(kept) == 2
     assert cells[0].rounds[0].sent_mb == pytest.approx(2.0)  # 6 MB in three steps
-    assert (cells[0].rounds[0].peak_mib, cells[2].rounds[0].peak_mib) == (600.0, 500.0)
+    assert (cells[0].rounds[0].peak_mib, cells[3].rounds[0].peak_mib) == (600.0, 500.0)
 
 
 def test_mpi_puts_nothing_on_the_loopback():
@@ -75,9 +76,9 @@ def test_the_report_has_ratios_bytes_and_a_picture():
     cells, _ = run(Machine())
     blocks = list(parallel_report(ParallelResults("command", {}, cells)))
     text = to_markdown(blocks)
-    assert "| dp | 10.0 | 10.0 .. 10.0 | 1.00 | 1.25 | 600 | 0 | 0.0 | 2.0 | 2 |" in text
-    assert "| one-core | 16.0 | 16.0 .. 16.0 | 1.60 | - |" in text
-    assert "| tp | 5.0 | 5.0 .. 5.0 | 0.50 | 0.62 | 500 | 100 |" in text
+    assert "| dp | 10.0 | 10.0 .. 10.0 | 1.00 | 1.25 | 1.25 | 600 | 0 | 0.0 | 2.0 | 2 |" in text
+    assert "| one-core | 16.0 | 16.0 .. 16.0 | 1.60 | - | 2.00 |" in text
+    assert "| tp | 5.0 | 5.0 .. 5.0 | 0.50 | 0.62 | 0.62 | 500 | 100 |" in text
     assert "| pp | a stage is missing |" in text
     (picture,) = [block for block in blocks if isinstance(block, Figure)]
     assert picture.png.startswith(b"\x89PNG")
