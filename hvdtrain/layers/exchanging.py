@@ -32,6 +32,11 @@ class ExchangingLayer(keras.layers.Layer):
         """Whether ranks along `ep` hold different slices of its variables; known once it is built."""
         return any((p := placement_of(v)) is not None and "ep" in p.held_by for v in self.variables)
 
+    @property
+    def counters(self) -> list[tf.Variable]:
+        """What the layer counts besides its weights, of each call in training once."""
+        return []
+
     def save_own_variables(self, store: Any) -> None:
         """Save the variables, as Keras asks for in `model.save` and `save_weights`.
 

@@ -1,7 +1,8 @@
 """Activation recomputation (checkpointing): less memory, one more forward pass."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,14 +26,11 @@ class Recompute(keras.layers.Wrapper):
     of a subclassed model, is one segment.
 
     Values and gradients are those of the layer: the second pass repeats the random numbers of the first, if they come
-    from the layers' own Keras seed generators, and updates no statistics. Outside training nothing changes. Inputs and
-    outputs are those of the layer: tensors or nests of tensors.
+    from the layers' own Keras seed generators, and updates no statistics. Losses that inner layers add are added once.
+    Outside training nothing changes. Inputs and outputs are those of the layer: tensors or nests of tensors.
 
     Args:
         layer: a layer or model.
-
-    Raises:
-        ConfigError: on call, if an inner layer adds a loss: its gradient would be lost.
     """
 
     def __init__(self, layer: Any, **kwargs: Any) -> None:
@@ -172,14 +170,18 @@ def recomputed(layer: Any, inputs: Any) -> Any:
     """Call `layer`, or a callable like one, in training, with a gradient that recomputes it."""
     flat = tf.nest.flatten(inputs)
     masks = [getattr(tensor, _MASK, None) for tensor in flat]
-    volatile = [_unwrapped(variable) for variable in layer.non_trainable_variables]
+    inner_layers = layer._flatten_layers()
+    counted = [variable for inner in inner_layers for variable in getattr(inner, "counters", ())]
+    volatile = [*map(_unwrapped, layer.non_trainable_variables), *counted]
     results: list[Any] = []
+    owners: list[Any] = []
 
     def run(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         masked = [_masked(tf.identity(tensor), mask) for tensor, mask in zip(tensors, masks, strict=True)]
-        results.append(layer(tf.nest.pack_sequence_as(inputs, masked), training=True))
-        _refuse_losses(layer)
-        return tf.nest.flatten(results[-1])
+        with _added_losses(inner_layers) as added:
+            results.append(layer(tf.nest.pack_sequence_as(inputs, masked), training=True))
+        owners[:] = [inner for inner, _ in added]
+        return [*tf.nest.flatten(results[-1]), *(loss for _, loss in added)]
 
     @tf.custom_gradient
     def compute(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
@@ -188,7 +190,9 @@ def recomputed(layer: Any, inputs: Any) -> Any:
 
     outputs = tf.nest.flatten(compute(*flat))
     first = tf.nest.flatten(results[0])
-    outputs = [_masked(new, getattr(old, _MASK, None)) for new, old in zip(outputs, first, strict=True)]
+    for owner, loss in zip(owners, outputs[len(first) :], strict=True):
+        owner.add_loss(loss)  # whose gradient is recomputed, too
+    outputs = [_masked(new, getattr(old, _MASK, None)) for new, old in zip(outputs, first, strict=False)]
     return tf.nest.pack_sequence_as(results[0], outputs)
 
 
@@ -211,6 +215,7 @@ def _gradient(
         tape.watch([*watched, *variables])
         outputs = run(again)
     _assign(volatile, after)
+    assert len(outputs) == len(upstream), "the second pass makes what the first has made"
     found = iter(tape.gradient(outputs, [*watched, *variables], output_gradients=list(upstream)))
     own = [next(found) if tensor.dtype.is_floating else None for tensor in again]
     return (own, list(found)) if variables else own
@@ -232,10 +237,17 @@ def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> No
         variable.assign(value)
 
 
-def _refuse_losses(layer: Any) -> None:
-    for inner in layer._flatten_layers():
-        if inner._losses:
-            raise ConfigError(
-                f"Recomputing would lose the gradient of the loss that {type(inner).__name__} {inner.name!r} adds "
-                "(by add_loss or activity_regularizer): leave --recompute out."
-            )
+@contextmanager
+def _added_losses(layers: Sequence[Any]) -> Iterator[list[tuple[Any, tf.Tensor]]]:
+    """Yield a list that holds, behind the context, each loss that a layer has added inside it; the layer has it not."""
+    # The outermost call of a Keras layer clears the losses of those within it.
+    before = [list(layer._losses) for layer in layers]
+    for layer in layers:
+        layer._losses.clear()
+    added: list[tuple[Any, tf.Tensor]] = []
+    try:
+        yield added
+        added += [(layer, loss) for layer in layers for loss in layer._losses]
+    finally:
+        for layer, losses in zip(layers, before, strict=True):
+            layer._losses[:] = losses

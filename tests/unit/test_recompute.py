@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.experts.mixture import MixtureOfExperts
 from hvdtrain.layers.recompute import Recompute, _segments, recomputed_model
 from hvdtrain.models.resnet.model import build as resnet
 from hvdtrain.models.transformer.model import build as transformer
@@ -187,11 +188,73 @@ def test_it_is_saved_and_loaded(tmp_path):
     assert isinstance(loaded.layers[1], Recompute)
 
 
-def test_a_layer_that_adds_a_loss_is_refused():
-    stack = [layers.Dense(8, activity_regularizer="l2", name=f"dense{i}") for i in range(9)]
-    model = keras.Sequential([keras.Input((8,)), *stack])
-    with pytest.raises(ConfigError, match="would lose the gradient of the loss that Dense 'dense0' adds"):
-        recomputed_model(model)(X, training=True)
+class Own(layers.Layer):
+    """Adds two losses in a call, which is itself a block of layers."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1))
+
+    def call(self, x):
+        y = self.dense(x)
+        self.add_loss(0.01 * tf.reduce_mean(tf.abs(y)))
+        self.add_loss(0.02 * tf.reduce_mean(y**2))
+        return x + y
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_losses_that_layers_add_count_once_with_their_gradients(compiled):
+    results = []
+    for wrap in (lambda model: model, recomputed_model):
+        keras.utils.set_random_seed(0)
+        with precision("float64"):
+            dense = layers.Dense(8, activity_regularizer="l2")
+            stack = [layer for _ in range(4) for layer in (Own(), layers.Dense(8))]
+            model = keras.Sequential([keras.Input((8,)), dense, *stack, dense])
+        forward = wrap(model)
+
+        def step(inputs, model=model, forward=forward):
+            with tf.GradientTape() as tape:
+                outputs = forward(inputs, training=True)
+                added = list(model.losses)
+                loss = tf.reduce_mean(outputs**2) + tf.add_n(added)
+            gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+            left = len(model.losses) - len(added)
+            model._clear_losses()
+            return loss, tf.stack(sorted(added)) if not compiled else tf.sort(tf.stack(added)), left, gradients
+
+        run = tf.function(step, autograph=False) if compiled else step
+        results.append(run(tf.constant(X, tf.float64)))
+    (loss, added, left, gradients), (again, as_often, none_left, recomputed) = results
+    assert len(added) == len(as_often) == 4 * 3 + 2
+    assert int(left) == int(none_left) == 0
+    np.testing.assert_allclose(as_often, added, rtol=1e-12)
+    np.testing.assert_allclose(again, loss, rtol=1e-12)
+    for mine, wanted in zip(recomputed, gradients, strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_experts_count_their_tokens_once():
+    figures = []
+    for wrap in (lambda model: model, recomputed_model):
+        keras.utils.set_random_seed(0)
+        blocks = [MixtureOfExperts(4, 8, capacity_factor=0.5, seed=n, name=f"experts{n}") for n in range(9)]
+        model = keras.Sequential([keras.Input((8,)), *blocks])
+        forward = wrap(model)
+
+        @tf.function
+        def step(inputs, model=model, forward=forward):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(forward(inputs, training=True) ** 2) + tf.add_n(model.losses)
+            return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+        gradients = step(tf.constant(X))
+        figures.append(([np.array(block.counts.load) for block in blocks], gradients))
+    (loads, gradients), (again, recomputed) = figures
+    np.testing.assert_array_equal(again, loads)
+    assert np.sum(loads) == 9 * len(X)
+    for mine, wanted in zip(recomputed, gradients, strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_weight_regularizers_are_counted_once():

@@ -115,6 +115,11 @@ class MixtureOfExperts(ExchangingLayer):
         """See `ExchangingLayer`."""
         return any(ranks is not None for ranks in (self._along_ep, self._along_tp, self._replicas))
 
+    @property
+    def counters(self) -> list[tf.Variable]:
+        """See `ExchangingLayer`."""
+        return [] if self.counts is None else [self.counts.load, self.counts.dropped]
+
     def build(self, input_shape: Any) -> None:
         """Create the router, and this rank's slice of the experts."""
         check_divides(self.experts, "experts", "ep", self)

@@ -60,9 +60,10 @@ class StageTraining:
         """Whether the stage before must know it."""
         used = {id(unwrap(variable)) for variable in variables_of(nodes)}
         self.variables = {path: v for path, v in trainable.items() if id(v) in used}
-        layers = {id(layer): layer for node in nodes for layer in _layers_of(node.operation)}.values()
-        self._statistics = [variable for layer in layers for variable in statistics_of(layer)]
-        self._exchanging = [layer for layer in layers if isinstance(layer, ExchangingLayer)]
+        self.layers = list({id(layer): layer for node in nodes for layer in _layers_of(node.operation)}.values())
+        """Those that the stage calls, nested ones too."""
+        self._statistics = [variable for layer in self.layers for variable in statistics_of(layer)]
+        self._exchanging = [layer for layer in self.layers if isinstance(layer, ExchangingLayer)]
         self._volatile = [v for v in variables_of(nodes) if not v.trainable]
         self._sum = GradientSum(list(self.variables.values()))
         self._single: list[Gradient] | None = None
@@ -90,8 +91,9 @@ class StageTraining:
             samples_of(self._exchanging, has_samples),
         ):
             if self._recompute:
-                return list(recomputed(RepeatedStage(self, known), received or inputs))
-            outputs = self.outputs(known, received)
+                outputs = list(recomputed(RepeatedStage(self, known), received or inputs))
+            else:
+                outputs = self.outputs(known, received)
             return [*outputs, self.stage.take_losses()] if self.adds_losses else outputs
 
     def outputs(self, known: Mapping[int, Any], received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -127,7 +129,7 @@ class RepeatedStage:
         return self._stage.outputs(dict(zip(self._known, tensors, strict=True)), [])
 
     def _flatten_layers(self) -> list[Any]:
-        return []  # PipelineStage looks at their losses
+        return self._stage.layers
 
 
 def _layers_of(operation: Any) -> list[Any]:

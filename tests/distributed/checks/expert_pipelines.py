@@ -145,7 +145,10 @@ def check_experts_of_stages_train_as_one_process_does(world: World) -> None:
 
 
 def check_dropped_tokens_of_all_stages_are_counted(world: World) -> None:
-    """Of the last batch one replica has nothing, and its stages serve the other's tokens alone."""
+    """Of the last batch one replica has nothing, and its stages serve the other's tokens alone.
+
+    Those of the first stage are counted once, though it is called once more for the backward pass.
+    """
     samples, seen = 33, []
     reference = Reference(samples, 1, together=False, **DROPPING)
     step = TrainStep.__call__
@@ -156,7 +159,7 @@ def check_dropped_tokens_of_all_stages_are_counted(world: World) -> None:
         return result
 
     with on_mesh(world, "pp=2,ep=2") as mesh, mock.patch.object(TrainStep, "__call__", recorded):
-        trainer = trained(mesh, samples, DROPPING)
+        trainer = trained(mesh, samples, DROPPING, recompute=True)
         error = reference.error_of(mesh, trainer)
         assert error <= 1e-9, f"{error:.2e}"
     assert reference.dropped > 100
