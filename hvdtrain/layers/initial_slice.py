@@ -1,14 +1,32 @@
 """Initial values of a slice of a variable: those that the whole would have there, which is never drawn."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import tensorflow as tf
+
+from hvdtrain.runtime.placement import Box
 
 _PHILOX = 1
 """TensorFlow's number of the generator Philox (Salmon et al. 2011): 128 random bits of each value of its counter."""
 _AT_ONCE = 2**20
 """Elements of whole rows that are drawn at once where a slice of their columns is kept."""
+
+
+@dataclass(frozen=True)
+class UniformSlice:
+    """An initializer of variables that hold a slice; see `uniform_slice`."""
+
+    shape: tuple[int, ...]
+    box: Box
+    seed: int
+    bound: float
+
+    def __call__(self, _: Any, dtype: str) -> tf.Tensor:
+        """Return the slice, whatever shape is asked for."""
+        return uniform_slice(self.shape, self.box, seed=self.seed, bound=self.bound, dtype=dtype)
 
 
 def uniform_slice(shape: Sequence[int], box: Sequence[slice], *, seed: int, bound: float, dtype: str) -> tf.Tensor:

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
-
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.layers.initial_slice import uniform_slice
+from hvdtrain.layers.initial_slice import UniformSlice
 from hvdtrain.runtime.placement import Box, Placement, box_shape, even_slice, place
 from hvdtrain.runtime.session import current, has_session
 
@@ -55,9 +53,7 @@ def add_slice(
         for size, group in zip(shape, even, strict=True)
     )
 
-    def initial(_: Any, dtype: str) -> tf.Tensor:
-        return uniform_slice(shape, box, seed=seed, bound=bound, dtype=dtype)
-
+    initial = UniformSlice(shape, box, seed, bound)
     variable = layer.add_weight(box_shape(box), initializer=initial if bound else "zeros", name=name, **options)
     if ranks:
         axes = tuple(axis for axis, _ in ranks.values())

@@ -16,6 +16,7 @@ from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.elementwise import check_updates_slices
 from hvdtrain.optim.optimizers import known_optimizers
 from hvdtrain.optim.precision import precision, set_precision
+from hvdtrain.state.deferred_values import built_without_values
 from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.state.placement import placement_of
 from hvdtrain.training.options import StepOptions
@@ -24,14 +25,17 @@ from hvdtrain.training.update_rules.zero.building import built_as_slices
 
 
 def model_for(backend: Backend, model: Any, options: StepOptions) -> Any:
-    """Return `model` itself or what it builds, as slices where that is how this backend's replicas hold it.
+    """Return `model` itself or what it builds, of which this rank never holds more than it will.
 
     Raises:
         ConfigError: see `built_model`.
     """
-    if isinstance(model, keras.Model) or not starts_as_slices(options, backend):
-        return built_model(model, options)
-    return built_as_slices(lambda: built_model(model, options), backend)
+    if not isinstance(model, keras.Model):
+        if backend.axes.get("pp", 1) > 1:
+            return built_without_values(lambda: built_model(model, options))
+        if starts_as_slices(options, backend):
+            return built_as_slices(lambda: built_model(model, options), backend)
+    return built_model(model, options)
 
 
 def built_model(model: Any, options: StepOptions) -> Any:

@@ -22,6 +22,7 @@ from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.parallel.tensor.parallelize import Parallelization
 from hvdtrain.parallel.tensor.rules import LayoutRules, cut_along
 from hvdtrain.runtime.placement import Ranges, even_slice
+from hvdtrain.state.deferred_values import built_without_values, draw_values
 from hvdtrain.state.named_tensors import values_in
 from hvdtrain.state.placement import drawn_apart, placement_of
 from hvdtrain.state.train_state import TrainState
@@ -283,11 +284,15 @@ def gradients_of(model, x, weights):
 
 
 INSTANCES = ("dense", "tied", "masked attention", "fused, grouped", "uneven")
-WAYS = [*((name, False) for name in CASES), *((name, True) for name in INSTANCES)]
+WAYS = [
+    *((name, "function") for name in CASES),
+    *((name, way) for name in INSTANCES for way in ("instance", "stages")),
+]
 
 
-@pytest.mark.parametrize(("name", "from_instance"), WAYS, ids=lambda part: part if isinstance(part, str) else "")
-def test_a_split_layer_is_the_whole_one(name, from_instance):
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_a_split_layer_is_the_whole_one(name, way):
+    """Built by a function, whole before it is split, or by a function and without values, as for a pipeline."""
     x, rules = CASES[name][1:]
     whole = whole_model(name)
     weights = np.random.default_rng(3).standard_normal(whole(x).shape)
@@ -296,8 +301,10 @@ def test_a_split_layer_is_the_whole_one(name, from_instance):
 
     def body(rank):
         use("float64")
-        build = (lambda: whole_model(name)) if not from_instance else whole_model(name)
-        model = Parallelization(Replica(meeting, rank), rules, None)(build, None)
+        build = whole_model(name) if way == "instance" else lambda: whole_model(name)
+        split = lambda: Parallelization(Replica(meeting, rank), rules, None)(build, None)  # noqa: E731
+        model = built_without_values(split) if way == "stages" else split()
+        draw_values(model.variables)
         return model, gradients_of(model, x, weights)
 
     for rank, (model, mine) in enumerate(outcomes_on(SIZE, body)):

@@ -6,19 +6,18 @@ gives its whole shape, and draws its initial value again if somebody reads it. N
 in memory at a time.
 """
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.rules import LayoutRules
+from hvdtrain.state.initial_values import checksum, keras_variable
 
 
 @dataclass
@@ -72,23 +71,6 @@ def drawn_slice(initializer: Callable[..., Any], variable: Any, cut: Cut) -> tup
     """Return this rank's slice of a variable's initial value, and the CRC-32 of the whole."""
     whole = tf.cast(initializer(cut.whole, dtype=variable._dtype), variable._dtype)
     return cut.slice_of(whole), checksum(whole)
-
-
-def checksum(value: Any) -> int:
-    """Return the CRC-32 of the bytes of `value`."""
-    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-
-
-def keras_variable(initial_value: Any) -> tuple[Any, Any]:
-    """Return the Keras variable that asks for a tf.Variable, and its initializer; None for other initial values.
-
-    Keras gives TensorFlow a function of no arguments that calls the initializer with the variable's shape.
-    """
-    code = getattr(initial_value, "__code__", None)
-    if code is None or set(code.co_freevars) != {"initializer", "self"}:
-        return None, None
-    held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, initial_value.__closure__, strict=True)}
-    return (held["self"], held["initializer"]) if isinstance(held["self"], keras.Variable) else (None, None)
 
 
 def _look_whole(variable: Any, made: Made) -> None:

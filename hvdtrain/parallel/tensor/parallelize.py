@@ -26,6 +26,7 @@ from hvdtrain.parallel.tensor.outputs import OutputShards
 from hvdtrain.parallel.tensor.regularizers import regularize_slices
 from hvdtrain.parallel.tensor.rules import AXIS, LayoutRules, Rules
 from hvdtrain.parallel.tensor.saving import refuse_files_of_slices
+from hvdtrain.state.deferred_values import draw_values
 from hvdtrain.state.named_tensors import whole_box
 from hvdtrain.state.placement import Placement, draw_apart, place, placement_of
 from hvdtrain.state.structure import structure_of
@@ -133,6 +134,7 @@ class Parallelization:
         paths = {id(variable): structure_of(model).path(variable) for variable in model.variables}
         before = {id(each.variable) for each in made}
         others = [variable for variable in model.variables if id(variable) in cuts and id(variable) not in before]
+        draw_values(others)
         if self._backend is not None:
             agree_on_slices(self._backend, made, others, paths)
         for variable in others:

@@ -13,6 +13,7 @@ from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.cut import cut_model, shared_variables
 from hvdtrain.parallel.pipeline.schedule import schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.state.deferred_values import draw_values
 from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.variables import unwrap
@@ -43,8 +44,9 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
     _check_options(options, ranks)
     split = backend.axes.get("tp", 1) > 1
     cut = cut_model(model, ranks * options.virtual_stages, options.pipeline_stages, split=split)
-    _check_model(model, options)
+    _check_model(model)
     stage = PipelineStage(model, cut, backend.along(AXIS).index, ranks)
+    draw_values(stage.variables)
     _refuse_shared_state(stage)
     _agree(stage, backend)
     share_tied_weights(stage, backend.along(AXIS))
@@ -68,13 +70,8 @@ def _check_options(options: StepOptions, ranks: int) -> None:
     schedule_of(options.pipeline_schedule, 0, ranks, options.accumulate, options.virtual_stages)
 
 
-def _check_model(model: Any, options: StepOptions) -> None:
+def _check_model(model: Any) -> None:
     experts = expert_layers(model)
-    if experts and options.recompute:
-        raise ConfigError(
-            f"Recomputing would lose the gradient of the loss that {type(experts[0]).__name__} {experts[0].name!r} "
-            "adds: leave --recompute out."
-        )
     divided = next((layer for layer in exchanging_layers(model) if layer.divided and layer not in experts), None)
     if divided is not None:
         raise ConfigError(

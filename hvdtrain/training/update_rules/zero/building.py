@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.building import keras_variable
+from hvdtrain.state.initial_values import keras_variable, repeats
+from hvdtrain.state.memory import free_memory
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.update_rules.zero.initial_slice import InitialSlice, initial_slice_of
-from hvdtrain.training.update_rules.zero.memory import free_memory
 from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES, flat_slice, stays_whole
 
 _TIMEOUT_S = 600.0
@@ -72,7 +72,7 @@ class _Building:
     def _create(self, next_creator: Callable[..., Any], **options: Any) -> Any:
         owner, initializer = keras_variable(options.get("initial_value"))
         # Others are cut once the model is built.
-        if not (type(owner) is keras.Variable and _is_large(owner) and _repeats(initializer)):
+        if not (type(owner) is keras.Variable and _is_large(owner) and repeats(initializer)):
             return next_creator(**options)
         initial = self._slice_of(owner, initializer)
         whole = initial.draw()
@@ -116,14 +116,6 @@ def _is_large(variable: Any) -> bool:
         return False
     elements = int(tf.TensorShape(variable.shape).num_elements())
     return elements * tf.as_dtype(variable._dtype).size > SMALL_BYTES
-
-
-def _repeats(initializer: Any) -> bool:
-    """Whether an initializer is known to draw the same whenever it is called, and to change nothing as it does."""
-    known = isinstance(initializer, keras.initializers.Initializer) and type(initializer).__module__.startswith(
-        "keras."
-    )
-    return known and isinstance(getattr(initializer, "seed", 0), int)
 
 
 def _agree(made: Sequence[InitialSlice], backend: Backend) -> None:

@@ -6,9 +6,10 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.building import checksum
+from hvdtrain.state.initial_values import checksum, drawn
+from hvdtrain.state.memory import fill_memory, free_memory
 from hvdtrain.state.variables import unwrap
-from hvdtrain.training.update_rules.zero.memory import fill_memory, free_memory, out_of_reach
+from hvdtrain.training.update_rules.zero.out_of_reach import out_of_reach
 
 _ATTRIBUTE = "_hvdtrain_initial_slice"
 
@@ -45,8 +46,7 @@ class InitialSlice:
     def draw(self) -> tf.Tensor:
         """Return the whole initial value."""
         assert self.initializer is not None, "only what an initializer drew is drawn again"
-        shape, dtype = self.variable._shape, self.variable._dtype
-        return tf.cast(self.initializer(shape, dtype=dtype), dtype)
+        return drawn(self.initializer, self.variable)
 
     def keep(self, whole: Any) -> None:
         """Keep the slice of a whole value, in memory of its own."""

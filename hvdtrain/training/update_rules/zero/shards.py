@@ -8,11 +8,12 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.runtime.placement import extent_within
+from hvdtrain.state.memory import fill_memory, free_memory
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.placement import placement_of
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.update_rules.zero.initial_slice import taken_slice
-from hvdtrain.training.update_rules.zero.memory import fill_memory, free_memory, out_of_reach
+from hvdtrain.training.update_rules.zero.out_of_reach import out_of_reach
 
 SMALL_BYTES = 64 * 1024
 """Variables up to this size stay whole: an all-reduce of 64 KB takes as long as one of 1 KB, over MPI and Gloo."""
