@@ -101,7 +101,7 @@ def check_experts_of_slices_train_as_one_process_does(world: World) -> None:
         expected = trained_alone(reference, loss)
     with on_mesh(world, "cp=2,ep=2") as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
         model = hvdtrain.parallelize(build)
-        options = {"clip_norm": BOUND, "zero": 2, "metrics": ["accuracy"]}
+        options = {"clip_norm": BOUND, "zero": 3, "metrics": ["accuracy"]}
         trainer = hvdtrain.Trainer(model, sgd(), LOSS, backend=mesh.backend, **options)
         trainer.fit(data(), **FIT)
         weights = whole(model, mesh)

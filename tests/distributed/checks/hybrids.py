@@ -193,6 +193,26 @@ def without(key: str, part: str) -> Iterator[None]:
         AxisCollectives.all_reduce, AxisCollectives.grouped_all_reduce = one, several
 
 
+def check_parameters_of_split_layers_are_slices_among_replicas(world: World) -> None:
+    """Stage 3 of ZeRO: a rank keeps half of its half of a kernel, and shows the half to a callback."""
+    expected = Reference()
+    with on_mesh(world, "dp=2,tp=2") as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
+        trainer, reader = trained(mesh, 3)
+        error = relative_error(whole(trainer.model, mesh), expected.weights)
+        assert error <= 1e-9, f"{error:.2e}"
+        logs, seen = reader.seen[-1]
+        assert relative_error(seen, expected.averages) <= 1e-9
+        compare_what_is_around(trainer, logs, expected)
+        trainer.rule.prepare_to_save()
+        kernel = trainer.model.get_layer("up").kernel
+        assert kernel._value.numpy().size == 0, "a rank holds all of its slice while it saves"
+        trainer.save(world.folder / "slices_of_slices")
+    go_on_elsewhere(world, world.folder / "slices_of_slices", expected)
+    world.gather(b"")
+    if world.rank == 0:
+        shutil.rmtree(world.folder / "slices_of_slices")
+
+
 def check_a_hybrid_with_a_collective_left_out_is_another_model(world: World) -> None:
     expected = Reference().epochs[0]
     for axes, key, part in (("ep=2,tp=2", "ep.tp", "gradient//norm"), ("dp=2,ep=2", "dp", "gradient/")):
@@ -206,11 +226,11 @@ def check_a_hybrid_with_a_collective_left_out_is_another_model(world: World) -> 
 
 
 def check_an_overflow_on_one_rank_is_skipped_by_all(world: World) -> None:
-    """In fp16, of a sample that no other replica sees."""
+    """In fp16, of a sample that no other replica sees, or whose loss only the last stage computes."""
     x, y = data("float32")
     x, y = x[: 4 * BATCH], y[: 4 * BATCH]
     x[-1] = POISON
-    for axes in ("ep=2,tp=2",):
+    for axes in ("ep=2,tp=2", "pp=2,tp=2"):
         with on_mesh(world, axes) as mesh:
             with precision("mixed_float16"):
                 model = Parallelization(mesh.backend.along("tp"), RULES, mesh.backend)(built, None)
@@ -219,6 +239,7 @@ def check_an_overflow_on_one_rank_is_skipped_by_all(world: World) -> None:
             optimizer = trainer.optimizer
             assert int(optimizer.iterations) == 3, f"{axes}: of 4 steps {int(optimizer.iterations)} were applied"
             assert float(optimizer.dynamic_scale) == 2.0**14, float(optimizer.dynamic_scale)
-            weights = whole(model, mesh)
+            weights = whole(trainer.model, mesh)
             assert all(np.isfinite(weight).all() for weight in weights)
-            assert len(set(mesh.backend.gather_bytes(flat_bytes(weights), timeout=60))) == 1
+            different = set(mesh.backend.gather_bytes(flat_bytes(weights), timeout=60))
+            assert len(different) == mesh.backend.axes.get("pp", 1), f"{axes}: ranks hold different models"

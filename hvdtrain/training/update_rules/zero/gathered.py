@@ -14,7 +14,7 @@ from hvdtrain.runtime.compiled import numbered, outermost_graph
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.finite import poison_of, zero_if_finite
-from hvdtrain.training.step.parameters import Collected, Parameters, Pass
+from hvdtrain.training.step.parameters import Collected, Parameters, Pass, serves_others
 from hvdtrain.training.step.placeholder import counted
 from hvdtrain.training.update_rules.zero.reducer import scattered
 from hvdtrain.training.update_rules.zero.regather import Burst, Gather, Scattered, gather_again
@@ -121,8 +121,8 @@ class GatheringPass(Pass):
                 if gradient is None
                 else tf.identity(gradient)
                 if path in self._by_path
-                else counted(gradient, self._has_samples)
-                for path, gradient in zip(self._microbatch.paths, gradients, strict=True)
+                else self._counted(gradient, source)
+                for path, source, gradient in zip(self._microbatch.paths, self._sources, gradients, strict=True)
             ]
         return Collected(own, self._poison_of(own) if self._microbatch.guarded else None)
 
@@ -157,16 +157,20 @@ class GatheringPass(Pass):
     def _gathered(self, shard: Shard, direction: str, mine: tf.Tensor | None = None) -> tf.Tensor:
         mine = shard.master.value.read_value() if mine is None else tf.convert_to_tensor(mine)
         name = numbered(f"zero_{direction}/{shard.path}")
-        return tf.reshape(self._backend.all_gather(mine, name=name), shard.whole.shape)
+        return tf.reshape(shard.exchange.all_gather(mine, name=name), shard.whole.shape)
 
     def _slice_of_gradient(self, shard: Shard, upstream: Gradient) -> tf.Tensor:
         # A gradient may come from within a loop's graph: this one is where all ranks come by.
-        gradient = counted(tf.convert_to_tensor(upstream), self._has_samples)
+        gradient = self._counted(tf.convert_to_tensor(upstream), shard.whole)
         if self._microbatch.guarded:
             self._poison.setdefault(shard.path, []).append(zero_if_finite([gradient]))
         mine = scattered(gradient, shard, numbered(f"gradient/{shard.path}"))
         self._scattered.append(Scattered(gradient.op, mine.op))
         return mine
+
+    def _counted(self, gradient: Gradient, variable: Any) -> Gradient:
+        """Return a gradient as it counts here: zeros of a placeholder, unless others' samples come for the variable."""
+        return gradient if serves_others(variable) else counted(gradient, self._has_samples)
 
     def _poison_of(self, gradients: Sequence[Gradient]) -> tf.Tensor:
         of_wholes = [

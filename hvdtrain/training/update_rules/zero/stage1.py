@@ -207,9 +207,9 @@ class ZeroUpdate(UpdateRule):
         others = [f"{axis}={size}" for axis, size in axes.items() if axis not in ("dp", *cls._goes_with)]
         if others:
             raise ConfigError(
-                f"--zero={cls._stage} does not go with this axis of --parallel: stage 1 goes with each of them, "
-                f"stage 2 with dp, cp, ep and tp, stage 3 with dp alone. Received: {', '.join(others)}. Take another "
-                "stage, or leave the axis out."
+                f"--zero={cls._stage} does not go with this axis of --parallel: its gradients are slices from the "
+                "first microbatch on, and a pipeline adds up those of all its microbatches before the exchange. "
+                f"Received: {', '.join(others)}. Use --zero=1, or leave the axis out."
             )
 
 

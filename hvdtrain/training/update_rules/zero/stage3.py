@@ -20,6 +20,7 @@ from hvdtrain.optim.fused import fused_updates
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.train_state import MODEL, TrainState
+from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.finite import poison_of
 from hvdtrain.training.step.parameters import Parameters
@@ -34,7 +35,6 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
     """Sharded parameters, gradients and slots; see the module and `UpdateRule`."""
 
     _stage = 3
-    _goes_with = ()
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         self._prefetch = (options or StepOptions()).zero_prefetch
@@ -72,7 +72,7 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         tensors = super().named_tensors()
         if not self._shown:
             for path, shard in self._by_path.items():
-                tensors[f"{MODEL}{path}"] = shard.named_tensor(shard.master)
+                tensors[f"{MODEL}{path}"] = shard.named_tensor(unwrap(shard.master))
         return tensors
 
     def adopt_weights(self) -> None:
