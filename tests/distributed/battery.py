@@ -168,7 +168,6 @@ TWO_RANKS_UNDER_MPI_ONLY = {
     # Two ranks have all that belongs to divided experts and tables, but for several axes and ranks without samples.
     "embedding.check_dlrm_with_divided_tables_is_dlrm",
     "embedding.check_the_comparison_notices_gradients_that_stay",
-    "experts.check_experts_are_saved_and_restored_in_any_layout",
     "experts.check_experts_that_ranks_do_not_divide_are_refused",
     "experts.check_the_comparison_notices_what_is_missing",
     "held_parts.check_a_callback_of_any_rank_stops_all",
@@ -196,14 +195,16 @@ EVERYWHERE_UNDER_MPI = {
     # (tests/entry/test_train.py).
     "training.check_digits_reaches_its_accuracy",
 }
-ON_EIGHT = {
-    # Three axes.
-    "hybrids.check_hybrids_train_as_one_process_does",
-}
+ON_EIGHT_ALONE = {"three_axes"}
+"""Three axes of two ranks each."""
+ON_EIGHT = {"hybrids.check_hybrids_train_as_one_process_does"}
+"""These have three axes there, and two on fewer ranks."""
 ALSO_ON_FOUR_UNDER_GLOO = {
     # Slices of four ranks, and the other controller.
     "zero.check_stages_2_and_3_train_like_one_process",
     "zero.check_a_model_that_a_function_builds_is_slices_from_the_start",
+    # Ranks along dp hold the same experts, and one of them writes them.
+    "experts.check_experts_are_saved_and_restored_in_any_layout",
     # One rank in four sees the sample that makes all of them skip.
     "bad_steps.check_skipping_is_what_one_process_does_without_the_batch",
 }
@@ -239,6 +240,7 @@ EXTENDED_ON_FOUR_UNDER_GLOO = {
     "expert_pipelines.check_training_goes_wrong_without_the_losses_of_earlier_stages",
     "hybrids.check_a_hybrid_with_a_collective_left_out_is_another_model",
 }
+EXTENDED_ON_EIGHT = {"three_axes.check_slices_of_sequences_and_experts_of_stages_train_as_one_process_does"}
 EXTENDED_ON_TWO_UNDER_MPI = {
     "combinations",
     "context_parallel.check_what_is_around_split_sequences",
@@ -268,14 +270,16 @@ def is_extended(name: str, controller: str, size: int) -> bool:
     if (controller, size) == ("gloo", 4):
         every_day = of_file in EVERY_DAY_ON_FOUR_UNDER_GLOO or name in ALSO_ON_FOUR_UNDER_GLOO
         return not every_day or name in EXTENDED_ON_FOUR_UNDER_GLOO
+    if size == 8:
+        return name in EXTENDED_ON_EIGHT
     return (controller, size) == ("mpirun", 2) and not EXTENDED_ON_TWO_UNDER_MPI.isdisjoint({name, of_file})
 
 
 def checks_of(controller: str, size: int) -> list[str]:
     """Which checks a world runs."""
     if size == 8:
-        return sorted(ON_EIGHT)
-    left_out = FILES_LEFT_OUT[controller, size] | set(OTHERS.values())
+        return sorted(ON_EIGHT.union(*(check_names(CHECKS / f"{file}.py") for file in ON_EIGHT_ALONE)))
+    left_out = FILES_LEFT_OUT[controller, size] | set(OTHERS.values()) | ON_EIGHT_ALONE
     everything = [name for file in sorted(CHECKS.glob("*.py")) for name in check_names(file)]
     return [name for name in everything if _runs(name, controller, size, left_out)]
 

@@ -118,7 +118,10 @@ def check_tied_weights_and_clipping_by_the_norm_of_all_stages(world: World) -> N
 
 
 def check_figures_are_those_of_one_process(world: World) -> None:
-    """Loss and metrics of training, evaluation and prediction, with regularizers, masks, weights and dropout."""
+    """Loss and metrics of training, evaluation and prediction, with regularizers, masks, weights and dropout.
+
+    The evaluation is that of averages of the weights.
+    """
     from hvdtrain.backends.single import SingleBackend
 
     x, y = data()
@@ -129,7 +132,7 @@ def check_figures_are_those_of_one_process(world: World) -> None:
             model = regularized_model()
             trainer = hvdtrain.Trainer(
                 model,
-                keras.optimizers.Adam(0.01),
+                keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9),
                 "sparse_categorical_crossentropy",
                 ["accuracy"],
                 backend=backend,

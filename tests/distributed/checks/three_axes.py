@@ -1,0 +1,69 @@
+"""Stages of a pipeline with two further axes: layers along tp or sequences along cp, and experts or replicas."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from checks import context_pairs as sequences
+from checks import hybrids
+from checks.context_parallel import FIT, LOSS, sgd, values
+from checks.long_pipelines import slice_of
+from checks.tensor_parallel import computing_in
+from meshes import alone, on_mesh
+from world import World, relative_error
+
+import hvdtrain
+from hvdtrain.parallel.tensor.parallelize import Parallelization
+from hvdtrain.state.placement import placement_of
+from hvdtrain.state.structure import structure_of
+from hvdtrain.training.update_rules.zero import shards
+
+
+def check_split_layers_and_experts_of_stages_train_as_one_process_does(world: World) -> None:
+    """With averages of weights, microbatches, a bound on the norm and divided slots."""
+    expected = hybrids.Reference()
+    options = {"clip_norm": hybrids.BOUND, "accumulate": 2, "zero": 1}
+    for axes in ("pp=2,ep=2,tp=2", "pp=2,dp=2,tp=2"):
+        with on_mesh(world, axes) as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
+            with computing_in("float64"):
+                parallelize = Parallelization(mesh.backend.along("tp"), hybrids.RULES, mesh.backend)
+                build = partial(parallelize, hybrids.built, None)  # each stage begins with what its own ranks draw
+                optimizer = hybrids.optimizer_of()
+                trainer = hvdtrain.Trainer(build, optimizer, hybrids.LOSS, backend=mesh.backend, **options)
+            trainer.fit(hybrids.data(), epochs=hybrids.EPOCHS, **hybrids.FIT)
+            error = error_of(mesh, trainer, expected.model, expected.weights)
+            assert error <= 1e-9, f"{axes}: {error:.2e}"
+
+
+def check_slices_of_sequences_and_experts_of_stages_train_as_one_process_does(world: World) -> None:
+    """The router's losses are over the tokens of all ranks, of which the last batch leaves some without any."""
+    build = lambda: sequences.stacked(sequences.EXPERTS)  # noqa: E731
+    with alone():
+        reference = build()
+
+        def loss(targets: Any, outputs: Any) -> tf.Tensor:
+            return values(targets, outputs) + tf.add_n(reference.losses)
+
+        expected = sequences.trained_alone(reference, loss)
+    with on_mesh(world, "pp=2,cp=2,ep=2") as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
+        split = lambda: hvdtrain.parallelize(build)  # noqa: E731
+        options = {"clip_norm": sequences.BOUND, "zero": 1}
+        trainer = hvdtrain.Trainer(split, sgd(), LOSS, backend=mesh.backend, **options)
+        trainer.fit(sequences.data(), **FIT)
+        error = error_of(mesh, trainer, reference, expected)
+        assert error <= 1e-9, f"{error:.2e}"
+
+
+def error_of(mesh: World, trainer: hvdtrain.Trainer, model: Any, expected: Sequence[np.ndarray]) -> float:
+    """Compare what each rank holds with the same of the whole model; return the largest difference of all ranks."""
+    whole = dict(zip(structure_of(model).by_path(model.weights), expected, strict=True))
+    mine = structure_of(trainer.model).by_path(trainer.model.weights)
+    wanted = [slice_of(whole[path], placement_of(variable)) for path, variable in mine.items()]
+    error = relative_error([variable.numpy() for variable in mine.values()], wanted)
+    held = [text.decode().split("\n") for text in mesh.gather("\n".join(mine).encode())]
+    assert set().union(*held) == set(whole), "a weight is on no rank"
+    assert max(map(len, held)) < len(whole), "a rank holds layers of all stages"
+    return max(float(text) for text in mesh.gather(str(error).encode()))
