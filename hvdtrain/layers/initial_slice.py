@@ -15,7 +15,16 @@ _AT_ONCE = 2**20
 """Elements of whole rows that are drawn at once where a slice of their columns is kept."""
 
 
-@dataclass(frozen=True)
+def draw_anew(variable: Any, initializer: Any) -> None:
+    """Give a Keras variable another initial value; one that is drawn when it is needed is drawn by `initializer`."""
+    draw_by = getattr(variable, "draw_by", None)
+    if draw_by is not None:
+        draw_by(initializer)
+    else:
+        variable.assign(initializer(variable.shape, dtype=variable.dtype))
+
+
+@dataclass
 class UniformSlice:
     """An initializer of variables that hold a slice; see `uniform_slice`."""
 

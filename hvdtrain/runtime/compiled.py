@@ -15,7 +15,7 @@ _PREFIX = "hvdtrain/prefix"
 _FIRST, _SECOND = "variable_capturing_scope", "invalid_creator_scope"
 
 
-def run_once(body: Callable[[], None]) -> None:
+def run_once(body: Callable[[], object]) -> None:
     """Trace `body` and run it as one graph, in which collectives match by name and not by order.
 
     A new graph for each call is meant here, so TensorFlow's warning about retracing is passed by.
@@ -137,5 +137,6 @@ def _trace_of(graph: tf.Graph) -> tuple[str, str]:
     """Return the name and signature of the function that `graph` is a trace of, and its scope of variables."""
     if not isinstance(graph, FuncGraph):  # a graph of TensorFlow 1
         return "", ""
-    scopes = [creator.__name__ for _, creator in graph._variable_creator_stack if creator.__name__ in (_FIRST, _SECOND)]
+    creators = (getattr(creator, "__name__", "") for _, creator in graph._variable_creator_stack)  # none of a partial
+    scopes = [name for name in creators if name in (_FIRST, _SECOND)]
     return f"{graph.name} {graph.structured_input_signature}", scopes[-1] if scopes else ""

@@ -7,6 +7,7 @@ are the same.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import keras
@@ -24,8 +25,12 @@ def built_without_values(build: Callable[[], Any]) -> Any:
 
     Those that are assigned to, and those whose initializer may draw something else the next time, have values.
     """
-    with tf.variable_creator_scope(_create):
-        return build()
+    made: list[Any] = []
+    with tf.variable_creator_scope(partial(_create, made)):
+        model = build()
+    of_model = {id(variable) for variable in model.variables} if isinstance(model, keras.Model) else set()
+    draw_values(variable for variable in made if id(variable) not in of_model)  # as of a loss that was compiled
+    return model
 
 
 def draw_values(variables: Iterable[Any]) -> None:
@@ -35,7 +40,15 @@ def draw_values(variables: Iterable[Any]) -> None:
             variable.hold(drawn(vars(variable)[_INITIALIZER], variable))
 
 
-def _create(next_creator: Callable[..., Any], **options: Any) -> Any:
+def forget_values(variables: Iterable[Any]) -> None:
+    """Let `variables` be ordinary ones that have never been initialized, and cannot be read."""
+    for variable in variables:
+        if isinstance(variable, DrawnWhenRead):
+            variable.settle()
+        variable._value = None
+
+
+def _create(made: list[Any], next_creator: Callable[..., Any], **options: Any) -> Any:
     owner, initializer = keras_variable(options.get("initial_value"))
     if type(owner) is not keras.Variable or not repeats(initializer) or not tf.executing_eagerly():
         return next_creator(**options)
@@ -44,6 +57,7 @@ def _create(next_creator: Callable[..., Any], **options: Any) -> Any:
     free_memory(tensor)
     vars(owner)[_INITIALIZER] = initializer
     owner.__class__ = DrawnWhenRead
+    made.append(owner)
     return tensor
 
 
@@ -58,10 +72,26 @@ class DrawnWhenRead(keras.Variable):
         return self._maybe_autocast(drawn(vars(self)[_INITIALIZER], self))
 
     def _direct_assign(self, value: Any) -> None:
-        self.hold(tf.cast(value, self._dtype))
+        if tf.executing_eagerly():
+            self.hold(tf.cast(value, self._dtype))
+            return
+        with tf.init_scope():  # nobody knows whether what is being traced will run
+            draw_values([self])
+        keras.Variable._direct_assign(self, value)
+
+    def draw_by(self, initializer: Any) -> None:
+        """Let another initializer draw the initial value."""
+        if repeats(initializer):
+            setattr(self, _INITIALIZER, initializer)
+        else:
+            self.hold(drawn(initializer, self))
 
     def hold(self, value: tf.Tensor) -> None:
         """Be an ordinary variable of this value from here on."""
         fill_memory(unwrap(self), value)
+        self.settle()
+
+    def settle(self) -> None:
+        """Be an ordinary variable, whatever it holds."""
         delattr(self, _INITIALIZER)
         self.__class__ = keras.Variable

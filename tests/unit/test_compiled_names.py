@@ -1,5 +1,7 @@
 """Names of collectives in functions that TensorFlow traces more than once."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -34,6 +36,20 @@ def test_a_second_trace_takes_the_names_of_the_first():
     exists, creates = names_of(built), names_of(keras.layers.Dense(3))
     assert exists == [["gradients", "gradients#2"], ["gradients#3"]]
     assert creates == [exists[0], *exists]
+
+
+def test_creators_of_variables_that_have_no_name():
+    """As those of `functools.partial`."""
+    traces = []
+
+    @tf.function
+    def inner(x):
+        with tf.variable_creator_scope(partial(lambda make, **options: make(**options))):
+            traces.append(numbered("gradients"))
+        return x
+
+    tf.function(inner)(tf.ones(2))
+    assert traces == ["gradients"]
 
 
 def test_functions_that_both_run_have_names_of_their_own():

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.initial_slice import draw_anew
 from hvdtrain.models.family import Rules, classifier, path_seed
 
 STDDEV = 0.02
@@ -128,7 +129,7 @@ def _draw(model: keras.Model, seed: int, depth: int) -> None:
         if variable.path.endswith(("kernel", "embeddings")):
             scale = 1 / math.sqrt(2 * depth) if variable.path.endswith(RESIDUAL_ENDS) else 1.0
             draw = keras.initializers.RandomNormal(stddev=STDDEV * scale, seed=path_seed(seed, variable.path))
-            variable.assign(draw(variable.shape, dtype=variable.dtype))
+            draw_anew(variable, draw)
 
 
 def rules(classes: int, ranks: int, **arguments: Any) -> Rules:

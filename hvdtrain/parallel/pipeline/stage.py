@@ -12,6 +12,7 @@ from hvdtrain.layers.experts.mixture import MixtureOfExperts, expert_layers
 from hvdtrain.parallel.outputs import marked_outputs, whole_outputs
 from hvdtrain.parallel.pipeline.cut import Cut, shared_variables
 from hvdtrain.parallel.pipeline.graph import MASK, functional_of, run, variables_of
+from hvdtrain.state.deferred_values import forget_values
 from hvdtrain.state.named_tensors import elements
 from hvdtrain.state.placement import placed_tensor, placement_of
 from hvdtrain.state.structure import Structure, seed_states, structure_of
@@ -152,9 +153,7 @@ class PipelineStage(keras.Model):
     def release_others(self) -> None:
         """Free the memory of the whole model's variables that this rank does not hold; nobody else may use them."""
         held = {id(unwrap(variable)) for variable in self.variables}
-        for variable in self.whole.model.variables:
-            if id(unwrap(variable)) not in held:
-                variable._value = None  # as Keras' variables are before they are initialized
+        forget_values(v for v in self.whole.model.variables if id(unwrap(v)) not in held)
         structure = self.whole.structure
         paths = {key: path for key, path in structure.paths.items() if key in held}
         self.whole = replace(self.whole, structure=Structure(paths, structure.statistics & held))

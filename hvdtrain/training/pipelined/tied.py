@@ -58,17 +58,21 @@ class TiedGradients:
 def share_tied_weights(stage: PipelineStage, pipeline: Collectives) -> None:
     """Give tied weights the values of the first rank that holds them, and note which of them counts in norms.
 
-    All ranks call it, while they still have the variables of the whole model.
+    All ranks call it, while they still have the variables of the whole model; others than their own may have no values.
     """
     whole = {stage.structure.path(variable): variable for variable in stage.whole.model.variables}
     for path, weight in stage.tied.items():
         variable = unwrap(whole[path])
-        value = variable.read_value()
-        mine = value if stage.place == weight.places[0] else tf.zeros_like(value)
-        run_once(partial(_assign_sum, variable, mine, pipeline, f"tied/{path}"))
+        first = stage.place == weight.places[0]
+        mine = variable.read_value() if first else tf.zeros(weight.shape, weight.dtype)
+        holder = variable if stage.place in weight.places else None
+        run_once(partial(_assign_sum, holder, mine, pipeline, f"tied/{path}"))
         slice_or_whole = placement_of(variable) or Placement(weight.shape, whole_box(weight.shape))
         place(variable, replace(slice_or_whole, in_norm=stage.counts(variable)))
 
 
-def _assign_sum(variable: tf.Variable, mine: tf.Tensor, pipeline: Collectives, name: str) -> None:
-    variable.assign(pipeline.all_reduce(mine, name=name))
+def _assign_sum(variable: tf.Variable | None, mine: tf.Tensor, pipeline: Collectives, name: str) -> tf.Tensor:
+    total = pipeline.all_reduce(mine, name=name)
+    if variable is not None:
+        variable.assign(total)
+    return total  # without which TensorFlow would leave it out where nothing is assigned

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -64,7 +65,7 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def trained(
-    mesh: World, model: keras.Model, optimizer: Any, loss: Any = per_sample, *, epochs: int = EPOCHS, **options: Any
+    mesh: World, model: Any, optimizer: Any, loss: Any = per_sample, *, epochs: int = EPOCHS, **options: Any
 ) -> Any:
     options = {"accumulate": 4, **options}
     trainer = hvdtrain.Trainer(model, optimizer, loss, ["accuracy"], backend=mesh.backend, **options)
@@ -95,7 +96,8 @@ def reference(model: keras.Model, optimizer: Any, transform: Any = None) -> list
 def assert_parity(mesh: World, dtype: str, optimizer: str, transform: Any = None, **options: Any) -> Any:
     """Return the trainer, which has trained as one process does."""
     of_model = {name: options.pop(name) for name in ("tied",) if name in options}
-    trainer = trained(mesh, model_of(dtype, **of_model), OPTIMIZERS[optimizer](), **options)
+    build = partial(model_of, dtype, **of_model)
+    trainer = trained(mesh, build, OPTIMIZERS[optimizer](), **options)
     plain = model_of(dtype, **of_model)
     error = error_of(mesh, trainer, reference(plain, OPTIMIZERS[optimizer](), transform), plain)
     assert error <= TOLERANCE[dtype], f"{dtype} {optimizer} {of_model} {options}: {error:.2e}"
