@@ -63,7 +63,7 @@ class StageTraining:
         self.layers = list({id(layer): layer for node in nodes for layer in _layers_of(node.operation)}.values())
         """Those that the stage calls, nested ones too."""
         self._statistics = [variable for layer in self.layers for variable in statistics_of(layer)]
-        self._exchanging = [layer for layer in self.layers if isinstance(layer, ExchangingLayer)]
+        self.exchanging = [layer for layer in self.layers if isinstance(layer, ExchangingLayer)]
         self._volatile = [v for v in variables_of(nodes) if not v.trainable]
         self._sum = GradientSum(list(self.variables.values()))
         self._single: list[Gradient] | None = None
@@ -88,10 +88,10 @@ class StageTraining:
         with (
             names_under(f"stage{self.number}"),
             unmoved(self._statistics, has_samples),
-            samples_of(self._exchanging, has_samples),
+            samples_of(self.exchanging, has_samples),
         ):
             if self._recompute:
-                outputs = list(recomputed(RepeatedStage(self, known), received or inputs))
+                outputs = list(recomputed(RepeatedStage(self, known, has_samples), received or inputs))
             else:
                 outputs = self.outputs(known, received)
             return [*outputs, self.stage.take_losses()] if self.adds_losses else outputs
@@ -117,13 +117,26 @@ class StageTraining:
 class RepeatedStage:
     """A stage as `recomputed` calls it: as if it were a layer of the tensors that it received."""
 
-    def __init__(self, stage: StageTraining, known: Mapping[int, Any]) -> None:
+    def __init__(self, stage: StageTraining, known: Mapping[int, Any], has_samples: tf.Tensor | float) -> None:
         self._stage = stage
         self._known = known
+        self._has_samples = has_samples
+        self._again = False
         self.non_trainable_variables = stage._volatile
 
     def __call__(self, tensors: Any, *, training: bool) -> list[tf.Tensor]:
         """Return what the stage passes on, for what it received or, as the first, for the model's inputs."""
+        if not self._again:
+            self._again = True
+            return self._outputs(tensors)
+        # TensorFlow builds the backward pass when the step asks for it: what was around the first pass is not any more.
+        with (
+            names_under(f"stage{self._stage.number}/again"),
+            samples_of(self._stage.exchanging, self._has_samples),
+        ):
+            return self._outputs(tensors)
+
+    def _outputs(self, tensors: Any) -> list[tf.Tensor]:
         if self._stage.number:
             return self._stage.outputs(self._known, list(tensors))
         return self._stage.outputs(dict(zip(self._known, tensors, strict=True)), [])
