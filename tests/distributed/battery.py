@@ -240,7 +240,10 @@ EXTENDED_ON_FOUR_UNDER_GLOO = {
     "expert_pipelines.check_training_goes_wrong_without_the_losses_of_earlier_stages",
     "hybrids.check_a_hybrid_with_a_collective_left_out_is_another_model",
 }
-EXTENDED_ON_EIGHT = {"three_axes.check_slices_of_sequences_and_experts_of_stages_train_as_one_process_does"}
+EXTENDED_ON_EIGHT = {
+    "three_axes.check_slices_of_sequences_and_experts_of_stages_train_as_one_process_does",
+    "three_axes.check_slices_of_sequences_in_split_layers_train_as_one_process_does",
+}
 EXTENDED_ON_TWO_UNDER_MPI = {
     "combinations",
     "context_parallel.check_what_is_around_split_sequences",
