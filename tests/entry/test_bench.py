@@ -121,9 +121,11 @@ def test_layouts_of_ranks_are_compared(tmp_path):
     job = hvdtrain("none", 1, "bench", *words.split(), cwd=tmp_path)
     assert job.code == 0, job.text[-4000:]
     (made,) = (tmp_path / "bench").iterdir()
-    data_parallel, one, tensor_parallel = read_results(made).parallel.cells
-    assert data_parallel.parameters == one.parameters == tensor_parallel.parameters
-    for cell in (data_parallel, one, tensor_parallel):
+    cells = {cell.layout: cell for cell in read_results(made).parallel.cells}
+    assert list(cells) == ["dp", "one-core", "no-exchange", "tp"]
+    one = cells["one-core"]
+    for cell in cells.values():
+        assert cell.parameters == one.parameters
         (found,) = cell.rounds
         assert found.step_ms > 0
         assert found.peak_mib > 100
