@@ -41,7 +41,7 @@ def measure(length: int) -> None:
     trainer.fit((tokens[:, :-1], tokens[:, 1:]), batch=SAMPLES, epochs=1, verbose=False)
     everyone = trainer.backend.gather_bytes(str(peak_rss_mib() - before).encode(), timeout=LIMIT_S)
     if trainer.backend.primary:
-        print("GROWTH " + json.dumps(max(map(float, everyone))), flush=True)
+        print("GROWTH " + json.dumps([max(map(float, everyone))]), flush=True)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def longest(ranks: int, begin: int, arguments: argparse.Namespace) -> Longest:
     def fits(steps: int) -> bool:
         length = steps * arguments.step
         prefix = launcher(arguments.controller if ranks > 1 else "none", ranks)
-        grown[steps] = printed([*prefix, sys.executable, __file__, "--length", str(length)], "GROWTH", limit_s=LIMIT_S)
+        command = [*prefix, sys.executable, __file__, "--length", str(length)]
+        (grown[steps],) = printed(command, "GROWTH", limit_s=LIMIT_S)
         print(f"cp={ranks}   {length:6} tokens   {grown[steps]:6.0f} MiB", flush=True)
         return grown[steps] <= arguments.budget
 
