@@ -58,4 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 def _export(session: Session, arguments: argparse.Namespace) -> None:
     from hvdtrain.runs.use.export import export
 
-    print(export(session, arguments.folder, arguments.checkpoint, arguments.to, arguments.model))
+    exported = export(session, arguments.folder, arguments.checkpoint, arguments.to, arguments.model)
+    print(exported.file)
+    if exported.layers:
+        print(f"Before keras.models.load_model: from hvdtrain import {', '.join(exported.layers)}")

@@ -2,18 +2,22 @@
 
 import json
 
+import keras
 import pytest
 
+from hvdtrain import MixtureOfExperts
+from hvdtrain.state.structure import structure_of
+from hvdtrain.state.whole_hash import digest_of
 from tests.launching import hvdtrain
 
-SMALL = "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 experts 4 every 1 capacity_factor"
+SMALL = "--batch 8 --warmup-steps 0 --model-args depth 1 heads 2 experts 4 every 1 width {width} capacity_factor"
 RUN = "--data-args length 64 --max-steps 4 --log-every 2 --plots False --tensorboard False --run-dir"
 CHOICES = 2 * 8 * 64
 """Of a step: two experts for each token."""
 
 
-def train(folder, controller, size, name, capacity, *more):
-    words = [*SMALL.split(), capacity, *RUN.split(), name, *more]
+def train(folder, controller, size, name, capacity, *more, width=16):
+    words = [*SMALL.format(width=width).split(), capacity, *RUN.split(), name, *more]
     job = hvdtrain(controller, size, "moe_char", *words, cwd=folder)
     assert job.code == 0, job.text[-4000:]
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -41,3 +45,33 @@ def test_dropped_tokens_are_logged(tmp_path):
         least = sum(max(0, tokens - CHOICES / 8) for tokens in load)  # of a capacity that every step has anew
         assert least - 1e-3 <= step["dropped_tokens"] / count < CHOICES
         assert step["dropped_share"] == pytest.approx(step["dropped_tokens"] / (count * CHOICES), rel=1e-5)
+
+
+ALL_ONLY = pytest.mark.extended
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--parallel dp=2,ep=2 --zero 3",
+        pytest.param("--parallel dp=2,ep=2", marks=ALL_ONLY),
+        pytest.param("--parallel ep=2,tp=2 --zero 1", marks=ALL_ONLY),
+        pytest.param("--parallel cp=2,ep=2", marks=ALL_ONLY),
+        pytest.param("--parallel pp=2,ep=2 --recompute", marks=ALL_ONLY),
+    ],
+)
+def test_four_ranks_train_save_and_export_what_one_process_does(tmp_path, words):
+    """With experts that ZeRO divides: smaller variables stay whole."""
+    one, _ = train(tmp_path, "none", 1, "one", "0", width=128)
+    four, _ = train(tmp_path, "gloo", 4, "four", "0", *words.split(), width=128)
+    assert four["parameters"] == one["parameters"]
+    for figure in ("train_loss", "val_loss", "val_accuracy"):
+        assert four[figure] == pytest.approx(one[figure], rel=1e-5), figure
+    exported = hvdtrain("none", 1, "checkpoint", "export", "four", "--to", "whole.keras", cwd=tmp_path)
+    assert exported.code == 0, exported.text
+    assert "from hvdtrain import MixtureOfExperts" in exported.out
+    assert issubclass(MixtureOfExperts, keras.Layer), "imported, as the command says"
+    model = keras.models.load_model(tmp_path / "whole.keras", compile=False)
+    weights = structure_of(model).by_path(model.weights)
+    found = digest_of({f"model/{path}": variable.numpy() for path, variable in weights.items()})
+    assert found == four["parameter_hash"]

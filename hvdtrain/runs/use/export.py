@@ -1,8 +1,9 @@
-"""Export of a checkpoint's model to a file that Keras or NumPy loads, without this package."""
+"""Export of a checkpoint's model to a file that Keras or NumPy loads."""
 
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import MODEL
 
 ARRAYS = ".npz"
+_OWN = "hvdtrain>"
+"""Before the names under which Keras knows classes of this package."""
 WRITERS: dict[str, Callable[[Any, Path], object]] = {
     ".keras": lambda model, file: model.save(file),
     ".weights.h5": lambda model, file: model.save_weights(file),
@@ -33,8 +36,17 @@ WRITERS: dict[str, Callable[[Any, Path], object]] = {
 """What writes a model, by the end of the file's name."""
 
 
-def export(session: Session, folder: Path, which: str, file: Path | None, builder: str | None) -> Path:
-    """Write the model of a checkpoint, as it is evaluated, and return the file.
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written."""
+
+    file: Path
+    layers: list[str]
+    """Classes of this package that must be imported before Keras loads the file."""
+
+
+def export(session: Session, folder: Path, which: str, file: Path | None, builder: str | None) -> Exported:
+    """Write the model of a checkpoint, as it is evaluated.
 
     Args:
         session: of this one process.
@@ -59,7 +71,7 @@ def export(session: Session, folder: Path, which: str, file: Path | None, builde
         model = nullcontext(_model_of_script(path, load_function("--model", builder)))
     elif suffix == ARRAYS:
         _written(file, lambda draft: _save_arrays(_stored_arrays(path), draft))
-        return file
+        return Exported(file, [])
     else:
         raise ConfigError(
             f"Checkpoints of a script hold no model, only its weights. Received: --to {file}. Name the function that "
@@ -67,7 +79,13 @@ def export(session: Session, folder: Path, which: str, file: Path | None, builde
         )
     with model as built:
         _written(file, lambda draft: WRITERS[suffix](built, draft))
-    return file
+        return Exported(file, own_layers(built) if suffix == ".keras" else [])
+
+
+def own_layers(model: Any) -> list[str]:
+    """Return the names of this package's classes of layers that `model` is made of."""
+    names = (keras.saving.get_registered_name(type(layer)) for layer in model._flatten_layers())
+    return sorted({name.removeprefix(_OWN) for name in names if name.startswith(_OWN)})
 
 
 def _run_of(folder: Path) -> RunFolder | None:
