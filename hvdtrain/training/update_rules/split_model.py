@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import REPLICA_AXES
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, ReductionOptions
 from hvdtrain.optim.clipping import square_sum
@@ -140,11 +141,20 @@ def overflowing_together(gradients: Sequence[Gradient], norm: tf.Tensor) -> list
     """Spread an overflow in any rank's gradients to all ranks, so that all skip the step and lower the loss scale.
 
     Args:
-        gradients: this rank's.
+        gradients: this rank's. Some may be of slices that have no elements, which cannot overflow.
         norm: of those of all ranks; not finite if one of them is not.
+
+    Raises:
+        ConfigError: this rank trains nothing.
     """
-    places = [i for i, gradient in enumerate(gradients) if tf.is_tensor(gradient)]
-    smallest = min(places, key=lambda i: gradients[i].shape.num_elements() or 0)
+    sizes = {i: gradient.shape.num_elements() for i, gradient in enumerate(gradients) if tf.is_tensor(gradient)}
+    places = [place for place, size in sizes.items() if size]
+    if not places:
+        raise ConfigError(
+            "With float16 every rank must hold a weight that is trained, to keep its loss scale that of the others: "
+            "train a layer that all ranks have, or compute in bfloat16 or float32."
+        )
+    smallest = min(places, key=lambda place: sizes[place] or 0)
     shared = list(gradients)
     poison = tf.where(tf.math.is_finite(norm), tf.zeros_like(norm), tf.constant(float("nan"), norm.dtype))
     shared[smallest] = shared[smallest] + tf.cast(poison, shared[smallest].dtype)
