@@ -149,13 +149,14 @@ class TrainerCore:
         with precision(self.options.precision):  # for layers that are made when they are first called
             self._factory.build(batch, training=training)
         check_split(self.model, self.backend.axes)
+        check_slices(self.model, self.optimizer, self.options)
         check_held_apart(self.model, self.options)
         if is_split(self.model):
             refuse_files_of_slices(self.model)
         with self.backend.scope():
             self.state.optimizer = self.optimizer
             self.state.follow_model()
-            self.rule.follow_model()
+            self.rule.follow_model(training=training)
 
     def broadcast_state(self) -> None:
         """Give every rank the tensors and scalars of rank 0; slices stay where they are."""

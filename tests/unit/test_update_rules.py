@@ -314,9 +314,9 @@ def test_a_model_with_a_step_of_its_own_takes_no_rule():
             Trainer(Own(), "sgd", "mse", **options)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_saved_model_holds_no_slices(tmp_path, stage):
-    trainer = Trainer(model(), keras.optimizers.Adam(0.01), "mse", zero=stage)
+@pytest.mark.parametrize(("stage", "precision"), [(1, None), (3, None), (1, "mixed_float16")])
+def test_a_saved_model_holds_no_slices(tmp_path, stage, precision):
+    trainer = Trainer(model(), keras.optimizers.Adam(0.01), "mse", zero=stage, precision=precision)
     checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")
     trainer.fit((X, X[:, :1]), batch=8, epochs=1, verbose=False, callbacks=[checkpoint])
     loaded = keras.models.load_model(tmp_path / "model.keras")

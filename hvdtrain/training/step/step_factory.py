@@ -131,6 +131,7 @@ class CompiledStepFactory:
         self._check_targets(batch.targets is not None)
         with self._backend.scope():
             outputs = self._outputs_of(inputs_for(self._model, batch.inputs))
+        check_layers(self._model, self._options)  # there may be more of them by now
         self.narrow_outputs = narrow(outputs)
         if self._metrics is None:
             self._metrics = self._resolved_metrics(batch, outputs, self._backend)

@@ -22,9 +22,9 @@ class AllReduceUpdate(UpdateRule):
         self._reduction = (options or StepOptions()).reduction_on(backend)
         self._prepare_exchange()
 
-    def follow_model(self) -> None:
+    def follow_model(self, *, training: bool = True) -> None:
         """See `UpdateRule`."""
-        super().follow_model()
+        super().follow_model(training=training)
         self._prepare_exchange()
 
     def _prepare_exchange(self) -> None:

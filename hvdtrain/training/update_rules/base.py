@@ -105,8 +105,12 @@ class UpdateRule:
         """Return the optimizer's slots and the rule's own tensors by path, with their place in the whole."""
         return replicated_slots(self.optimizer, structure_of(self.model))
 
-    def follow_model(self) -> None:
-        """Train what is trainable by now, after layers were frozen or unfrozen; known slots keep their values."""
+    def follow_model(self, *, training: bool = True) -> None:
+        """Train what is trainable by now, after layers were frozen or unfrozen; known slots keep their values.
+
+        Args:
+            training: whether it is about to be trained, and not evaluated alone.
+        """
         self._variables = list(self.model.trainable_variables)
         self._paths = list(structure_of(self.model).by_path(self._variables))
         self._build_optimizer()

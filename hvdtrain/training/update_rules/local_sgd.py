@@ -77,9 +77,9 @@ class LocalUpdate(UpdateRule):
         self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="local_steps")
         self._unread = _LocalTotals(backend)
 
-    def follow_model(self) -> None:
+    def follow_model(self, *, training: bool = True) -> None:
         """See `UpdateRule`."""
-        super().follow_model()
+        super().follow_model(training=training)
         self._name_tensors()
 
     def _name_tensors(self) -> None:

@@ -133,6 +133,25 @@ def check_callbacks_see_and_set_whole_weights(world: World) -> None:
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-9)
 
 
+def check_a_frozen_model_is_evaluated_and_not_trained(world: World) -> None:
+    """As an encoder is, before it goes into another model."""
+    data = wide_data("float64")
+    for stage in (1, 3):
+        trainer = hvdtrain.Trainer(
+            wide_model("float64", 0), keras.optimizers.SGD(0.1), per_sample, backend=world.backend, zero=stage
+        )
+        trainer.fit(data, batch=BATCH, epochs=1, verbose=False)
+        before = trainer.evaluate(data, batch=BATCH)["loss"]
+        trainer.model.trainable = False
+        assert trainer.evaluate(data, batch=BATCH)["loss"] == before
+        try:
+            trainer.fit(data, batch=BATCH, epochs=1, verbose=False)
+        except ConfigError as error:
+            assert "Layers were frozen or unfrozen" in str(error)
+        else:
+            raise AssertionError("it was trained")
+
+
 def check_a_checkpoint_goes_on_in_any_stage(world: World) -> None:
     """Saved by `fit` at one stage and restored at another: equal bits, and a training that goes on the same."""
     data, fit = wide_data("float64"), {"batch": BATCH, "shuffle": False, "verbose": False}

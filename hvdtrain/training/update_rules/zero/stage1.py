@@ -124,12 +124,14 @@ class ZeroUpdate(UpdateRule):
             tensors[f"optimizer/{path}"] = placed_tensor(slot, variable) if shard is None else shard.named_tensor(slot)
         return tensors
 
-    def follow_model(self) -> None:
-        """Refuse layers that were frozen or unfrozen.
+    def follow_model(self, *, training: bool = True) -> None:
+        """Refuse to train layers that were frozen or unfrozen.
 
         Raises:
             ConfigError: others are to be trained than at the beginning.
         """
+        if not training:
+            return
         before, now = {id(v) for v in self._variables}, {id(v) for v in self.model.trainable_variables}
         if before != now:
             raise ConfigError(
@@ -174,7 +176,9 @@ class ZeroUpdate(UpdateRule):
             decays = inner._use_weight_decay(shard.variable) and inner._use_weight_decay(shard.master)
             inner._exclude_from_weight_decay_cache[inner._var_key(shard.master)] = decays
         # A saved model would hold this replica's slices for the slots of the whole: it holds none, and starts anew.
-        vars(self.optimizer)["save_own_variables"] = lambda store: None
+        # Keras asks the optimizer inside of one that scales the loss as well.
+        for optimizer in (self.optimizer, inner):
+            vars(optimizer)["save_own_variables"] = lambda store: None
 
     def _apply(self, gradients: Sequence[Gradient]) -> None:
         """Update this replica's slices, and give every replica the whole variables."""
