@@ -22,6 +22,7 @@ Region: TypeAlias = tuple[Extent, ...]
 
 _ATTRIBUTE = "_hvdtrain_placement"
 _DRAWS = "_hvdtrain_draws"
+_DRAWS_FOR_SAMPLES = "_hvdtrain_draws_for_samples"
 
 
 def whole_box(shape: Iterable[int]) -> Box:
@@ -133,6 +134,16 @@ def drawn_apart(variable: Any) -> int | None:
     """Return the place that `draw_apart` noted; None if all ranks of a replica draw the same numbers."""
     found: int | None = getattr(_tensor(variable), _DRAWS, None)
     return found
+
+
+def draw_for_samples(variable: Any) -> None:
+    """Let the random generator whose state `variable` is draw the same on all replicas that share their samples."""
+    setattr(_tensor(variable), _DRAWS_FOR_SAMPLES, True)
+
+
+def drawn_for_samples(variable: Any) -> bool:
+    """Whether `draw_for_samples` was told of the generator."""
+    return bool(getattr(_tensor(variable), _DRAWS_FOR_SAMPLES, False))
 
 
 def _tensor(variable: Any) -> Any:

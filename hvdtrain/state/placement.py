@@ -5,13 +5,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.runtime.placement import Placement, box_shape, draw_apart, drawn_apart, place, placement_of
+from hvdtrain.runtime.placement import (
+    Placement,
+    box_shape,
+    draw_apart,
+    draw_for_samples,
+    drawn_apart,
+    drawn_for_samples,
+    place,
+    placement_of,
+)
 from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
 
 __all__ = [
     "Placement",
     "draw_apart",
+    "draw_for_samples",
     "drawn_apart",
+    "drawn_for_samples",
+    "exchanges_activations",
     "held_apart",
     "is_split",
     "place",
@@ -30,6 +42,11 @@ def is_split(model: Any) -> bool:
     return bool(set(getattr(model, "split_along", ())) - {"cp"}) or any(
         placement_of(variable) is not None for variable in model.variables
     )
+
+
+def exchanges_activations(model: Any) -> bool:
+    """Whether calling `model` takes several ranks, each of which computes a part of what it gives."""
+    return is_split(model) or bool(getattr(model, "split_along", ()))
 
 
 def placed_tensor(value: Any, owner: Any = None) -> NamedTensor:

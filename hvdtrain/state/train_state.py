@@ -14,7 +14,7 @@ from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import NamedTensor, StateSpec, elements, replicated_tensor, spec_of, whole_box
-from hvdtrain.state.placement import drawn_apart, held_apart, is_split, placed_tensor
+from hvdtrain.state.placement import drawn_apart, drawn_for_samples, held_apart, is_split, placed_tensor
 from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.slots import replicated_slots
 from hvdtrain.state.structure import seed_states, structure_of
@@ -187,16 +187,21 @@ class TrainState:
             _check_slices(held_apart(self._structure.by_path(self.model.weights)), backend, timeout)
         return digest_of_parts(self._weights(), backend, timeout=timeout) if is_split(self.model) else mine
 
-    def seed_generators(self, replica: int) -> None:
-        """Set the model's random generators as a function of (seed, step, replica), within the compiled step."""
+    def seed_generators(self, replica: int, samples: int | None = None) -> None:
+        """Set the model's random generators as a function of (seed, step, replica), within the compiled step.
+
+        Args:
+            replica: the number of this one.
+            samples: the number of its samples, which several may share; None: it has its own.
+        """
         if not self.generators:
             return
-        for path, state in self.generator_states(replica, self.counter).items():
+        for path, state in self.generator_states(replica, self.counter, samples).items():
             self.generators[path].assign(state)
         self.counter.assign_add(1)
 
-    def generator_states(self, replica: int, step: Any) -> dict[str, tf.Tensor]:
-        """Return what each of the model's random generators begins `step` with, by path."""
+    def generator_states(self, replica: int, step: Any, samples: int | None = None) -> dict[str, tf.Tensor]:
+        """Return what each of the model's random generators begins `step` with, by path; see `seed_generators`."""
         draws = tf.cast(step, tf.int64) * CALLS_PER_STEP
         counter = tf.bitwise.bitwise_and(draws, tf.constant(_MASK, tf.int64))
         # The counter has 32 bits, which 2^20 steps use up: what does not fit into it makes another key.
@@ -210,7 +215,8 @@ class TrainState:
         for path, state in self.generators.items():
             apart = drawn_apart(self.generators[path])
             slice_of = "" if apart is None else f"/{apart}"
-            key = zlib.crc32(f"{self.scalars.seed}/{replica}/{places[path]}{slice_of}".encode())
+            number = samples if samples is not None and drawn_for_samples(state) else replica
+            key = zlib.crc32(f"{self.scalars.seed}/{number}/{places[path]}{slice_of}".encode())
             key = tf.bitwise.bitwise_xor(tf.constant(key, tf.int64), overflow)
             states[path] = tf.cast(tf.stack([key, counter]), state.dtype)
         return states

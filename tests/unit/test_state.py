@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import DesyncError
+from hvdtrain.state.placement import draw_for_samples
 from hvdtrain.state.train_state import CALLS_PER_STEP, TrainState
 from hvdtrain.state.variables import by_path, path_of, unwrap
 
@@ -294,6 +295,19 @@ def test_draws_are_a_function_of_seed_step_and_replica():
     assert drawn(state, 0, 1, 0) == states[2]
     each = [pair for layers in states for pair in layers]
     assert len(set(each)) == len(each)  # the two layers differ as well
+
+
+def test_replicas_that_share_their_samples_draw_for_these_alike():
+    state = state_of()
+    whole, sliced = state.generators.values()
+    draw_for_samples(whole)
+    seen = []
+    for replica, samples in ((0, 0), (1, 0), (2, 1)):
+        state.seed_generators(replica, samples)
+        seen.append((tuple(whole.numpy()), tuple(sliced.numpy())))
+        state.counter.assign(0)
+    assert seen[0][0] == seen[1][0] != seen[2][0]
+    assert len({draws for _, draws in seen}) == 3
 
 
 def test_draws_do_not_depend_on_models_made_before():

@@ -14,6 +14,7 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.parallel.outputs import local_outputs
+from hvdtrain.state.placement import exchanges_activations
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
 from hvdtrain.training.objective.metrics import Figure, MetricSet, figure_of
@@ -99,7 +100,8 @@ class Evaluator:
             sums.assign(tf.zeros([2], tf.float64))
         hooks, rule = hooks or EvaluationHooks(), self._rule()
         holds = rule is None or rule.holds_weights
-        for number, batch in enumerate(self._backend.distribute(batches if holds else in_step(batches))):
+        apart = holds and not self._exchanges()
+        for number, batch in enumerate(self._backend.distribute(batches if apart else in_step(batches))):
             hooks.begin_test_step(number)
             self._updates[holds](batch)
             hooks.end_test_step(number, self._so_far)
@@ -108,6 +110,10 @@ class Evaluator:
         if not weight:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
         return Evaluation(float(total / weight), self._metrics.results(), time.perf_counter() - begin)
+
+    def _exchanges(self) -> bool:
+        """Whether ranks wait for one another in the model, so that none may have more batches than the others."""
+        return exchanges_activations(self._model)
 
     def _so_far(self) -> dict[str, Figure]:
         """Return loss and metrics over what was evaluated so far, on all replicas, which call it together."""

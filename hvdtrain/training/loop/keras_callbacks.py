@@ -19,6 +19,7 @@ from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
+from hvdtrain.training.loop.callback_checks import check_callback
 from hvdtrain.training.loop.hooks import Outcome, StepEnd
 
 _callbacks = keras.callbacks
@@ -46,7 +47,7 @@ def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
     """
     flat = tf.nest.flatten(list(callbacks))
     for callback in flat:
-        _check(callback)
+        check_callback(callback)
     mine = bytes([bool(flat), any(map(_asks_for_batches, flat)), any(map(_asks_for_test_batches, flat))])
     return CallbackNeeds(*map(any, zip(*backend.gather_bytes(mine, timeout=AGREEMENT_TIMEOUT_S), strict=True)))
 
@@ -83,20 +84,6 @@ def callbacks_of_all(
     prepare()
     params = {"epochs": epochs, "steps": steps, "verbose": verbose if backend.primary else 0}
     return KerasCallbacks(callbacks, needs, model, backend, params, averaged_weights=averaged_weights)
-
-
-def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
-    """Refuse callbacks that save the model after batches, where each replica's weights are its own by then.
-
-    Raises:
-        ConfigError: naming the callback.
-    """
-    for callback in tf.nest.flatten(list(callbacks)):
-        if isinstance(callback, _callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
-            raise ConfigError(
-                f"ModelCheckpoint(save_freq={callback.save_freq}) would save rank 0's own weights, which --local-steps "
-                'averages later: use save_freq="epoch".'
-            )
 
 
 def that_change_training(callbacks: Sequence[Any]) -> str:
@@ -274,21 +261,6 @@ class KerasCallbacks(EvaluationHooks):
                 f"A callback set the learning rate {rates[other]:g} on rank {other} and {rates[0]:g} on rank 0: "
                 "callbacks must decide alike on every rank, from the figures that they are given."
             )
-
-
-def _check(callback: Any) -> None:
-    if isinstance(callback, _callbacks.BackupAndRestore):
-        raise ConfigError(
-            "BackupAndRestore would restore rank 0 alone here: Trainer.fit takes it, or trainer.resume(folder) before "
-            "training goes on from a checkpoint."
-        )
-    if isinstance(callback, _callbacks.SwapEMAWeights):
-        raise ConfigError(
-            "SwapEMAWeights is not needed: where the optimizer keeps averages (use_ema=True), it is they that are "
-            "evaluated and predict."
-        )
-    if not isinstance(callback, _callbacks.Callback):
-        raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {callback!r}.")
 
 
 def _acts(callback: Any, primary: bool) -> bool:

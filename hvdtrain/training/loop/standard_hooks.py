@@ -13,15 +13,17 @@ from hvdtrain.observability.events import Observer
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.runtime.session import activity_of_rank, host_name
 from hvdtrain.runtime.stopping import StopAgreement
+from hvdtrain.state.placement import is_split
 from hvdtrain.state.scalars import Progress
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.actions import Actions
 from hvdtrain.training.loop.bad_steps import BadStepPolicy
 from hvdtrain.training.loop.best_epoch import begin_best, note_best
+from hvdtrain.training.loop.callback_checks import refuse_copies_of_slices, refuse_saves_within_epochs
 from hvdtrain.training.loop.data_wait import WaitingWatch
 from hvdtrain.training.loop.desync_check import DesyncCheck
 from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Outcome, StepEnd
-from hvdtrain.training.loop.keras_callbacks import callbacks_of_all, refuse_saves_within_epochs
+from hvdtrain.training.loop.keras_callbacks import callbacks_of_all
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.rank_times import find_slowest_rank
@@ -75,6 +77,8 @@ class StandardTraining:
     ) -> None:
         if not rule.weights_agree:
             refuse_saves_within_epochs(callbacks)
+        if is_split(state.model):
+            refuse_copies_of_slices(callbacks, saves=actions.save is not None)
         self._backend = backend
         self._state = state
         self._rule = rule

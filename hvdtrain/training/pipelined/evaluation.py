@@ -31,6 +31,9 @@ class PipelinedEvaluator(Evaluator):
         self._forward = forward
         self._regularization = regularization
 
+    def _exchanges(self) -> bool:
+        return True
+
     def _update_replica(self, batch: Batch) -> None:
         batch = replica_slice(batch, self._backend)
         outputs = self._forward(batch.inputs, "evaluation")

@@ -125,7 +125,7 @@ class TrainStep:
 
     def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
         batch = replica_slice(batch, self._backend)
-        self._state.seed_generators(self._backend.index)
+        self._state.seed_generators(self._backend.index, self._backend.process)
         rate = tf.convert_to_tensor(self._state.optimizer.learning_rate)
         if measure and self._epoch is None:
             self._metrics.reset()

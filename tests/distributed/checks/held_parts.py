@@ -1,15 +1,20 @@
 """What ranks that hold parts of one model must have in common: noticed where it differs, and decided together."""
 
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from checks.hybrids import FIT, LOSS, data, split
 from meshes import on_mesh
 from world import World
 
 import hvdtrain
-from hvdtrain.config.errors import ConfigError, DesyncError
+from hvdtrain.config.errors import ConfigError, DataError, DesyncError
+from hvdtrain.optim.precision import precision
+
+ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 class Drift(keras.callbacks.Callback):
@@ -65,6 +70,85 @@ def check_no_file_is_written_of_slices(world: World) -> None:
                     assert "none can write the model by itself" in str(error)
                 else:
                     raise AssertionError(f"{file} was written")
+
+
+TABLE_ROWS = np.arange(24, dtype="int32").reshape(8, 3)
+
+
+def classifier(mode: str = "row") -> keras.Model:
+    """Of three numbers, by a table that is divided along ep."""
+    given = keras.Input((3,), dtype="int32")
+    x = keras.layers.Flatten()(hvdtrain.ShardedEmbedding(24, 4, mode)(given))
+    return keras.Model(given, keras.layers.Dense(2, name="dense")(x))
+
+
+def labels() -> np.ndarray:
+    return TABLE_ROWS[:, 0] % 2
+
+
+def refused(act: Any, words: str) -> None:
+    try:
+        act()
+    except ConfigError as error:
+        assert words in str(error), str(error)
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def check_what_would_copy_slices_is_refused_before_the_first_step(world: World) -> None:
+    callbacks = keras.callbacks
+    with on_mesh(world, "ep=2") as mesh:
+        trainer = hvdtrain.Trainer(classifier(), "sgd", ENTROPY, backend=mesh.backend)
+        best = callbacks.EarlyStopping("loss", restore_best_weights=True)
+        for callback, options, words in (
+            (callbacks.ModelCheckpoint(str(world.folder / "m.keras")), {}, "ModelCheckpoint would write the slices"),
+            (best, {"checkpoint": str(world.folder / "saves")}, "EarlyStopping(restore_best_weights=True) keeps"),
+        ):
+            fit = partial(trainer.fit, TABLE_ROWS, labels(), batch=4, epochs=2, verbose=False, callbacks=[callback])
+            refused(lambda fit=fit, options=options: fit(**options), words)
+            assert trainer.state.scalars.step == 0
+        trainer.fit(TABLE_ROWS, labels(), batch=4, epochs=2, verbose=False, callbacks=[best])
+
+
+def check_optimizers_of_whole_weights_are_refused_once_a_model_is_built(world: World) -> None:
+    """By its first batch, after the trainer was made."""
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    with on_mesh(world, "ep=2") as mesh:
+        for optimizer in (keras.optimizers.Adam(clipnorm=0.1), keras.optimizers.Lamb()):
+            model = keras.Sequential([hvdtrain.MixtureOfExperts(2, 4), keras.layers.Dense(1)])
+            trainer = hvdtrain.Trainer(model, optimizer, "mse", backend=mesh.backend)
+            refused(lambda trainer=trainer: trainer.fit(x, y, batch=4, verbose=False), "parallel ep=N")
+
+
+def check_streams_of_other_lengths_are_named(world: World) -> None:
+    """In an evaluation in which ranks wait for one another in each batch."""
+    with on_mesh(world, "ep=2") as mesh:
+        trainer = hvdtrain.Trainer(classifier(), "sgd", ENTROPY, backend=mesh.backend)
+        count = 8 - 4 * mesh.session.world.rank
+        rows = lambda: zip(TABLE_ROWS[:count], labels()[:count], strict=True)  # noqa: E731
+        signature = (tf.TensorSpec([3], tf.int32), tf.TensorSpec([], tf.int32))
+        try:
+            trainer.evaluate(tf.data.Dataset.from_generator(rows, output_signature=signature).batch(4))
+        except DataError as error:
+            assert "have 1 batches on rank 1 and more on rank 0" in str(error), str(error)
+        else:
+            raise AssertionError("nobody noticed")
+
+
+def check_an_overflow_in_a_table_is_skipped_by_ranks_without_it(world: World) -> None:
+    """All others hold slices of it without rows, whose gradients are empty."""
+    with on_mesh(world, "ep=2") as mesh:
+        with precision("mixed_float16"):
+            model = classifier("table")
+        dense = model.get_layer("dense").kernel
+        # The gradient of the table is that of the logits, at most 1, by the kernel and the scale of 2^15.
+        dense.assign(tf.fill(dense.shape, 100.0) * tf.constant([1.0, -1.0]))
+        trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(1e-6), ENTROPY, backend=mesh.backend)
+        trainer.fit(TABLE_ROWS, labels(), batch=8, epochs=1, verbose=False)
+        optimizer = trainer.optimizer
+        found = int(optimizer.iterations), float(optimizer.dynamic_scale)
+        everyone = set(mesh.gather(repr(found).encode()))
+        assert everyone == {repr((0, 2.0**14)).encode()}, everyone
 
 
 class StopsOneRank(keras.callbacks.Callback):

@@ -84,7 +84,7 @@ class KerasTrainStep:
 
     def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
         model, exchange = self._state.model, self._exchange
-        self._state.seed_generators(self._backend.index)
+        self._state.seed_generators(self._backend.index, self._backend.process)
         rate = tf.convert_to_tensor(exchange.main.learning_rate)
         samples = samples_of(batch)
         with draws_of(self._backend.index):
