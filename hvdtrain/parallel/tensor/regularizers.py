@@ -33,3 +33,21 @@ def regularize_slices(variable: Any, exchange: Collectives, name: str) -> None:
             f"and L1L2 add up. Received: {type(whole).__name__}. Leave it out, or the variable whole."
         )
     variable._regularizer = lambda value: sum_from(whole(value), exchange, name=numbered(f"tensor/{name}/penalty"))
+
+
+def divide_penalty(variable: Any, ranks: int) -> None:
+    """Let each rank have a part of the gradient of a whole variable's penalty, which is added up with the others'.
+
+    Args:
+        variable: a Keras variable of whose gradient each rank has a part. The penalty itself stays that of the whole.
+        ranks: how many there are.
+    """
+    whole = variable.regularizer
+    if whole is None:
+        return
+
+    def penalty(value: Any) -> Any:
+        found = whole(value)
+        return keras.ops.stop_gradient(found) * (1 - 1 / ranks) + found / ranks
+
+    variable._regularizer = penalty

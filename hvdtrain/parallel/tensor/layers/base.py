@@ -61,6 +61,15 @@ class Group:
         return SEQUENCE_DIM - int(x.shape.rank)
 
 
+_NOT_IN_CALLS = frozenset(
+    (
+        *("_abc_impl", "build", "get_config", "from_config", "get_build_config", "build_from_config"),
+        *("compute_output_shape", "compute_output_spec", "compute_mask", "save_own_variables", "load_own_variables"),
+    )
+)
+"""What subclasses of Keras' layers may override: it is not a part of their computation, or is called around it."""
+
+
 class SlicedLayer(Protocol):
     """A layer some of whose variables are slices."""
 
@@ -85,8 +94,12 @@ def cut_of(variable: Any, cuts: dict[int, Cut]) -> Cut | None:
 
 
 def plain_call(layer: Any, kind: type) -> bool:
-    """Whether a layer is of a kind of Keras' and calls as that does."""
-    return isinstance(layer, kind) and type(layer).call is kind.call  # type: ignore[attr-defined]
+    """Whether a layer is of a kind of Keras' and computes as that does: what its call uses is not overridden either."""
+    if not isinstance(layer, kind):
+        return False
+    classes = type(layer).__mro__
+    defined = {name for each in classes[: classes.index(kind)] for name in vars(each)}
+    return not any(hasattr(kind, name) and not name.startswith("__") for name in defined - _NOT_IN_CALLS)
 
 
 def described(layer: Any) -> str:
@@ -121,6 +134,11 @@ def check_activation(layer: Any, length: int) -> None:
     activation = getattr(layer, "activation", None)
     if activation is None or activation is keras.activations.linear:
         return
+    if isinstance(activation, keras.Layer) and activation.trainable_variables:
+        raise ConfigError(
+            f"The activation of {described(layer)} has weights of its own, {type(activation).__name__}, and sees a "
+            "slice of the features: call it as a layer of the model, behind this one."
+        )
     features = keras.ops.convert_to_tensor([[0.3, -0.7, 1.9, -2.5, 0.1, 1.1, -0.2, 3.0]], layer.compute_dtype)
     whole, part = activation(features), activation(features[:, :3])
     # Vectorized functions round the last few elements of a row in another way.
