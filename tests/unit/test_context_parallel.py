@@ -15,6 +15,7 @@ from hvdtrain.parallel.context.positions import Positions, belonging, positions_
 from hvdtrain.parallel.context.rules import separated
 from hvdtrain.parallel.context.split import split_sequences
 from hvdtrain.parallel.outputs import local_outputs
+from hvdtrain.state.placement import drawn_for_samples
 from hvdtrain.training.objective.losses import summed_loss
 from hvdtrain.training.objective.metric_specs import MetricSpec
 from hvdtrain.training.objective.position_check import check_positions
@@ -214,6 +215,41 @@ class OtherExperts(hvdtrain.MixtureOfExperts):
         return super().call(inputs[:, ::-1], training)
 
 
+class LastInInference(layers.Layer):
+    """As nanoGPT gives logits."""
+
+    def call(self, x, training=False):
+        return x if training else x[:, -1:]
+
+
+class Noise(layers.Layer):
+    def __init__(self, draw, **kwargs):
+        super().__init__(**kwargs)
+        self.draw = draw
+
+    def call(self, x, training=False):
+        return x + 0.1 * self.draw(ops.shape(x), dtype=x.dtype) if training else x
+
+
+class Droppath(layers.Layer):
+    """Stochastic depth, and dropout by the same generator."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, x, training=False):
+        if not training:
+            return x
+        x = x * ops.floor(0.9 + keras.random.uniform((ops.shape(x)[0], 1, 1), dtype=x.dtype, seed=self.seeds))
+        return keras.random.dropout(x, 0.1, seed=self.seeds)
+
+
+def both_lists(tokens):
+    x = TokenAndPositionEmbedding(LENGTH, WORDS, WIDTH, name="both")
+    return x(tokens) + ops.expand_dims(x.pos_emb(tokens[:, 0]), 1)
+
+
 REFUSALS = {
     "heads": (
         embedded(lambda x: layers.MultiHeadAttention(3, 4, name="att")(x, x)),
@@ -289,6 +325,26 @@ REFUSALS = {
         lambda tokens: hvdtrain.MixtureOfExperts(2, 8, name="moe")(ops.one_hot(tokens, 4)),
         "MixtureOfExperts 'moe' is given whole sequences",
     ),
+    "the last position in inference": (
+        embedded(lambda x: LastInInference(name="last")(x)),
+        "/last.* looks at several positions",
+    ),
+    "noise of TensorFlow's own": (
+        embedded(lambda x: Noise(tf.random.normal, name="noise")(x)),
+        "/noise.* draws at random for slices.*keras.random.SeedGenerator",
+    ),
+    "noise of Keras' global generator": (
+        embedded(lambda x: Noise(keras.random.normal, name="noise")(x)),
+        "/noise.* draws at random for slices.*keras.random.SeedGenerator",
+    ),
+    "one dropout for slices and samples": (
+        embedded(lambda x: Droppath(name="path")(layers.Dense(WIDTH)(x))),
+        "random generator .* draws for slices of activations.* Use a layer",
+    ),
+    "lists of positions and of samples": (
+        both_lists,
+        "Embedding 'both/.*' looks up positions, and a number of each sample",
+    ),
     "scores": (
         embedded(lambda x: layers.MultiHeadAttention(2, 4)(x, x, return_attention_scores=True)[0]),
         "none has the scores of all",
@@ -302,6 +358,56 @@ def test_what_looks_at_other_positions_is_refused_with_its_name(name):
     with pytest.raises(ConfigError) as caught:
         split(build)
     assert re.search(words, str(caught.value), re.S), str(caught.value)
+
+
+class Draws(layers.Layer):
+    """Brightness of each sample, as of keras.layers.RandomBrightness."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        return x * keras.random.uniform((ops.shape(x)[0], 1, 1), dtype=x.dtype, seed=self.seed_generator)
+
+
+def test_what_is_drawn_for_whole_samples_is_the_same_on_the_ranks_that_share_them():
+    def build(x):
+        x = layers.GaussianNoise(0.1, name="before")(x)
+        x = layers.Dense(WIDTH, name="patches")(Draws(name="brightness")(x))
+        x = layers.SpatialDropout1D(0.5, name="of_features")(x)
+        x = layers.Dropout(0.5, noise_shape=(None, None, 1), name="of_positions")(x)
+        return layers.Dropout(0.1, name="of_all")(x)
+
+    model = split(build, PATCHES, shape=(LENGTH, 5), dtype="float64")
+    names = ("before", "brightness", "of_features", "of_positions", "of_all")
+    shared = {name: drawn_for_samples(model.get_layer(name).seed_generator.state) for name in names}
+    assert shared == dict.fromkeys(names[:3], True) | dict.fromkeys(names[3:], False)
+
+
+def test_a_batch_may_have_as_many_samples_as_a_sequence_has_positions():
+    """Of which each has a class, looked up as positions are."""
+
+    def build():
+        with ONE_AT_A_TIME:
+            keras.utils.set_random_seed(5)
+            tokens, kind = keras.Input((LENGTH,), dtype="int32"), keras.Input((), dtype="int32")
+            x = TokenAndPositionEmbedding(LENGTH, WORDS, WIDTH)(tokens)
+            x = x + layers.Reshape((1, WIDTH))(layers.Embedding(5, WIDTH, name="kind")(kind))
+            return keras.Model([tokens, kind], layers.Dense(WORDS)(x))
+
+    tokens = np.random.default_rng(0).integers(1, WORDS, (LENGTH, LENGTH)).astype("int32")
+    inputs = [tf.constant(tokens), tf.range(LENGTH) % 5]
+    meeting = Meeting(SIZE)
+
+    def body(rank):
+        use("float64")
+        model = build()
+        split_sequences(model, Replica(meeting, rank), {})
+        return model(inputs).numpy()
+
+    for outputs in outcomes_on(SIZE, body):
+        np.testing.assert_allclose(outputs, build()(inputs), rtol=1e-11, atol=1e-11)
 
 
 class Sequences(keras.Model):

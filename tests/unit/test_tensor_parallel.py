@@ -373,6 +373,66 @@ class ScalesWhenCalled(ScalesByWidth):
         return self.down(y / tf.sqrt(tf.cast(tf.shape(y)[-1], y.dtype)))
 
 
+class Probabilities(layers.Layer):
+    def call(self, x, training=False):
+        return x if training else keras.ops.softmax(x)
+
+
+class ShortInInference(layers.Layer):
+    def call(self, x, training=False):
+        return x if training else keras.ops.zeros_like(x[..., :1])
+
+
+class StandardizedConv1D(layers.Conv1D):
+    """Weight standardization, as in BiT."""
+
+    def convolution_op(self, inputs, kernel):
+        mean, variance = keras.ops.moments(kernel, axes=[0, 1], keepdims=True)
+        return super().convolution_op(inputs, (kernel - mean) / keras.ops.sqrt(variance + 1e-5))
+
+
+class AttentionWithTemperature(layers.MultiHeadAttention):
+    """As in keras.io/examples/vision/vit_small_ds."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tau = keras.Variable(math.sqrt(float(self._key_dim)), dtype=self.variable_dtype, name="tau")
+
+    def _compute_attention(self, query, key, value, *args, **kwargs):
+        return super()._compute_attention(keras.ops.multiply(query, 1.0 / self.tau), key, value, *args, **kwargs)
+
+
+class Swish(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.beta = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return x * keras.ops.sigmoid(self.beta * x)
+
+
+class Mlp(layers.Layer):
+    """As in Swin transformers: one dropout for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1 = layers.Dense(6, activation="gelu", name="fc1")
+        self.fc2 = layers.Dense(WIDTH, name="fc2")
+        self.drop = layers.Dropout(0.1)
+
+    def call(self, x):
+        return self.drop(self.fc2(self.drop(self.fc1(x))))
+
+
+class Noise(layers.Layer):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def call(self, x, training=False):
+        return x + 0.1 * self.draw(keras.ops.shape(x), dtype=x.dtype) if training else x
+
+
 REFUSALS = {
     "no rules": (dense_pair, {}, ["Rules map regular expressions"]),
     "another axis": (dense_pair, {"up/kernel": (None, "model")}, ["at most once", "model"]),
@@ -547,6 +607,41 @@ REFUSALS = {
         lambda x: layers.Dense(6, activity_regularizer="l2", name="up")(x),
         {"up/kernel": (None, "tp")},
         ["activity regularizer of Dense .up"],
+    ),
+    "softmax in inference": (
+        lambda x: Probabilities()(layers.Dense(6, name="up")(x)),
+        {"up/kernel": (None, "tp")},
+        ["needs the whole output of Dense .up", "Softmax"],
+    ),
+    "an output in training alone": (
+        lambda x: ShortInInference()(layers.Dense(6, name="up")(x)),
+        {"up/kernel": (None, "tp")},
+        ["in training or in inference alone|needs the whole output of Dense .up"],
+    ),
+    "standardized kernels": (
+        lambda x: StandardizedConv1D(3, 1, name="down")(layers.Conv1D(4, 1, name="up")(x)),
+        {"up/kernel": (None, None, "tp"), "down/kernel": (None, "tp", None)},
+        ["StandardizedConv1D"],
+    ),
+    "an activation with a weight": (
+        lambda x: layers.Dense(5, name="down")(layers.Dense(6, activation=Swish(), name="up")(x)),
+        DENSE,
+        ["activation of Dense .up. has weights of its own, Swish"],
+    ),
+    "one dropout for slices and wholes": (
+        lambda x: Mlp()(x),
+        {"fc1/kernel": (None, "tp"), "fc2/kernel": ("tp", None)},
+        ["random generator 'layers/mlp.*draws for slices|random generator .*draws for slices", "Use a layer"],
+    ),
+    "noise of TensorFlow's own": (
+        lambda x: layers.Dense(5, name="down")(Noise(tf.random.normal)(layers.Dense(6, name="up")(x))),
+        DENSE,
+        ["draws at random for slices", "keras.random.SeedGenerator"],
+    ),
+    "noise of Keras' global generator": (
+        lambda x: layers.Dense(5, name="down")(Noise(keras.random.normal)(layers.Dense(6, name="up")(x))),
+        DENSE,
+        ["draws at random for slices", "keras.random.SeedGenerator"],
     ),
     "channels first": (
         lambda x: layers.Conv1D(4, 2, data_format="channels_first", name="up")(x),
@@ -762,6 +857,63 @@ def test_draws_and_gradients_of_what_is_whole():
     assert placement_of(model.get_layer("slope").alpha).summed_over == ("tp",)
     apart = {name: drawn_apart(model.get_layer(name).seed_generator.state) for name in ("of_all", "of_slices")}
     assert apart == {"of_all": None, "of_slices": 1}
+
+
+def test_a_mask_for_all_features_is_the_same_on_all_ranks():
+    def build():
+        inputs = keras.Input((LENGTH, WIDTH))
+        x = layers.Dense(6, name="up")(inputs)
+        x = layers.SpatialDropout1D(0.5, name="of_features")(x)
+        x = layers.Dropout(0.5, noise_shape=(None, None, 1), name="of_positions")(x)
+        return keras.Model(inputs, layers.Dense(5, name="down")(x))
+
+    model = split(build, DENSE)
+    apart = {n: drawn_apart(model.get_layer(n).seed_generator.state) for n in ("of_features", "of_positions")}
+    assert apart == {"of_features": 1, "of_positions": None}
+
+
+def slope(x):
+    x = layers.PReLU("ones", keras.regularizers.L2(0.3), shared_axes=[1, 2], name="slope")(
+        layers.Dense(6, name="up")(x)
+    )
+    return layers.Dense(5, name="down")(x)
+
+
+def temperature(x):
+    return AttentionWithTemperature(4, 2, name="att")(x, x)
+
+
+@pytest.mark.parametrize(
+    ("build", "rules", "path"), [(slope, DENSE, "slope/alpha"), (temperature, HEADS, "att/tau")], ids=["slope", "tau"]
+)
+def test_gradients_of_whole_factors_on_slices_are_parts_of_a_sum(build, rules, path):
+    """Also where the factor has a penalty, which every rank knows whole: its gradient counts once."""
+
+    def made():
+        with ONE_AT_A_TIME:
+            keras.utils.set_random_seed(5)
+            return functional((LENGTH, WIDTH), build)
+
+    def gradient(model):
+        factor = next(v for v in model.trainable_variables if v.path.endswith(path.rpartition("/")[2]))
+        with tf.GradientTape() as tape:
+            outputs = model(tf.constant(ROWS), training=True)
+            penalty = tf.add_n([tf.zeros([], tf.float64), *model.losses])
+            weights = np.random.default_rng(3).standard_normal(outputs.shape)
+            total = tf.reduce_sum(outputs * weights) + penalty
+        return penalty.numpy(), tape.gradient(total, factor.value).numpy(), placement_of(factor)
+
+    penalty, expected, _ = gradient(made())
+    meeting = Meeting(SIZE)
+
+    def body(rank):
+        use("float64")
+        return gradient(Parallelization(Replica(meeting, rank), rules, None)(made, None))
+
+    found = outcomes_on(SIZE, body)
+    assert [each for each, _, _ in found] == pytest.approx([penalty] * SIZE, rel=1e-12)
+    assert all(placement.summed_over == ("tp",) for _, _, placement in found)
+    np.testing.assert_allclose(sum(part for _, part, _ in found), expected, rtol=1e-11)
 
 
 CLASSES = 7

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.group import Group
 from hvdtrain.parallel.context.positions import POSITION_DIM
 from hvdtrain.parallel.tensor.layers.base import described, plain_call, replace_call
@@ -23,6 +24,7 @@ def cut_lookups(layer: Any, group: Group, length: int) -> None:
     the length, [positions] or [1, positions], are cut like the tokens that they belong to.
     """
     whole_call, whole_mask, name = layer.call, layer.compute_mask, described(layer)
+    lists = _Lists(name, group)
 
     def call(inputs: Any, *args: Any, **options: Any) -> Any:
         reverse = bool(args[0] if args else options.get("reverse", False))
@@ -31,7 +33,7 @@ def cut_lookups(layer: Any, group: Group, length: int) -> None:
                 outputs = whole_call(inputs, *args, **options)
                 flow.passes.append((inputs, outputs, all_but_last(inputs)))
                 return outputs
-            dim = _dim_of(inputs, length, group)
+            dim = _dim_of(inputs, length, group, lists)
             if dim is None:
                 return whole_call(inputs, *args, **options)
             outputs = whole_call(group.positions.of(inputs, dim, what="sequence"), *args, **options)
@@ -43,7 +45,7 @@ def cut_lookups(layer: Any, group: Group, length: int) -> None:
     def compute_mask(inputs: Any, *args: Any, **options: Any) -> Any:
         with group.record.call(name) as flow:
             mask = whole_mask(inputs, *args, **options)
-            dim = _dim_of(inputs, length, group)
+            dim = _dim_of(inputs, length, group, lists)
             if mask is None or dim is None:
                 return mask
             mask = group.positions.of(mask, dim)
@@ -54,13 +56,42 @@ def cut_lookups(layer: Any, group: Group, length: int) -> None:
     vars(layer)["compute_mask"] = compute_mask
 
 
-def _dim_of(inputs: Any, length: int, group: Group) -> int | None:
+class _Lists:
+    """Whether the lists that an embedding looks up have an element for each position, or for each sample.
+
+    While the model is checked a batch has no size; later one may have as many samples as a sequence has positions.
+    """
+
+    def __init__(self, name: str, group: Group) -> None:
+        self._name = name
+        self._group = group
+        self._of_positions: bool | None = None
+
+    def have_positions(self, size: int | None, length: int) -> bool:
+        """Return what was found when the model was checked.
+
+        Raises:
+            ConfigError: the embedding looks up both.
+        """
+        if self._group.record.graph is None:
+            return bool(self._of_positions)
+        if self._of_positions not in (None, size == length):
+            raise ConfigError(
+                f"{self._name} looks up positions, and a number of each sample, and cannot tell them apart in a batch "
+                f"of {length} samples: use an embedding for each."
+            )
+        self._of_positions = size == length
+        return self._of_positions
+
+
+def _dim_of(inputs: Any, length: int, group: Group, lists: _Lists) -> int | None:
     """Return the dim of what is looked up that counts positions; None where it has none, or all are wanted."""
     rank = inputs.shape.rank
-    dim = 0 if rank == 1 else POSITION_DIM
-    if not group.cuts or not rank or inputs.shape[dim] != length:
+    if rank == 1:
+        return 0 if lists.have_positions(inputs.shape[0], length) and group.cuts else None
+    if not group.cuts or not rank or inputs.shape[POSITION_DIM] != length:
         return None
-    return dim
+    return POSITION_DIM
 
 
 def cut_output(layer: Any, group: Group) -> None:

@@ -5,7 +5,7 @@ operation between the layers that are known must compute every position from its
 rank's are those of its own positions, and are added up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,26 +14,32 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.positions import POSITION_DIM
 from hvdtrain.parallel.tensor.flow.check import place_of
 from hvdtrain.parallel.tensor.flow.constants import of_constants
+from hvdtrain.parallel.tensor.flow.draws import UNSEEDED, Draws
 from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, OF_SHAPE, Layout, outputs_of
 from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations
 
 WHOLE = Layout()
 _TAKE_SHAPES = ("Reshape", "BroadcastTo", "StridedSlice", "Slice", "Pack", "ConcatV2", *FILLED)
 _RANDOM = ("Random", "StatelessRandom")
+_ASSIGN = ("AssignVariableOp", "AssignAddVariableOp")
 
 
-def follow(sliced: Trace, whole: Trace, ranks: int) -> None:
+def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]) -> Draws:
     """Check that a model computes from slices of its sequences what it computes from whole ones.
 
     Args:
         sliced: a trace of the model with slices.
         whole: a trace of the same model with whole sequences.
         ranks: how many slices there are.
+        variables: the model's tf.Variables by path.
+
+    Returns:
+        What its random generators draw for.
 
     Raises:
         ConfigError: naming the layer that looks at other positions, or at their number.
     """
-    walk = _Walk(sliced)
+    walk = _Walk(sliced, variables)
     walk.go()
     if not same_operations(whole.operations, sliced.operations):
         raise ConfigError(
@@ -45,13 +51,18 @@ def follow(sliced: Trace, whole: Trace, ranks: int) -> None:
         for tensor, other in zip(mine.outputs, theirs.outputs, strict=True):
             _confirm(tensor, other, walk.layout_of(tensor), ranks)
     walk.check_outputs(ranks)
+    walk.draws.check()
+    return walk.draws
 
 
 class _Walk:
     """Goes through the operations of a trace in their order."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, variables: Mapping[str, Any]) -> None:
         self._trace = trace
+        paths = {id(variable.handle): path for path, variable in variables.items()}
+        self._paths = {id(inner): paths[id(outer)] for outer, inner in trace.graph.captures if id(outer) in paths}
+        self.draws = Draws()
         self._layouts: dict[str, Layout] = {}
         self._lengths: set[str] = set()
         """Names of tensors that were computed from the length of a slice."""
@@ -80,6 +91,7 @@ class _Walk:
             for tensor in op.inputs:
                 if tensor.name not in self._layouts:
                     continue
+                self.draws.meet_whole([self._layouts[tensor.name]])
                 layout, dim = self._layouts[tensor.name], taken.get(tensor.name)
                 if tensor.name in passed and (layout.dim is None or passed[tensor.name](layout.dim) is not None):
                     continue
@@ -101,15 +113,21 @@ class _Walk:
         if any(layout.dim is not None for layout in inputs):
             outputs: Sequence[Layout] = self._of_slices(op, inputs)
         elif op.type == "ReadVariableOp":
-            # States of random generators: what they draw for slices serves as well.
-            outputs = [Layout(constant=op.outputs[0].dtype.is_integer)]
+            outputs = [self._read(op)]
         elif op.type != "Placeholder" and all(layout.constant for layout in inputs):
             outputs = [of_constants(op, inputs)] * len(op.outputs)
             self._note_length(op)
         else:
             outputs = [WHOLE] * len(op.outputs)
+            self.draws.meet_whole([] if op.type in _ASSIGN else inputs)
         for tensor, layout in zip(op.outputs, outputs, strict=True):
             self._layouts[tensor.name] = layout
+
+    def _read(self, op: Any) -> Layout:
+        """States of random generators: what they draw for slices serves as well."""
+        path = self._paths.get(id(op.inputs[0]), UNSEEDED)
+        generator = bool(op.outputs[0].dtype.is_integer)
+        return Layout(constant=generator, draws=frozenset([path] if generator else []))
 
     def _of_slices(self, op: Any, inputs: list[Layout]) -> Sequence[Layout]:
         outputs = outputs_of(op, inputs)
@@ -123,6 +141,7 @@ class _Walk:
                 "computed from itself alone, but for MultiHeadAttention and GroupQueryAttention: leave the layer out, "
                 "or cp in --parallel."
             )
+        self.draws.meet_slice(op, inputs, place_of(op))
         return outputs
 
     def _note_length(self, op: Any) -> None:

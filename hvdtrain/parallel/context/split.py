@@ -18,10 +18,12 @@ from hvdtrain.parallel.context.positions import POSITION_DIM, PositionSlices
 from hvdtrain.parallel.context.products import is_dense, note_dense
 from hvdtrain.parallel.context.rules import AXIS, named_layers
 from hvdtrain.parallel.inputs import input_specs
+from hvdtrain.parallel.tensor.flow.draws import UNSEEDED
 from hvdtrain.parallel.tensor.flow.trace import Trace, traced
 from hvdtrain.parallel.tensor.layers.attention import inner_layers, is_attention
 from hvdtrain.parallel.tensor.layers.base import described
 from hvdtrain.parallel.tensor.rules import Layout
+from hvdtrain.state.placement import draw_for_samples
 from hvdtrain.state.structure import structure_of
 
 
@@ -40,9 +42,13 @@ def split_sequences(model: Any, exchange: Collectives, rules: Mapping[str, Layou
     specs = input_specs(model, inputs)
     group = Group(exchange)
     _install(model, group, rules, _length_of(model, specs, exchange.size))
-    whole = _traced(model, specs, group)
+    wholes = {mode: _traced(model, specs, group, training=mode) for mode in (True, False)}
     group.cuts = True
-    follow(_traced(model, specs, group), whole, exchange.size)
+    variables = structure_of(model).by_path(model.variables)
+    for mode, whole in wholes.items():
+        draws = follow(_traced(model, specs, group, training=mode), whole, exchange.size, variables)
+        for path in draws.of_wholes - {UNSEEDED}:
+            draw_for_samples(variables[path])
     PositionSlices(exchange, group.whole_sequences).install(model)
     model.split_along = (*getattr(model, "split_along", ()), AXIS)
 
@@ -102,9 +108,9 @@ def _length_of(model: Any, specs: Any, ranks: int) -> int:
     return int(length)
 
 
-def _traced(model: Any, specs: Any, group: Group) -> Trace:
+def _traced(model: Any, specs: Any, group: Group, *, training: bool) -> Trace:
     try:
-        trace = traced(model, specs, group.record)
+        trace = traced(model, specs, group.record, training=training)
     except ConfigError:
         raise
     except (ValueError, TypeError, tf.errors.OpError) as error:

@@ -23,7 +23,7 @@ from hvdtrain.parallel.tensor.layers.outputs import cut_output
 from hvdtrain.parallel.tensor.layers.recorded import recorded
 from hvdtrain.parallel.tensor.layers.select import sliced_layers
 from hvdtrain.parallel.tensor.outputs import OutputShards
-from hvdtrain.parallel.tensor.regularizers import regularize_slices
+from hvdtrain.parallel.tensor.regularizers import divide_penalty, regularize_slices
 from hvdtrain.parallel.tensor.rules import AXIS, LayoutRules, Rules
 from hvdtrain.parallel.tensor.saving import refuse_files_of_slices
 from hvdtrain.state.deferred_values import draw_values
@@ -76,16 +76,22 @@ class Parallelization:
         self._follow_kernels(layers, cuts)
         specs = of_one_size(input_specs(model, inputs))
         with recorded([layer for layer, _ in layers], [layer for layer, _ in outputs], self._group.record):
-            whole = traced(model, specs, self._group.record)
+            wholes = {mode: traced(model, specs, self._group.record, training=mode) for mode in (True, False)}
         paths = self._cut(model, building.finish(), cuts)
         for layer, sliced in layers:
             sliced.install(self._group, f"tensor/{_name_of(layer, paths, cuts)}")
         for layer, cut in outputs:
             cut_output(layer, self._group, f"tensor/output/{layer.path or layer.name}", whole=not cut)
-        flow = self._followed(model, specs, whole, frozenset(paths[key] for key in cuts))
+        cut_paths = frozenset(paths[key] for key in cuts)
+        flow, in_inference = (self._followed(model, specs, wholes[mode], cut_paths, training=mode) for mode in wholes)
+        if [layout.dim for layout in flow.outputs] != [layout.dim for layout in in_inference.outputs]:
+            raise ConfigError(
+                f"{model.name!r} gives slices of its outputs in training or in inference alone: let it give the same "
+                "ones in both, or leave its last layer whole."
+            )
         if self._group.sequence:
             flow.partial |= {paths[id(variable)] for _, sliced in layers for variable in sliced.shared()}
-        _note_what_follows(model, flow, whole, layers, self._exchange)
+        _note_what_follows(model, flow, wholes[True], layers, self._exchange)
         refuse_files_of_slices(model)
 
     def _output_layers(self, model: Any) -> list[tuple[Any, bool]]:
@@ -146,10 +152,10 @@ class Parallelization:
                 regularize_slices(variable, self._exchange, paths[id(variable)])
         return paths
 
-    def _followed(self, model: Any, specs: Any, whole: Trace, cut: frozenset[str]) -> Flow:
+    def _followed(self, model: Any, specs: Any, whole: Trace, cut: frozenset[str], *, training: bool) -> Flow:
         """Follow the activations through the model with slices."""
         try:
-            sliced = traced(model, specs, self._group.record)
+            sliced = traced(model, specs, self._group.record, training=training)
         except ConfigError:
             raise
         except (ValueError, TypeError, tf.errors.OpError) as error:
@@ -187,12 +193,15 @@ def _note_what_follows(
     model: Any, flow: Flow, whole: Trace, layers: Sequence[tuple[Any, SlicedLayer]], exchange: Collectives
 ) -> None:
     """Note which gradients are parts of a sum, which draws differ by rank, and which outputs are slices."""
-    variables = structure_of(model).by_path(model.variables)
+    structure = structure_of(model)
+    variables = structure.by_path(model.variables)
+    owners = {structure.path(variable): variable for variable in model.variables}
     for path in sorted(flow.partial):
         shape = tuple(variables[path].shape)
         place(variables[path], Placement(shape, whole_box(shape), summed_over=(AXIS,)))
+        divide_penalty(owners[path], exchange.size)
     inside = [generator for layer, _ in layers for generator in _generators(layer)]
-    for variable in [*(variables[path] for path in sorted(flow.draws)), *inside]:
+    for variable in [*(variables[path] for path in sorted(flow.draws.of_slices)), *inside]:
         draw_apart(variable, exchange.index)
     lengths = [
         None if layout.dim is None else int(tensor.shape[-1])

@@ -14,6 +14,7 @@ from typing import Any
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.flow.blocks import outputs_of_blocks
 from hvdtrain.parallel.tensor.flow.constants import compare_numbers, of_constants
+from hvdtrain.parallel.tensor.flow.draws import UNSEEDED, Draws
 from hvdtrain.parallel.tensor.flow.operations import Layout, outputs_of, reshaped_like
 from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations, shown
 from hvdtrain.runtime.placement import even_slice
@@ -34,8 +35,7 @@ class Flow:
     """Paths of whole variables of whose gradient each rank has a part."""
     whole: set[str] = field(default_factory=set)
     """Paths of those of whose gradient each rank has all."""
-    draws: set[str] = field(default_factory=set)
-    """Paths of the random generators that draw for slices."""
+    draws: Draws = field(default_factory=Draws)
 
 
 def follow(
@@ -125,6 +125,8 @@ class _Walk:
         inputs = [self.layout_of(tensor) for tensor in op.inputs]
         if any(id(tensor) in self._variables for tensor in op.inputs):
             outputs: Sequence[Layout] = self._read(op)
+        elif op.type == "ReadVariableOp" and op.outputs[0].dtype.is_integer:
+            outputs = [Layout(constant=True, draws=frozenset([UNSEEDED]))]  # as of Keras' global generator
         elif any(layout.dim is not None for layout in inputs):
             outputs = self._sharded(op, inputs)
         else:
@@ -156,7 +158,7 @@ class _Walk:
             raise ConfigError(_unknown(op, next(layout for layout in inputs if layout.dim is not None)))
         for layout in inputs:
             self._flow.partial |= layout.parameters
-            self._flow.draws |= layout.draws
+        self._flow.draws.meet_slice(op, inputs, place_of(op))
         return outputs
 
     def _of_whole(self, op: Any, inputs: list[Layout]) -> Layout:
@@ -164,6 +166,7 @@ class _Walk:
             return of_constants(op, inputs)
         parameters = frozenset().union(*(layout.parameters for layout in inputs))
         if parameters and all(layout.constant or layout.parameters for layout in inputs):
+            self._flow.draws.meet_whole(inputs)
             return Layout(learned=True, parameters=parameters)
         for layout in inputs:
             self._used_whole(layout)
@@ -171,9 +174,11 @@ class _Walk:
 
     def _used_whole(self, layout: Layout) -> None:
         self._flow.whole |= layout.parameters
+        self._flow.draws.meet_whole([layout])
 
     def result(self) -> Flow:
         self._flow.outputs = [self.layout_of(tensor) for tensor in self._trace.outputs]
+        self._flow.draws.check()
         both = sorted(self._flow.partial & self._flow.whole)
         if both:
             raise ConfigError(

@@ -6,12 +6,15 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.parallel.tensor.flow.draws import UNSEEDED
 from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, Layout
 
 
 def of_constants(op: Any, inputs: Sequence[Layout]) -> Layout:
     """Return the layout of what `op` computes from constants alone."""
     draws = frozenset().union(*(layout.draws for layout in inputs))
+    if op.type.startswith("Random"):
+        draws |= {UNSEEDED}  # from a state of TensorFlow's own
     if op.type.startswith(("StatelessRandom", "Random")) or op.type in FILLED:
         return Layout(constant=True, even=True, draws=draws)
     if inputs and op.type in ELEMENTWISE:

@@ -91,9 +91,13 @@ def _goes_with_slice(tensor: Any, layout: Layout, place: int) -> bool:
     """Whether a whole tensor means the same to every slice along the dim at `place`, counted from the last."""
     if layout.learned and not layout.parameters:
         return False
+    return layout.even or place in layout.even_dims or not spans(tensor, place)
+
+
+def spans(tensor: Any, place: int) -> bool:
+    """Whether a tensor may have several elements along a dim, counted from the last, of what it is broadcast to."""
     rank = tensor.shape.rank
-    spans = rank is None or (rank >= -place and tensor.shape[place] != 1)
-    return layout.even or place in layout.even_dims or not spans
+    return rank is None or (rank >= -place and tensor.shape[place] != 1)
 
 
 def _along_last(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:

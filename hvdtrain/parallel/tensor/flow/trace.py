@@ -25,18 +25,19 @@ class Trace:
     inputs: list[Any]
 
 
-def traced(model: Any, inputs: Any, record: FlowRecord) -> Trace:
-    """Trace `model` in training.
+def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Trace:
+    """Trace `model`.
 
     Args:
         model: a built Keras model.
         inputs: a nest of anything with a shape and a dtype.
         record: where the layers note their calls.
+        training: whether it is called as in training, or as in evaluation and prediction.
     """
     graph = tf.__internal__.FuncGraph("layouts")
     with graph.as_default(), record.of(graph):
         given = tf.nest.map_structure(lambda t: tf.compat.v1.placeholder(t.dtype, t.shape), inputs)
-        outputs = sharded_outputs(model, model, given, training=True)
+        outputs = sharded_outputs(model, model, given, training=training)
     inside = {place for call in record.calls for place in range(call.begin, call.end)}
     operations = [op for place, op in enumerate(graph.get_operations()) if place not in inside]
     flat = [tensor for tensor in tf.nest.flatten(outputs) if tf.is_tensor(tensor)]
