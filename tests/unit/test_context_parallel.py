@@ -2,6 +2,7 @@
 
 import re
 import threading
+from functools import partial
 
 import keras
 import numpy as np
@@ -104,10 +105,26 @@ TOKENS = np.random.default_rng(0).integers(1, WORDS, (BATCH, LENGTH)).astype("in
 PADDED = np.where(np.arange(LENGTH) < np.array([[8], [5], [3]]), TOKENS, 0)
 ROWS = np.random.default_rng(1).standard_normal((BATCH, LENGTH, 5))
 PATCHES = {"patches/output": (None, "cp", None)}
+
+
+class Rotated(layers.MultiHeadAttention):
+    """Rotary embeddings (Su et al. 2021), without angles: queries and keys are changed before they meet."""
+
+    def _compute_attention(self, query, key, value, *args, **kwargs):
+        turned = (ops.concatenate([-each[..., 2:], each[..., :2]], axis=-1) for each in (query, key))
+        return super()._compute_attention(*turned, value, *args, **kwargs)
+
+
+def rotated(tokens):
+    x = layers.Embedding(WORDS, WIDTH)(tokens)
+    return x + Rotated(2, 4)(x, x, use_causal_mask=True)
+
+
 CASES = {
     "a model of Keras' pages": (gpt, TOKENS, {}),
     "a mask of padding": (masked, PADDED, {}),
     "grouped heads": (grouped, TOKENS, {}),
+    "attention that changes queries and keys": (rotated, TOKENS, {}),
     "a tied table": (tied, PADDED, {}),
     "a mask of its own": (with_a_mask_of_its_own, TOKENS, {}),
     "rows": (rows, ROWS, PATCHES),
@@ -335,6 +352,10 @@ REFUSALS = {
     ),
     "noise of Keras' global generator": (
         embedded(lambda x: Noise(keras.random.normal, name="noise")(x)),
+        "/noise.* draws at random for slices.*keras.random.SeedGenerator",
+    ),
+    "noise of one seed": (
+        embedded(lambda x: Noise(partial(keras.random.normal, seed=7), name="noise")(x)),
         "/noise.* draws at random for slices.*keras.random.SeedGenerator",
     ),
     "one dropout for slices and samples": (

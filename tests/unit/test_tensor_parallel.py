@@ -378,9 +378,26 @@ class Probabilities(layers.Layer):
         return x if training else keras.ops.softmax(x)
 
 
-class ShortInInference(layers.Layer):
+class Heads(keras.Model):
+    """Several in training, as GoogLeNet has."""
+
+    def __init__(self, main):
+        super().__init__()
+        self.up, self.down = layers.Dense(6, name="up"), layers.Dense(WIDTH, name="down")
+        self.main, self.aux = layers.Dense(4, name=main), layers.Dense(3, name="aux")
+
     def call(self, x, training=False):
-        return x if training else keras.ops.zeros_like(x[..., :1])
+        x = self.down(self.up(x))
+        return (self.main(x), self.aux(x)) if training else self.main(x)
+
+
+class LossOfAFactor(layers.Layer):
+    def build(self, shape):
+        self.tau = self.add_weight(name="tau", shape=(), initializer="ones")
+
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.square(self.tau))
+        return x * self.tau
 
 
 class StandardizedConv1D(layers.Conv1D):
@@ -422,6 +439,15 @@ class Mlp(layers.Layer):
 
     def call(self, x):
         return self.drop(self.fc2(self.drop(self.fc1(x))))
+
+
+class LossOfSlices(layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x, axis=(0, 1)))
+        return x
+
+
+SEEDED = functools.partial(keras.random.normal, seed=7)
 
 
 class Noise(layers.Layer):
@@ -613,11 +639,6 @@ REFUSALS = {
         {"up/kernel": (None, "tp")},
         ["needs the whole output of Dense .up", "Softmax"],
     ),
-    "an output in training alone": (
-        lambda x: ShortInInference()(layers.Dense(6, name="up")(x)),
-        {"up/kernel": (None, "tp")},
-        ["in training or in inference alone|needs the whole output of Dense .up"],
-    ),
     "standardized kernels": (
         lambda x: StandardizedConv1D(3, 1, name="down")(layers.Conv1D(4, 1, name="up")(x)),
         {"up/kernel": (None, None, "tp"), "down/kernel": (None, "tp", None)},
@@ -637,6 +658,21 @@ REFUSALS = {
         lambda x: layers.Dense(5, name="down")(Noise(tf.random.normal)(layers.Dense(6, name="up")(x))),
         DENSE,
         ["draws at random for slices", "keras.random.SeedGenerator"],
+    ),
+    "noise of one seed": (
+        lambda x: layers.Dense(5, name="down")(Noise(SEEDED)(layers.Dense(6, name="up")(x))),
+        DENSE,
+        ["draws at random for slices", "keras.random.SeedGenerator"],
+    ),
+    "a loss of a factor of slices": (
+        lambda x: layers.Dense(5, name="down")(LossOfAFactor(name="factor")(layers.Dense(6, name="up")(x))),
+        DENSE,
+        ["'factor/tau' is used on slices and on whole activations|/tau' is used on slices"],
+    ),
+    "a loss of slices": (
+        lambda x: layers.Dense(5, name="down")(LossOfSlices()(layers.Dense(6, name="up")(x))),
+        DENSE,
+        ["LossOfSlices .* adds a loss of which each rank has a slice"],
     ),
     "noise of Keras' global generator": (
         lambda x: layers.Dense(5, name="down")(Noise(keras.random.normal)(layers.Dense(6, name="up")(x))),
@@ -857,6 +893,34 @@ def test_draws_and_gradients_of_what_is_whole():
     assert placement_of(model.get_layer("slope").alpha).summed_over == ("tp",)
     apart = {name: drawn_apart(model.get_layer(name).seed_generator.state) for name in ("of_all", "of_slices")}
     assert apart == {"of_all": None, "of_slices": 1}
+
+
+def test_outputs_may_differ_in_training_and_in_inference_where_they_are_whole():
+    x = np.ones((BATCH, WIDTH))
+    split(lambda: Heads("main"), DENSE, inputs=x)
+    with pytest.raises(ConfigError, match="in training or in inference alone"):
+        split(lambda: Heads("logits"), {**DENSE, "logits/kernel": (None, "tp")}, inputs=x)
+
+
+def test_a_slice_of_one_feature_has_a_mask_of_its_own():
+    def build(x):
+        return layers.Dense(5, name="down")(layers.Dropout(0.5, name="drop")(layers.Dense(2, name="up")(x)))
+
+    model = split(lambda: functional((LENGTH, WIDTH), build), DENSE)
+    assert drawn_apart(model.get_layer("drop").seed_generator.state) == 1
+
+
+class Exported(layers.Embedding):
+    """As KerasHub exports Keras' layers, under a name of its own."""
+
+    _api_export_path = "keras_hub.layers.Exported"
+    supports_masking = True
+
+
+def test_a_subclass_that_computes_nothing_else_is_known():
+    rules = {"table": ("tp", None)}
+    model = split(lambda: functional((LENGTH,), Exported(12, WIDTH, name="table"), "int32"), rules)
+    assert model.get_layer("table").embeddings.shape == (6, WIDTH)
 
 
 def test_a_mask_for_all_features_is_the_same_on_all_ranks():

@@ -13,12 +13,18 @@ from hvdtrain.backends.differentiable import exchange_parts, gather_to
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.group import Group
 from hvdtrain.parallel.context.positions import POSITION_DIM
-from hvdtrain.parallel.tensor.layers.base import described, replace_call
+from hvdtrain.parallel.tensor.layers.attention import KINDS
+from hvdtrain.parallel.tensor.layers.base import calls_as, described, replace_call
 from hvdtrain.runtime.compiled import numbered
 
 MASKS = ("query_mask", "value_mask", "key_mask")
 HEAD_DIM = 2
 """The dim of projections [batch, positions, heads, features] that counts heads."""
+
+
+def is_attention(layer: Any) -> bool:
+    """Whether a layer calls as Keras' attention by heads; it may compute its own for all positions of some heads."""
+    return any(calls_as(layer, kind) for kind in KINDS)
 
 
 def split_attention(layer: Any, group: Group, name: str) -> None:

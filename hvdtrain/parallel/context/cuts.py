@@ -7,14 +7,14 @@ import keras
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.group import Group
 from hvdtrain.parallel.context.positions import POSITION_DIM
-from hvdtrain.parallel.tensor.layers.base import described, plain_call, replace_call
+from hvdtrain.parallel.tensor.layers.base import calls_as, described, replace_call
 
 EMBEDDINGS = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
 
 
 def is_embedding(layer: Any) -> bool:
     """Whether a layer looks rows up as Keras' embeddings do."""
-    return any(plain_call(layer, kind) for kind in EMBEDDINGS)
+    return any(calls_as(layer, kind) for kind in EMBEDDINGS)
 
 
 def cut_lookups(layer: Any, group: Group, length: int) -> None:

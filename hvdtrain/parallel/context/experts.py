@@ -5,12 +5,12 @@ from typing import Any
 from hvdtrain.layers.experts.mixture import MixtureOfExperts
 from hvdtrain.parallel.context.group import Group
 from hvdtrain.parallel.context.positions import POSITION_DIM
-from hvdtrain.parallel.tensor.layers.base import described, plain_call, replace_call
+from hvdtrain.parallel.tensor.layers.base import calls_as, described, replace_call
 
 
 def is_experts(layer: Any) -> bool:
     """Whether a layer is a mixture of experts that calls them as ours does."""
-    return plain_call(layer, MixtureOfExperts)
+    return calls_as(layer, MixtureOfExperts)
 
 
 def note_experts(layer: Any, group: Group) -> None:

@@ -39,7 +39,7 @@ def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]
     Raises:
         ConfigError: naming the layer that looks at other positions, or at their number.
     """
-    walk = _Walk(sliced, variables)
+    walk = _Walk(sliced, whole, variables)
     walk.go()
     if not same_operations(whole.operations, sliced.operations):
         raise ConfigError(
@@ -58,8 +58,9 @@ def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]
 class _Walk:
     """Goes through the operations of a trace in their order."""
 
-    def __init__(self, trace: Trace, variables: Mapping[str, Any]) -> None:
+    def __init__(self, trace: Trace, whole: Trace, variables: Mapping[str, Any]) -> None:
         self._trace = trace
+        self._whole = {id(mine): theirs for mine, theirs in zip(trace.operations, whole.operations, strict=False)}
         paths = {id(variable.handle): path for path, variable in variables.items()}
         self._paths = {id(inner): paths[id(outer)] for outer, inner in trace.graph.captures if id(outer) in paths}
         self.draws = Draws()
@@ -141,7 +142,8 @@ class _Walk:
                 "computed from itself alone, but for MultiHeadAttention and GroupQueryAttention: leave the layer out, "
                 "or cp in --parallel."
             )
-        self.draws.meet_slice(op, inputs, place_of(op))
+        whole = self._whole.get(id(op))
+        self.draws.meet_slice(op, inputs, whole if whole is not None and whole.type == op.type else op, place_of(op))
         return outputs
 
     def _note_length(self, op: Any) -> None:

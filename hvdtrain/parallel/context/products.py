@@ -7,12 +7,12 @@ import keras
 
 from hvdtrain.parallel.context.cuts import all_but_last
 from hvdtrain.parallel.context.group import Group
-from hvdtrain.parallel.tensor.layers.base import described, plain_call, replace_call
+from hvdtrain.parallel.tensor.layers.base import calls_as, described, replace_call
 
 
 def is_dense(layer: Any) -> bool:
     """Whether a layer is a Dense or EinsumDense of Keras'."""
-    return plain_call(layer, keras.layers.Dense) or plain_call(layer, keras.layers.EinsumDense)
+    return calls_as(layer, keras.layers.Dense) or calls_as(layer, keras.layers.EinsumDense)
 
 
 def note_dense(layer: Any, group: Group) -> None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.exchanging import ExchangingLayer
-from hvdtrain.parallel.context.attention import split_attention
+from hvdtrain.parallel.context.attention import is_attention, split_attention
 from hvdtrain.parallel.context.cuts import cut_lookups, cut_output, is_embedding
 from hvdtrain.parallel.context.experts import is_experts, note_experts
 from hvdtrain.parallel.context.flow import follow
@@ -20,7 +20,7 @@ from hvdtrain.parallel.context.rules import AXIS, named_layers
 from hvdtrain.parallel.inputs import input_specs
 from hvdtrain.parallel.tensor.flow.draws import UNSEEDED
 from hvdtrain.parallel.tensor.flow.trace import Trace, traced
-from hvdtrain.parallel.tensor.layers.attention import inner_layers, is_attention
+from hvdtrain.parallel.tensor.layers.attention import inner_layers
 from hvdtrain.parallel.tensor.layers.base import described
 from hvdtrain.parallel.tensor.rules import Layout
 from hvdtrain.state.placement import draw_for_samples
@@ -119,10 +119,7 @@ def _traced(model: Any, specs: Any, group: Group, *, training: bool) -> Trace:
             'belongs to positions comes of an Embedding, or of a layer that a rule names, as in {"LAYER/output": '
             f'(None, "cp", None)}}. TensorFlow says: {error}'
         ) from error
-    adding = [layer for layer in _layers(model) if layer._losses]
-    for layer in adding:
-        layer._clear_losses()
-    other = next((layer for layer in adding if not is_experts(layer)), None)
+    other = next((layer for layer, _ in trace.losses if not is_experts(layer)), None)
     if other is not None:
         raise ConfigError(
             f"{described(other)} adds a loss, which would be that of a slice of each sequence: leave it out, or cp in "

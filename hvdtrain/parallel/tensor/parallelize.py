@@ -84,7 +84,8 @@ class Parallelization:
             cut_output(layer, self._group, f"tensor/output/{layer.path or layer.name}", whole=not cut)
         cut_paths = frozenset(paths[key] for key in cuts)
         flow, in_inference = (self._followed(model, specs, wholes[mode], cut_paths, training=mode) for mode in wholes)
-        if [layout.dim for layout in flow.outputs] != [layout.dim for layout in in_inference.outputs]:
+        dims = [[layout.dim for layout in each.outputs] for each in (flow, in_inference)]
+        if dims[0] != dims[1] and any(dim is not None for dim in (*dims[0], *dims[1])):
             raise ConfigError(
                 f"{model.name!r} gives slices of its outputs in training or in inference alone: let it give the same "
                 "ones in both, or leave its last layer whole."

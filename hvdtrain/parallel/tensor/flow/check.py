@@ -158,7 +158,7 @@ class _Walk:
             raise ConfigError(_unknown(op, next(layout for layout in inputs if layout.dim is not None)))
         for layout in inputs:
             self._flow.partial |= layout.parameters
-        self._flow.draws.meet_slice(op, inputs, place_of(op))
+        self._flow.draws.meet_slice(op, inputs, whole or op, place_of(op))
         return outputs
 
     def _of_whole(self, op: Any, inputs: list[Layout]) -> Layout:
@@ -176,8 +176,20 @@ class _Walk:
         self._flow.whole |= layout.parameters
         self._flow.draws.meet_whole([layout])
 
+    def _use_losses(self) -> None:
+        """Take losses that layers add for what every rank has whole."""
+        for layer, loss in self._trace.losses:
+            layout = self.layout_of(loss)
+            if layout.dim is not None:
+                raise ConfigError(
+                    f"{type(layer).__name__} {layer.path!r} adds a loss of which each rank has a slice, by "
+                    f"{layout.origin}: add what is whole, or leave the layer before it whole."
+                )
+            self._used_whole(layout)
+
     def result(self) -> Flow:
         self._flow.outputs = [self.layout_of(tensor) for tensor in self._trace.outputs]
+        self._use_losses()
         self._flow.draws.check()
         both = sorted(self._flow.partial & self._flow.whole)
         if both:

@@ -9,13 +9,16 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.flow.draws import UNSEEDED
 from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, Layout
 
+_DRAWN = ("StatelessRandom", "Random")
+_OF_SEEDS = "StatelessRandomGet"
+
 
 def of_constants(op: Any, inputs: Sequence[Layout]) -> Layout:
     """Return the layout of what `op` computes from constants alone."""
     draws = frozenset().union(*(layout.draws for layout in inputs))
-    if op.type.startswith("Random"):
-        draws |= {UNSEEDED}  # from a state of TensorFlow's own
-    if op.type.startswith(("StatelessRandom", "Random")) or op.type in FILLED:
+    if op.type.startswith(_DRAWN) and not op.type.startswith(_OF_SEEDS) and not draws:
+        draws = frozenset([UNSEEDED])  # from a state of TensorFlow's own, or a seed that never changes
+    if op.type.startswith(_DRAWN) or op.type in FILLED:
         return Layout(constant=True, even=True, draws=draws)
     if inputs and op.type in ELEMENTWISE:
         even = all(layout.even for layout in inputs)

@@ -20,8 +20,14 @@ class Draws:
     of_wholes: set[str] = field(default_factory=set)
     """For what several ranks have alike, or for all slices together: each rank needs the same numbers."""
 
-    def meet_slice(self, op: Any, inputs: Sequence[Layout], where: str) -> None:
+    def meet_slice(self, op: Any, inputs: Sequence[Layout], whole: Any, where: str) -> None:
         """Note what is drawn for an operation on a slice.
+
+        Args:
+            op: the operation.
+            inputs: layouts of its inputs.
+            whole: the same one in the whole model: a slice may have one element where the whole has several.
+            where: it is, for messages.
 
         Raises:
             ConfigError: ranks would draw the same for different slices, as no generator of the model draws.
@@ -31,7 +37,7 @@ class Draws:
             for tensor, layout in zip(op.inputs, inputs, strict=True)
             if layout.dim is not None
         )
-        for tensor, layout in zip(op.inputs, inputs, strict=True):
+        for tensor, layout in zip(whole.inputs, inputs, strict=True):
             if layout.dim is not None or not layout.draws:
                 continue
             if not spans(tensor, place):

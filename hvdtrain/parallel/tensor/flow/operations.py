@@ -223,6 +223,13 @@ def _unpacked(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
     return None if dim is None or dim == axis else [joined(inputs, dim - (axis < dim))] * len(op.outputs)
 
 
+def _packed(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Put slices side by side along a new dim."""
+    dims = {layout.dim for layout in inputs}
+    dim, axis = inputs[0].dim, op.get_attr("axis") % op.outputs[0].shape.rank
+    return None if dim is None or len(dims) != 1 else [joined(inputs, dim + (axis <= dim))]
+
+
 def _tiled(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
     """Repeat along other dims."""
     multiples, dim = tf.get_static_value(op.inputs[1], partial=True), inputs[0].dim
@@ -296,6 +303,7 @@ RULES: dict[str, Rule] = {
     "Einsum": _einsum,
     "ConcatV2": _concatenated,
     "Unpack": _unpacked,
+    "Pack": _packed,
     "Tile": _tiled,
     "Split": _split,
     "SplitV": _split,

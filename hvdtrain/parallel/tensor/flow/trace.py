@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
@@ -23,6 +24,8 @@ class Trace:
     calls: list[LayerCall]
     outputs: list[Any]
     inputs: list[Any]
+    losses: list[tuple[Any, Any]]
+    """What layers have added, with the layer."""
 
 
 def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Trace:
@@ -38,10 +41,13 @@ def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Tr
     with graph.as_default(), record.of(graph):
         given = tf.nest.map_structure(lambda t: tf.compat.v1.placeholder(t.dtype, t.shape), inputs)
         outputs = sharded_outputs(model, model, given, training=training)
+    layers = {id(layer): layer for layer in model._flatten_layers() if isinstance(layer, keras.Layer)}.values()
+    losses = [(layer, loss) for layer in layers for loss in layer._losses if getattr(loss, "graph", None) is graph]
+    model._clear_losses()
     inside = {place for call in record.calls for place in range(call.begin, call.end)}
     operations = [op for place, op in enumerate(graph.get_operations()) if place not in inside]
     flat = [tensor for tensor in tf.nest.flatten(outputs) if tf.is_tensor(tensor)]
-    return Trace(graph, operations, list(record.calls), flat, tf.nest.flatten(given))
+    return Trace(graph, operations, list(record.calls), flat, tf.nest.flatten(given), losses)
 
 
 def of_one_size(specs: Any) -> Any:

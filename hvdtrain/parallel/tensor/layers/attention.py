@@ -7,7 +7,7 @@ import keras
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.record import LayerCall
-from hvdtrain.parallel.tensor.layers.base import Group, described, plain_call, replace_call
+from hvdtrain.parallel.tensor.layers.base import Group, computes_as, described, replace_call
 from hvdtrain.parallel.tensor.layers.products import SlicedProduct
 
 KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
@@ -88,7 +88,7 @@ class _Entered:
 
 def is_attention(layer: Any) -> bool:
     """Whether a layer is Keras' attention by heads."""
-    return any(plain_call(layer, kind) for kind in KINDS)
+    return any(computes_as(layer, kind) for kind in KINDS)
 
 
 def inner_layers(layer: Any) -> list[Any]:

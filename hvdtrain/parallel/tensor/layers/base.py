@@ -63,8 +63,9 @@ class Group:
 
 _NOT_IN_CALLS = frozenset(
     (
-        *("_abc_impl", "build", "get_config", "from_config", "get_build_config", "build_from_config"),
+        *("build", "quantized_build", "get_config", "from_config", "get_build_config", "build_from_config"),
         *("compute_output_shape", "compute_output_spec", "compute_mask", "save_own_variables", "load_own_variables"),
+        *("enable_lora", "quantize", "variable_serialization_spec"),
     )
 )
 """What subclasses of Keras' layers may override: it is not a part of their computation, or is called around it."""
@@ -93,13 +94,19 @@ def cut_of(variable: Any, cuts: dict[int, Cut]) -> Cut | None:
     return None if variable is None else cuts.get(id(variable))
 
 
-def plain_call(layer: Any, kind: type) -> bool:
-    """Whether a layer is of a kind of Keras' and computes as that does: what its call uses is not overridden either."""
+def calls_as(layer: Any, kind: type) -> bool:
+    """Whether a layer is of a kind of Keras' and has its call."""
+    return isinstance(layer, kind) and type(layer).call is kind.call  # type: ignore[attr-defined]
+
+
+def computes_as(layer: Any, kind: type) -> bool:
+    """Whether a layer is of a kind of Keras', and overrides nothing of what its call uses."""
     if not isinstance(layer, kind):
         return False
     classes = type(layer).__mro__
-    defined = {name for each in classes[: classes.index(kind)] for name in vars(each)}
-    return not any(hasattr(kind, name) and not name.startswith("__") for name in defined - _NOT_IN_CALLS)
+    own = [item for each in classes[: classes.index(kind)] for item in vars(each).items()]
+    overridden = {name for name, value in own if callable(value) or isinstance(value, property)}
+    return not any(hasattr(kind, name) and not name.startswith("__") for name in overridden - _NOT_IN_CALLS)
 
 
 def described(layer: Any) -> str:

@@ -11,8 +11,8 @@ from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.layers.base import (
     Group,
     check_additive,
+    computes_as,
     described,
-    plain_call,
     refuse_other_weights,
     replace_call,
 )
@@ -107,7 +107,7 @@ class SlicedEmbedding:
 
 def is_embedding(layer: Any) -> bool:
     """Whether a layer is one of Keras' embeddings."""
-    return any(plain_call(layer, kind) for kind in (keras.layers.Embedding, keras.layers.ReversibleEmbedding))
+    return any(computes_as(layer, kind) for kind in (keras.layers.Embedding, keras.layers.ReversibleEmbedding))
 
 
 def _set_mask(layer: Any, inputs: Any, outputs: Any) -> None:

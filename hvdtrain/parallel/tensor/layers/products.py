@@ -15,8 +15,8 @@ from hvdtrain.parallel.tensor.layers.base import (
     Group,
     check_activation,
     check_additive,
+    computes_as,
     described,
-    plain_call,
     refuse_other_weights,
     replace_call,
 )
@@ -102,7 +102,7 @@ class SlicedProduct:
 def is_product(layer: Any) -> bool:
     """Whether a layer is one whose kernel can be cut."""
     kinds = (keras.layers.Dense, keras.layers.EinsumDense, *CONVOLUTIONS)
-    return any(plain_call(layer, kind) for kind in kinds)
+    return any(computes_as(layer, kind) for kind in kinds)
 
 
 def _role(layer: Any, cut: Cut) -> tuple[bool, int]:
