@@ -244,7 +244,6 @@ class TwoRanks(NoOpCollectives):
         ({"jit": True}, "jit"),
         ({"sync_batch_norm": True}, "sync_batch_norm"),
         ({"local_steps": 2}, "local_steps"),
-        ({"zero": 2}, "zero=2"),
         ({"zero": 3}, "zero=3"),
         ({"reduce_op": "adasum"}, "reduce_op='adasum'"),
     ],

@@ -90,7 +90,9 @@ class PipelineStepFactory(CompiledStepFactory):
             microbatch,
             self._options.recompute,
         )
-        passes = PipelinedForwardBackward(self._backend, self._pipeline, self._exchange, state, self._loss, options)
+        passes = PipelinedForwardBackward(
+            self._backend, self._pipeline, self._exchange, state, self._loss, options, rule.parameters
+        )
         return TrainStep(
             self._backend,
             state,

@@ -1,6 +1,6 @@
 """Forward and backward passes of the stages that a rank of a pipeline holds, in the order of its schedule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ from hvdtrain.training.pipelined import added_losses
 from hvdtrain.training.pipelined.added_losses import LossShare
 from hvdtrain.training.pipelined.forward import masked, receive_forward, rows_of
 from hvdtrain.training.pipelined.regularization import Regularization
-from hvdtrain.training.pipelined.stage_training import PipelineOptions, StageTraining
+from hvdtrain.training.pipelined.stage_training import ParametersOf, PipelineOptions, StageTraining
 from hvdtrain.training.pipelined.tied import TiedGradients
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.microbatches import Microbatches
-from hvdtrain.training.step.parameters import serves_others
+from hvdtrain.training.step.parameters import Collected
 from hvdtrain.training.step.placeholder import counted
 
 Count = Callable[[Batch, Any], None]
@@ -42,6 +42,7 @@ class PipelinedForwardBackward:
         state: what is trained; its model is a `PipelineStage`.
         loss: the loss as sum and weight.
         options: how microbatches pass the stages.
+        parameters_of: see `UpdateRule.parameters`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class PipelinedForwardBackward:
         state: TrainState,
         loss: LossFunction,
         options: PipelineOptions,
+        parameters_of: ParametersOf,
     ) -> None:
         self.stage: PipelineStage = state.model
         self.options = options
@@ -61,8 +63,10 @@ class PipelinedForwardBackward:
         self._backend = backend
         self._pipeline = pipeline
         self._stages = {
-            number: StageTraining(self.stage, number, state.trainable, options) for number in self.stage.stages
+            number: StageTraining(self.stage, number, state.trainable, options, parameters_of)
+            for number in self.stage.stages
         }
+        self._parameters = parameters_of(state.trainable)
         self._regularization = Regularization(self.stage)
         self._tied = TiedGradients(self.stage, pipeline, state.trainable, exchange.keep)
 
@@ -95,10 +99,16 @@ class PipelinedForwardBackward:
         gradients = self._gradients()
         if self._regularization.applies:
             factor = tf.math.divide_no_nan(weight, expected) * scale
-            gradients = self._regularization.added(gradients, self.state.trainable, factor)
+            gradients = [_both(*each) for each in zip(gradients, self._penalties(run, factor), strict=True)]
         gradients = self._tied.summed(gradients)
         totals = tf.cast(tf.stack([loss + weight * penalty, weight, poison]), self._totals_dtype())
-        return LocalGradients(gradients, totals, expected, uniform=False)
+        return LocalGradients(gradients, totals, expected, uniform=False, poison=run.poison(self.state.trainable))
+
+    def _penalties(self, run: "ScheduledRun", factor: tf.Tensor) -> list[Gradient]:
+        """Return the gradients of the penalties as those of a microbatch are: some update rules keep slices of them."""
+        found = self._regularization.gradients(self.state.trainable, factor)
+        with self._parameters.passes(1.0) as passes:
+            return run.noted(passes.collected(found), self.state.trainable)
 
     def _gradients(self) -> list[Gradient]:
         """Return the sums over the microbatches, in the order of the state; a variable may be in several stages."""
@@ -126,6 +136,9 @@ class ScheduledRun:
         self._count = count
         self._tapes: dict[tuple[int, int], _Taped] = {}
         self._ends: list[list[tf.Tensor]] = [[], []]
+        self._collected: list[tf.Tensor] = []
+        """The gradients of the latest backward pass, as they are added up."""
+        self._poison: dict[str, list[tf.Tensor]] = {}
         self.totals: tf.Tensor = tf.zeros([4], tf.float64)
         """Loss, weight, NaN where data are not finite, expected weight: of the last stage; elsewhere zeros, but for the
         losses that layers add."""
@@ -136,6 +149,19 @@ class ScheduledRun:
         ends = act(self._stages[action.stage], action.microbatch)
         # What follows a call of a function that is inlined follows its side effects, and not its results.
         self._ends.append([tf.identity(tensor) for tensor in ends])
+
+    def noted(self, collected: Collected, paths: Iterable[str]) -> list[Gradient]:
+        """Return gradients as they are added up, and note which of them are not finite, if that is asked for."""
+        if collected.poison is not None:
+            for path, each in zip(paths, tf.unstack(collected.poison), strict=True):
+                self._poison.setdefault(path, []).append(each)
+        return collected.gradients
+
+    def poison(self, paths: Iterable[str]) -> tf.Tensor | None:
+        """Return what was `noted`, see `Collected`; None if there is nothing."""
+        if not self._poison:
+            return None
+        return tf.stack([tf.add_n([tf.constant(0.0), *self._poison.get(path, [])]) for path in paths])
 
     def _after(self, passes: int) -> Any:
         """Return a context whose operations wait for this rank's latest pass, or for the one before it.
@@ -195,7 +221,9 @@ class ScheduledRun:
         owner, part = self._owner, self._parts[microbatch]
         taped = self._tapes.pop((stage.number, microbatch))
         targets, seeds = self._seeds(stage, taped, part, str(microbatch))
-        seeds = self._gated(seeds)
+        # While gradients are exchanged the next forward pass may run, but no backward pass that makes more of them.
+        with tf.control_dependencies(self._collected):
+            seeds = self._gated(seeds)
         share = seeds.pop() if stage.needs_share else None
         if taped.added is not None and taped.summed is None:
             assert share is not None, "a stage that adds losses is sent what they count"
@@ -203,13 +231,12 @@ class ScheduledRun:
         sources = [tensor for tensor in taped.received if tensor.dtype.is_floating]
         with self._after(1):
             variables = list(stage.variables.values())
-            found = taped.tape.gradient(targets, [*variables, *sources], output_gradients=seeds)
-            own = [
-                gradient if serves_others(variable) else counted(gradient, part.has_samples)
-                for variable, gradient in zip(variables, found, strict=False)
-            ]
+            with stage.parameters.passes(part.has_samples) as passes:
+                found = taped.tape.gradient(targets, [*variables, *sources], output_gradients=seeds)
+                own = self.noted(passes.collected(found[: len(variables)]), stage.variables)
             sent = [counted(gradient, part.has_samples) for gradient in found[len(variables) :]]
             stage.add(own, microbatch=microbatch, only=len(self._parts) == 1)
+            self._collected = _values_of(own)
         if stage.number:
             whole = [
                 tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in zip(sources, sent, strict=True)
@@ -217,7 +244,7 @@ class ScheduledRun:
             if share is not None and stage.passes_share:
                 whole.append(share)
             owner.exchange.send(whole, stage.number, stage.number - 1, str(microbatch), "backward")
-        return [g.values if isinstance(g, tf.IndexedSlices) else g for g in (*own, *sent) if g is not None]
+        return _values_of([*found[: len(variables)], *sent])
 
     def _seed_of_added(self, added: tf.Tensor, packed: tf.Tensor, part: Batch) -> tf.Tensor:
         """Return with what the backward pass of a stage's own loss begins, and count that loss."""
@@ -262,6 +289,11 @@ class _Taped:
 
 
 def _both(one: Gradient, other: Gradient) -> Gradient:
-    if other is None:
-        return one
+    if one is None or other is None:
+        return other if one is None else one
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+
+
+def _values_of(gradients: Iterable[Gradient]) -> list[tf.Tensor]:
+    """Return the values of those gradients that there are."""
+    return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]

@@ -1,7 +1,6 @@
 """Penalties on weights (`kernel_regularizer`): each stage knows those of its own, and the last one the loss."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import tensorflow as tf
 
@@ -33,25 +32,18 @@ class Regularization:
         each = [tf.cast(variable.regularizer(variable), tf.float64) for variable in self._variables]
         return tf.add_n(each) if each else tf.zeros([], tf.float64)
 
-    def added(
-        self, gradients: Sequence[Gradient], trainable: Mapping[str, tf.Variable], factor: tf.Tensor
-    ) -> list[Gradient]:
-        """Return gradients plus those of `factor` times the penalties.
+    def gradients(self, trainable: Mapping[str, tf.Variable], factor: tf.Tensor) -> list[Gradient]:
+        """Return the gradients of `factor` times the penalties, None for variables without one.
 
         Args:
-            gradients: of each of `trainable`.
             trainable: the variables that are trained, by path.
             factor: a float64 scalar.
         """
-        variables = [unwrap(variable) for variable in self._variables]
+        penalized = {id(unwrap(variable)) for variable in self._variables}
         with tf.GradientTape() as tape:
             penalty = self.value()
-        own = tape.gradient(penalty, variables, output_gradients=factor)
-        by_id: dict[int, Any] = {id(variable): gradient for variable, gradient in zip(variables, own, strict=True)}
-        whole = []
-        for variable, gradient in zip(trainable.values(), gradients, strict=True):
-            more = by_id.get(id(variable))
-            if more is not None:
-                gradient = more if gradient is None else tf.convert_to_tensor(gradient) + more
-            whole.append(gradient)
-        return whole
+        variables = {path: variable for path, variable in trainable.items() if id(variable) in penalized}
+        found = dict(
+            zip(variables, tape.gradient(penalty, list(variables.values()), output_gradients=factor), strict=True)
+        )
+        return [found.get(path) for path in trainable]

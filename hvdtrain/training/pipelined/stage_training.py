@@ -1,8 +1,8 @@
 """What a rank of a pipeline trains of one stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -17,7 +17,10 @@ from hvdtrain.runtime.compiled import names_under
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.pipelined.added_losses import adds_losses, shared_up_to
+from hvdtrain.training.step.parameters import Parameters
 from hvdtrain.training.step.placeholder import unmoved
+
+ParametersOf: TypeAlias = Callable[[Mapping[str, tf.Variable]], Parameters]
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,16 @@ class StageTraining:
         number: of this stage in the pipeline.
         trainable: the variables that the rank trains, by path.
         options: how microbatches pass the stages.
+        parameters_of: see `UpdateRule.parameters`.
     """
 
     def __init__(
-        self, stage: PipelineStage, number: int, trainable: Mapping[str, tf.Variable], options: PipelineOptions
+        self,
+        stage: PipelineStage,
+        number: int,
+        trainable: Mapping[str, tf.Variable],
+        options: PipelineOptions,
+        parameters_of: ParametersOf,
     ) -> None:
         self.number = number
         self.stage = stage
@@ -60,6 +69,7 @@ class StageTraining:
         """Whether the stage before must know it."""
         used = {id(unwrap(variable)) for variable in variables_of(nodes)}
         self.variables = {path: v for path, v in trainable.items() if id(v) in used}
+        self.parameters = parameters_of(self.variables)
         self.layers = list({id(layer): layer for node in nodes for layer in _layers_of(node.operation)}.values())
         """Those that the stage calls, nested ones too."""
         self._statistics = [variable for layer in self.layers for variable in statistics_of(layer)]

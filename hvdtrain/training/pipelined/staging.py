@@ -63,7 +63,7 @@ def _check_options(options: StepOptions, ranks: int) -> None:
             "--jit": options.jit,
             "--sync-batch-norm": options.sync_batch_norm,
             "--local-steps": options.local_steps is not None,
-            f"--zero={options.zero}": options.zero > 1,
+            f"--zero={options.zero}": options.zero > 2,
             "--reduce-op=adasum": options.reduce_op == "adasum",
         },
     )

@@ -68,7 +68,7 @@ class ForwardBackward:
         self._exchanging = exchanging_layers(state.model)
         self._fusible = fusible_layers(state.model)
         self._jit = jit
-        self._parameters = parameters or Parameters(state)
+        self._parameters = parameters or Parameters(state.trainable)
 
     def __call__(
         self, batch: Batch, *, within: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -1,6 +1,6 @@
 """What the passes of a replica read and take gradients of."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.runtime.placement import placement_of
-from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.placeholder import counted
 
 
@@ -49,15 +48,15 @@ class Parameters:
     """The model's own variables, whole on every replica; update rules that divide parameters or gradients have others.
 
     Args:
-        state: what is trained.
+        trainable: the variables that are trained, by structural path: of the model, or of one of its stages.
     """
 
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
+    def __init__(self, trainable: Mapping[str, tf.Variable]) -> None:
+        self._trainable = trainable
 
     def sources(self) -> list[tf.Variable]:
-        """Return what gradients are taken of, in the order of `TrainState.trainable`."""
-        return list(self._state.trainable.values())
+        """Return what gradients are taken of, one for each trainable variable."""
+        return list(self._trainable.values())
 
     @contextmanager
     def passes(self, has_samples: tf.Tensor | float) -> Iterator[Pass]:

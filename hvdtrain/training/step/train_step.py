@@ -73,7 +73,7 @@ class TrainStep:
         self._passes = passes
         self._counts = counts
         self._forward_backward = ForwardBackward(
-            backend, state, loss, forward=forward, jit=jit, parameters=rule.parameters(state)
+            backend, state, loss, forward=forward, jit=jit, parameters=rule.parameters(state.trainable)
         )
         self._metrics = metrics
         self._rule = rule

@@ -90,9 +90,13 @@ class UpdateRule:
         """Return a step's totals for the loop; a rule whose `update` leaves them local reduces them when read."""
         return totals
 
-    def parameters(self, state: TrainState) -> Parameters:
-        """Return what the passes read and take gradients of; made for each compiled step."""
-        return Parameters(state)
+    def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
+        """Return what the passes read and take gradients of; made for each compiled step.
+
+        Args:
+            trainable: the variables that these passes train, by structural path.
+        """
+        return Parameters(trainable)
 
     def finite_parameters(self, state: TrainState) -> tf.Tensor:
         """Return whether all trainable parameters are finite, the same on every replica; within the compiled step."""

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from checks import tensor_parallel as tensors
 from checks.parity import OPTIMIZERS, per_sample
-from checks.pipelines import TOLERANCE, assert_parity, data, error_of, model_of
+from checks.pipelines import TOLERANCE, assert_parity, batches, data, error_of, model_of, trained
 from meshes import on_mesh
 from world import World, plain_training, relative_error
 
@@ -19,14 +19,16 @@ from hvdtrain.state.placement import placed_tensor, placement_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.update_rules.zero import shards
 
+BOUND = 0.05
+"""On the norm of the gradient."""
+
 
 def check_four_stages_and_replicas_of_two_train_as_one_process_does(world: World) -> None:
     with on_mesh(world, "pp=4") as mesh:
         assert_parity(mesh, "float64", "sgd", tied=True)
     folder = world.folder / "stages_of_replicas"
-    clip = lambda gradients: tf.clip_by_global_norm(gradients, 0.05)[0]  # noqa: E731
     with on_mesh(world, "pp=2") as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
-        trainer = assert_parity(mesh, "float64", "sgd", clip, accumulate=2, tied=True, clip_norm=0.05, zero=1)
+        trainer = assert_parity(mesh, "float64", "sgd", clipped, accumulate=2, tied=True, clip_norm=BOUND, zero=1)
         trainer.save(folder)
         world.gather(b"")
     with on_mesh(world, "dp=-1") as mesh:
@@ -90,6 +92,36 @@ def error_of_split(mesh: World, name: str, dtype: str, transform: Any, **options
 
 def slice_of(whole: np.ndarray, placement: Any) -> np.ndarray:
     return whole if placement is None else whole[placement.box]
+
+
+def check_gradients_of_stages_are_slices_among_replicas(world: World) -> None:
+    """ZeRO 2, with tied weights and penalties: each microbatch's gradients are added up as slices."""
+    plain = penalized_model()
+    expected = penalized_reference(plain)
+    options = {"clip_norm": BOUND, "accumulate": 2, "pipeline_schedule": "interleaved", "virtual_stages": 2}
+    with on_mesh(world, "pp=2") as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
+        sgd = OPTIMIZERS["sgd"]()
+        trainer = trained(mesh, penalized_model, sgd, zero=2, on_bad_step="skip", **options)
+        error = error_of(mesh, trainer, expected, plain)
+    assert error <= TOLERANCE["float64"], f"{error:.2e}"
+
+
+def penalized_model() -> keras.Model:
+    model = model_of("float64", tied=True)
+    for name in ("dense0", "dense3"):
+        model.get_layer(name).kernel.regularizer = keras.regularizers.L2(0.01)
+    return model
+
+
+def penalized_reference(model: keras.Model) -> list[np.ndarray]:
+    def loss(targets: Any, outputs: Any) -> Any:
+        return per_sample(targets, outputs) + tf.add_n(model.losses)
+
+    return plain_training(model, OPTIMIZERS["sgd"](), loss, batches(), clipped)
+
+
+def clipped(gradients: Any) -> Any:
+    return tf.clip_by_global_norm(gradients, BOUND)[0]
 
 
 def check_a_pipeline_without_samples_adds_nothing(world: World) -> None:

@@ -24,9 +24,9 @@ from hvdtrain.training.update_rules.zero import shards
 
 
 def check_split_layers_and_experts_of_stages_train_as_one_process_does(world: World) -> None:
-    """With averages of weights, microbatches, a bound on the norm and divided slots."""
+    """With averages of weights, microbatches, a bound on the norm, and divided slots and gradients."""
     expected = hybrids.Reference()
-    options = {"clip_norm": hybrids.BOUND, "accumulate": 2, "zero": 1}
+    options = {"clip_norm": hybrids.BOUND, "accumulate": 2, "zero": 2}
     for axes in ("pp=2,ep=2,tp=2", "pp=2,dp=2,tp=2"):
         with on_mesh(world, axes) as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
             with computing_in("float64"):

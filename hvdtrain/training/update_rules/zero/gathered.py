@@ -11,7 +11,6 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.runtime.compiled import numbered, outermost_graph
-from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.finite import poison_of, zero_if_finite
 from hvdtrain.training.step.parameters import Collected, Parameters, Pass, serves_others
@@ -26,7 +25,7 @@ class GatheredParameters(Parameters):
     gradient, which is reduce-scattered.
 
     Args:
-        state: what is trained.
+        trainable: see `Parameters`.
         backend: the replicas.
         shards: this replica's slices by structural path.
         prefetch: how many layers ahead parameters are gathered.
@@ -34,9 +33,15 @@ class GatheredParameters(Parameters):
     """
 
     def __init__(
-        self, state: TrainState, backend: Backend, shards: Mapping[str, Shard], *, prefetch: int, guarded: bool
+        self,
+        trainable: Mapping[str, tf.Variable],
+        backend: Backend,
+        shards: Mapping[str, Shard],
+        *,
+        prefetch: int,
+        guarded: bool,
     ) -> None:
-        super().__init__(state)
+        super().__init__(trainable)
         self._backend = backend
         self._shards = shards
         self._prefetch = prefetch
@@ -44,7 +49,7 @@ class GatheredParameters(Parameters):
 
     def sources(self) -> list[tf.Variable]:
         """See `Parameters`: of sharded variables the slices."""
-        whole = self._state.trainable.items()
+        whole = self._trainable.items()
         return [unwrap(self._shards[path].master) if path in self._shards else variable for path, variable in whole]
 
     @contextmanager
@@ -59,7 +64,7 @@ class GatheredParameters(Parameters):
                 "--zero=3 gathers parameters within compiled functions. Received: a step that runs eagerly. Leave out "
                 "tf.config.run_functions_eagerly(True), or use --zero=2."
             )
-        microbatch = _Microbatch(has_samples, self.sources(), list(self._state.trainable), self._guarded)
+        microbatch = _Microbatch(has_samples, self.sources(), list(self._trainable), self._guarded)
         gathers = GatheringPass(self._backend, self._shards, microbatch, self._prefetch)
         with gathered_reads([shard.whole for shard in self._shards.values()], gathers.read):
             yield gathers

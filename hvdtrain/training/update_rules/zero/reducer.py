@@ -19,7 +19,7 @@ class ScatterReducer(GradientReducer):
     Args:
         collectives: the replicas.
         sharded: this replica's slices by path.
-        scattered: whether their gradients are this replica's slices of the sums already.
+        scattered: those of them whose gradients are this replica's slices of the sums already.
         others: reduces the others; by default a `GradientReducer`.
     """
 
@@ -28,7 +28,7 @@ class ScatterReducer(GradientReducer):
         collectives: Collectives,
         sharded: Mapping[str, Shard],
         *,
-        scattered: bool = False,
+        scattered: Collection[str] = (),
         others: GradientReducer | None = None,
     ) -> None:
         super().__init__(collectives, OF_SUMS)
@@ -56,7 +56,7 @@ class ScatterReducer(GradientReducer):
         return reduced
 
     def _slice_of(self, gradient: Gradient, path: str, role: str) -> tf.Tensor:
-        return gradient if self._scattered else scattered(gradient, self._sharded[path], f"{role}/{path}")
+        return gradient if path in self._scattered else scattered(gradient, self._sharded[path], f"{role}/{path}")
 
 
 def scattered(gradient: Gradient, shard: Shard, name: str) -> Any:

@@ -51,8 +51,6 @@ class ZeroUpdate(UpdateRule):
     _stage = 1
     _goes_with: tuple[str, ...] = ("pp", "cp", "ep", "tp")
     """Axes of the mesh along which the model may be split besides."""
-    _passes_scatter = False
-    """Whether the gradients of sharded variables are slices when the passes are done."""
 
     @classmethod
     def variant(cls, options: StepOptions) -> type[UpdateRule]:
@@ -91,7 +89,7 @@ class ZeroUpdate(UpdateRule):
         super().__init__(backend, model, optimizer, options)
         op = (options or StepOptions()).reduce_op
         others = self._split.reducer(OF_SUMS, self._paths)
-        reducer = ScatterReducer(backend, self._by_path, scattered=self._passes_scatter, others=others)
+        reducer = ScatterReducer(backend, self._by_path, scattered=self._scattered_in_passes(), others=others)
         self._reducer = WeightedReducer(backend, ReductionOptions(op), reducer)
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
@@ -114,6 +112,10 @@ class ZeroUpdate(UpdateRule):
         gradients, norm = self._clipped(gradients, norm)
 
         return self._unless_bad(totals, lambda: self._apply(gradients)), norm
+
+    def _scattered_in_passes(self) -> frozenset[str]:
+        """Return the paths of the variables whose gradients are slices when the passes are done."""
+        return frozenset()
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Return the slots: those of sharded variables as slices of flat tensors."""
@@ -211,9 +213,9 @@ class ZeroUpdate(UpdateRule):
         others = [f"{axis}={size}" for axis, size in axes.items() if axis not in ("dp", *cls._goes_with)]
         if others:
             raise ConfigError(
-                f"--zero={cls._stage} does not go with this axis of --parallel: its gradients are slices from the "
-                "first microbatch on, and a pipeline adds up those of all its microbatches before the exchange. "
-                f"Received: {', '.join(others)}. Use --zero=1, or leave the axis out."
+                f"--zero={cls._stage} does not go with this axis of --parallel: a pipeline's stage would gather its "
+                "parameters anew for both passes of each microbatch. "
+                f"Received: {', '.join(others)}. Use --zero=2, or leave the axis out."
             )
 
 

@@ -7,14 +7,14 @@ need all gradients whole until then.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
 from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.runtime.compiled import numbered
-from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.finite import poison_of
 from hvdtrain.training.step.parameters import Collected, Parameters, Pass
@@ -28,8 +28,6 @@ class ScatteredGradientsUpdate(ZeroUpdate):
     """Sharded gradients and slots; see the module and `UpdateRule`."""
 
     _stage = 2
-    _goes_with: tuple[str, ...] = ("cp", "ep", "tp")
-    _passes_scatter = True
 
     @classmethod
     def check(cls, options: StepOptions, optimizer: Any) -> None:
@@ -38,24 +36,28 @@ class ScatteredGradientsUpdate(ZeroUpdate):
         options.refuse_with(f"--zero={options.zero}", {"--jit": options.jit})
         super().check(options, optimizer)
 
-    def parameters(self, state: TrainState) -> Parameters:
+    def _scattered_in_passes(self) -> frozenset[str]:
+        """See `ZeroUpdate`: gradients of tied weights must first be added up over the stages of a pipeline."""
+        tied = self.model.tied if isinstance(self.model, PipelineStage) else ()
+        return frozenset(path for path in self._by_path if path not in tied)
+
+    def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
         """See `UpdateRule`."""
-        return ScatteredGradients(state, self._backend, self._by_path, guarded=self.guard is not None)
+        scattered = {path: self._by_path[path] for path in self._scattered_in_passes()}
+        return ScatteredGradients(trainable, scattered, guarded=self.guard is not None)
 
 
 class ScatteredGradients(Parameters):
     """Whole parameters, with gradients of which each replica keeps a slice.
 
     Args:
-        state: what is trained.
-        backend: the replicas.
+        trainable: see `Parameters`.
         shards: this replica's slices by structural path.
         guarded: whether somebody wants to know if this replica's own gradients are finite.
     """
 
-    def __init__(self, state: TrainState, backend: Backend, shards: Mapping[str, Shard], *, guarded: bool) -> None:
-        super().__init__(state)
-        self._backend = backend
+    def __init__(self, trainable: Mapping[str, tf.Variable], shards: Mapping[str, Shard], *, guarded: bool) -> None:
+        super().__init__(trainable)
         self._shards = shards
         self._guarded = guarded
 
@@ -72,7 +74,7 @@ class ScatteredGradients(Parameters):
             counted: the same, or zeros where this replica has no samples.
         """
         poison = tf.stack([poison_of(gradient) for gradient in counted]) if self._guarded else None
-        paths = list(self._state.trainable)
+        paths = list(self._trainable)
         sharded = [i for i, path in enumerate(paths) if path in self._shards and counted[i] is not None]
         dense = {i: tf.convert_to_tensor(counted[i]) for i in sharded}
         slices = {i: scattered(dense[i], self._shards[paths[i]], numbered(f"gradient/{paths[i]}")) for i in sharded}
@@ -119,7 +121,10 @@ def _hold_back(exchanged: Sequence[_Exchanged], window: Window) -> None:
         return
     graph = exchanged[0].whole.graph
     places = {operation.name: place for place, operation in enumerate(graph.get_operations())}
-    # What was made later depends on nothing that waits for it.
-    for maker, whole, mine in sorted(exchanged, key=lambda each: places[each.maker.op.name]):
-        maker.op._add_control_inputs(window.before(size_of(whole)))
-        window.add(size_of(whole), mine.op)
+    by_place = lambda each: places[each.maker.op.name]  # noqa: E731
+    # What was made later depends on nothing that waits for it. A compiled function makes all that it returns at once.
+    for _, group in groupby(sorted(exchanged, key=by_place), key=by_place):
+        together = list(group)
+        together[0].maker.op._add_control_inputs(window.before(sum(size_of(each.whole) for each in together)))
+        for each in together:
+            window.add(size_of(each.whole), each.slice.op)

@@ -7,7 +7,7 @@ gathers them, and the next step gives their memory back. Of a model that a funct
 the start: see `building.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
     """Sharded parameters, gradients and slots; see the module and `UpdateRule`."""
 
     _stage = 3
+    _goes_with: tuple[str, ...] = ("cp", "ep", "tp")
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         self._prefetch = (options or StepOptions()).zero_prefetch
@@ -52,15 +53,15 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         """See `UpdateRule`."""
         return nullcontext() if self._shown else gathered_forward(self._backend, self._by_path, self._prefetch)
 
-    def parameters(self, state: TrainState) -> Parameters:
+    def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
         """See `UpdateRule`."""
         return GatheredParameters(
-            state, self._backend, self._by_path, prefetch=self._prefetch, guarded=self.guard is not None
+            trainable, self._backend, self._by_path, prefetch=self._prefetch, guarded=self.guard is not None
         )
 
     def finite_parameters(self, state: TrainState) -> tf.Tensor:
         """See `UpdateRule`."""
-        mine = tf.add_n([poison_of(variable.read_value()) for variable in self.parameters(state).sources()])
+        mine = tf.add_n([poison_of(variable.read_value()) for variable in self.parameters(state.trainable).sources()])
         return tf.math.is_finite(self._backend.all_reduce(mine, name="parameters//finite"))
 
     def begin_step(self) -> None:
