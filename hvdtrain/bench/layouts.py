@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.registry import suggestion
 
 BASELINE = "dp"
@@ -18,13 +19,16 @@ ALWAYS = (BASELINE, ONE, APART)
 MICROBATCHES = 4
 """Of a step of a pipeline."""
 FORMULA = (
-    "Megabytes that all ranks together send in a step, by formula, in float32 elements for n ranks, P parameters, B "
-    "samples of L tokens, width d and depth l: dp, --zero 1 and --zero 2 send 2 (n - 1) P (reduce-scatter and "
-    "all-gather of a ring), --zero 3 3 (n - 1) P, tp 2 (n - 1) B L d (4 l + 2) (a sum of activations after each "
-    "attention and each MLP and one before each in the backward pass, one of embeddings, and one of the gradient "
-    "before the logits), pp 2 (n - 1) B L d (activations forward, gradients back). Norms, totals and statistics of the "
-    "cross-entropy are left out. Counted are the bytes on the loopback, which Gloo alone uses, divided by all steps, "
-    "with what the launcher and the ranks tell one another."
+    "Megabytes that all ranks together send in a step, by formula, in float32, with P parameters, B samples of L "
+    "tokens, width d, depth l, and as many ranks along each axis as its name says. Gradients: 2 (dp cp - 1) P, a "
+    "reduce-scatter and an all-gather of a ring among those that hold the same parameters, and with --zero 3 3 (dp cp "
+    "- 1) P. Along tp: 2 (tp - 1) B L d (4 l + 2), a sum of activations after each attention and each MLP and one "
+    "before each in the backward pass, one of embeddings, and one of the gradient before the logits; sp halves each "
+    "sum into an all-gather and a reduce-scatter. Along cp: 8 l B L d (cp - 1) / cp, query, key, value and output of "
+    "each attention by all-to-all, and their gradients. Along pp: 2 (pp - 1) tp B L d, activations forward and "
+    "gradients back. What is not cut along tp counts as if it were; norms, totals and statistics of the cross-entropy "
+    "are left out. Counted are the bytes on the loopback, which Gloo alone uses, divided by all steps, with what the "
+    "launcher and the ranks tell one another."
 )
 
 
@@ -104,17 +108,25 @@ def words_of(layout: str, model: str, ranks: int, steps: int, folder: Path) -> l
 
 
 def sent_mb(layout: str, model: str, ranks: int, parameters: int) -> float | None:
-    """Return the megabytes that all ranks send in a step, see `FORMULA`; None for a layout without a formula."""
-    its = MODELS[model]
+    """Return the megabytes that all ranks send in a step, see `FORMULA`; None for one process."""
+    if layout == ONE:
+        return None
+    if layout == APART:
+        return 0.0
+    its, options = MODELS[model], options_of(layout, ranks)
+    axes = parse_axes(_value_of("--parallel", options))
+    tp, cp, pp = (axes.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    holders = ranks // (tp * pp)
     activations = its.batch * its.length * its.width
-    elements = {
-        BASELINE: 2 * parameters,
-        f"dp,accumulate={MICROBATCHES}": 2 * parameters,
-        APART: 0,
-        "zero=1": 2 * parameters,
-        "zero=2": 2 * parameters,
-        "zero=3": 3 * parameters,
-        "tp": 2 * activations * (4 * its.depth + 2),
-        "pp": 2 * activations,
-    }.get(layout)
-    return None if elements is None else 4 * (ranks - 1) * elements / 1e6
+    exchanges = 3 if _value_of("--zero", options) == "3" else 2
+    elements = (
+        exchanges * (holders - 1) * parameters
+        + 2 * (tp - 1) * (4 * its.depth + 2) * activations
+        + 8 * its.depth * (cp - 1) / cp * activations
+        + 2 * (pp - 1) * tp * activations
+    )
+    return 4 * elements / 1e6
+
+
+def _value_of(option: str, options: list[str]) -> str | None:
+    return options[options.index(option) + 1] if option in options else None

@@ -88,7 +88,13 @@ def test_bytes_follow_the_formulas():
     assert sent_mb("dp", "lm", 4, 1_000_000) == pytest.approx(4 * 2 * 3)
     assert sent_mb("zero=3", "lm", 2, 1_000_000) == pytest.approx(4 * 3)
     assert sent_mb("tp", "tiny", 2, 0) == pytest.approx(4 * 2 * (8 * 16 * 32) * (4 * 4 + 2) / 1e6)
-    assert sent_mb("sp", "lm", 2, 1_000_000) is None
+    assert sent_mb("sp", "tiny", 2, 0) == sent_mb("tp", "tiny", 2, 0)
+    positions = 8 * 4 * 3 / 4 * (8 * 16 * 32)
+    assert sent_mb("cp", "tiny", 4, 1_000_000) == pytest.approx(4 * (2 * 3 + positions / 1e6))
+    assert sent_mb("dp,pp=2", "tiny", 4, 1_000_000) == pytest.approx(4 * (2 + 2 * (8 * 16 * 32) / 1e6))
+    assert sent_mb("pp=2,tp=2", "tiny", 4, 1_000_000) == pytest.approx(4 * (2 * 18 + 2 * 2) * (8 * 16 * 32) / 1e6)
+    assert sent_mb("dp,tp=2,zero=1", "tiny", 4, 10**6) == pytest.approx(4 * (2 + 2 * 18 * (8 * 16 * 32) / 1e6))
+    assert sent_mb("one-core", "lm", 2, 1_000_000) is None
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
