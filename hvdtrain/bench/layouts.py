@@ -27,8 +27,8 @@ FORMULA = (
     "sum into an all-gather and a reduce-scatter. Along cp: 8 l B L d (cp - 1) / cp, query, key, value and output of "
     "each attention by all-to-all, and their gradients. Along pp: 2 (pp - 1) tp B L d, activations forward and "
     "gradients back. What is not cut along tp counts as if it were; norms, totals and statistics of the cross-entropy "
-    "are left out. Counted are the bytes on the loopback, which Gloo alone uses, divided by all steps, with what the "
-    "launcher and the ranks tell one another."
+    "are left out. Counted are the bytes on the loopback, which Gloo alone uses, from a logged step to a later one, "
+    "with all else that the ranks tell one another meanwhile."
 )
 
 
@@ -101,7 +101,7 @@ def words_of(layout: str, model: str, ranks: int, steps: int, folder: Path) -> l
     data = ["length", its.length, "vocabulary", its.vocabulary, "samples", its.batch * steps]
     return [
         *("lm_synthetic", "--model-args", *map(str, sizes), "--data-args", *map(str, data)),
-        *("--batch", str(its.batch), "--epochs", "1", "--log-every", str(steps), "--plots", "False"),
+        *("--batch", str(its.batch), "--epochs", "1", "--log-every", str(max(1, steps // 2)), "--plots", "False"),
         *("--checkpoint-every", "1000000", "--schedule", "constant", "--warmup-steps", "0"),
         *("--run-dir", str(folder), *options_of(layout, ranks)),
     ]

@@ -82,7 +82,7 @@ def _with_round(cell: LayoutCell, compared: Comparison, answered: Callable[[Sequ
         peaks = [json.loads(line) for line in (folder / PEAKS).read_text(encoding="utf-8").splitlines()]
     found = answer.value
     counted = cell.controller == "gloo" and processes(cell.layout, cell.ranks) > 1
-    sent = found["loopback"] / 1e6 / compared.steps if counted else None
+    sent = found["sent_bytes"] / 1e6 if counted and found["sent_bytes"] is not None else None
     taken = LayoutRound(found["step_ms"], max(peaks), sent, answer.foreign_cores)
     return replace(cell, parameters=found["parameters"], rounds=[*cell.rounds, taken])
 

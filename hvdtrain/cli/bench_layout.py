@@ -2,6 +2,7 @@
 
 import json
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 from hvdtrain.runtime.launchers import detect_environment
@@ -10,13 +11,14 @@ _USAGE = """\
 usage: python -m hvdtrain bench layout [RECIPE] --run-dir DIR [--option value ...]
 
 Trains as "python -m hvdtrain train" does, and prints the time of a step, the parameters and the bytes that this machine
-has sent to itself meanwhile as JSON; each rank adds its peak of memory to DIR. bench --parallel starts it; its reports
+sends to itself in a step as JSON; each rank adds its peak of memory to DIR. bench --parallel starts it; its reports
 show the whole command.
 """
 
 
 def main(argv: list[str]) -> int:
     """Train, print the figures and return the exit code."""
+    from hvdtrain.bench.loopback import LoopbackCounter
     from hvdtrain.bench.parallel import PEAKS
     from hvdtrain.bench.timing import say
     from hvdtrain.cli.train import main as train
@@ -26,23 +28,14 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print(_USAGE, end="")
         return 0 if {"-h", "--help"} & set(argv) else 2
-    before = sent_to_itself()
-    code = train(argv)
     folder = Path(argv[argv.index("--run-dir") + 1])
+    with LoopbackCounter(folder / "metrics.jsonl") if rank == 0 else nullcontext() as counter:
+        code = train(argv)
     if code == 0:
         with (folder / PEAKS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024) + "\n")
-    if code == 0 and rank == 0:
+    if code == 0 and counter is not None:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         figures = {"step_ms": summary["step_ms"]["median"], "parameters": summary["parameters"]}
-        say({**figures, "loopback": sent_to_itself() - before})
+        say({**figures, "sent_bytes": counter.bytes_per_step()})
     return code
-
-
-def sent_to_itself() -> int:
-    """Return the bytes that this machine has sent on its loopback; 0 where the system does not tell."""
-    try:
-        lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)

@@ -1,10 +1,12 @@
 """`bench --parallel`: the order of launches, what becomes of those that fail, the formulas and the report."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.bench import loopback
 from hvdtrain.bench.document import Figure, to_markdown
 from hvdtrain.bench.launching import Answer, LaunchFailed
 from hvdtrain.bench.layouts import layouts, sent_mb, words_of
@@ -14,7 +16,7 @@ from hvdtrain.bench.results import ParallelResults
 from hvdtrain.cli.main import main
 from hvdtrain.config.parallel import parse_axes
 
-ANSWER = {"step_ms": 10.0, "parameters": 1000, "loopback": 6_000_000}
+ANSWER = {"step_ms": 10.0, "parameters": 1000, "sent_bytes": 2_000_000}
 
 
 class Machine:
@@ -56,7 +58,7 @@ def test_layouts_take_turns_and_one_that_fails_is_not_started_again():
     assert [len(cell.rounds) for cell in cells] == [2, 2, 2, 2, 0]
     assert cells[4].skipped == "a stage is missing"
     assert len(kept) == 2
-    assert cells[0].rounds[0].sent_mb == pytest.approx(2.0)  # 6 MB in three steps
+    assert cells[0].rounds[0].sent_mb == pytest.approx(2.0)
     assert (cells[0].rounds[0].peak_mib, cells[3].rounds[0].peak_mib) == (600.0, 500.0)
 
 
@@ -95,6 +97,28 @@ def test_bytes_follow_the_formulas():
     assert sent_mb("pp=2,tp=2", "tiny", 4, 1_000_000) == pytest.approx(4 * (2 * 18 + 2 * 2) * (8 * 16 * 32) / 1e6)
     assert sent_mb("dp,tp=2,zero=1", "tiny", 4, 10**6) == pytest.approx(4 * (2 + 2 * 18 * (8 * 16 * 32) / 1e6))
     assert sent_mb("one-core", "lm", 2, 1_000_000) is None
+
+
+def test_bytes_are_counted_from_a_logged_step_to_a_later_one(tmp_path, monkeypatch):
+    sent, looks = [0], []
+
+    def look():
+        looks.append(sent[0])
+        return sent[0]
+
+    monkeypatch.setattr(loopback, "sent_to_itself", look)
+    metrics = tmp_path / "metrics.jsonl"
+    with loopback.LoopbackCounter(metrics) as counter:
+        for step, total in ((2, 1_000), (6, 9_000)):
+            assert counter.bytes_per_step() is None
+            sent[0] = total
+            with metrics.open("a") as file:
+                file.write(json.dumps({"kind": "step", "step": step}) + "\n")
+            looked = len(looks)
+            while len(looks) < looked + 3:  # the second of them was noted with the line
+                time.sleep(0.001)
+        sent[0] = 1_000_000  # what ranks tell one another as they end
+    assert counter.bytes_per_step() == 2_000
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
