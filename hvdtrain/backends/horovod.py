@@ -33,7 +33,7 @@ class HorovodBackend(AxisCollectives):
         self.data_parallel = session.world.along(*DATA_AXES)
         self.process = self.data_parallel.index
         self.processes = self.data_parallel.size
-        self.transport = session.environment.controller if self.size > 1 else None
+        self.transport = session.environment.controller if self.job_size > 1 else None
 
     def scope(self) -> AbstractContextManager[Any]:
         """No context is needed: each process holds plain variables."""

@@ -125,4 +125,5 @@ def _title(summary: dict[str, Any]) -> str:
     size = summary["world_size"]
     # Without a launcher there is one process, which may hold several replicas.
     word = "replica" if summary["launcher"] == "none" and size > 1 else "rank"
-    return f"{summary['recipe']}, {plural(size, word)}"
+    mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in summary.get("mesh", {}).items())
+    return f"{summary['recipe']}, {plural(size, word)}" + (f" on a mesh of {mesh}" if mesh else "")

@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.observability import plots
+from hvdtrain.runs.run_files import _title
 
 STEP = {"kind": "step", "step": 1, "epoch": 0, "loss": 2.0, "learning_rate": 1e-3, "grad_norm": None}
 RUN = [
@@ -94,3 +95,9 @@ def test_a_file_that_is_no_metrics_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("no\n")
     with pytest.raises(DataError):
         plots.draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+
+
+def test_the_title_names_the_mesh_of_a_split_model():
+    summary = {"recipe": "gpt_char", "world_size": 4, "launcher": "mpirun"}
+    assert _title(summary) == "gpt_char, 4 ranks"
+    assert _title({**summary, "mesh": {"pp": 2, "tp": 2}}) == "gpt_char, 4 ranks on a mesh of pp 2 x tp 2"
