@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -15,7 +15,6 @@ from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
 from hvdtrain.cli.local import run_here
 from hvdtrain.cli.options import Option, options_of, refuse_unknown, sections_of
 from hvdtrain.cli.train_help import group_help, overview, wrapped
-from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, UserError, on_command_line
 from hvdtrain.config.files import apply_values, digest, read_values
 from hvdtrain.config.observability import TraceConfig, trace_config
@@ -32,12 +31,15 @@ from hvdtrain.runtime.session import Session
 if TYPE_CHECKING:
     from hvdtrain.training.elastic import Commits
 
-FREE_ON_RESUME = ("checkpoint", "elastic", "observability", "runtime")
-"""Sections that may change on resume; of others only the options below and the length of the run."""
-FREE_OF_DATA = ("on_bad_record", "cache", "data_threads", "data_memory_mb")
-"""Options of how samples are read, not of which ones form a batch."""
-FREE_OF_UPDATE = ("zero", "zero_prefetch")
-"""Options of what each rank holds, not of what comes of an update."""
+FREE_ON_RESUME = ("checkpoint", "elastic", "observability", "pipeline", "runtime")
+"""Sections that may change on resume; of others only the options below and the location of the data."""
+FREE_OPTIONS = {
+    "training": ("epochs", "max_steps", "accumulate", "jit", "recompute"),
+    "data": ("on_bad_record", "cache", "data_threads", "data_memory_mb"),
+    "model": ("embedding_sharding", "sequence_parallel"),
+    "update": ("zero", "zero_prefetch"),
+}
+"""By section: the length of the run, how samples are read, and what each rank holds and computes at a time."""
 PLACES = ("path", "validation_path")
 """Arguments for the location of samples, which are compared with those that the run began with."""
 
@@ -195,22 +197,23 @@ def with_values(flags: list[str]) -> list[str]:
 
 
 def _check_resume(base: Config, config: Config, run: Path) -> None:
-    kept = replace(base.training, epochs=config.training.epochs, max_steps=config.training.max_steps)
-    free = {section: getattr(config, section) for section in FREE_ON_RESUME}
-    update = replace(base.update, **{name: getattr(config.update, name) for name in FREE_OF_UPDATE})
-    if replace(base, training=kept, data=_read_otherwise(base.data, config.data), update=update, **free) != config:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in (*FREE_OF_DATA, *FREE_OF_UPDATE))
+    kept = {name: getattr(config, name) for name in FREE_ON_RESUME}
+    kept |= {name: _with_free(name, getattr(base, name), getattr(config, name)) for name in FREE_OPTIONS}
+    if replace(base, **kept) != config:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for names in FREE_OPTIONS.values() for name in names)
         raise ConfigError(
-            f"--resume {run} goes on with the run as it was: only --epochs, --max-steps, {flags}, where its "
-            f"data are (--data-args path) and the options of {', '.join(FREE_ON_RESUME)} may change."
+            f"--resume {run} goes on with the run as it was: only {flags}, where its data are (--data-args path) and "
+            f"the options of {', '.join(FREE_ON_RESUME)} may change."
         )
 
 
-def _read_otherwise(data: DataConfig, chosen: DataConfig) -> DataConfig:
-    """Return `data` with the location and reading options of `chosen`."""
-    places = {name: value for name, value in chosen.data_args.items() if name in PLACES}
-    options = {name: getattr(chosen, name) for name in FREE_OF_DATA}
-    return replace(data, data_args={**data.data_args, **places}, **options)
+def _with_free(section: str, kept: Any, chosen: Any) -> Any:
+    """Return the options `kept` of a section, with those of `chosen` that may change, and its location of the data."""
+    options = {name: getattr(chosen, name) for name in FREE_OPTIONS[section]}
+    if section == "data":
+        places = {name: value for name, value in chosen.data_args.items() if name in PLACES}
+        options["data_args"] = {**kept.data_args, **places}
+    return replace(kept, **options)
 
 
 def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:

@@ -30,11 +30,23 @@ def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
 
 def checked_trainer(config: Config, splits: DataSplits, backend: Backend, steps: int) -> Trainer:
     """Do what `run_trainer` does, for a schedule of the learning rate that spans `steps`."""
-    if config.model.sequence_parallel and "tp" not in backend.axes:
-        raise ConfigError("--sequence-parallel has no effect without --parallel tp=N: leave it out.")
+    check_sequence_parallel(config, backend)
     trainer = trainer_for(config, splits.sample_shape, splits.classes, backend, steps)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     return trainer
+
+
+def check_sequence_parallel(config: Config, backend: Backend) -> None:
+    """Refuse --sequence-parallel where no ranks share matrices.
+
+    Raises:
+        ConfigError: naming the options.
+    """
+    if config.model.sequence_parallel and "tp" not in backend.axes:
+        raise ConfigError(
+            "--sequence-parallel has no effect without --parallel tp=N: leave it out, or go on with a run that had it "
+            "by --sequence-parallel=False."
+        )
 
 
 def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backend, steps: int) -> Trainer:

@@ -17,6 +17,7 @@ def test_a_recipe_trains_split_and_its_checkpoint_is_whole(tmp_path):
     words = ["gpt_char", "--parallel", "tp=2", "--sequence-parallel", *SMALL, "--run-dir", "run"]
     job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
     assert job.code == 0, job.text
+    assert "horovod (mpi), 2 ranks on a mesh of tp 2 by mpirun" in job.out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["mesh"] == {"tp": 2}
     alone = hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path)
@@ -26,6 +27,11 @@ def test_a_recipe_trains_split_and_its_checkpoint_is_whole(tmp_path):
     model = keras.models.load_model(tmp_path / "whole.keras", compile=False)
     assert model.get_layer("block0_mlp_in").kernel.shape == (32, 128)
     assert model.count_params() == summary["parameters"]
+    words = ["--resume", "run", "--max-steps", "5", "--parallel", "dp=-1"]
+    refused = hvdtrain("none", 1, *words, cwd=tmp_path)
+    assert "go on with a run that had it by --sequence-parallel False" in refused.text
+    job = hvdtrain("none", 1, *words, "--sequence-parallel", "False", cwd=tmp_path)
+    assert job.code == 0, job.text
 
 
 def test_the_script_of_the_documentation_runs_split(tmp_path):

@@ -181,6 +181,10 @@ def test_resume_takes_the_runs_own_options(run_dir):
         ["--cache", "memory"],
         ["--data-args", "path", "elsewhere"],
         ["--zero", "3", "--zero-prefetch", "1"],
+        ["--parallel", "pp=2", "--pipeline-schedule", "interleaved", "--virtual-stages", "2", "--accumulate", "8"],
+        ["--parallel", "tp=2", "--sequence-parallel"],
+        ["--embedding-sharding", "row"],
+        ["--recompute"],
     ],
 )
 def test_resume_may_change_how_long_how_it_is_watched_and_what_is_read_and_held_how(run_dir, flags):
@@ -208,6 +212,15 @@ def test_resume_refuses_what_would_make_it_another_run(run_dir, flags):
     assert f"--resume {run_dir} goes on with the run as it was" in said("--resume", run_dir, *flags)
 
 
+def test_a_run_that_was_split_goes_on_in_one_process(run_dir):
+    before = changed("model", sequence_parallel=True)
+    before = replace(before, runtime=replace(before.runtime, parallel="tp=2"))
+    (run_dir / "config.yaml").write_text(to_yaml(before), encoding="utf-8")
+    after = parse(["--resume", str(run_dir), "--parallel", "dp=-1", "--sequence-parallel", "False"]).config
+    assert not after.model.sequence_parallel
+    assert after.runtime.parallel == "dp=-1"
+
+
 def test_resume_keeps_the_other_arguments_of_data_that_were_moved(run_dir):
     there = changed("data", data="arrays", data_args={"path": "here", "validation": 500})
     (run_dir / "config.yaml").write_text(to_yaml(there), encoding="utf-8")
@@ -215,7 +228,7 @@ def test_resume_keeps_the_other_arguments_of_data_that_were_moved(run_dir):
     assert moved.data.data_args == {"path": "there", "validation": 500}
     refusal = said("--resume", run_dir, "--data-args", "path", "there", "validation", "5")
     assert (
-        "--cache, --data-threads, --data-memory-mb, --zero, --zero-prefetch, where its data are (--data-args path)"
+        "--embedding-sharding, --sequence-parallel, --zero, --zero-prefetch, where its data are (--data-args path)"
         in refusal
     )
 
