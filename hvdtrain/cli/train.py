@@ -168,11 +168,32 @@ def _parse_config(base: Config, flags: list[str], program: str = "python -m hvdt
     kind = Annotated[Config, tyro.conf.arg(name="")]
     # Existing pairs would become flags of their own: --model-args.depth 8.
     blank = {part: replace(getattr(base, part), **{args: {}}) for part, _, args in NAMED_WITH_ARGUMENTS}
-    config = tyro.cli(kind, args=with_values(flags), default=replace(base, **blank), prog=program, config=marks)
+    config = tyro.cli(
+        kind, args=_with_joined_pairs(with_values(flags)), default=replace(base, **blank), prog=program, config=marks
+    )
     config = with_arguments_of(config, without_foreign_arguments(base, config))
     if config.recipe != base.recipe:
         raise ConfigError(f"The recipe is the first word: python -m hvdtrain {config.recipe}.")
     return config
+
+
+def _with_joined_pairs(flags: list[str]) -> list[str]:
+    """Append the pairs of a repeated --model-args to those of the first one; the parser would keep the last alone."""
+    repeatable = {f"--{args.replace('_', '-')}" for _, _, args in NAMED_WITH_ARGUMENTS}
+    current: list[str] = []
+    options = [current]
+    first: dict[str, list[str]] = {}
+    for word in flags:
+        if word in first:
+            current = first[word]
+        elif word.startswith("--"):
+            current = [word]
+            options.append(current)
+            if word in repeatable:
+                first[word] = current
+        else:
+            current.append(word)
+    return [word for option in options for word in option]
 
 
 def with_values(flags: list[str]) -> list[str]:

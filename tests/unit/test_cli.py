@@ -428,6 +428,13 @@ def test_switches_may_stand_alone():
     assert config.data.shuffle is False
 
 
+def test_arguments_may_be_given_in_several_options():
+    words = ["--model-args", "depth", "2", "--batch", "16", "--model-args", "width", "32", "depth", "4", "--jit"]
+    config = parse(["gpt_char", *words]).config
+    assert config.model.model_args == {"depth": 4, "width": 32}
+    assert (config.data.batch, config.training.jit) == (16, True)
+
+
 # -- --resume auto --
 
 
