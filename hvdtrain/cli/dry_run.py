@@ -12,7 +12,7 @@ MEANING = {
     "pp": "hold different layers",
     "dp": "are replicas, given different samples",
     "cp": "compute different positions of the same samples",
-    "ep": "hold different experts, given different samples",
+    "ep": "hold different experts or tables, given different samples",
     "tp": "hold slices of each matrix",
 }
 
@@ -67,5 +67,6 @@ def _batch(batch: int, mesh: Mesh) -> str:
     import_tensorflow_for_cpu()
     from hvdtrain.data.batch import per_replica
 
-    replicas = mesh.size(*DATA_AXES)
-    return f"{batch} samples, {per_replica(batch, replicas)} for each of {replicas} that are given different ones"
+    samples = per_replica(batch, mesh.size(*DATA_AXES))
+    shared = ", ".join(axis for axis in mesh.named(mesh.axis_names) if axis not in DATA_AXES)
+    return f"{batch} samples, {samples} on each rank" + (f"; ranks along {shared} have the same" if shared else "")

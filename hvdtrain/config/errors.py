@@ -36,6 +36,9 @@ class UserError(ValueError):
     `str()` for a script, which has arguments, and `on_command_line(error.message)` for the command line.
     """
 
+    _keras_call_info_injected = True
+    """Keras leaves the message as it is, where it would put one of a layer's `call` between the call's arguments."""
+
     def __str__(self) -> str:
         return in_script(self.message)
 

@@ -5,15 +5,18 @@ from dataclasses import replace
 from hvdtrain.backends.planned import PlannedBackend, planned
 from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.run import Config
+from hvdtrain.data.order import Order
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.runs.run_data import check_batch
-from hvdtrain.runs.trainers import checked_trainer
+from hvdtrain.runs.trainers import check_sequence_parallel, checked_trainer, step_arguments
 from hvdtrain.runs.use.model import ANY_STEPS
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.session import check_parallel
 from hvdtrain.training.assembly import check_held_apart, check_split
+from hvdtrain.training.elastic import check_undivided
+from hvdtrain.training.options import step_options
 
 
 def check_start(config: Config, ranks: int) -> None:
@@ -29,8 +32,11 @@ def check_start(config: Config, ranks: int) -> None:
     mesh = Mesh.of(axes, 0, ranks)
     environment = replace(detect_environment({}), launcher="mpirun", size=ranks, elastic=config.elastic.elastic)
     check_parallel(runtime, environment, with_horovod=runtime.backend in ("auto", "horovod"))
+    if config.elastic.elastic:
+        check_undivided(step_options(step_arguments(config)), config.data.shard_by)
     with planned(runtime, mesh) as backend:
         check_batch(config, backend)
+        check_sequence_parallel(config, backend)
     if not (set(backend.axes) - {"dp"} or (config.update.zero and ranks > 1)):
         return
     splits = load_splits(config.data, config.training.seed)
@@ -40,7 +46,17 @@ def check_start(config: Config, ranks: int) -> None:
 
 
 def _check_rank(config: Config, splits: DataSplits, backend: PlannedBackend) -> None:
-    trainer = checked_trainer(config, splits, backend, ANY_STEPS)
+    trainer = checked_trainer(config, splits, backend, _schedule_steps(config, splits))
     if trainer.model.built:
         check_split(trainer.model, backend.axes)
         check_held_apart(trainer.model, trainer.options)
+
+
+def _schedule_steps(config: Config, splits: DataSplits) -> int:
+    """Return the steps of all epochs, or many where only a start would count the samples."""
+    data, training = config.data, config.training
+    samples: int | None = splits.train.size  # None: a stream
+    if samples is None or data.shard_by == "files":
+        return training.epochs * training.steps_per_epoch if training.steps_per_epoch else ANY_STEPS
+    order = Order(samples, data.batch, training.seed, data.shuffle, data.tail)
+    return training.epochs * order.steps_per_epoch

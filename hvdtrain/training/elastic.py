@@ -187,6 +187,15 @@ def check_elastic(session: Session, backend: str, options: StepOptions, shard_by
         )
     if backend != "horovod":
         raise ConfigError(f"--elastic is for --backend=horovod. Received: --backend={backend}.")
+    check_undivided(options, shard_by)
+
+
+def check_undivided(options: StepOptions, shard_by: Sharding) -> None:
+    """Refuse options that divide state or data among ranks, of which an elastic job may lose some.
+
+    Raises:
+        ConfigError: naming the option.
+    """
     rule = chosen_rule(options)
     if rule != DEFAULT:
         raise ConfigError(

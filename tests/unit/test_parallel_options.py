@@ -70,14 +70,14 @@ def test_a_mesh_that_this_job_cannot_have_is_refused():
                 "ranks        64 on a mesh of pp 2 x dp 16 x tp 2",
                 "tp           2 ranks that hold slices of each matrix: 0-1, 2-3, 4-5, 6-7, 8-9, 10-11, 12-13, 14-15 "
                 "… and 24 more",
-                "batch        32 samples, 2 for each of 16 that are given different ones",
+                "batch        32 samples, 2 on each rank; ranks along pp, tp have the same",
             ],
         ),
         (
             ["moe_char", "--parallel", "ep=2", "--dry-run=4"],
             [
                 "dp           2 ranks that are replicas, given different samples: 0+2, 1+3",
-                "batch        32 samples, 8 for each of 4 that are given different ones",
+                "batch        32 samples, 8 on each rank",
             ],
         ),
         (
@@ -120,6 +120,9 @@ def test_a_layout_that_cannot_be_is_refused(capsys, words, said):
         ("gpt_char --zero 1 --compression fp16 --dry-run 2", "--compression does not go with --zero"),
         ("gpt_char --parallel pp=2 --accumulate 3 --dry-run 2", "do not divide into 3 microbatches"),
         ("gpt_char --parallel tp=2 --backend mirrored --dry-run 2", "--parallel needs Horovod"),
+        ("gpt_char --sequence-parallel --dry-run 2", "--sequence-parallel has no effect without --parallel tp=N"),
+        ("gpt_char --zero 1 --elastic --dry-run 2", "--zero does not go with --elastic"),
+        ("gpt_char --parallel tp=2 --epochs 1 --warmup-steps 99999 --dry-run 2", "steps at the full rate"),
     ],
 )
 def test_what_a_start_would_refuse_is_refused_without_ranks(capsys, words, said):
@@ -127,3 +130,11 @@ def test_what_a_start_would_refuse_is_refused_without_ranks(capsys, words, said)
     assert main(["train", recipe, *(SMALL if recipe != "digits" else ()), *options]) == 2
     error = capsys.readouterr().err
     assert said in error, error
+
+
+def test_a_length_that_tp_does_not_divide_is_said_without_the_call_of_a_layer(capsys):
+    words = ("--parallel", "tp=2", "--sequence-parallel", "--data-args", "length", "15", "--dry-run", "2")
+    assert main(["train", "gpt_char", *SMALL, *words]) == 2
+    error = capsys.readouterr().err
+    assert "error: --sequence-parallel cuts the output of Embedding 'tokens_embedding' along the sequence" in error
+    assert "Exception encountered" not in error
