@@ -26,6 +26,11 @@ def rate(samples_per_second: float) -> str:
     return f"{samples_per_second:.{digits}f} samples/s"
 
 
+def milliseconds(value: float) -> str:
+    """Format a time in ms with three digits, and all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def duration(seconds: float | None) -> str:
     """Format a time as ``M:SS``, ``H:MM:SS`` or ``Dd H:MM:SS``; ``-`` if unknown."""
     if seconds is None or not math.isfinite(seconds):
@@ -164,8 +169,8 @@ def slow_rank(slow: Mapping[str, Any] | None) -> str:
     if not slow:
         return ""
     return (
-        f"rank {slow['rank']} ({slow['host']}), {slow['own_ms']:.3g} ms of its own per step, others "
-        f"{slow['others_ms']:.3g} ms: they waited for it {slow['share']:.0%} of the time"
+        f"rank {slow['rank']} ({slow['host']}), {milliseconds(slow['own_ms'])} ms of its own per step, others "
+        f"{milliseconds(slow['others_ms'])} ms: they waited for it {slow['share']:.0%} of the time"
     )
 
 
@@ -185,6 +190,6 @@ def _time(summary: Mapping[str, Any]) -> str:
     parts = [
         duration(wall) if wall is not None else "",
         rate(speed) if speed is not None else "",
-        f"{median:.3g} ms per step" if median is not None else "",
+        f"{milliseconds(median)} ms per step" if median is not None else "",
     ]
     return ", ".join(part for part in parts if part)

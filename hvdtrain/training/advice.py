@@ -103,7 +103,11 @@ def _idle(info: RunInfo, options: StepOptions) -> str | None:
     idle = [f"--{name.replace('_', '-')}" for name in EXCHANGE_OPTIONS if name in options.chosen()]
     if info.world_size > 1 or not idle:
         return None
-    return f"note: one process exchanges nothing: {', '.join(idle)} have no effect."
+    return f"note: one process exchanges nothing: {_without_effect(idle)}."
+
+
+def _without_effect(flags: list[str]) -> str:
+    return f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect"
 
 
 def _unchecked(options: StepOptions, processes: int) -> list[str]:
@@ -116,8 +120,8 @@ def pipeline_notes(model: Any, options: StepOptions) -> list[str]:
     """Return how a pipeline is cut and how long its ranks are idle, or which of its options have no effect."""
     if not isinstance(model, PipelineStage):
         names = [field.name for field in fields(PipelineConfig) if field.name in options.chosen()]
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        return [f"note: no ranks share the layers, as with --parallel pp=2: {flags} have no effect."] if names else []
+        flags = [f"--{name.replace('_', '-')}" for name in names]
+        return [f"note: without --parallel pp=N {_without_effect(flags)}."] if flags else []
     cut, chunks = model.whole.cut, options.virtual_stages
     costs = [cut.cost(stage) for stage in range(cut.stages)]
     shares = ", ".join(

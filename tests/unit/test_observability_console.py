@@ -318,3 +318,8 @@ def test_ranks_on_a_mesh_share_replicas():
     assert given.replicas == 2
     alone = dict(wording.header(run_info(axes={"tp": 2}, per_replica_batch=64)))
     assert alone["batch"] == "64 samples"
+
+
+@pytest.mark.parametrize(("value", "text"), [(4.312, "4.31"), (43.16, "43.2"), (999.6, "1,000"), (1370.4, "1,370")])
+def test_times_have_no_exponent(value: float, text: str) -> None:
+    assert wording.milliseconds(value) == text

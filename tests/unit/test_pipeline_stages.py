@@ -289,8 +289,7 @@ def test_the_start_says_how_a_pipeline_is_cut_and_what_has_no_effect_without_one
     assert "use --accumulate=8 or more" in said[1]
     assert len(pipeline_notes(stage, step_options({"accumulate": 8}))) == 1
     alone = pipeline_notes(sequential(), step_options({"pipeline_schedule": "gpipe", "pipeline_stages": ("a",)}))
-    assert alone == [
-        "note: no ranks share the layers, as with --parallel pp=2: --pipeline-schedule, --pipeline-stages have no "
-        "effect."
-    ]
+    assert alone == ["note: without --parallel pp=N --pipeline-schedule, --pipeline-stages have no effect."]
+    one = pipeline_notes(sequential(), step_options({"pipeline_schedule": "gpipe"}))
+    assert one == ["note: without --parallel pp=N --pipeline-schedule has no effect."]
     assert pipeline_notes(sequential(), step_options({})) == []
