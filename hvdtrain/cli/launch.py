@@ -27,6 +27,13 @@ from hvdtrain.runtime.terminal import say
 
 LINK_TIMEOUT_S = 120.0
 
+_NO_MATCH = re.compile(
+    r"Error parsing (--[\w-]+): no type matching\s+\{None\}\|(\w+)\s+could be instantiated\s+from\s+\['(.*?)'\]\.\s+"
+    r"Got errors:.*?(?=Argument helptext|For full helptext|$)",
+    re.DOTALL,
+)
+"""What the parser says of a value that an option with the default None does not take: two lists of causes."""
+
 T = TypeVar("T")
 
 
@@ -187,7 +194,8 @@ def without_frame(text: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [line.strip("│").rstrip() for line in plain.splitlines() if not line.startswith("╭")]
     kept = [line for line in lines if line.strip(" ─╰╯")]
-    return re.sub(r"(?<=Expected one of)\s*\(([^()]*)\)", _sorted_choices, textwrap.dedent("\n".join(kept)).strip())
+    text = _NO_MATCH.sub(r"\1 takes \2, or None. Received: \3.\n", textwrap.dedent("\n".join(kept)).strip())
+    return re.sub(r"(?<=Expected one of)\s*\(([^()]*)\)", _sorted_choices, text)
 
 
 def _sorted_choices(found: re.Match[str]) -> str:

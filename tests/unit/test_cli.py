@@ -435,6 +435,13 @@ def test_arguments_may_be_given_in_several_options():
     assert (config.data.batch, config.training.jit) == (16, True)
 
 
+@pytest.mark.parametrize("option", ["--max-steps", "--dry-run"])
+def test_a_number_that_is_none_is_refused_by_what_the_option_takes(option):
+    refusal = said("digits", option, "four")
+    assert refusal.startswith(f"{option} takes INT, or None. Received: four. ")
+    assert "NoneType" not in refusal
+
+
 # -- --resume auto --
 
 
