@@ -195,8 +195,8 @@ def check_sequences(model: Any, options: StepOptions) -> None:
     for option, used in unfit.items():
         if used and splits_sequences(model):
             raise ConfigError(
-                f"Ranks along cp compute one gradient together, and exchange keys and values within each step: leave "
-                f"out {option}, or cp in --parallel."
+                f"Ranks along cp compute one gradient together, and exchange positions within each step: leave out "
+                f"{option}, or cp in --parallel."
             )
 
 
