@@ -58,6 +58,7 @@ def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict
 
 def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:
     if is_split(trainer.model):
+        folder.model.unlink(missing_ok=True)  # of fewer steps, before the run went on in this layout
         say(
             f"hvdtrain: each rank holds a part of the model, so that {folder.path} has no {folder.model.name}. "
             f"`python -m hvdtrain checkpoint export {folder.path}` writes the whole model."

@@ -1,14 +1,16 @@
 """Mixture of experts from the command line: each rank along ep holds some of them."""
 
 import json
+import sys
 
 import keras
 import pytest
 
-from hvdtrain import MixtureOfExperts
+from hvdtrain import MixtureOfExperts, load_run
+from hvdtrain.config.errors import CheckpointError
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.whole_hash import digest_of
-from tests.launching import hvdtrain
+from tests.launching import hvdtrain, run
 
 SMALL = "--batch 8 --warmup-steps 0 --model-args depth 1 heads 2 experts 4 every 1 width {width} capacity_factor"
 RUN = "--data-args length 64 --max-steps 4 --log-every 2 --plots False --tensorboard False --run-dir"
@@ -29,6 +31,11 @@ def test_two_ranks_with_two_experts_each_train_as_one_process_with_four(tmp_path
     one, steps = train(tmp_path, "none", 1, "one", "0")
     two, steps_of_two = train(tmp_path, "mpirun", 2, "two", "0", "--parallel", "ep=2")
     assert two["parameters"] == one["parameters"]
+    script = "import hvdtrain; print(hvdtrain.load_run('one').model.count_params())"
+    loaded = run([sys.executable, "-c", script], cwd=tmp_path, timeout=150)  # knows no layer of ours yet
+    assert loaded.out.split() == [str(one["parameters"])], loaded.text
+    with pytest.raises(CheckpointError, match=r"held parts of the model.*checkpoint export .*two --to .*model\.keras"):
+        load_run(tmp_path / "two")
     for figure in ("train_loss", "val_loss", "val_accuracy"):
         assert two[figure] == pytest.approx(one[figure], rel=1e-5)
     assert [step["step"] for step in steps] == [step["step"] for step in steps_of_two] == [1, 2, 4]

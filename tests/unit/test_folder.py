@@ -1,10 +1,13 @@
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.files import to_yaml
+from hvdtrain.config.run import Config
 from hvdtrain.recipes.registry import recipe
+from hvdtrain.runs import run_files
 from hvdtrain.runs.folder import RUNS, RunFolder, create, default_path, opened
 
 
@@ -86,3 +89,12 @@ def test_a_run_of_another_version_is_told_by_the_option_it_does_not_know(tmp_pat
         opened(folder.path, "--resume")
     assert str(folder.config) in str(raised.value)
     assert "training.epoch: there is no such option" in str(raised.value)
+
+
+def test_a_run_that_went_on_split_keeps_no_model_of_fewer_steps(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.model.write_bytes(b"of an earlier end, in one process")
+    monkeypatch.setattr(run_files, "is_split", lambda model: True)
+    run_files._write_end(folder, Config("digits"), SimpleNamespace(model=None), {"steps": 2})
+    assert not folder.model.exists()
+    assert folder.summary.exists()

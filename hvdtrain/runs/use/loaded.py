@@ -16,7 +16,7 @@ from hvdtrain.data.prediction.images import image_files, pixels
 from hvdtrain.data.prediction.samples import PredictionSamples, inputs_of
 from hvdtrain.data.prediction.tables import rows_in_memory, table_rows
 from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
-from hvdtrain.models.registry import build_model
+from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.runs.description import RunDescription, described, map_signature
 from hvdtrain.runs.folder import RunFolder, opened
 from hvdtrain.runs.places import located, start_folder
@@ -139,16 +139,25 @@ def load_run(folder: str | Path) -> LoadedRun:
     _, config = opened(run.path, "load_run")
     description = described(run, "load_run")
     if not run.model.is_file():
-        raise CheckpointError(
-            f"load_run {run.path}: the run is not finished, it has no {run.model.name}: --resume goes on with it."
-        )
+        raise CheckpointError(f"load_run {run.path}: {_why_without_model(run)}")
     return LoadedRun(run.path, _model(run, located(config, start_folder(run)), description), description)
+
+
+def _why_without_model(run: RunFolder) -> str:
+    if not run.summary.is_file():
+        return f"the run is not finished, it has no {run.model.name}: --resume goes on with it."
+    return (
+        f"its ranks held parts of the model, so that it has no {run.model.name}. `python -m hvdtrain checkpoint export "
+        f"{run.path} --to {run.model}` writes it."
+    )
 
 
 def _model(run: RunFolder, config: Config, description: RunDescription) -> keras.Model:
     own = is_user_code(config.model.model)
     if own:
         load_attribute("--model", config.model.model)  # registers layers of the user's own
+    else:
+        model_family(config.model)  # registers those of the family
     try:
         return keras.models.load_model(run.model, compile=False)
     except (TypeError, ValueError):
