@@ -208,15 +208,30 @@ def _weighted(elements: tuple[Any, ...], table: np.ndarray) -> tuple[Any, ...]:
     inputs, targets, *weights = elements
     if tf.nest.is_nested(targets):
         raise ConfigError("class_weight is for models with one output: give sample weights instead.")
-    labels = tf.convert_to_tensor(targets)
-    if labels.dtype.is_floating or (labels.shape.rank is not None and labels.shape.rank > 1 and labels.shape[-1] > 1):
-        if labels.shape.rank != 2:
-            raise ConfigError(f"class_weight needs labels or one-hot targets. Received: targets of {labels.shape}.")
-        labels = tf.argmax(labels, -1)
-    labels = tf.reshape(labels, [-1])
-    known = tf.gather(table, tf.minimum(tf.cast(labels, tf.int64), len(table) - 1))
-    factor = tf.where(tf.cast(labels, tf.int64) < len(table), known, tf.ones_like(known))
+    labels = _labels_of(tf.convert_to_tensor(targets))
+    known = tf.gather(table, tf.minimum(labels, len(table) - 1))
+    factor = tf.where(labels < len(table), known, tf.ones_like(known))
     return inputs, targets, factor * tf.cast(weights[0], tf.float32) if weights else factor
+
+
+def _labels_of(targets: tf.Tensor) -> tf.Tensor:
+    """Return the label of each sample [samples], int64: of labels [samples] or [samples, 1], or of one-hot rows.
+
+    Labels of a binary cross-entropy are floats.
+    """
+    rank = targets.shape.rank
+    if rank not in (1, 2) and (rank is not None or targets.dtype.is_floating):
+        raise ConfigError(f"class_weight needs labels or one-hot targets. Received: targets of {targets.shape}.")
+    if rank == 2 and targets.shape[1] != 1:
+        return tf.argmax(targets, -1)
+    flat = tf.reshape(targets, [-1])
+    labels = tf.cast(flat, tf.int64)
+    if flat.dtype.is_floating and tf.executing_eagerly() and bool(tf.reduce_any(tf.cast(labels, flat.dtype) != flat)):
+        raise ConfigError(
+            f"class_weight needs labels or one-hot targets. Received: targets of {targets.shape} that are no whole "
+            "numbers."
+        )
+    return labels
 
 
 def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "validation") -> Iterable[Batch]:

@@ -570,6 +570,22 @@ def test_class_weights_need_labels():
         trainer().fit((X, X[:, 0]), batch=8, class_weight={0: 1.0}, verbose=False)
 
 
+@pytest.mark.parametrize("shape", [(32,), (32, 1)])
+def test_class_weights_count_labels_that_are_floats(shape):
+    """Those of a binary cross-entropy, which Keras' own fit takes."""
+    binary = lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])  # noqa: E731
+    labels, weights = (X[:, 0] > 0).astype("float32").reshape(shape), {0: 0.5, 1: 4.0}
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    ours, plain = binary(), binary()
+    Trainer(ours, keras.optimizers.SGD(0.1), loss).fit(
+        (X, labels), batch=8, class_weight=weights, shuffle=False, verbose=False
+    )
+    plain.compile(keras.optimizers.SGD(0.1), loss)
+    plain.fit(X, labels, batch_size=8, class_weight=weights, shuffle=False, verbose=0)
+    for mine, theirs in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
 def test_what_xla_draws_at_random_can_be_repeated():
     """Its numbers are not those of TensorFlow's own kernels, but the same ones each time."""
 
