@@ -7,12 +7,19 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 
+TRACED_BATCH = 7
+"""Samples that a model is built and traced with: a size that no dim of its weights is likely to have."""
+
 
 def built(model: Any, inputs: Any) -> Any:
-    """Return `model`, or what it builds, with the variables of a class of the user's own created."""
+    """Return `model`, or what it builds, with the variables of a class of the user's own created.
+
+    It is called with a batch of one size: with any size a layer behind a reshape to (batch, length, -1) would not know
+    the width that it is given.
+    """
     made = model if isinstance(model, keras.Model) else model()
     if inputs is not None and isinstance(made, keras.Model) and not made.built:
-        made(tf.nest.map_structure(lambda t: keras.KerasTensor((None, *t.shape[1:]), _dtype(t)), inputs))
+        made(tf.nest.map_structure(lambda t: keras.KerasTensor((TRACED_BATCH, *t.shape[1:]), _dtype(t)), inputs))
     return made
 
 

@@ -746,6 +746,25 @@ def test_a_model_of_ones_own_class_is_followed():
     refused(Loops, {"up/kernel": (None, "tp")}, "has no variables before it is called", "inputs=")
 
 
+class CountsNoHeads(keras.Model):
+    """Writes -1 for the sizes of which a rank has a part, and takes the number of samples from its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = layers.Dense(24, name="up"), layers.Dense(WIDTH, name="down")
+
+    def call(self, x):
+        samples, length, _ = keras.ops.shape(x)
+        heads = keras.ops.reshape(self.up(x), (samples, length, -1, 3))
+        return self.down(keras.ops.reshape(keras.ops.tanh(heads), (samples, length, -1)))
+
+
+def test_a_model_of_ones_own_class_may_leave_out_the_sizes_of_slices():
+    model = split(CountsNoHeads, {"up/kernel": (None, "tp"), "down/kernel": ("tp", None)}, ROWS)
+    assert [tuple(v.shape) for v in model.trainable_variables] == [(WIDTH, 12), (12,), (12, WIDTH), (WIDTH,)]
+    assert model(ROWS).shape == ROWS.shape
+
+
 def test_a_model_is_split_once_and_before_it_is_trained():
     model = split(lambda: functional((LENGTH, WIDTH), dense_pair), DENSE)
     with pytest.raises(ConfigError, match=r"up/kernel.* is split among the ranks already"):

@@ -7,11 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.parallel.inputs import TRACED_BATCH
 from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
 from hvdtrain.parallel.tensor.outputs import sharded_outputs
-
-TRACED_BATCH = 7
-"""Samples that a model is traced with: a size that no dim of its weights is likely to have."""
 
 
 @dataclass(frozen=True)
