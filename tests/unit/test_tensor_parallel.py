@@ -69,6 +69,21 @@ def convolutions(x):
     return layers.Conv2D(3, 3, name="down")(x)
 
 
+def pooled_convolutions(x):
+    x = layers.Conv2D(4, 3, padding="same", activation="relu", name="up")(x)
+    x = layers.ZeroPadding2D(1)(layers.UpSampling2D(2)(layers.MaxPooling2D(2)(x)))
+    x = layers.AveragePooling2D(3, 2, padding="same")(keras.ops.flip(x, 1))
+    x = keras.ops.cumsum(keras.ops.image.resize(x, (5, 5)), 2)
+    return layers.Conv2D(3, 3, name="down")(x)
+
+
+def pooled_sequences(x):
+    x = layers.Conv1D(4, 3, padding="same", activation="relu", name="up")(x)
+    x = layers.AveragePooling1D(2, 1)(layers.MaxPooling1D(2)(layers.UpSampling1D(2)(x)))
+    x = keras.ops.squeeze(keras.ops.expand_dims(x, 1), 1)
+    return layers.Conv1D(3, 2, name="down")(x)
+
+
 class OwnAttention(layers.Layer):
     """Attention by hand, with a fused projection that counts heads first."""
 
@@ -222,6 +237,16 @@ CASES = {
         convolutions,
         IMAGES,
         {"up/kernel": (None, None, None, "tp"), "down/kernel": (None, None, "tp", None)},
+    ),
+    "pooled convolutions": (
+        pooled_convolutions,
+        IMAGES,
+        {"up/kernel": (None, None, None, "tp"), "down/kernel": (None, None, "tp", None)},
+    ),
+    "pooled sequences": (
+        pooled_sequences,
+        ROWS,
+        {"up/kernel": (None, None, "tp"), "down/kernel": (None, "tp", None)},
     ),
     "attention by hand": (
         own_attention,

@@ -288,6 +288,39 @@ def indexed(op: Any, dim: int | None) -> tuple[int, tuple[int, int] | None] | No
     return [*places, *range(taken, rank)].index(dim), kept
 
 
+def _pooled(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Pool within each channel: windows along the sharded dim have one element."""
+    dim = inputs[0].dim
+    alone = dim is not None and op.get_attr("ksize")[dim] == op.get_attr("strides")[dim] == 1
+    return [joined(inputs, dim)] if alone else None
+
+
+def _resized(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Resize images [samples, height, width, channels] within each channel."""
+    return [joined(inputs, 3)] if inputs[0].dim == 3 else None
+
+
+def _padded(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Pad other dims."""
+    paddings, dim = _constant(op.inputs[1]), inputs[0].dim
+    return None if paddings is None or dim is None or paddings[dim].any() else [joined(inputs[:1], dim)]
+
+
+def _squeezed(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Drop other dims, which are named."""
+    dim, rank = inputs[0].dim, op.inputs[0].shape.rank
+    gone = {axis % rank for axis in op.get_attr("squeeze_dims")}
+    return None if dim is None or not gone or dim in gone else [joined(inputs, dim - sum(axis < dim for axis in gone))]
+
+
+def _along_axis(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
+    """Add up or turn round along other dims."""
+    axes, dim, rank = _constant(op.inputs[1]), inputs[0].dim, op.inputs[0].shape.rank
+    if axes is None or dim is None or dim in {int(axis) % rank for axis in axes.reshape(-1)}:
+        return None
+    return [joined(inputs[:1], dim)]
+
+
 def _constant(tensor: Any) -> Any:
     return tf.get_static_value(tensor)
 
@@ -308,4 +341,9 @@ RULES: dict[str, Rule] = {
     "Split": _split,
     "SplitV": _split,
     "StridedSlice": _strided,
+    **dict.fromkeys(("MaxPool", "MaxPool3D", "AvgPool", "AvgPool3D"), _pooled),
+    **dict.fromkeys(("ResizeNearestNeighbor", "ResizeBilinear", "ResizeBicubic"), _resized),
+    **dict.fromkeys(("Pad", "PadV2", "MirrorPad"), _padded),
+    "Squeeze": _squeezed,
+    **dict.fromkeys(("Cumsum", "Cumprod", "ReverseV2"), _along_axis),
 }
