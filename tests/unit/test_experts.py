@@ -186,6 +186,17 @@ def test_a_placeholder_adds_nothing_even_where_it_overflows():
     assert layer.has_samples == 1.0
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_mask_is_passed_on():
+    """As by the MLP in whose place the layer is."""
+    inputs = keras.Input((3,), dtype="int32")
+    tokens = keras.layers.Embedding(5, 4, mask_zero=True)(inputs)
+    outputs = MixtureOfExperts(2, 3, capacity_factor=None)(tokens)
+    pooled = keras.Model(inputs, [outputs, keras.layers.GlobalAveragePooling1D()(outputs)])
+    every, mean = pooled(np.array([[1, 2, 0], [3, 0, 0]]))
+    np.testing.assert_allclose(mean, [np.mean(every[0, :2], 0), every[1, 0]], atol=1e-6)
+
+
 def test_narrow_tokens_are_routed_in_float32_and_come_back_narrow():
     layer = layer_of(dtype="mixed_float16")
     assert layer.router.value.dtype == tf.float32

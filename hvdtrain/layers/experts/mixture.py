@@ -39,8 +39,9 @@ class MixtureOfExperts(ExchangingLayer):
 
     Top-1 as in Switch (Fedus et al. 2021), top-2 as in GShard (Lepikhin et al. 2020). In place of a transformer's MLP:
     the output has the shape of the input, [batch, …, width], and is zero for a token that no expert had a place for, so
-    that the residual connection carries it on. In training the layer adds the load-balance loss and the router's z-loss
-    (ST-MoE, Zoph et al. 2022) to those of the model.
+    that the residual connection carries it on. A mask of the input is passed on; tokens that it leaves out are routed
+    like all others. In training the layer adds the load-balance loss and the router's z-loss (ST-MoE, Zoph et al. 2022)
+    to those of the model.
 
     With `--parallel ep=N` each rank along `ep` holds experts / N of them; tokens go there and come back by all-to-all.
     Capacity is that of a rank's tokens, and the load is balanced over those of all ranks. Along `cp` a rank's tokens
@@ -86,6 +87,7 @@ class MixtureOfExperts(ExchangingLayer):
         self.output_scale = output_scale
         self.seed = seed
         self._check()
+        self.supports_masking = True  # the mask of the input is that of the output, as of keras.layers.Dense
         self.counts: RoutingCounts | None = None
         """Counted in training; see `routing_figures`."""
         self._along_ep: Collectives | None = None
