@@ -186,6 +186,26 @@ def test_a_placeholder_adds_nothing_even_where_it_overflows():
     assert layer.has_samples == 1.0
 
 
+class Block(keras.layers.Layer):
+    """A layer without a `build` of its own, in whose first call Keras builds the experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = MixtureOfExperts(2, 3, capacity_factor=1.0)
+
+    def call(self, x, training=False):
+        return x + self.experts(x, training=training)
+
+
+@pytest.mark.parametrize("symbolic", [True, False])
+def test_experts_inside_a_layer_are_built_when_it_is_called(symbolic):
+    block, x = Block(), tf.ones([2, 3, 4])
+    assert block(keras.Input((3, 4)) if symbolic else x).shape[1:] == (3, 4)
+    tf.function(lambda t: block(t, training=True))(x)
+    assert float(tf.reduce_sum(block.experts.counts.load)) == 6.0
+    assert not [v.path for v in block.variables if "load" in v.path]
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_mask_is_passed_on():
     """As by the MLP in whose place the layer is."""

@@ -22,10 +22,11 @@ class RoutingCounts:
             "synchronization": tf.VariableSynchronization.ON_READ,
             "aggregation": tf.VariableAggregation.SUM,
         }
-        self.load = tf.Variable(tf.zeros([experts]), name="expert_load", **local)
-        """Tokens that chose each expert."""
-        self.dropped = tf.Variable(0.0, name="dropped_tokens", **local)
-        """Those of them that found no place; a token with two choices may count twice."""
+        with tf.init_scope():  # a layer inside another one is built while the outer one is traced
+            self.load = tf.Variable(tf.zeros([experts]), name="expert_load", **local)
+            """Tokens that chose each expert."""
+            self.dropped = tf.Variable(0.0, name="dropped_tokens", **local)
+            """Those of them that found no place; a token with two choices may count twice."""
 
     def add(self, load: tf.Tensor, kept: tf.Tensor, has_samples: Any) -> None:
         """Add up one call.
