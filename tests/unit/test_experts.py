@@ -7,13 +7,14 @@ import tensorflow as tf
 
 from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers import slices
 from hvdtrain.layers.exchanging import exchanging_layers, samples_of
 from hvdtrain.layers.experts.balance import load_balance_loss, router_z_loss
 from hvdtrain.layers.experts.dispatch import from_experts, slots_of, to_experts
 from hvdtrain.layers.experts.figures import routing_figures
 from hvdtrain.layers.experts.mixture import MixtureOfExperts
 from hvdtrain.layers.experts.routing import expert_capacity, load_of, routes_of
-from hvdtrain.runtime.placement import Placement, place, whole_box
+from hvdtrain.runtime.placement import Placement, place, placement_of, whole_box
 from hvdtrain.training.assembly import check_held_apart, check_layers
 from hvdtrain.training.options import StepOptions
 
@@ -204,6 +205,23 @@ def test_experts_inside_a_layer_are_built_when_it_is_called(symbolic):
     tf.function(lambda t: block(t, training=True))(x)
     assert float(tf.reduce_sum(block.experts.counts.load)) == 6.0
     assert not [v.path for v in block.variables if "load" in v.path]
+
+
+class OneOfTwo(NoOpCollectives):
+    """The second of two ranks, for what exchanges nothing."""
+
+    size, index = 2, 1
+
+
+@pytest.mark.parametrize("symbolic", [True, False])
+def test_slices_inside_a_layer_have_their_places(symbolic, monkeypatch):
+    monkeypatch.setattr(slices, "ranks_along", lambda *axes: OneOfTwo() if axes == ("ep",) else None)
+    block = Block()
+    block(keras.Input((3, 4)) if symbolic else tf.ones([2, 3, 4]))
+    found = placement_of(block.experts.kernel_in)
+    assert found is not None
+    assert (found.global_shape, found.box[0], found.held_by) == ((2, 4, 3), slice(1, 2), ("ep",))
+    assert placement_of(block.experts.router) is None
 
 
 @pytest.mark.filterwarnings("error")
