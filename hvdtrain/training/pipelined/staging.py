@@ -11,6 +11,7 @@ from hvdtrain.layers.experts.mixture import expert_layers
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.cut import cut_model, shared_variables
+from hvdtrain.parallel.pipeline.divided import divide, division_of
 from hvdtrain.parallel.pipeline.schedule import schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.deferred_values import draw_values
@@ -18,7 +19,7 @@ from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.pipelined.tied import share_tied_weights
+from hvdtrain.training.pipelined.tied import gather_divided, share_tied_weights
 from hvdtrain.training.step.own.train_step import has_own_step
 
 AXIS = "pp"
@@ -49,9 +50,12 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
     draw_values(stage.variables)
     _refuse_shared_state(stage)
     _agree(stage, backend)
+    gather_divided(stage, backend.along(AXIS))
     share_tied_weights(stage, backend.along(AXIS))
     if own:
         stage.release_others()
+    else:
+        divide(model, stage)
     return stage
 
 
@@ -124,13 +128,14 @@ def _agree(stage: PipelineStage, backend: Backend) -> None:
     """Refuse ranks that cut other models, or the same one elsewhere: they would wait for one another for ever."""
     cut = stage.whole.cut
     weights = {path: [str(v.dtype), *placed_tensor(v).global_shape] for path, v in _weights(stage).items()}
-    mine = json.dumps([cut.bounds, weights])
+    division = division_of(stage.whole.model)
+    mine = json.dumps([cut.bounds, weights, division and [*division.places.values()]])
     everyone = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=_TIMEOUT_S)]
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
         raise ConfigError(
             "Every rank cuts the same model at the same places. Received: rank "
-            f"{other} has stages of {_words(everyone[other])}, rank 0 of {_words(everyone[0])}."
+            f"{other} has {_words(everyone[other])}, rank 0 {_words(everyone[0])}."
         )
 
 
@@ -139,6 +144,7 @@ def _weights(stage: PipelineStage) -> dict[str, Any]:
 
 
 def _words(text: str) -> str:
-    bounds, weights = json.loads(text)
+    bounds, weights, division = json.loads(text)
     calls = ", ".join(str(end - begin) for begin, end in itertools.pairwise(bounds))
-    return f"{calls} calls with {len(weights)} weights"
+    model = "a model that another trainer has cut" if division else "a model"
+    return f"{model} with {len(weights)} weights, and stages of {calls} calls"

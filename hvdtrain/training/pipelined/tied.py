@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.parallel.pipeline.divided import division_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import whole_box
@@ -69,6 +71,28 @@ def share_tied_weights(stage: PipelineStage, pipeline: Collectives) -> None:
         run_once(partial(_assign_sum, holder, mine, pipeline, f"tied/{path}"))
         slice_or_whole = placement_of(variable) or Placement(weight.shape, whole_box(weight.shape))
         place(variable, replace(slice_or_whole, in_norm=stage.counts(variable)))
+
+
+def gather_divided(stage: PipelineStage, pipeline: Collectives) -> None:
+    """Give all ranks the weights of a model that an earlier trainer has divided among them, perhaps at other places.
+
+    All ranks call it.
+    """
+    division = division_of(stage.whole.model)
+    if division is None:
+        return
+    for path, weight in _by_path(stage).items():
+        variable = unwrap(weight)
+        trained_here = stage.place == division.places[path]
+        mine = variable.read_value() if trained_here else tf.zeros(variable.shape, variable.dtype)
+        run_once(partial(_assign_sum, variable, mine, pipeline, f"divided/{path}"))
+        placement = placement_of(variable)
+        if path in division.tied and placement is not None:
+            place(variable, replace(placement, in_norm=True))
+
+
+def _by_path(stage: PipelineStage) -> dict[str, Any]:
+    return {stage.structure.path(weight): weight for weight in stage.whole.model.weights}
 
 
 def _assign_sum(variable: tf.Variable | None, mine: tf.Tensor, pipeline: Collectives, name: str) -> tf.Tensor:

@@ -7,12 +7,14 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from checks.parity import OPTIMIZERS, per_sample
 from meshes import on_mesh
 from world import World, moved, plain_training, relative_error
 
 import hvdtrain
+from hvdtrain.config.errors import ConfigError
 
 SAMPLES, BATCH, EPOCHS = 70, 16, 4  # four full batches and one of 6 samples: 20 steps
 LENGTH, VOCABULARY = 5, 11
@@ -202,6 +204,23 @@ def check_a_bad_step_is_skipped_by_all_stages(world: World) -> None:
         result = trainer.fit((x, y, weights), batch=BATCH, epochs=1, shuffle=False, verbose=False)
         assert result.bad_steps["non_finite"] == 1, result.bad_steps
         assert all(np.isfinite(weight).all() for weight in trainer.model.get_weights())
+
+
+def check_a_built_model_goes_on_in_another_trainer_and_is_used_by_nobody_else(world: World) -> None:
+    """Its layers are trained on either rank, first in front of one cut, then in front of another."""
+    x, _ = data()
+    plain = model_of("float64", tied=True)
+    for _ in range(2):
+        expected = plain_training(plain, OPTIMIZERS["sgd"](), per_sample, batches())
+    with on_mesh(world, "pp=2") as mesh:
+        model = model_of("float64", tied=True)
+        for stages in (("head",), ("dense1",)):
+            trainer = trained(mesh, model, OPTIMIZERS["sgd"](), pipeline_stages=stages)
+        error = error_of(mesh, trainer, expected, plain)
+        assert error <= TOLERANCE["float64"], f"{error:.2e}"
+        for use in (lambda: model(x), lambda: model.predict(x), model.get_weights, lambda: model.save("model.keras")):
+            with pytest.raises(ConfigError, match="each rank trains the layers of its own"):
+                use()
 
 
 def check_stages_are_saved_and_restored_in_any_layout(world: World) -> None:
