@@ -15,6 +15,7 @@ from world import World, moved, plain_training, relative_error
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.optim.averaging import average_of, innermost
 
 SAMPLES, BATCH, EPOCHS = 70, 16, 4  # four full batches and one of 6 samples: 20 steps
 LENGTH, VOCABULARY = 5, 11
@@ -204,6 +205,87 @@ def check_a_bad_step_is_skipped_by_all_stages(world: World) -> None:
         result = trainer.fit((x, y, weights), batch=BATCH, epochs=1, shuffle=False, verbose=False)
         assert result.bad_steps["non_finite"] == 1, result.bad_steps
         assert all(np.isfinite(weight).all() for weight in trainer.model.get_weights())
+
+
+class OverflowingBehind(keras.layers.Layer):
+    """Passes on what it is given. The gradient in front of it overflows with a sample whose first feature is large."""
+
+    def call(self, tensors: Any) -> Any:
+        x, features = tensors
+
+        @tf.custom_gradient
+        def passed(x: tf.Tensor) -> Any:
+            overflow = tf.where(tf.abs(features[:, :1]) > 100, tf.constant(np.inf, x.dtype), tf.ones([], x.dtype))
+            return tf.identity(x), lambda dy: dy * overflow
+
+        return passed(x)
+
+    def compute_output_shape(self, shapes: Any) -> Any:
+        return shapes[0]
+
+
+def overflowing_model() -> keras.Model:
+    keras.utils.set_random_seed(2)
+    dense = partial(keras.layers.Dense, activation="tanh", dtype="float64")
+    inputs = keras.Input((4,), dtype="float64")
+    x = OverflowingBehind(dtype="float64")([dense(8)(inputs), inputs])
+    x = dense(8, name="second")(dense(8)(x))
+    return keras.Model(inputs, dense(3, activation=None)(x))
+
+
+def scaled_averaging_optimizer() -> Any:
+    inner = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
+    return hvdtrain.LossScaleOptimizer(inner, initial_scale=2.0**10, dynamic_growth_steps=3)
+
+
+def averages_of(optimizer: Any, model: Any) -> dict[str, np.ndarray]:
+    """Return the averages of the weights by path."""
+    from hvdtrain.state.structure import structure_of
+
+    weights = structure_of(model).by_path(model.trainable_variables)
+    return {path: np.array(average_of(innermost(optimizer), weight)) for path, weight in weights.items()}
+
+
+def check_loss_scale_and_averages_are_those_of_one_process(world: World) -> None:
+    """The first stage alone sees a gradient that overflows: both skip the step, halve the scale and keep averages."""
+    rng = np.random.default_rng(8)
+    x = rng.standard_normal((SAMPLES, 4))
+    x[37, 0] = 1e3  # in the third batch of each epoch
+    y = rng.integers(0, 3, SAMPLES)
+    parts = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, SAMPLES, BATCH)] * EPOCHS
+    plain, optimizer = overflowing_model(), scaled_averaging_optimizer()
+    scaled = lambda gradients: [g * tf.cast(optimizer.dynamic_scale, g.dtype) for g in gradients]  # noqa: E731
+    expected = plain_training(plain, optimizer, per_sample, parts, scaled)
+    assert int(optimizer.iterations) == len(parts) - EPOCHS, "nothing overflowed in one process"
+    folder = world.folder / "scaled_stages"
+
+    def trainer_on(mesh: World, epochs: int, **options: Any) -> Any:
+        trainer = hvdtrain.Trainer(
+            overflowing_model, scaled_averaging_optimizer(), per_sample, backend=mesh.backend, accumulate=2, **options
+        )
+        trainer.fit((x, y), batch=BATCH, epochs=epochs, shuffle=False, verbose=False)
+        return trainer
+
+    def compare(trainer: Any) -> None:
+        assert int(trainer.optimizer.iterations) == int(optimizer.iterations)
+        assert float(trainer.optimizer.dynamic_scale) == float(optimizer.dynamic_scale)
+        whole, mine = averages_of(optimizer, plain), averages_of(trainer.optimizer, trainer.model)
+        error = relative_error(list(mine.values()), [whole[path] for path in mine])
+        assert error <= TOLERANCE["float64"], f"averages: {error:.2e}"
+
+    with on_mesh(world, "pp=2") as mesh:
+        trainer = trainer_on(mesh, EPOCHS, pipeline_stages=("second",))
+        error = error_of(mesh, trainer, expected, plain)
+        assert error <= TOLERANCE["float64"], f"{error:.2e}"
+        compare(trainer)
+        trainer.save(folder)
+    with on_mesh(world, "dp=-1") as mesh:
+        other = trainer_on(mesh, 1)
+        other.restore(folder)
+        compare(other)
+    world.gather(b"")
+    if world.rank == 0:
+        shutil.rmtree(folder)
 
 
 def check_a_built_model_goes_on_in_another_trainer_and_is_used_by_nobody_else(world: World) -> None:
