@@ -266,10 +266,19 @@ def test_layers_that_stages_cannot_call_are_refused():
 @pytest.mark.parametrize("layer", [layers.BatchNormalization, lambda: layers.Dropout(0.1, seed=1)])
 def test_a_layer_with_a_state_is_not_called_by_several_stages(layer):
     inputs, shared = keras.Input((6,)), layer()
-    model = keras.Model(inputs, shared(layers.Dense(6)(shared(layers.Dense(6)(inputs)))))
+    model = keras.Model(inputs, shared(layers.Dense(6)(layers.Dense(6)(shared(inputs)))))
     with pytest.raises(ConfigError, match=r"each change a copy\. Received: a layer that stages 0 and 1 call"):
         staged(model, TwoRanks(), step_options({}))
     staged(keras.Model(inputs, layers.Dense(6)(shared(layers.Dense(6)(inputs)))), TwoRanks(), step_options({}))
+
+
+@pytest.mark.parametrize("layer", [layers.BatchNormalization, lambda: layers.Dropout(0.1, seed=1)])
+def test_a_siamese_network_is_cut_behind_both_calls_of_an_encoder_with_a_state(layer):
+    encoder = keras.Sequential([keras.Input((6,)), layers.Dense(64), layer(), layers.Dense(4)])
+    pair = keras.Input((6,)), keras.Input((6,))
+    head = layers.Dense(1, name="head")(layers.Subtract(name="difference")([encoder(each) for each in pair]))
+    stage = staged(keras.Model(pair, head), TwoRanks(), step_options({}))
+    assert stage.whole.cut.first_names()[1] == "head"
 
 
 def test_an_optimizer_that_would_clip_each_stage_by_itself_is_refused():

@@ -11,6 +11,8 @@ from hvdtrain.config.registry import suggestion
 from hvdtrain.parallel.pipeline.cost import flops
 from hvdtrain.parallel.pipeline.graph import Graph, graph_of, is_float, masks_at, sliced_tensors, variables_of
 from hvdtrain.parallel.pipeline.sequences import SequenceSlices, sequence_slices, whole_sequences
+from hvdtrain.state.structure import seed_states, structure_of
+from hvdtrain.state.variables import unwrap
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ def _equal_bounds(model: Any, graph: Graph, costs: Sequence[float], stages: int,
         if any(map(is_float, graph.crossing(place))) and sliced.isdisjoint(map(id, graph.crossing(place)))
     ]
     narrow = [place for place in everywhere if len(graph.crossing(place)) == 1]
-    for places in (narrow, everywhere):
+    refused = _between_calls_with_state(model, graph)
+    kept = [[place for place in places if place not in refused] for places in (narrow, everywhere)]
+    for places in (*kept, narrow, everywhere):
         bounds = _smallest_largest(graph, costs, [0, *places, len(graph.nodes)], stages)
         if bounds is not None:
             return bounds
@@ -118,6 +122,22 @@ def _equal_bounds(model: Any, graph: Graph, costs: Sequence[float], stages: int,
         f"Received: {trained} layer{'s' if trained != 1 else ''} with such weights. Use fewer ranks along pp, or fewer "
         "--virtual-stages."
     )
+
+
+def _between_calls_with_state(model: Any, graph: Graph) -> set[int]:
+    """Return the places between two calls of a layer that changes by itself when it is called, as dropout does."""
+    changing = changing_variables(model)
+    calls: dict[int, list[int]] = {}
+    for number, node in enumerate(graph.nodes):
+        for variable in variables_of([node]):
+            if id(unwrap(variable)) in changing:
+                calls.setdefault(id(unwrap(variable)), []).append(number)
+    return {place for numbers in calls.values() for place in range(numbers[0] + 1, numbers[-1] + 1)}
+
+
+def changing_variables(model: Any) -> set[int]:
+    """Return the ids of the variables that change whenever their layer is called: statistics and random states."""
+    return {*structure_of(model).statistics, *(id(unwrap(state)) for state in seed_states(model))}
 
 
 def _smallest_largest(

@@ -10,13 +10,12 @@ from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.experts.mixture import expert_layers
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.averaging import innermost
-from hvdtrain.parallel.pipeline.cut import cut_model, shared_variables
+from hvdtrain.parallel.pipeline.cut import changing_variables, cut_model, shared_variables
 from hvdtrain.parallel.pipeline.divided import divide, division_of
 from hvdtrain.parallel.pipeline.schedule import schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.deferred_values import draw_values
 from hvdtrain.state.placement import placed_tensor
-from hvdtrain.state.structure import seed_states
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.pipelined.tied import gather_divided, share_tied_weights
@@ -98,10 +97,9 @@ def _check_model(model: Any) -> None:
 def _refuse_shared_state(stage: PipelineStage) -> None:
     """Refuse a layer that several stages call, and that each would change by itself as it is called."""
     shared = shared_variables(stage.whole.cut)
-    drawn = {id(state) for state in seed_states(stage.whole.model)}
+    changing = changing_variables(stage.whole.model)
     for variable in stage.whole.model.variables:
-        changes = id(unwrap(variable)) in stage.structure.statistics or drawn & {id(variable), id(unwrap(variable))}
-        if changes and id(variable) in shared:
+        if id(unwrap(variable)) in changing and id(variable) in shared:
             stages = " and ".join(map(str, shared[id(variable)]))
             raise ConfigError(
                 f"{variable.path!r} changes whenever its layer is called, and several stages of the pipeline would "
