@@ -172,7 +172,7 @@ class MetricSet:
         """Return the variables of each metric by its name, summed over the replicas, without changing any state."""
         return {
             bound.name: [
-                self._backend.all_reduce(unwrap(variable).read_value(), name=f"{role}/{number}.{bound.name}/{place}")
+                self._backend.all_reduce(unwrap(variable).read_value(), name=_name(role, number, place))
                 for place, variable in enumerate(bound.metric.variables)
             ]
             for number, bound in enumerate(self.bound)
@@ -183,8 +183,7 @@ class MetricSet:
         for number, bound in enumerate(self.bound):
             for place, variable in enumerate(bound.metric.variables):
                 tensor = unwrap(variable)
-                name = f"{role}/{number}.{bound.name}/{place}"
-                tensor.assign(self._backend.all_reduce(tensor.read_value(), name=name))
+                tensor.assign(self._backend.all_reduce(tensor.read_value(), name=_name(role, number, place)))
 
     def results(self) -> dict[str, Figure]:
         """Return each metric's value by name."""
@@ -285,6 +284,11 @@ def _update(metric: Any, targets: Any, output: Any, sample_weight: Any) -> None:
 def _zeros_like(bound: Sequence[BoundMetric]) -> list[tf.Variable]:
     variables = [unwrap(variable) for each in bound for variable in each.metric.variables]
     return [tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False) for variable in variables]
+
+
+def _name(role: str, number: int, place: int) -> str:
+    """Return what ranks call the sum of a metric's variable; Keras may name the metric otherwise on each of them."""
+    return f"{role}/{number}/{place}"
 
 
 def figure_of(result: Any) -> Figure:

@@ -33,8 +33,11 @@ def check_ranks_that_built_other_models_before_train_together(world: World) -> N
     model = model_after_others(0, 2 * world.rank, keras.layers.Dropout(0.1))
     names = world.gather(model.weights[0].path.encode())
     assert len(set(names)) == world.size, "Keras numbers them alike"
-    trainer = hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), CROSSENTROPY, backend=world.backend)
-    trainer.fit(samples(), batch=16, verbose=False)
+    metric = [keras.metrics.MeanIoU(3, sparse_y_pred=False) for _ in range(1 + world.rank)][-1]
+    assert len(set(world.gather(metric.name.encode()))) == world.size, "Keras numbers them alike"
+    trainer = hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), CROSSENTROPY, [metric], backend=world.backend)
+    result = trainer.fit(samples(), batch=16, validation_data=samples(), verbose=False)
+    assert world.same_everywhere(repr([*result.history.values()]).encode())
     assert world.same_everywhere(flat_bytes(model.get_weights()))
     assert len(trainer.state.agreed_hash(world.backend)) == 64
     files = Checkpointer(world.folder / "numbered", backend=world.backend)
