@@ -194,6 +194,12 @@ def test_a_stage_is_not_the_model_and_says_so():
             save()
 
 
+def transferred():
+    hidden = [layers.Dense(4) for _ in range(3)]
+    backbone = keras.Sequential([keras.Input((6,)), *hidden], name="backbone")
+    return keras.Sequential([keras.Input((6,)), backbone, layers.Dense(2)])
+
+
 class Branch(keras.Model):
     def __init__(self):
         super().__init__()
@@ -209,6 +215,12 @@ class Branch(keras.Model):
         (Branch, 2, (), r"cuts Functional and Sequential models.* Received: Branch 'branch.*': write it with keras"),
         (lambda: keras.Sequential([layers.Dense(3)]), 2, (), r"has no keras\.Input: begin it with one"),
         (sequential, 6, (), r"cannot be cut into 6 stages that each have weights to train\. Received: 5 layers"),
+        (
+            transferred,
+            3,
+            (),
+            r"Received: 2 layers .*layers of the model 'backbone', .* head\(backbone\.outputs\[0\]\)\)",
+        ),
         (sequential, 3, ("x",), r"pipeline_stages names the first layer of each .*: 2 for 3 stages\. Received: x\."),
         (sequential, 2, ("nothing",), r"calls no layer 'nothing', which pipeline_stages names"),
         (lambda: mlp((4,), 3, 0), 2, ("flatten",), r"in the order in which the model calls them, and not its first"),

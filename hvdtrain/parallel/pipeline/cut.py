@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+import keras
+
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.parallel.pipeline.cost import flops
@@ -120,7 +122,20 @@ def _equal_bounds(model: Any, graph: Graph, costs: Sequence[float], stages: int,
     raise ConfigError(
         f"{type(model).__name__} {model.name!r} cannot be cut into {stages} stages that each have weights to train. "
         f"Received: {trained} layer{'s' if trained != 1 else ''} with such weights. Use fewer ranks along pp, or fewer "
-        "--virtual-stages."
+        f"--virtual-stages.{_advice_on_nested(graph)}"
+    )
+
+
+def _advice_on_nested(graph: Graph) -> str:
+    """Return how the layers of a model that is called as one layer become layers that can be on several stages."""
+    models = [node.operation for node in graph.nodes if isinstance(node.operation, keras.Model)]
+    trained = [model for model in models if sum(bool(layer.trainable_weights) for layer in model.layers) > 1]
+    if not trained:
+        return ""
+    name = trained[0].name
+    return (
+        f" Or put the layers of the model {name!r}, which is called as one layer, into the model itself: begin with "
+        f"its outputs, as in keras.Model({name}.inputs, head({name}.outputs[0]))."
     )
 
 
