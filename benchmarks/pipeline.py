@@ -11,7 +11,8 @@ m,
     ms      the median step
     idle    1 - m u / step, where u is the time of one microbatch: known of simulated stages, and of a transformer the
             slope of a line through the steps of all m, of microbatches of one size
-    formula the idle share by the schedule
+    formula the idle share by the schedule, with messages that take no time
+    waits   messages that a step waits for, one after another; those of an interleaved pipeline are the most
 
 On a transformer the line's slope holds the exchange between stages, too, and its offset what a step takes besides its
 microbatches: the update. Nothing else may run meanwhile.
@@ -142,7 +143,13 @@ def train(words: list[str]) -> None:
 
 def compare(controller: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one launch and print a line for each schedule and number of microbatches."""
-    from hvdtrain.parallel.pipeline.schedule import ideal_bubble
+    from hvdtrain.parallel.pipeline.schedule import ideal_bubble, schedule_of
+    from hvdtrain.parallel.pipeline.simulation import messages_in_turn
+
+    def waits(schedule: Any, count: int) -> int:
+        chunks, ranks = CHUNKS[schedule], arguments.ranks
+        schedules = [schedule_of(schedule, rank, ranks, count, chunks) for rank in range(ranks)]
+        return messages_in_turn(schedules, lambda action: 1.0 if action.kind == "forward" else 2.0, ranks * chunks)
 
     stage_s = 0 if arguments.stages == "lm" else arguments.stage_ms / 1e3
     words = [str(stage_s), str(arguments.ranks), str(arguments.steps), *map(str, arguments.microbatches)]
@@ -156,10 +163,12 @@ def compare(controller: str, arguments: argparse.Namespace) -> dict[str, Any]:
             each = float(np.polyfit(list(times), list(times.values()), 1)[0]) if len(times) > 1 else float("nan")
         for count, seconds in times.items():
             idle, formula = 1 - count * each / seconds, ideal_bubble(arguments.ranks, count, CHUNKS[schedule])
-            rows.append({"schedule": schedule, "microbatches": count, "s": seconds, "idle": idle, "formula": formula})
+            row = {"schedule": schedule, "microbatches": count, "s": seconds, "idle": idle, "formula": formula}
+            rows.append({**row, "waits": waits(schedule, count)})
             print(
                 f"{arguments.stages} {controller:6} {arguments.ranks} ranks {schedule:11} {count:3} microbatches "
-                f"{1e3 * seconds:8.1f} ms   idle {100 * idle:5.1f} %   formula {100 * formula:5.1f} %",
+                f"{1e3 * seconds:8.1f} ms   idle {100 * idle:5.1f} %   formula {100 * formula:5.1f} %   "
+                f"waits for {waits(schedule, count)}",
                 flush=True,
             )
     return {"controller": controller, "rows": rows}

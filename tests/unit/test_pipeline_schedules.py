@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.pipeline import PipelineConfig
 from hvdtrain.parallel.pipeline.schedule import Action, ideal_bubble, most_in_flight, needs, schedule_of
-from hvdtrain.parallel.pipeline.simulation import DeadlockError, simulate
+from hvdtrain.parallel.pipeline.simulation import DeadlockError, messages_in_turn, simulate
 
 PLAIN = [("gpipe", p, m, 1) for p in (1, 2, 3, 4, 8) for m in (1, 2, 5, 8)]
 ONE_EACH = [("1f1b", p, m, 1) for p in (1, 2, 3, 4, 8) for m in (1, 2, 5, 8)]
@@ -46,6 +46,23 @@ def test_no_rank_waits_for_ever_and_each_pass_follows_what_it_needs(name, ranks,
 def test_the_idle_share_is_that_of_the_formula(name, ranks, microbatches, chunks):
     timeline = simulate(schedules(name, ranks, microbatches, chunks), seconds, stages=ranks * chunks)
     assert timeline.bubble == pytest.approx(ideal_bubble(ranks, microbatches, chunks))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "chunks", "messages"),
+    [
+        ("gpipe", 2, 4, 1, 2),
+        ("gpipe", 4, 8, 1, 6),
+        ("1f1b", 2, 2, 1, 2),
+        ("1f1b", 2, 8, 1, 8),
+        ("interleaved", 2, 2, 2, 6),
+        ("interleaved", 2, 8, 2, 6),
+        ("interleaved", 4, 8, 2, 14),
+    ],
+)
+def test_a_step_waits_for_messages_that_the_formula_does_not_count(name, ranks, microbatches, chunks, messages):
+    schedule = schedules(name, ranks, microbatches, chunks)
+    assert messages_in_turn(schedule, seconds, ranks * chunks) == messages
 
 
 def test_the_formula_is_the_known_one():

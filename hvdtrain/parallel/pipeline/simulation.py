@@ -62,6 +62,16 @@ def simulate(
     return Timeline(ends, tuple(sum(map(seconds, schedule)) for schedule in schedules))
 
 
+def messages_in_turn(schedules: Sequence[Schedule], seconds: Callable[[Action], float], stages: int) -> int:
+    """Return how many messages a step waits for, one after another: it takes longer by the time of so many.
+
+    For short messages; arguments are those of `simulate`.
+    """
+    without = simulate(schedules, seconds, stages=stages).duration
+    message = 1e-3 * min(seconds(action) for schedule in schedules for action in schedule)
+    return round((simulate(schedules, seconds, stages=stages, message=message).duration - without) / message)
+
+
 def _is_ready(schedule: Schedule, done: int, ends: dict[Action, float], stages: int) -> bool:
     return done < len(schedule) and all(need in ends for need in needs(schedule[done], stages))
 
