@@ -5,7 +5,7 @@ then, and all layers would be whole at once. So each operation that reads it lat
 gather, which waits until the operations before it that need a whole parameter have run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ def gather_again(graph: Any, bursts: Sequence[Burst], scattered: Sequence[Scatte
     places = {operation.name: place for place, operation in enumerate(graph.get_operations())}
     runs = _runs(bursts, places)
     for number, run in enumerate(runs):
-        waits = _arrival(runs[0], bursts) if number <= prefetch else []
+        waits = _arrival(runs[0], bursts, places) if number <= prefetch else []
         if number > prefetch:
             before = runs[number - 1 - prefetch]
             waits = [use.reader for use in before.uses]
@@ -136,12 +136,17 @@ def _runs(bursts: Sequence[Burst], places: dict[str, int]) -> list[_Run]:
     return runs
 
 
-def _arrival(run: _Run, bursts: Sequence[Burst]) -> list[Any]:
-    """Return what a backward pass begins with: the other inputs of the first operation that reads a parameter."""
+def _arrival(run: _Run, bursts: Sequence[Burst], places: Mapping[str, int]) -> list[Any]:
+    """Return what a backward pass begins with: the other inputs of the first operation that reads a parameter.
+
+    The gradient of a penalty, such as the sign of a kernel for L1, has none: it begins behind the forward pass.
+    """
     reader = run.uses[0].reader
     own = {use.place for use in run.uses if use.reader is reader}
     others = [source.op for place, source in enumerate(reader.inputs) if place not in own]
-    return others or (bursts[-1].readers() if bursts else [])
+    others = [operation for operation in others if operation.type != "Const"]
+    # By now the last parameters have readers in the backward pass, too: among them those that are to wait.
+    return others or [last for last in bursts[-1].readers() if places[last.name] < run.first]
 
 
 def _redirect(graph: Any, run: _Run, waits: Sequence[Any]) -> None:
