@@ -235,13 +235,40 @@ def check_the_comparison_notices_a_gradient_that_is_not_exchanged(world: World) 
     assert relative_error(trainer.model.get_weights(), expected.get_weights()) > 1e-4
 
 
+class OwnGradient(keras.layers.Layer):
+    """Multiplies by a kernel in a function that returns the kernel's gradient itself."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
+
+    def call(self, inputs: Any) -> Any:
+        @tf.custom_gradient
+        def product(x: Any) -> Any:
+            def gradient(upstream: Any, variables: Any = None) -> Any:
+                return upstream @ tf.transpose(self.kernel.value), [tf.transpose(x) @ upstream for _ in variables]
+
+            return x @ self.kernel.value, gradient
+
+        return product(inputs)
+
+
 def check_what_stage_3_cannot_gather_is_refused(world: World) -> None:
     inner = keras.layers.Dense(131)
     spectral = keras.Sequential([keras.Input((131,)), keras.layers.SpectralNormalization(inner), keras.layers.Dense(3)])
-    kernel = wide_model("float32", 0)
-    past = keras.layers.Lambda(lambda x: x + 0.0 * tf.reduce_sum(kernel.layers[0].kernel._value))
-    direct = keras.Sequential([keras.Input((131,)), *kernel.layers, past])
-    for model, words in ((spectral, "an assignment to "), (direct, "layers/0/kernel, whose memory is read directly")):
+
+    def wide_with(read: Any) -> keras.Model:
+        layers = wide_model("float32", 0).layers
+        return keras.Sequential([keras.Input((131,)), *layers, keras.layers.Lambda(lambda x: read(layers[0], x))])
+
+    direct = wide_with(lambda layer, x: x + 0.0 * tf.reduce_sum(layer.kernel._value))
+    copied = wide_with(lambda layer, x: tf.vectorized_map(lambda row: row + 0.0 * keras.ops.sum(layer.kernel), x))
+    own = keras.Sequential([keras.Input((131,)), OwnGradient(), keras.layers.Dense(3)])
+    for model, words in (
+        (spectral, "an assignment to "),
+        (direct, "layers/0/kernel, whose memory is read directly"),
+        (copied, "layers/0/kernel, read within tf.vectorized_map"),
+        (own, "for layers/0/kernel, as from a tf.custom_gradient function"),
+    ):
         trainer = hvdtrain.Trainer(model, "sgd", per_sample, backend=world.backend, zero=3)
         try:
             trainer.fit(wide_data("float32"), batch=BATCH, verbose=False)

@@ -1,5 +1,6 @@
 """Parameters that are whole only while a layer uses them: what stage 3 reads and takes gradients of."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -108,6 +109,12 @@ class GatheringPass(Pass):
             self._bursts.append(Burst())
         gathers = self._bursts[-1].gathers
         if id(variable) not in gathers:
+            if _is_vectorized(self._graph):
+                raise ConfigError(
+                    f"--zero=3 gathers parameters where layers read them. Received: {shard.path}, read within "
+                    "tf.vectorized_map (keras.ops.vectorized_map, keras.layers.TimeDistributed), which copies the "
+                    "exchange without its gradient. Use --zero=2, or call the layer on the whole batch."
+                )
             # A loop or a branch within a layer has a graph of its own, which not all ranks may run as often.
             with self._graph.as_default(), tf.control_dependencies(self._readers_before()):
                 whole = self._differentiable(shard)
@@ -119,7 +126,14 @@ class GatheringPass(Pass):
         self._end_burst()
 
     def collected(self, gradients: Sequence[Gradient]) -> Collected:
-        """See `Pass`: the gradients of slices are sums over all replicas already."""
+        """See `Pass`: the gradients of slices are sums over all replicas already.
+
+        Raises:
+            ConfigError: one is not of a slice.
+        """
+        for path, source, gradient in zip(self._microbatch.paths, self._sources, gradients, strict=True):
+            if path in self._by_path and gradient is not None:
+                _check_of_slice(gradient, source, path)
         with tf.control_dependencies(self._complete()):
             own = [
                 None
@@ -183,6 +197,22 @@ class GatheringPass(Pass):
             for path, gradient in zip(self._microbatch.paths, gradients, strict=True)
         ]
         return tf.stack([tf.add_n(each) if each else tf.constant(0.0) for each in of_wholes])
+
+
+def _is_vectorized(graph: tf.Graph) -> bool:
+    """Whether what is being traced into `graph` is the body of a `tf.vectorized_map`, seen by TensorFlow's scope."""
+    scopes = graph.get_name_scope().split("/") if tf.compat.v1.get_default_graph() is graph else []
+    return any(re.fullmatch(r"loop_body(_\d+)?", scope) for scope in scopes)
+
+
+def _check_of_slice(gradient: Gradient, source: tf.Variable, path: str) -> None:
+    """Refuse a gradient that is not of the slice, which did not come by the gathered parameter."""
+    if not source.shape.is_compatible_with(gradient.shape):
+        raise ConfigError(
+            "--zero=3 takes the gradients of slices through the parameters that are gathered. Received: a gradient of "
+            f"shape {tuple(gradient.shape)} for {path}, as from a tf.custom_gradient function that returns gradients "
+            "of the variables that it reads. Use --zero=2, or let the function take the parameter as an argument."
+        )
 
 
 class _ForwardPass(GatheringPass):
