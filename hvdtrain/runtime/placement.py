@@ -111,7 +111,7 @@ def place(variable: Any, placement: Placement) -> None:
     tensor = _tensor(variable)
     if tuple(tensor.shape) != box_shape(placement.box):
         raise ValueError(f"{tensor.name} has the shape {tuple(tensor.shape)}, its slice {box_shape(placement.box)}.")
-    setattr(tensor, _ATTRIBUTE, placement)
+    _note(variable, _ATTRIBUTE, placement)
 
 
 def placement_of(variable: Any) -> Placement | None:
@@ -127,7 +127,7 @@ def draw_apart(variable: Any, index: int) -> None:
         variable: a Keras variable or a tf.Variable.
         index: this rank's place among those that hold slices of what is drawn for.
     """
-    setattr(_tensor(variable), _DRAWS, index)
+    _note(variable, _DRAWS, index)
 
 
 def drawn_apart(variable: Any) -> int | None:
@@ -138,7 +138,7 @@ def drawn_apart(variable: Any) -> int | None:
 
 def draw_for_samples(variable: Any) -> None:
     """Let the random generator whose state `variable` is draw the same on all replicas that share their samples."""
-    setattr(_tensor(variable), _DRAWS_FOR_SAMPLES, True)
+    _note(variable, _DRAWS_FOR_SAMPLES, True)
 
 
 def drawn_for_samples(variable: Any) -> bool:
@@ -146,9 +146,26 @@ def drawn_for_samples(variable: Any) -> bool:
     return bool(getattr(_tensor(variable), _DRAWS_FOR_SAMPLES, False))
 
 
+def _note(variable: Any, name: str, note: Any) -> None:
+    """Set an attribute of the tf.Variable under a Keras variable.
+
+    Keras builds layers of which only the shapes are wanted, such as those that a layer of the user's own calls, with
+    variables that get their values later: the tf.Variable takes the note over then.
+    """
+    holder = _tensor(variable)
+    setattr(holder, name, note)
+    if holder is variable and hasattr(variable, "_deferred_initialize"):
+        initialize = variable._initialize
+
+        def initialize_noted(value: Any) -> None:
+            vars(variable).pop("_initialize", None)
+            initialize(value)
+            setattr(variable._value, name, note)
+
+        variable._initialize = initialize_noted
+
+
 def _tensor(variable: Any) -> Any:
-    """Return the tf.Variable under a Keras variable."""
+    """Return the tf.Variable under a Keras variable; the Keras variable where there is none yet."""
     value = getattr(variable, "_value", None)
-    if value is None:
-        value = getattr(variable, "value", None)
     return variable if value is None or callable(value) else value
