@@ -58,23 +58,8 @@ def add_slice(
     if ranks:
         axes = tuple(axis for axis, _ in ranks.values())
         held_by = tuple(axis for axis in axes if axis == HELD_APART)
-        _place_when_made(variable, Placement(shape, box, axes, held_by=held_by))
+        place(variable, Placement(shape, box, axes, held_by=held_by))
     return variable
-
-
-def _place_when_made(variable: Any, placement: Placement) -> None:
-    """Note the place of a Keras variable; while an outer layer is traced Keras makes the tf.Variable under it later."""
-    if variable._value is not None:
-        place(variable, placement)
-        return
-    make = variable._deferred_initialize
-
-    def make_and_place() -> None:
-        make()
-        del vars(variable)["_deferred_initialize"]
-        place(variable, placement)
-
-    vars(variable)["_deferred_initialize"] = make_and_place
 
 
 def check_divides(size: int, what: str, axis: str, layer: Any) -> None:
