@@ -485,7 +485,7 @@ class Noise(layers.Layer):
 
 
 REFUSALS = {
-    "no rules": (dense_pair, {}, ["Rules map regular expressions"]),
+    "no rules": (dense_pair, {}, ["Rules map regular expressions", "needs no hvdtrain.parallelize"]),
     "another axis": (dense_pair, {"up/kernel": (None, "model")}, ["at most once", "model"]),
     "two dims": (dense_pair, {"up/kernel": ("tp", "tp")}, ["at most once"]),
     "no regular expression": (dense_pair, {"up/(kernel": (None, "tp")}, ["no regular expression"]),

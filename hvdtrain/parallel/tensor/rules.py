@@ -31,7 +31,8 @@ class LayoutRules:
         if not isinstance(rules, Mapping) or not rules:
             raise ConfigError(
                 'Rules map regular expressions of variable paths to layouts, such as {"mlp_in/kernel": (None, "tp")}. '
-                f"Received: {rules!r}."
+                f"Received: {rules!r}. hvdtrain.MixtureOfExperts is divided along tp without rules: a model in which "
+                "nothing else is needs no hvdtrain.parallelize."
             )
         checked = {expression: _checked(expression, layout) for expression, layout in rules.items()}
         self._outputs = {e: (_compiled(e), layout) for e, layout in checked.items() if e.rstrip("$").endswith(OUTPUT)}
