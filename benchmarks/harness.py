@@ -11,7 +11,13 @@ from typing import Any
 
 from hvdtrain.bench.launching import LaunchFailed, ask, launcher, shown
 
-__all__ = ["launcher", "printed", "write"]
+__all__ = ["FREEING", "launcher", "printed", "write"]
+
+BLOCK_BYTES = 64 * 1024
+"""Larger blocks of memory go back to the system at once."""
+FREEING = ["env", "TF_ENABLE_ONEDNN_OPTS=0", f"MALLOC_MMAP_THRESHOLD_={BLOCK_BYTES}"]
+"""Starts a command whose peak of memory is what it needs: oneDNN's allocator would keep what was freed for the next
+step, and the C library would keep blocks of less than some megabytes."""
 
 
 def printed(command: Sequence[str], word: str, *, limit_s: float) -> Any:

@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import launcher, printed, write
+from harness import FREEING, launcher, printed, write
 
 LIMIT_S = 600
-BLOCK_BYTES = 64 * 1024
-"""Larger blocks of memory go back to the system at once."""
 WARM_UP, STEPS = 4, 6
 SAMPLES = 8
 """On each rank."""
@@ -107,10 +105,9 @@ def report(stage: int, ranks: int, controller: str, arguments: argparse.Namespac
 
 def launched(stage: int, depth: int, ranks: int, controller: str, arguments: argparse.Namespace) -> dict[str, int]:
     """Return what `measure` prints, of a launch of its own."""
-    freeing = ["env", "TF_ENABLE_ONEDNN_OPTS=0", f"MALLOC_MMAP_THRESHOLD_={BLOCK_BYTES}"]
     sizes = {"stage": stage, "depth": depth, "width": arguments.width, "prefetch": arguments.prefetch}
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    command = [*launcher(controller, ranks), *freeing, sys.executable, __file__, *words]
+    command = [*launcher(controller, ranks), *FREEING, sys.executable, __file__, *words]
     found: dict[str, int] = printed(command, "MEMORY", limit_s=LIMIT_S)
     return found
 

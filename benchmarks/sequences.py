@@ -6,7 +6,8 @@ Of each number of ranks the longest multiple of `--step` tokens is sought, doubl
 length in launches of its own. What counts is what the rank that needs most grows by in a few training steps, over what
 it was with the model built: activations, gradients, and the buffers of the exchange. Positions are exchanged for heads,
 so that a rank computes attention over the whole sequence for some of the heads: n ranks halve, and quarter, what grows
-with the square of the length as well.
+with the square of the length as well. What is freed goes back to the system at once, as in `memory.py`: a training
+keeps some of it, and takes more.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import launcher, printed, write
+from harness import FREEING, launcher, printed, write
 
 LIMIT_S = 600
 VOCABULARY, SAMPLES, STEPS = 256, 2, 2
@@ -61,7 +62,7 @@ def longest(ranks: int, begin: int, arguments: argparse.Namespace) -> Longest:
     def fits(steps: int) -> bool:
         length = steps * arguments.step
         prefix = launcher(arguments.controller if ranks > 1 else "none", ranks)
-        command = [*prefix, sys.executable, __file__, "--length", str(length)]
+        command = [*prefix, *FREEING, sys.executable, __file__, "--length", str(length)]
         (grown[steps],) = printed(command, "GROWTH", limit_s=LIMIT_S)
         print(f"cp={ranks}   {length:6} tokens   {grown[steps]:6.0f} MiB", flush=True)
         return grown[steps] <= arguments.budget
