@@ -36,15 +36,16 @@ class LoopbackCounter:
         self._thread.join()
 
     def bytes_per_step(self) -> float | None:
-        """Return the mean between the first and the last logged step; None if no two were logged."""
+        """Return the mean between the first and the last logged step; None if no two were told apart."""
         first, last = min(self._readings, default=0), max(self._readings, default=0)
         return (self._readings[last] - self._readings[first]) / (last - first) if first < last else None
 
     def _read(self) -> None:
         while not self._ended.wait(_LOOK_S):
             sent = sent_to_itself()
-            for step in logged_steps(self._metrics):
-                self._readings.setdefault(step, sent)
+            newest = max(logged_steps(self._metrics), default=0)
+            if newest:  # of several that were logged since the last look, the reading is that of the newest
+                self._readings.setdefault(newest, sent)
 
 
 def logged_steps(metrics: Path) -> list[int]:
