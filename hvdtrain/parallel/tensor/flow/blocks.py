@@ -10,7 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, OF_SHAPE, Layout, indexed, joined, outputs_of
+from hvdtrain.parallel.tensor.flow.layouts import Layout, joined
+from hvdtrain.parallel.tensor.flow.moves import indexed
+from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, OF_SHAPE, outputs_of
 
 KEEP = frozenset(("Transpose", "ExpandDims"))
 """Operations that move the sharded dim, or leave it where it is."""

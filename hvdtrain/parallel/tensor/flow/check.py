@@ -15,7 +15,9 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.flow.blocks import outputs_of_blocks
 from hvdtrain.parallel.tensor.flow.constants import compare_numbers, of_constants
 from hvdtrain.parallel.tensor.flow.draws import UNSEEDED, Draws
-from hvdtrain.parallel.tensor.flow.operations import Layout, outputs_of, reshaped_like
+from hvdtrain.parallel.tensor.flow.layouts import Layout
+from hvdtrain.parallel.tensor.flow.moves import reshaped_like
+from hvdtrain.parallel.tensor.flow.operations import outputs_of
 from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations, shown
 from hvdtrain.runtime.placement import even_slice
 

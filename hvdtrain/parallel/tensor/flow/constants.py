@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.flow.draws import UNSEEDED
-from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, Layout
+from hvdtrain.parallel.tensor.flow.layouts import Layout
+from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED
 
 _DRAWN = ("StatelessRandom", "Random")
 _OF_SEEDS = "StatelessRandomGet"

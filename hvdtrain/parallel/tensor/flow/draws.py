@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.flow.operations import Layout, spans
+from hvdtrain.parallel.tensor.flow.layouts import Layout, spans
 
 UNSEEDED = ""
 """In place of the path of a generator: a draw that none of the model's generators makes."""
