@@ -46,7 +46,7 @@ class Transformer:
 
 
 MODELS = {
-    "lm": Transformer("13 M parameters", 6, 320, 10, 128, 8192, 16),
+    "lm": Transformer("13 M parameters", 6, 320, 8, 128, 8192, 16),
     "gpt": Transformer("110 M parameters", 12, 768, 12, 128, 16384, 8),
     "tiny": Transformer("to see that it works", 4, 32, 4, 16, 64, 8),
 }
