@@ -301,6 +301,13 @@ def check_a_model_that_a_function_builds_is_slices_from_the_start(world: World) 
     figures = whole.fit(data, epochs=EPOCHS, **fit)
     begun = trainer_of(lambda: wide_model("float64", world.rank), 3)  # where ranks draw others, those of rank 0 count
     assert in_slices(begun)
+    for look in (begun.model, begun.model.predict):  # Keras' predict reads the weights in a compiled function
+        try:
+            look(data[0][:BATCH])
+        except ConfigError as error:
+            assert "trainer.consolidate()" in str(error), error
+        else:
+            raise AssertionError(f"{look} took empty weights")
     begun.consolidate()
     for layer, first in zip(begun.model.layers[:2], wide_model("float64", 0).layers, strict=False):
         np.testing.assert_array_equal(layer.kernel, first.kernel)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from hvdtrain.config.errors import ConfigError
 
@@ -18,8 +19,9 @@ def out_of_reach(kind: type) -> type:
         )
 
     def value(variable: Any) -> Any:
-        # What is traced may read it for its shape alone, or where it is gathered.
-        return refuse(variable) if tf.executing_eagerly() else kind.value.fget(variable)  # type: ignore[attr-defined]
+        # Keras runs a layer's call for its shapes alone, in a graph that nobody runs.
+        for_shapes = in_stateless_scope() and not tf.executing_eagerly()
+        return kind.value.fget(variable) if for_shapes else refuse(variable)  # type: ignore[attr-defined]
 
     members = {"__array__": refuse, "numpy": refuse, "assign": refuse, "value": property(value)}
     return type(kind.__name__, (kind,), members)
