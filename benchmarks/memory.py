@@ -1,6 +1,6 @@
 """Peak memory of the stages of ZeRO beside its formula: bytes for each parameter, with Adam in float32.
 
-    python benchmarks/memory.py --ranks 2 4 --controllers mpirun gloo
+    python benchmarks/memory.py --ranks 2 4 --controllers mpirun gloo --accumulate 1 2
 
 One launch for each stage, number of ranks and depth of a stack of dense layers, in which every rank takes a few steps,
 has the system forget the peak of its resident memory so far, and takes a few more. Reported is the difference of the
@@ -12,7 +12,9 @@ next step (`TF_ENABLE_ONEDNN_OPTS=0` does without), and the C library would keep
 as much.
 
 The formula for n ranks: 16 bytes without ZeRO, half of them for Adam's two moments; 8 + 8/n, 4 + 12/n and 16/n in its
-stages (Rajbhandari et al. 2020, arXiv:1910.02054).
+stages (Rajbhandari et al. 2020, arXiv:1910.02054). It takes all gradients to be there at once. In a step of one
+microbatch they are not: each is exchanged, used and given back while others are yet to be computed, and the first two
+stages lie below it. With several (`--accumulate`) each rank keeps the sum over them, from stage 2 on of its slices.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from harness import FREEING, launcher, printed, write
 LIMIT_S = 600
 WARM_UP, STEPS = 4, 6
 SAMPLES = 8
-"""On each rank."""
+"""Of a microbatch on each rank."""
 ACTIVATIONS = 3
 """Tensors of a layer's width that a sample leaves for the backward pass: its input, its sum, its output."""
 FORMULAS: dict[int, Callable[[int], float]] = {
@@ -54,7 +56,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure(stage: int, depth: int, width: int, prefetch: int) -> None:
+def measure(stage: int, depth: int, width: int, prefetch: int, accumulate: int) -> None:
     """Run on every rank of a launch; rank 0 prints the largest peak, and the number of parameters."""
     import hvdtrain
 
@@ -62,20 +64,20 @@ def measure(stage: int, depth: int, width: int, prefetch: int) -> None:
     import keras
 
     layers = [keras.layers.Dense(width, "tanh") for _ in range(depth)]
-    options = {"zero": stage, "zero_prefetch": prefetch if stage == 3 else 0}
+    options = {"zero": stage, "zero_prefetch": prefetch if stage == 3 else 0, "accumulate": accumulate}
     trainer = hvdtrain.Trainer(keras.Sequential([keras.Input((width,)), *layers]), "adam", "mse", **options)
-    peak = peak_of_steps(trainer, width)
+    peak = peak_of_steps(trainer, width, accumulate)
     everyone = trainer.backend.gather_bytes(str(peak).encode(), timeout=LIMIT_S)
     if trainer.backend.primary:
         found = {"peak": max(map(int, everyone)), "parameters": trainer.state.parameters()}
         print("MEMORY " + json.dumps(found), flush=True)
 
 
-def peak_of_steps(trainer: Any, width: int) -> int:
+def peak_of_steps(trainer: Any, width: int, accumulate: int) -> int:
     """Return the peak of a few steps; in `fit`, callbacks would be shown whole weights between two of them."""
     from hvdtrain.training.inputs import training_data
 
-    batch = SAMPLES * trainer.backend.size
+    batch = SAMPLES * accumulate * trainer.backend.size
     inputs = np.ones((batch * (WARM_UP + STEPS), width), "float32")
     data = training_data((inputs, inputs), trainer.backend, batch=batch, seed=0, shuffle=False, steps_per_epoch=None)
     trainer.build(data)
@@ -88,26 +90,28 @@ def peak_of_steps(trainer: Any, width: int) -> int:
     return peak_bytes()
 
 
-def report(stage: int, ranks: int, controller: str, arguments: argparse.Namespace) -> dict[str, object]:
+def report(setting: dict[str, Any], arguments: argparse.Namespace) -> dict[str, object]:
     """Measure two depths and print what a parameter takes."""
-    less, more = (launched(stage, depth, ranks, controller, arguments) for depth in arguments.depths)
+    less, more = (launched(setting, depth, arguments) for depth in arguments.depths)
     layers = arguments.depths[1] - arguments.depths[0]
     activations = layers * ACTIVATIONS * SAMPLES * arguments.width * 4
     measured = (more["peak"] - less["peak"] - activations) / (more["parameters"] - less["parameters"])
-    formula = FORMULAS[stage](ranks)
+    formula = FORMULAS[setting["stage"]](setting["ranks"])
     print(
-        f"{controller:6} {ranks} ranks   zero={stage}   {measured:6.2f} bytes a parameter   formula {formula:6.2f}   "
+        f"{setting['controller']:6} {setting['ranks']} ranks   zero={setting['stage']}   "
+        f"accumulate={setting['accumulate']}   {measured:6.2f} bytes a parameter   formula {formula:6.2f}   "
         f"{100 * (measured / formula - 1):+5.1f} %   (peaks {less['peak'] >> 20} and {more['peak'] >> 20} MiB)",
         flush=True,
     )
-    return {"stage": stage, "ranks": ranks, "controller": controller, "bytes": measured, "formula": formula}
+    return {**setting, "bytes": measured, "formula": formula}
 
 
-def launched(stage: int, depth: int, ranks: int, controller: str, arguments: argparse.Namespace) -> dict[str, int]:
+def launched(setting: dict[str, Any], depth: int, arguments: argparse.Namespace) -> dict[str, int]:
     """Return what `measure` prints, of a launch of its own."""
-    sizes = {"stage": stage, "depth": depth, "width": arguments.width, "prefetch": arguments.prefetch}
+    sizes = {"stage": setting["stage"], "accumulate": setting["accumulate"]}
+    sizes |= {"depth": depth, "width": arguments.width, "prefetch": arguments.prefetch}
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    command = [*launcher(controller, ranks), *FREEING, sys.executable, __file__, *words]
+    command = [*launcher(setting["controller"], setting["ranks"]), *FREEING, sys.executable, __file__, *words]
     found: dict[str, int] = printed(command, "MEMORY", limit_s=LIMIT_S)
     return found
 
@@ -119,19 +123,21 @@ def main() -> None:
     parser.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun"])
     parser.add_argument("--width", type=int, default=2048, help="of each layer, with width x width weights")
     parser.add_argument("--depths", nargs=2, type=int, default=[6, 22])
+    parser.add_argument("--accumulate", nargs="+", type=int, default=[1], help="microbatches of a step")
     parser.add_argument("--prefetch", type=int, default=0, help="of stage 3")
     parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
     parser.add_argument("--stage", type=int, choices=tuple(FORMULAS), help=argparse.SUPPRESS)
     parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.stage is not None:
-        measure(arguments.stage, arguments.depth, arguments.width, arguments.prefetch)
+        measure(arguments.stage, arguments.depth, arguments.width, arguments.prefetch, arguments.accumulate[0])
         return
     print(f"{os.cpu_count()} cores, {SAMPLES} samples on each rank, layers of {arguments.width}")
     results = [
-        report(stage, ranks, controller, arguments)
+        report({"stage": stage, "ranks": ranks, "controller": controller, "accumulate": accumulate}, arguments)
         for controller in arguments.controllers
         for ranks in arguments.ranks
+        for accumulate in arguments.accumulate
         for stage in arguments.stages
     ]
     write(arguments, results)

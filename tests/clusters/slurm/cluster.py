@@ -90,9 +90,23 @@ class Cluster:
         """Return what Slurm tells of a job once `is_so` is true of it."""
         limit = awake_seconds() + patience
         while not is_so(facts := self.facts(job)):
-            assert awake_seconds() < limit, f"{facts}\n{self.log(job)[-3000:]}"
+            assert awake_seconds() < limit, self.standstill(job, facts)
             time.sleep(0.3)
         return facts
+
+    def standstill(self, job: str, facts: Mapping[str, str]) -> str:
+        """Return where a job stands: its end is awaited in vain, and this shows whose fault it is.
+
+        That is what Slurm tells, the processes of both nodes, and the job's log, with the stacks of its ranks last.
+        """
+        shown = [str(dict(facts))]
+        for number in range(1, NODES + 1):
+            columns = "pid,ppid,stat,wchan:24,etimes,args"
+            shown.append(f"{name(number)}:\n" + self.hosts.exec(number, ["ps", "-eww", "-o", columns]).stdout)
+            # Each rank prints its stacks; srun, whose command line has the same words, would end.
+            self.hosts.exec(number, ["pkill", "-QUIT", "-f", "^[^ ]*python[^ ]* -m hvdtrain "])
+        time.sleep(2)
+        return "\n".join([*shown, self.log(job)[-9000:]])
 
     def log(self, job: str) -> str:
         """Return what a job has printed, if it was submitted with launch/slurm.sbatch."""
