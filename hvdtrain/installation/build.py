@@ -1,4 +1,4 @@
-"""Builds Horovod's wheel from its unmodified sources, for the TensorFlow of an environment."""
+"""Builds Horovod's wheel for the TensorFlow of an environment; `horovod-compile.sh` has what differs in it."""
 
 import os
 import re

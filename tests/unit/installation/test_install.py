@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +127,24 @@ def test_the_compiler_is_told_what_differs_for_a_file():
     assert compiled("a/third_party/gloo/gloo/ring.cc") == "-o x.o -c -x c++ /dev/null -g0\n"
     linked = "a/third_party/compatible17_gloo/gloo/ring.cc"
     assert compiled(linked) == f"-o x.o -c {linked} -g0\n"
+
+
+def test_gloo_yields_where_a_connection_is_locked(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    source = tmp_path / "compatible17_gloo" / "gloo" / "transport" / "tcp" / "pair.cc"
+    source.parent.mkdir(parents=True)
+    lines = ["std::unique_lock<std::mutex> lock(m_, std::try_to_lock);", "if (!lock) {", "  return;", "}", "return;"]
+    command = ["sh", wheel.COMPILE_SCRIPT, "echo", "-c", str(source)]
+    source.write_text("\n".join(lines))
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    written = done.stdout.split()[3]
+    assert done.stdout == f"-c -include sched.h {written} -g0\n"
+    assert [line.strip() for line in Path(written).read_text().splitlines()] == [
+        lines[0], lines[1], "sched_yield();", "return;", "}", "return;",
+    ]  # fmt: skip
+    source.write_text("\n".join(lines[1:]))
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, f"horovod-compile.sh: another Gloo: {source}\n")
 
 
 def test_compilers_run_at_once_as_cores_and_memory_allow(monkeypatch):
