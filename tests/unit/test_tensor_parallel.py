@@ -859,7 +859,8 @@ def test_slices_of_the_sequence():
     without = {path: layout for path, layout in SEQUENCE.items() if not path.endswith("output")}
     refused(build, without, "sequence_parallel needs a rule", "embeddings/output", **tokens)
     unending = {path: layout for path, layout in SEQUENCE.items() if path != "last/output"}
-    refused(build, unending, "needs the whole output of The output rule of Embedding", **tokens)
+    again = r"whole output of Embedding 'table' \(by its output rule\).* before, by a rule .LAYER/output.: \(None"
+    refused(build, unending, again, **tokens)
     refused(build, {**SEQUENCE, "table/output": ("tp", None, None)}, "cut along the sequence", **tokens)
     refused(build, SEQUENCE, "tp=2 must divide", r"\(None, 5, 8\)", shape=(5,), sequence=True)
     late = {**unending, "last/output": (None, "tp", None), "table/output": (None, None, None)}

@@ -7,6 +7,7 @@ import keras
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.group import Group
 from hvdtrain.parallel.context.positions import POSITION_DIM
+from hvdtrain.parallel.tensor.flow.record import BY_OUTPUT_RULE
 from hvdtrain.parallel.tensor.layers.base import calls_as, described, replace_call
 
 EMBEDDINGS = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
@@ -100,7 +101,7 @@ def cut_output(layer: Any, group: Group) -> None:
 
     def call(*args: Any, **options: Any) -> Any:
         outputs = whole_call(*args, **options)
-        with group.record.call(f"The output rule of {name}") as flow:
+        with group.record.call(name + BY_OUTPUT_RULE) as flow:
             if not group.cuts:
                 return keras.ops.copy(outputs)
             own = group.positions.of(outputs, what=f"output of {name}")

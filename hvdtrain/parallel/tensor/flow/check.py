@@ -18,6 +18,7 @@ from hvdtrain.parallel.tensor.flow.draws import UNSEEDED, Draws
 from hvdtrain.parallel.tensor.flow.layouts import Layout
 from hvdtrain.parallel.tensor.flow.moves import reshaped_like
 from hvdtrain.parallel.tensor.flow.operations import outputs_of
+from hvdtrain.parallel.tensor.flow.record import BY_OUTPUT_RULE
 from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations, shown
 from hvdtrain.runtime.placement import even_slice
 
@@ -240,9 +241,12 @@ def _unknown(op: Any, layout: Layout) -> str:
             f"({op.type}). {APART} {SIZES}."
         )
     advice = f"{SIZES}, cut" if op.type == "Reshape" else "Cut"
+    advice = f"{advice} a layer between them along its input"
+    if layout.origin.endswith(BY_OUTPUT_RULE):
+        advice = 'Put the sequence together before, by a rule "LAYER/output": (None, None, None)'
     return (
         f"{place_of(op)} needs the whole output of {layout.origin}, of which each rank has a slice ({op.type}). "
-        f"{advice} a layer between them along its input, or leave the first one whole."
+        f"{advice}, or leave the first one whole."
     )
 
 

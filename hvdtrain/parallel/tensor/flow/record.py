@@ -9,6 +9,9 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 
+BY_OUTPUT_RULE = " (by its output rule)"
+"""Behind the name of a layer of which not the computation is split but the output."""
+
 
 @dataclass
 class LayerCall:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.differentiable import gather_from, slice_to
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.flow.record import FlowRecord
+from hvdtrain.parallel.tensor.flow.record import BY_OUTPUT_RULE, FlowRecord
 from hvdtrain.parallel.tensor.flow.trace import shown
 from hvdtrain.parallel.tensor.layers.base import SEQUENCE_DIM, Group, described, replace_call
 from hvdtrain.runtime.compiled import numbered
@@ -26,7 +26,7 @@ def cut_output(layer: Any, group: Group, name: str, *, whole: bool) -> None:
 
     def cutting(*args: Any, **options: Any) -> Any:
         outputs = call(*args, **options)
-        with group.record.call(f"The output rule of {described(layer)}") as flow:
+        with group.record.call(described(layer) + BY_OUTPUT_RULE) as flow:
             if whole:
                 flow.takes.append((outputs, SEQUENCE_DIM - outputs.shape.rank))
                 return gather_from(outputs, group.exchange, SEQUENCE_DIM, name=numbered(f"{name}/gathered"))
@@ -43,7 +43,7 @@ def recording_output(layer: Any, call: Callable[..., Any], record: FlowRecord) -
 
     def recording(*args: Any, **options: Any) -> Any:
         outputs = call(*args, **options)
-        with record.call(f"The output rule of {described(layer)}"):
+        with record.call(described(layer) + BY_OUTPUT_RULE):
             return tf.identity(outputs)
 
     return recording
