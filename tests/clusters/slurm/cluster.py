@@ -97,7 +97,8 @@ class Cluster:
     def standstill(self, job: str, facts: Mapping[str, str]) -> str:
         """Return where a job stands: its end is awaited in vain, and this shows whose fault it is.
 
-        That is what Slurm tells, the processes of both nodes, and the job's log, with the stacks of its ranks last.
+        That is what Slurm and its daemons tell, the processes of both nodes, and the job's log, with the stacks of its
+        ranks last.
         """
         shown = [str(dict(facts))]
         for number in range(1, NODES + 1):
@@ -106,7 +107,7 @@ class Cluster:
             # Each rank prints its stacks; srun, whose command line has the same words, would end.
             self.hosts.exec(number, ["pkill", "-QUIT", "-f", "^[^ ]*python[^ ]* -m hvdtrain "])
         time.sleep(2)
-        return "\n".join([*shown, self.log(job)[-9000:]])
+        return "\n".join([*shown, self._logs(), self.log(job)[-9000:]])
 
     def log(self, job: str) -> str:
         """Return what a job has printed, if it was submitted with launch/slurm.sbatch."""
