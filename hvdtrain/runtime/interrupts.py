@@ -19,7 +19,7 @@ from typing import Any
 
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.launchers import Environment
-from hvdtrain.runtime.stopping import code_of
+from hvdtrain.runtime.stopping import Stopped, code_of
 from hvdtrain.runtime.terminal import on_terminal
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -81,11 +81,13 @@ class InterruptWatch:
         threading.Thread(target=self._watch, name="hvdtrain-interrupts", daemon=True).start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if not self._before:
             return
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # Launchers send SIGTERM once more to a process that is about to end with its own code.
+            ends = isinstance(error, Stopped) and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if ends else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._write.close()
 

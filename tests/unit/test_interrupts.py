@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -143,6 +145,23 @@ def test_handlers_are_put_back_and_those_of_others_left_alone():
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+def test_a_process_that_stops_in_order_keeps_its_code_when_it_is_told_again():
+    script = """
+import os, signal, sys
+from hvdtrain.runtime.interrupts import InterruptWatch
+from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.stopping import Stopped
+try:
+    with InterruptWatch(detect_environment, str):
+        raise Stopped(75)
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 75
 
 
 def test_another_thread_has_no_signals():
