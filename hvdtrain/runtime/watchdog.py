@@ -61,11 +61,16 @@ class Watchdog:
         self._watches = (*self._watches, watch)
 
     def stop(self) -> None:
-        """Stop watching, so that the channel can be closed; fine to call twice, or before the start."""
+        """Stop watching, so that the channel can be closed; fine to call twice, or before the start.
+
+        The watches are given up: one may still hold a frame of the last read of data, and with it an iterator that runs
+        Python code, whose end Python waits for in vain once it is ending itself.
+        """
         self._stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             ends_job = any(watch.ends_job for watch in self._watches)
             self._thread.join(timeout=None if ends_job else 2.0)
+        self._watches = ()
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._interval):

@@ -2,6 +2,7 @@ import functools
 import io
 import re
 import time
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -314,6 +315,29 @@ def test_a_watchdog_over_one_process_does_nothing():
     watchdog = Watchdog(LocalChannel(), FailFast())
     watchdog.start()
     watchdog.stop()
+
+
+def test_a_watchdog_that_stops_gives_its_watches_up():
+    """What a watch last saw may hold an iterator, which must end before Python does."""
+
+    class Seen:
+        ends_job = False
+
+        def look(self, now):
+            pass
+
+    def body(channel):
+        watchdog, watch = Watchdog(channel, FailFast(), interval=0.02), Seen()
+        watchdog.start()
+        watchdog.add(watch)
+        seen = weakref.ref(watch)
+        del watch
+        time.sleep(0.1)
+        assert seen() is not None
+        watchdog.stop()
+        assert seen() is None
+
+    assert as_ranks(2, body) == [None, None]
 
 
 def test_another_policy_may_let_the_job_go_on():

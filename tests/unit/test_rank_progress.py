@@ -1,9 +1,11 @@
 """Whether a rank goes on, and where it stands: its phases, its stack, its signs of life."""
 
+import gc
 import os
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -141,6 +143,32 @@ def test_only_work_in_the_phases_that_take_long_is_believed_by_its_computing():
 def test_the_users_own_line_is_named():
     assert current_position().where.startswith("test_rank_progress.py:")
     assert current_position().state == "code"
+
+
+def test_a_look_from_a_watching_thread_leaves_nothing_that_holds_what_was_at_work():
+    """An iterator that lives on until Python ends waits for ever for the Python code that it runs."""
+
+    class Held:
+        pass
+
+    found = []
+
+    def work():
+        held = Held()
+        found.append(weakref.ref(held))
+        looks = threading.Thread(target=current_position, name="hvdtrain-watchdog")
+        looks.start()
+        looks.join()
+
+    gc.collect()
+    gc.disable()
+    try:
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+        assert found[0]() is None
+    finally:
+        gc.enable()
 
 
 def in_namespace(module, name, call):

@@ -43,6 +43,7 @@ def current_position() -> Position:
     main = threading.main_thread().ident
     ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith("hvdtrain-")}
     position = position_of(frames.pop(main) if main in frames else None)
+    frames.pop(threading.get_ident(), None)  # this frame would hold itself, and all others until garbage is collected
     if position.state == "code":
         others = (position_of(frame) for ident, frame in frames.items() if ident not in ours)
         position = next((other for other in others if other.state in ("collective", "function")), position)
