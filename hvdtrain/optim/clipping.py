@@ -9,6 +9,9 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 
+SUMMED_AT_ONCE = 4096
+"""Elements that one thread adds up."""
+
 
 @dataclass(frozen=True)
 class Clipping:
@@ -50,8 +53,29 @@ def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
 def square_sum(gradients: Sequence[Any]) -> tf.Tensor:
     """Return the sum of all elements' squares, a float64 scalar; see `global_norm`."""
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
-    squares = [tf.cast(tf.reduce_sum(tf.square(part)), tf.float64) for part in parts]
+    squares = [sum_of_squares(part) for part in parts]
     return tf.add_n(squares) if squares else tf.constant(0.0, tf.float64)
+
+
+def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the sum of all elements' squares, a float64 scalar, the same to the last bit with any number of threads.
+
+    TensorFlow cuts one large sum among its threads, and rounds otherwise with other numbers of them: ranks on hosts
+    with other numbers of cores would scale the same gradient differently.
+    """
+    squares = tf.square(tf.reshape(tensor, [-1]))
+    elements = squares.shape.num_elements()
+    if elements is not None and elements <= SUMMED_AT_ONCE:
+        return tf.cast(tf.reduce_sum(squares), tf.float64)
+    # Twice, for what is left of a table of 10^9 elements after the first time is cut among threads still.
+    return tf.reduce_sum(_partial_sums(tf.cast(_partial_sums(squares), tf.float64)))
+
+
+def _partial_sums(values: tf.Tensor) -> tf.Tensor:
+    """Return the sums of `SUMMED_AT_ONCE` values each, and of the rest."""
+    whole = tf.size(values) // SUMMED_AT_ONCE * SUMMED_AT_ONCE
+    rows = tf.reshape(values[:whole], [-1, SUMMED_AT_ONCE])
+    return tf.concat([tf.reduce_sum(rows, axis=1), [tf.reduce_sum(values[whole:])]], axis=0)
 
 
 def clip_by_norm(gradients: Sequence[Any], norm: Any, bound: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.optim.clipping import sum_of_squares
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -74,7 +75,9 @@ class LARS(keras.optimizers.Optimizer):
     def _adapted(self, gradient: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
         """Return ratio x (g + b w)."""
         decay = self.weight_decay or 0.0
-        weights_norm, gradient_norm = tf.norm(weights), tf.norm(gradient)
+        weights_norm, gradient_norm = (
+            tf.cast(tf.sqrt(sum_of_squares(tensor)), tensor.dtype) for tensor in (weights, gradient)
+        )
         ratio = self.trust_coefficient * weights_norm / (gradient_norm + decay * weights_norm + self.epsilon)
         usable = tf.logical_and(weights_norm > 0, gradient_norm > 0)
         return tf.where(usable, ratio, tf.ones_like(ratio)) * (gradient + decay * weights)

@@ -1,5 +1,8 @@
 """Options of the training step: each wrong one is refused before anything is trained."""
 
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -187,6 +190,33 @@ def gradients():
 
 def test_the_norm_is_over_all_gradients_dense_and_sparse():
     assert float(global_norm(gradients())) == 5.0
+
+
+NORMS = """
+import sys
+import tensorflow as tf
+from hvdtrain.optim.clipping import global_norm
+tf.config.threading.set_intra_op_parallelism_threads(int(sys.argv[1]))
+for elements in (4095, 4096, 4097, 3_000_001):
+    values = tf.random.stateless_normal([elements], (1, 2))
+    exact = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(values, tf.float64))))
+    compiled = tf.function(lambda v: global_norm([v]), input_signature=[tf.TensorSpec([None])])
+    norms = [float(global_norm([values])), float(compiled(values))]
+    print(*(norm.hex() for norm in norms), all(abs(norm - float(exact)) < 1e-7 * norm for norm in norms))
+"""
+
+
+def test_the_norm_is_the_same_with_any_number_of_threads():
+    """Ranks on hosts with other numbers of cores would clip the same gradient differently."""
+    said = []
+    for threads in (1, 3, 16):
+        job = subprocess.run([sys.executable, "-c", NORMS, str(threads)], capture_output=True, text=True, timeout=120)
+        assert job.returncode == 0, job.stderr
+        said.append(job.stdout)
+    assert said[0] == said[1] == said[2]
+    lines = [line.split() for line in said[0].splitlines()]
+    assert len(lines) == 4
+    assert all(one == other and close == "True" for one, other, close in lines), said[0]
 
 
 @pytest.mark.parametrize(("bound", "norm"), [(1.0, 1.0), (5.0, 5.0), (9.0, 5.0)])
