@@ -50,6 +50,7 @@ RANKS_THAT_DIFFER = {
 }
 """Two ranks can differ in all ways that matter, under either controller: over its channel they notice."""
 SPLIT_MODELS = {
+    "alike",
     "context_parallel",
     "embedding",
     "experts",
@@ -83,6 +84,7 @@ FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
     | ABOVE_THE_EXCHANGE
     | SEVERAL_ON_A_HOST
     | {
+        "alike",
         "context_parallel",
         "data_service",
         "embedding",

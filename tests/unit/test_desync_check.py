@@ -32,7 +32,8 @@ class Ranks:
 
     capabilities = SimpleNamespace(asynchronous=False)
 
-    def __init__(self, size, drifted):
+    def __init__(self, size, drifted, threads=()):
+        self.threads = threads or [2] * size
         self.processes = self.job_size = size
         self.everyone = self
         self.drifted = drifted
@@ -45,16 +46,21 @@ class Ranks:
         return tf.stack([mine[0] + (rank in self.drifted) for rank in range(self.processes)])
 
     def gather_bytes(self, mine, *, timeout, among="job"):
+        if mine.isdigit():
+            return [str(threads).encode() for threads in self.threads]
         hashes = json.loads(mine)
+        if "kernel" not in hashes:
+            return [mine] * self.processes
         group, value = hashes["kernel"]
         theirs = [{**hashes, "kernel": [group, value + (rank in self.drifted)]} for rank in range(self.processes)]
         return [json.dumps(each).encode() for each in theirs]
 
 
-def check_of(size=4, drifted=(), every=DESYNC_EVERY, first_step=0):
+def check_of(size=4, drifted=(), every=DESYNC_EVERY, first_step=0, apart=None, threads=()):
     tensors = {name: replicated_tensor(tf.Variable(value)) for name, value in VALUES.items()}
     state = SimpleNamespace(compared_tensors=lambda: tensors)
-    return DesyncCheck(Ranks(size, drifted), state, SimpleNamespace(weights_agree=True), first_step, every)
+    rule = SimpleNamespace(weights_agree=True, apart=lambda: apart or {})
+    return DesyncCheck(Ranks(size, drifted, threads), state, rule, first_step, every)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +96,22 @@ def test_the_ranks_in_the_minority_are_named(size, drifted, named):
         check_of(size, drifted).look("step 7")
     assert named in raised.value.message
     assert raised.value.message.startswith("After step 7 every rank must hold the same weights and optimizer state.")
+
+
+def test_other_numbers_of_threads_are_named_as_a_cause():
+    with pytest.raises(DesyncError) as raised:
+        check_of(drifted=[2], threads=[8, 2, 2, 16]).look("step 7")
+    assert "rank 1 computes with 2 threads and rank 3 with 16, and an optimizer that" in raised.value.message
+    assert "needs --threads the same on all" in raised.value.message
+    assert "memory" not in raised.value.message
+
+
+def test_gradients_that_lie_apart_are_named():
+    apart = {"one/gamma": 0.02, "two/beta": 0.5, "three/bias": 0.01, "four/bias": 0.001}
+    with pytest.raises(DesyncError) as raised:
+        check_of(apart=apart).look("step 7")
+    assert raised.value.message.startswith("After step 7 ranks that hold slices of the same layers (tp in --parallel)")
+    assert "gradients 50.0% of their norm apart, of two/beta, one/gamma, three/bias and 1 more." in raised.value.message
 
 
 def test_nothing_is_compared_where_ranks_share_or_nobody_wants_it():

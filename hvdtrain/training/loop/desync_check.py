@@ -6,8 +6,9 @@ the samples of each rank, and are averaged before every evaluation and save. Exe
 whose weights agree only between two averages (`UpdateRule.weights_agree`).
 """
 
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import DesyncError
 from hvdtrain.state.hashes import TensorHashes
-from hvdtrain.state.holders import Holders
+from hvdtrain.state.holders import TIMEOUT_S, Holders
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -29,7 +30,7 @@ class DesyncCheck:
 
     It looks every so many steps, at the ends of epochs, and after steps 1, 2, 4, 8 … of a training: what drifts does so
     from the first step on, or some time. A look reads the state once and exchanges 8 bytes per rank and group of ranks
-    that hold the same.
+    that hold the same, and as many for what ranks found of their gradients.
 
     Args:
         backend: the replicas.
@@ -43,6 +44,7 @@ class DesyncCheck:
         self._backend = backend
         self._state = state
         self._holders: Holders | None = None
+        self._rule = rule
         self._first = first_step
         self._every = every
         # Replicas within a process, and workers of a parameter server, share their variables.
@@ -78,9 +80,26 @@ class DesyncCheck:
             self._holders = Holders(self._backend, tensors)
         tensors = self._holders.shared(tensors)
         hashes = dict(zip(tensors, self._hashes([tensor.value for tensor in tensors.values()]).tolist(), strict=True))
-        sums = self._gather(tf.constant(self._holders.sums(hashes)[np.newaxis])).numpy()
-        if self._holders.differing(sums) is not None:
-            raise DesyncError(_message(where, *_minorities(self._holders.hashes_of_all(hashes))))
+        apart = self._rule.apart()
+        mine = np.append(self._holders.sums(hashes), np.int64(bool(apart)))
+        every = self._gather(tf.constant(mine[np.newaxis])).numpy()
+        if self._holders.differing(every[:, :-1]) is not None:
+            differing, usual = _minorities(self._holders.hashes_of_all(hashes))
+            raise DesyncError(_message(where, differing, usual, self._threads_of_all()))
+        if every[:, -1].any():
+            raise DesyncError(_message_of_gradients(where, self._most_apart(apart)))
+
+    def _threads_of_all(self) -> list[int]:
+        mine = str(tf.config.threading.get_intra_op_parallelism_threads())
+        return [int(text) for text in self._backend.gather_bytes(mine.encode(), timeout=TIMEOUT_S)]
+
+    def _most_apart(self, mine: Mapping[str, float]) -> dict[str, float]:
+        """Return the deviations of all ranks by path, the largest first."""
+        found: dict[str, float] = {}
+        for text in self._backend.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S):
+            for path, deviation in json.loads(text).items():
+                found[path] = max(deviation, found.get(path, 0.0))
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
 def _minorities(hashes: Mapping[str, list[dict[int, int]]]) -> tuple[dict[str, list[int]], int]:
@@ -97,10 +116,8 @@ def _minorities(hashes: Mapping[str, list[dict[int, int]]]) -> tuple[dict[str, l
     return differing, usual[0]
 
 
-def _message(where: str, differing: Mapping[str, list[int]], usual: int) -> str:
-    names = ", ".join(list(differing)[:NAMED]) + (
-        f" and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
-    )
+def _message(where: str, differing: Mapping[str, list[int]], usual: int, threads: Sequence[int]) -> str:
+    names = _named(list(differing))
     ranks = sorted({rank for ranks in differing.values() for rank in ranks})
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}{more}"
@@ -110,6 +127,30 @@ def _message(where: str, differing: Mapping[str, list[int]], usual: int) -> str:
         "train_step, layer or callback that assigns to them, such as a queue of features, or a part of the model that "
         "is trained past its optimizers. Assign the same on every rank, from the weights or from "
         "hvdtrain.horovod.allgather(features); let a layer count statistics of samples, which are averaged; keep what "
-        "is each rank's own in a tf.Variable, which is no weight of the model. Where nothing does, a machine may have "
-        "faulty memory."
+        f"is each rank's own in a tf.Variable, which is no weight of the model. {_other_causes(threads)}"
     )
+
+
+def _other_causes(threads: Sequence[int]) -> str:
+    fewest, most = min(threads), max(threads)
+    if fewest == most:
+        return "Where nothing does, a machine may have faulty memory."
+    return (
+        f"Or ranks round differently: rank {threads.index(fewest)} computes with {fewest} threads and rank "
+        f"{threads.index(most)} with {most}, and an optimizer that adds up whole weights, as Lamb, Adafactor, Muon and "
+        "clipnorm do, needs --threads the same on all."
+    )
+
+
+def _message_of_gradients(where: str, deviations: Mapping[str, float]) -> str:
+    return (
+        f"After {where} ranks that hold slices of the same layers (tp in --parallel) must have computed the same "
+        "gradients of what each of them holds whole, but for rounding. Received: gradients "
+        f"{max(deviations.values()):.1%} of their norm apart, of {_named(list(deviations))}. These ranks see the same "
+        "samples: a layer draws its own numbers on each rank, as by NumPy in a tf.numpy_function, or computes from the "
+        "rank. Draw by a keras.random.SeedGenerator that is an attribute of the layer."
+    )
+
+
+def _named(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:NAMED]) + (f" and {len(paths) - NAMED} more" if len(paths) > NAMED else "")

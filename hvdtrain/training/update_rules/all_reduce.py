@@ -43,6 +43,7 @@ class AllReduceUpdate(UpdateRule):
             expected=local.expected_weight,
             uniform=local.uniform,
         )
+        gradients = self._split.alike.agreed(gradients, self._paths, measure=measure)
         scales = self._split.exchanges and has_dynamic_scale(self.optimizer)
         norm = self._split.norm(gradients) if measure or scales or self._clipping.norm is not None else None
         if scales:
@@ -56,3 +57,7 @@ class AllReduceUpdate(UpdateRule):
                 self.optimizer.apply(gradients, self._variables)
 
         return self._unless_bad(totals, apply), norm
+
+    def apart(self) -> dict[str, float]:
+        """See `UpdateRule`."""
+        return self._split.alike.apart(self._paths, self.model)

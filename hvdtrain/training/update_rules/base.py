@@ -102,6 +102,13 @@ class UpdateRule:
         """Return whether all trainable parameters are finite, the same on every replica; within the compiled step."""
         return tf.math.is_finite(zero_if_finite([v.read_value() for v in state.trainable.values()]))
 
+    def apart(self) -> dict[str, float]:
+        """Return, by path, the weights whose gradients differ by more than rounding on ranks with the same samples.
+
+        As the last measured step found them, with their deviations; see `AlikeGradients.apart`.
+        """
+        return {}
+
     def begin_step(self) -> None:
         """Prepare for a step, before the compiled function is called."""
 

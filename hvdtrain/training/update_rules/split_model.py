@@ -12,6 +12,7 @@ from hvdtrain.gradients.reduction import Gradient, GradientReducer, ReductionOpt
 from hvdtrain.optim.clipping import square_sum
 from hvdtrain.state.placement import Placement, placement_of
 from hvdtrain.training.step.guard import VERDICT_PARTS
+from hvdtrain.training.update_rules.alike import AlikeGradients
 
 _Division: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
 """Axes along which a variable is split, and those of the replicas that have divided its gradient."""
@@ -30,6 +31,8 @@ class SplitModel:
         self._placements = [placement_of(variable) for variable in variables]
         self.exchanges = backend.job_size > backend.size or any(self._placements)
         """Whether this rank does not hold the whole model."""
+        self.alike = AlikeGradients(backend, self._placements)
+        """Makes gradients the same that several ranks of a replica compute whole."""
 
     def reducer(self, options: ReductionOptions, paths: Sequence[str]) -> GradientReducer | None:
         """Return what adds gradients up among those that hold the same slice; None where those are all replicas."""

@@ -102,6 +102,7 @@ class ZeroUpdate(UpdateRule):
             expected=local.expected_weight,
             uniform=local.uniform,
         )
+        gradients = self._split.alike.agreed(gradients, self._paths, measure=measure)
         scales = has_dynamic_scale(self.optimizer)
         sliced = [self._shards.get(id(variable)) is not None for variable in self._variables]
         norm = self._split.norm(gradients, sliced) if measure or scales or self._clipping.norm is not None else None
@@ -112,6 +113,10 @@ class ZeroUpdate(UpdateRule):
         gradients, norm = self._clipped(gradients, norm)
 
         return self._unless_bad(totals, lambda: self._apply(gradients)), norm
+
+    def apart(self) -> dict[str, float]:
+        """See `UpdateRule`."""
+        return self._split.alike.apart(self._paths, self.model)
 
     def _scattered_in_passes(self) -> frozenset[str]:
         """Return the paths of the variables whose gradients are slices when the passes are done."""
