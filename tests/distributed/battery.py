@@ -61,7 +61,7 @@ SPLIT_MODELS = {
     "tensor_parallel",
 }
 """Nothing is split on one rank; four ranks under Gloo have what two axes take."""
-SEVERAL_ON_A_HOST = {"context_pairs", "expert_pipelines", "hierarchy", "hybrids", "long_pipelines"}
+SEVERAL_ON_A_HOST = {"context_pairs", "expert_pipelines", "hierarchy", "hybrids", "long_pipelines", "split_local_steps"}
 """Four ranks are the fewest of which two hosts, or two axes, can have two each, and a pipeline a middle."""
 FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
     ("gloo", 1): TIMED
@@ -101,7 +101,7 @@ FILES_LEFT_OUT: dict[tuple[str, int], set[str]] = {
     # Adasum exists on MPI alone, and four ranks combine what two ranks made.
     ("mpirun", 4): TIMED
     | SPLIT_MODELS
-    | {"context_pairs", "expert_pipelines", "hybrids", "long_pipelines"}
+    | {"context_pairs", "expert_pipelines", "hybrids", "long_pipelines", "split_local_steps"}
     | LONG_TO_COMPILE
     | RANKS_THAT_DIFFER
     | FACE

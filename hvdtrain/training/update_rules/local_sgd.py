@@ -18,7 +18,6 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.optim.averaging import innermost
-from hvdtrain.optim.clipping import global_norm
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.slots import slot_tensors
@@ -27,6 +26,7 @@ from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.result import Totals
 from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.update_rules.split_model import SplitModel
 
 
 class LocalUpdate(UpdateRule):
@@ -84,6 +84,7 @@ class LocalUpdate(UpdateRule):
 
     def _name_tensors(self) -> None:
         """Find what differs between averages: the weights that are trained, and all slots."""
+        self._split = SplitModel(self._backend, self._variables)
         structure = structure_of(self.model)
         self._weights = structure.by_path(self._variables)
         known = innermost(self.optimizer)._trainable_variables
@@ -94,8 +95,10 @@ class LocalUpdate(UpdateRule):
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Apply this replica's own mean gradient; average the weights once every `local_steps` steps."""
         factor = tf.math.divide_no_nan(local.expected_weight, local.totals[1])
-        own = [scaled(_unique_rows(gradient), factor) for gradient in local.gradients]
-        norm = global_norm(own) if measure or self._clipping.norm is not None else None
+        whole = self._split.summed(local.gradients, self._paths)
+        own = [scaled(_unique_rows(gradient), factor) for gradient in whole]
+        own = self._split.alike.agreed(own, self._paths, measure=False)
+        norm = self._split.norm(own) if measure or self._clipping.norm is not None else None
         own, norm = self._clipped(own, norm)
         with fused_updates(self.optimizer):
             self.optimizer.apply(own, self._variables)
