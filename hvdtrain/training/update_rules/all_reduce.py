@@ -24,8 +24,11 @@ class AllReduceUpdate(UpdateRule):
 
     def follow_model(self, *, training: bool = True) -> None:
         """See `UpdateRule`."""
+        before = [id(variable) for variable in self._variables]
         super().follow_model(training=training)
-        self._prepare_exchange()
+        # A step that was compiled for the same variables is kept, and notes in these objects what it measures.
+        if [id(variable) for variable in self._variables] != before:
+            self._prepare_exchange()
 
     def _prepare_exchange(self) -> None:
         self._split = SplitModel(self._backend, self._variables)
