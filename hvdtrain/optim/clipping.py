@@ -54,7 +54,8 @@ def square_sum(gradients: Sequence[Any]) -> tf.Tensor:
     """Return the sum of all elements' squares, a float64 scalar; see `global_norm`."""
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
     squares = [sum_of_squares(part) for part in parts]
-    return tf.add_n(squares) if squares else tf.constant(0.0, tf.float64)
+    # Not by `add_n`, whose order depends on which buffer is free.
+    return tf.reduce_sum(tf.stack(squares)) if squares else tf.constant(0.0, tf.float64)
 
 
 def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
@@ -73,7 +74,7 @@ def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
 
 def _partial_sums(values: tf.Tensor) -> tf.Tensor:
     """Return the sums of `SUMMED_AT_ONCE` values each, and of the rest."""
-    whole = tf.size(values) // SUMMED_AT_ONCE * SUMMED_AT_ONCE
+    whole = tf.size(values, out_type=tf.int64) // SUMMED_AT_ONCE * SUMMED_AT_ONCE
     rows = tf.reshape(values[:whole], [-1, SUMMED_AT_ONCE])
     return tf.concat([tf.reduce_sum(rows, axis=1), [tf.reduce_sum(values[whole:])]], axis=0)
 
