@@ -10,20 +10,21 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.state.holders import TIMEOUT_S
 
 
-def first_along_tp(figures: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """Return the figures of the first of the ranks along tp, all of which call it.
+def those_of_rank_0(figures: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
+    """Return rank 0's figures where ranks have split the model; all of them call it.
 
-    Each of them computes loss and metrics by itself, from the same samples, and rounds in its own way: a callback such
-    as `ReduceLROnPlateau` might decide otherwise by the last digit.
+    Ranks along tp compute loss and metrics each by itself, from the same samples, and stages of a pipeline are told
+    them over exchanges of their own. Each rounds in its own way: a callback such as `ReduceLROnPlateau` might decide
+    differently by the last digit.
 
     Args:
         figures: numbers, or arrays such as one value for each class.
         backend: the ranks.
     """
-    if backend.axes.get("tp", 1) == 1:
+    if not {"tp", "pp"} & set(backend.axes):
         return dict(figures)
     mine = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in figures.items()}
-    first, *_ = backend.gather_bytes(json.dumps(mine, default=float).encode(), timeout=TIMEOUT_S, among="tp")
+    first, *_ = backend.gather_bytes(json.dumps(mine, default=float).encode(), timeout=TIMEOUT_S)
     return {
         name: np.array(value, figures[name].dtype) if isinstance(value, list) else value
         for name, value in json.loads(first).items()

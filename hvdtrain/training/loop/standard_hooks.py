@@ -29,7 +29,7 @@ from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.rank_times import find_slowest_rank
 from hvdtrain.training.loop.report import TrainingReport
 from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.loop.same_figures import first_along_tp
+from hvdtrain.training.loop.same_figures import those_of_rank_0
 from hvdtrain.training.loop.saving_hooks import SavingHooks
 from hvdtrain.training.step.step_factory import StepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -282,7 +282,7 @@ class StandardTraining:
             logs["bad_steps"] = self._bad_steps.end_epoch()
         if validation is not None:
             logs |= self._evaluate(step, validation)
-        logs = first_along_tp(logs, self._backend)
+        logs = those_of_rank_0(logs, self._backend)
         before = self._state.scalars.best
         note_best(self._plan.best, self._state.scalars, step.number, logs)
         if self._saves is not None:
