@@ -26,7 +26,7 @@ class AlikeGradients:
 
     Args:
         backend: the ranks.
-        placements: of the variables that are trained; slices, and what is a sum over tp anyway, are left as they are.
+        placements: of the variables that are trained; slices are left as they are.
     """
 
     def __init__(self, backend: Backend, placements: Sequence[Placement | None]) -> None:
@@ -34,6 +34,8 @@ class AlikeGradients:
         self._places = [i for i, placement in enumerate(placements) if several and _is_alike(placement)]
         self._backend = backend
         self._deviations = tf.Variable(tf.zeros([len(self._places)]), trainable=False) if self._places else None
+        self._largest = tf.Variable(0.0, trainable=False) if self._places else None
+        """Norm of the largest gradient that was measured. That of later ones goes to zero, and rounding does not."""
 
     def agreed(self, gradients: Sequence[Gradient], paths: Sequence[str], *, measure: bool) -> list[Gradient]:
         """Return the gradients, the same on all ranks along tp that hold the same.
@@ -57,20 +59,29 @@ class AlikeGradients:
             self._measure(here, mine, means)
         return agreed
 
+    def among(self, paths: Sequence[str]) -> frozenset[str]:
+        """Return those of the variables' paths that ranks along tp hold whole."""
+        return frozenset(paths[place] for place in self._places)
+
     def _measure(self, here: Sequence[int], mine: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> None:
-        of_all = tf.sqrt(tf.add_n([_square(mean) for mean in means]))
+        assert self._deviations is not None, "there are places"
+        assert self._largest is not None, "there are places"
+        of_all = tf.sqrt(tf.reduce_sum(tf.stack([_square(mean) for mean in means])))
+        # Not one that overflowed, which a loss scale may let happen.
+        finite = tf.where(tf.math.is_finite(of_all), of_all, 0.0)
+        largest = self._largest.assign(tf.maximum(self._largest.read_value(), finite), read_value=True)
         by_place = {
-            place: tf.math.divide_no_nan(tf.sqrt(_square(own - mean)), of_all)
+            place: tf.math.divide_no_nan(tf.sqrt(_square(own - mean)), largest)
             for place, own, mean in zip(here, mine, means, strict=True)
         }
-        assert self._deviations is not None, "there are places"
         self._deviations.assign([by_place.get(place, tf.constant(0.0)) for place in self._places])
 
     def apart(self, paths: Sequence[str], model: Any) -> dict[str, float]:
         """Return by path those whose gradients lay further apart than by rounding when they were last measured.
 
         Each with its deviation from the mean: the L2 norm of the difference as a part of that of all the gradients that
-        are alike together. Of one that is nothing but rounding, as of a bias in front of a norm, no digit agrees.
+        are alike together, at its largest so far. Of one that is nothing but rounding, as of a bias in front of a norm,
+        no digit agrees.
 
         Args:
             paths: of the variables.
@@ -88,7 +99,8 @@ def _rounding_of(model: Any) -> float:
 
 
 def _is_alike(placement: Placement | None) -> bool:
-    return placement is None or AXIS not in (*placement.axes, *placement.summed_over)
+    # A sum over tp is the same there, and may be rounded differently by the exchange among replicas behind it.
+    return placement is None or AXIS not in placement.axes
 
 
 def _values(gradient: Gradient) -> tf.Tensor:

@@ -1,5 +1,6 @@
 """Synchronous data parallelism: gradients are all-reduced, and every replica applies the same update."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import tensorflow as tf
@@ -20,21 +21,22 @@ class AllReduceUpdate(UpdateRule):
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         super().__init__(backend, model, optimizer, options)
         self._reduction = (options or StepOptions()).reduction_on(backend)
+        self._exchanges: dict[Hashable, tuple[SplitModel, WeightedReducer]] = {}
         self._prepare_exchange()
 
     def follow_model(self, *, training: bool = True) -> None:
         """See `UpdateRule`."""
-        before = [id(variable) for variable in self._variables]
         super().follow_model(training=training)
-        # A step that was compiled for the same variables is kept, and notes in these objects what it measures.
-        if [id(variable) for variable in self._variables] != before:
-            self._prepare_exchange()
+        self._prepare_exchange()
 
     def _prepare_exchange(self) -> None:
-        self._split = SplitModel(self._backend, self._variables)
-        self._reducer = WeightedReducer(
-            self._backend, self._reduction, self._split.reducer(self._reduction, self._paths)
-        )
+        """Take what was made for these variables: the step that was compiled for them notes there what it measures."""
+        key = tuple(zip(map(id, self._variables), self._paths, strict=True))
+        if key not in self._exchanges:
+            split = SplitModel(self._backend, self._variables)
+            reducer = WeightedReducer(self._backend, self._reduction, split.reducer(self._reduction, self._paths))
+            self._exchanges[key] = split, reducer
+        self._split, self._reducer = self._exchanges[key]
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Exchange the totals along with the gradients, then let the optimizer apply the mean."""

@@ -87,6 +87,7 @@ class LocalUpdate(UpdateRule):
         self._split = SplitModel(self._backend, self._variables)
         structure = structure_of(self.model)
         self._weights = structure.by_path(self._variables)
+        self._alike = self._split.alike.among(self._paths)
         known = innermost(self.optimizer)._trainable_variables
         slots = slot_tensors(self.optimizer, known, [structure.path(variable) for variable in known])
         self._slots = {path: slot.variable for path, slot in slots.items() if slot.owner is not None}
@@ -136,6 +137,8 @@ class LocalUpdate(UpdateRule):
         for path, variable in variables.items():
             mine = tf.cast(variable.read_value(), _at_least_float32(variable.dtype))
             mean = self._backend.all_reduce(mine * tf.cast(share, mine.dtype), name=f"local_sgd/{path}")
+            if path in self._alike:  # each rank along tp had it from an exchange of its own, and rounded
+                mean = self._backend.along("tp").all_reduce(mean, name=f"local_sgd/alike/{path}", op="average")
             variable.assign(tf.cast(mean, variable.dtype))
         self._weight.assign(0.0)
         self._steps.assign(0)

@@ -134,4 +134,4 @@ def check_other_gradients_than_by_rounding_are_named(world: World) -> None:
                 raise AssertionError("nobody noticed")
             assert world.same_everywhere(message.encode()), message
             assert message.startswith("After step 5 ranks that hold slices of the same layers (tp in"), message
-            assert "% of their norm apart, of layers/1/embeddings" in message, message
+            assert "% of the norm of all of them, of layers/1/embeddings" in message, message
