@@ -147,8 +147,8 @@ def _message_of_gradients(where: str, deviations: Mapping[str, float]) -> str:
         f"After {where} ranks that hold slices of the same layers (tp in --parallel) must have computed the same "
         "gradients of what each of them holds whole, but for rounding. Received: gradients that differ by "
         f"{max(deviations.values()):.1%} of the norm of all of them, of {_named(list(deviations))}. These ranks see "
-        "the same samples: a layer draws its own numbers on each rank, as by NumPy in a tf.numpy_function, or depends on "
-        "the rank. Draw by a keras.random.SeedGenerator that is an attribute of the layer."
+        "the same samples: a layer draws its own numbers on each rank, as by NumPy in a tf.numpy_function, or depends "
+        "on the rank. Draw by a keras.random.SeedGenerator that is an attribute of the layer."
     )
 
 
