@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, ReductionOptions
+from hvdtrain.optim.clipping import sum_of_squares
 from hvdtrain.state.placement import Placement
 
 AXIS = "tp"
@@ -33,8 +34,10 @@ class AlikeGradients:
         several = backend.axes.get(AXIS, 1) > 1
         self._places = [i for i, placement in enumerate(placements) if several and _is_alike(placement)]
         self._backend = backend
-        self._deviations = tf.Variable(tf.zeros([len(self._places)]), trainable=False) if self._places else None
-        self._largest = tf.Variable(0.0, trainable=False) if self._places else None
+        self._deviations = (
+            tf.Variable(tf.zeros([len(self._places)], tf.float64), trainable=False) if self._places else None
+        )
+        self._largest = tf.Variable(0.0, trainable=False, dtype=tf.float64) if self._places else None
         """Norm of the largest gradient that was measured. That of later ones goes to zero, and rounding does not."""
 
     def agreed(self, gradients: Sequence[Gradient], paths: Sequence[str], *, measure: bool) -> list[Gradient]:
@@ -66,15 +69,15 @@ class AlikeGradients:
     def _measure(self, here: Sequence[int], mine: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> None:
         assert self._deviations is not None, "there are places"
         assert self._largest is not None, "there are places"
-        of_all = tf.sqrt(tf.reduce_sum(tf.stack([_square(mean) for mean in means])))
+        of_all = tf.sqrt(tf.reduce_sum(tf.stack([sum_of_squares(mean) for mean in means])))
         # Not one that overflowed, which a loss scale may let happen.
-        finite = tf.where(tf.math.is_finite(of_all), of_all, 0.0)
+        finite = tf.where(tf.math.is_finite(of_all), of_all, tf.zeros_like(of_all))
         largest = self._largest.assign(tf.maximum(self._largest.read_value(), finite), read_value=True)
         by_place = {
-            place: tf.math.divide_no_nan(tf.sqrt(_square(own - mean)), largest)
+            place: tf.math.divide_no_nan(tf.sqrt(sum_of_squares(own - mean)), largest)
             for place, own, mean in zip(here, mine, means, strict=True)
         }
-        self._deviations.assign([by_place.get(place, tf.constant(0.0)) for place in self._places])
+        self._deviations.assign([by_place.get(place, tf.zeros_like(largest)) for place in self._places])
 
     def apart(self, paths: Sequence[str], model: Any) -> dict[str, float]:
         """Return by path those whose gradients lay further apart than by rounding when they were last measured.
@@ -111,7 +114,3 @@ def _with_values(gradient: Gradient, values: tf.Tensor) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return values
-
-
-def _square(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.reduce_sum(tf.square(tensor)), tf.float32)
