@@ -17,6 +17,7 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.horovodrun.arguments import command_left_alone
 from hvdtrain.runtime.horovodrun.build_check import answer_of_library
 from hvdtrain.runtime.horovodrun.guarded_store import address_with_token, guarded_store
+from hvdtrain.runtime.horovodrun.orderly_end import middleman
 from hvdtrain.runtime.horovodrun.private_environment import private_environment
 from hvdtrain.runtime.horovodrun.replaced import replaced
 from hvdtrain.runtime.horovodrun.silent_ranks import silent_ranks_given_up
@@ -32,6 +33,7 @@ def run_commandline() -> Any:
     """Run `horovodrun` with the arguments of this process, and return its exit code."""
     from horovod.common import util
     from horovod.runner import gloo_run, launch
+    from horovod.runner.common.util import safe_shell_exec
 
     util._check_extension_lambda = _quickly(util._check_extension_lambda)
     # A scheduler's warning; it would end this process at once, and the ranks soon after.
@@ -50,6 +52,7 @@ def run_commandline() -> Any:
             private_environment(gloo_run, of_ranks),
             silent_ranks_given_up(gloo_run),
             command_left_alone(launch),
+            replaced(safe_shell_exec, _exec_middleman=middleman),
             replaced(launch.network, get_driver_ip=_of_this_host(launch.network.get_driver_ip)),
             redirect_stdout(cast(Any, LastingStream(sys.stdout))),
             redirect_stderr(cast(Any, LastingStream(sys.stderr))),
