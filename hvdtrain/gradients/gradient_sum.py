@@ -8,14 +8,15 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.gradients.sparse import sum_duplicates
+from hvdtrain.state.memory import fill_memory, free_memory
 from hvdtrain.state.variables import unwrap
 
 
 class GradientSum:
     """A running sum of gradients on this replica, in one buffer for each variable.
 
-    A group's first gradients take the buffer's place, so nothing has to be set to zero. Of sparse gradients the rows
-    that were touched are kept, each once: never more than the table.
+    A group's first gradients take the buffer's place, so nothing has to be set to zero, and a sum that was read is not
+    kept. Of sparse gradients the rows that were touched are kept, each once: never more than the table.
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:
@@ -45,7 +46,10 @@ class GradientSum:
             put(first=bool(first))
 
     def read(self) -> list[Gradient]:
-        """Return the sums since the last `add` that was a first one."""
+        """Return the sums since the last `add` that was a first one, and keep them no longer: another one must follow.
+
+        Each tensor is then the only one of its sum, and its memory is free as soon as it is exchanged.
+        """
         if self._buffers is None:
             raise ConfigError("There is nothing to reduce: add the gradients of a microbatch first.")
         return [None if buffer is None else buffer.read() for buffer in self._buffers]
@@ -54,16 +58,19 @@ class GradientSum:
 class _DenseSum:
     def __init__(self, shape: tf.TensorShape, dtype: tf.DType) -> None:
         self._sum = tf.Variable(tf.zeros(shape, dtype), trainable=False, name="gradient_sum")
+        free_memory(self._sum)
 
     def add(self, gradient: Gradient, *, first: bool) -> None:
         dense = tf.convert_to_tensor(gradient)
         if first:
-            self._sum.assign(dense)
+            fill_memory(self._sum, dense)
         else:
             self._sum.assign_add(dense)
 
     def read(self) -> tf.Tensor:
-        return self._sum.read_value()
+        whole = self._sum.read_value()
+        free_memory(self._sum)
+        return whole
 
 
 class _RowList:

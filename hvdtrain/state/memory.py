@@ -4,6 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.runtime.guarded import kept
+
 
 def fill_memory(variable: tf.Variable, value: tf.Tensor) -> Any:
     """Let a variable hold `value`, also after `free_memory`; return the operation within a graph."""
@@ -13,9 +15,12 @@ def fill_memory(variable: tf.Variable, value: tf.Tensor) -> Any:
 
 def free_memory(variable: tf.Variable) -> Any:
     """Give back the memory of a variable, which keeps its shape; return the operation within a graph."""
-    # A graph must not see the shape of what it assigns.
-    nothing = tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([0], variable.dtype), shape=tf.TensorShape(None))
-    return _assign(variable, nothing)
+    # A graph must not see the shape of what it assigns. Grappler takes it for that of the variable, as it does with
+    # the input and the output of PlaceholderWithDefault, and would then take variables that share one such value, or
+    # zeros that it is made of, for ones of the same shape: it removed a reshape of what was read from them.
+    no_elements = tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([1], tf.int32), shape=[None])
+    nothing = tf.raw_ops.Fill(dims=no_elements, value=tf.zeros([], variable.dtype))
+    return _assign(variable, kept(nothing, variable._unique_id))
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> Any:
