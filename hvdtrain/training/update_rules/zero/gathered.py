@@ -134,26 +134,35 @@ class GatheringPass(Pass):
         for path, source, gradient in zip(self._microbatch.paths, self._sources, gradients, strict=True):
             if path in self._by_path and gradient is not None:
                 _check_of_slice(gradient, source, path)
-        with tf.control_dependencies(self._complete()):
-            own = [
-                None
-                if gradient is None
-                else tf.identity(gradient)
-                if path in self._by_path
-                else self._counted(gradient, source)
-                for path, source, gradient in zip(self._microbatch.paths, self._sources, gradients, strict=True)
-            ]
+        readers = self._complete()
+        own = [
+            None
+            if gradient is None
+            else self._when_read(gradient, readers.get(id(self._by_path[path].whole), []))
+            if path in self._by_path
+            else self._counted(gradient, source)
+            for path, source, gradient in zip(self._microbatch.paths, self._sources, gradients, strict=True)
+        ]
         return Collected(own, self._poison_of(own) if self._microbatch.guarded else None)
 
-    def _complete(self) -> list[Any]:
-        """Complete the graph, once both passes are in it; return what must have run before the slices may change.
+    def _complete(self) -> dict[int, list[Any]]:
+        """Complete the graph, once both passes are in it; return what must have run before a slice may change.
 
         Raises:
             ConfigError: see `GatheredParameters.passes`.
         """
-        last = gather_again(self._graph, self._bursts, self._scattered, self._prefetch)
+        readers = gather_again(self._graph, self._bursts, self._scattered, self._prefetch)
         refuse_other_reads(self._by_path)
-        return last
+        return readers
+
+    def _when_read(self, gradient: tf.Tensor, readers: Sequence[Any]) -> tf.Tensor:
+        """Return the gradient of a slice, after `readers`: what it is for may change the slice.
+
+        It waits for no others: with several microbatches it is added to their sum, and given back, as soon as it is
+        there.
+        """
+        with tf.control_dependencies(readers):
+            return tf.identity(gradient)
 
     def _end_burst(self) -> None:
         if self._bursts and self._bursts[-1].end is None:

@@ -89,12 +89,14 @@ def _only_moves(operation: Any, known: set[str]) -> bool:
     )
 
 
-def gather_again(graph: Any, bursts: Sequence[Burst], scattered: Sequence[Scattered], prefetch: int) -> list[Any]:
+def gather_again(
+    graph: Any, bursts: Sequence[Burst], scattered: Sequence[Scattered], prefetch: int
+) -> dict[int, list[Any]]:
     """Give the operations behind the end of each burst parameters that are gathered for them, one run after another.
 
     Returns:
-        These operations. The slices must not change before they have run: a slice that is read shares its memory with
-        what is gathered, and an update would reach it there.
+        These operations, by the id of the variable that they read. Its slice must not change before they have run: a
+        slice that is read shares its memory with what is gathered, and an update would reach it there.
 
     Args:
         graph: of both passes, complete.
@@ -113,7 +115,11 @@ def gather_again(graph: Any, bursts: Sequence[Burst], scattered: Sequence[Scatte
             limit = runs[number - prefetch].first
             waits += [each.slice for each in scattered if places.get(each.whole.name, limit) < limit]
         _redirect(graph, run, list({operation.name: operation for operation in waits}.values()))
-    return [use.reader for run in runs for use in run.uses]
+    variables = {id(gather): variable for burst in bursts for variable, gather in burst.gathers.items()}
+    readers: dict[int, list[Any]] = {}
+    for use in (use for run in runs for use in run.uses):
+        readers.setdefault(variables[id(use.gather)], []).append(use.reader)
+    return readers
 
 
 def _runs(bursts: Sequence[Burst], places: dict[str, int]) -> list[_Run]:
