@@ -13,8 +13,9 @@ as much.
 
 The formula for n ranks: 16 bytes without ZeRO, half of them for Adam's two moments; 8 + 8/n, 4 + 12/n and 16/n in its
 stages (Rajbhandari et al. 2020, arXiv:1910.02054). It takes all gradients to be there at once. In a step of one
-microbatch they are not: each is exchanged, used and given back while others are yet to be computed, and the first two
-stages lie below it. With several (`--accumulate`) each rank keeps the sum over them, from stage 2 on of its slices.
+microbatch they are not: each is exchanged, used and given back while others are yet to be computed, and what is
+measured may lie below it. With several (`--accumulate`) each rank keeps the sum over them until it is exchanged, from
+stage 2 on of its slices.
 """
 
 import argparse
