@@ -32,8 +32,11 @@ class Finished:
 
 
 def job_environment(**extra: str) -> dict[str, str]:
-    """The environment of a launched job: this Python first on PATH, and Open MPI allowed to run as root."""
-    other = ("OMPI_COMM_", "PMIX_", "HOROVOD_", "TF_CPP_")
+    """The environment of a launched job: this Python first on PATH, and Open MPI allowed to run as root.
+
+    A line that a script prints must be one write, or those of two ranks mix: unbuffered, each word would be one.
+    """
+    other = ("OMPI_COMM_", "PMIX_", "HOROVOD_", "TF_CPP_", "PYTHONUNBUFFERED")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(other)}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', '')}"
     if os.geteuid() == 0:
