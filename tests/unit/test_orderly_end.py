@@ -1,25 +1,29 @@
 """How a rank ends that `horovodrun` no longer wants, through Horovod's own functions that start it."""
 
 import shlex
+import signal
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
-from hvdtrain.runtime.horovodrun.orderly_end import middleman
+from hvdtrain.runtime.horovodrun.orderly_end import RankEnd, middleman
 from hvdtrain.runtime.horovodrun.replaced import replaced
 
 RANK = """
 import signal, subprocess, sys, time
+deaf = "deaf" in sys.argv
 def leave(number, frame):
     time.sleep(0.2)
     print("saved", flush=True)
     raise SystemExit(75)
-signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else leave)
-if "deaf" in sys.argv:
-    child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.pause()"])
-print("began", child.pid if "deaf" in sys.argv else "", flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else leave)
+waits = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+children = [subprocess.Popen([sys.executable, "-S", "-c", waits]) for _ in range(8 if deaf else 0)]
+print("children", *[child.pid for child in children], flush=True)
+print("began", flush=True)
 while True:
     time.sleep(0.05)
 """
@@ -45,7 +49,7 @@ def run_and_end(command):
         codes.append(safe_shell_exec.execute(command, stdout=output, stderr=output, events=[ended]))
 
     with replaced(safe_shell_exec, _exec_middleman=middleman):
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         deadline = time.monotonic() + 60
         while "began" not in output.text and time.monotonic() < deadline:
@@ -79,11 +83,40 @@ def test_a_rank_that_does_not_end_is_killed_with_what_it_has_started(command):
     psutil = pytest.importorskip("psutil")
     code, text = run_and_end(command.format(rank=rank("deaf")))
     assert code == 137, text
-    child = int(text.split()[1])
+    children = [int(word) for word in text.split()[1:9]]
     deadline = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie" and time.monotonic() < deadline:
+    while (alive := [pid for pid in children if is_alive(psutil, pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+    assert not alive
+
+
+def is_alive(psutil, pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("command", ["{script}", "exec {script}"])
+def test_a_script_around_a_rank_ends_and_the_rank_is_asked_then(tmp_path, command):
+    (tmp_path / "train.sh").write_text(f"{rank()}\necho not reached\n")
+    code, text = run_and_end(command.format(script=f"sh {shlex.quote(str(tmp_path / 'train.sh'))}"))
+    assert "saved" in text
+    assert "not reached" not in text
+    assert code == 143, "that of the script"
+
+
+def test_a_rank_that_was_not_started_yet_is_asked_as_soon_as_it_is():
+    shell = subprocess.Popen(f"read line; {rank()}; exit $?", shell=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    ending = threading.Thread(target=RankEnd(shell.pid).run, args=(60.0,))
+    ending.start()
+    time.sleep(0.3)
+    shell.stdin.write(b"go\n")
+    shell.stdin.close()
+    ending.join(30)
+    assert not ending.is_alive()
+    assert shell.wait(30) in (75, 128 + signal.SIGTERM)
+    shell.stdout.close()
 
 
 def test_a_rank_that_ends_by_itself_keeps_its_code():

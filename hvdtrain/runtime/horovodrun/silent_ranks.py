@@ -149,7 +149,7 @@ def watching_driver(driver_class: type[Any]) -> type[Any]:
             def create_worker(slot_info: Any, events: list[Any]) -> Any:
                 with self.silent_ranks.process((slot_info.hostname, slot_info.local_rank)) as given_up:
                     code, ended = create_worker_fn(slot_info, [*events, given_up])
-                # Horovod ends a process by two threads that wait for it: one of them may take its code for 0.
+                # A rank may have ended in order at the last moment, and the others have long given it up.
                 return (code or _KILLED if given_up.is_set() else code), ended
 
             threading.Thread(target=self._watch, name="hvdtrain-silent-ranks", daemon=True).start()
