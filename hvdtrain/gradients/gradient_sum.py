@@ -15,11 +15,17 @@ from hvdtrain.state.variables import unwrap
 class GradientSum:
     """A running sum of gradients on this replica, in one buffer for each variable.
 
-    A group's first gradients take the buffer's place, so nothing has to be set to zero, and a sum that was read is not
-    kept. Of sparse gradients the rows that were touched are kept, each once: never more than the table.
+    A group's first gradients take the buffer's place, so nothing has to be set to zero. Of sparse gradients the rows
+    that were touched are kept, each once: never more than the table.
+
+    Args:
+        variables: whose gradients are to come.
+        give_back: keep no sum that was read: its memory is free as soon as it is exchanged. Not for functions that XLA
+            compiles, where a variable must keep its size.
     """
 
-    def __init__(self, variables: Sequence[Any]) -> None:
+    def __init__(self, variables: Sequence[Any], *, give_back: bool = False) -> None:
+        self._give_back = give_back
         self._variables = [unwrap(variable) for variable in variables]
         self._buffers: list[_DenseSum | _RowList | None] | None = None
 
@@ -32,11 +38,13 @@ class GradientSum:
         """
         if self._buffers is None:
             with tf.init_scope():
-                self._buffers = [_buffer(v, g) for v, g in zip(self._variables, gradients, strict=True)]
-        pairs = [(b, g) for b, g in zip(self._buffers, gradients, strict=True) if b is not None]
+                self._buffers = [
+                    _buffer(v, g, self._give_back) for v, g in zip(self._variables, gradients, strict=True)
+                ]
+        kept = [(b, g) for b, g in zip(self._buffers, gradients, strict=True) if b is not None]
 
         def put(*, first: bool) -> tf.Tensor:
-            for buffer, gradient in pairs:
+            for buffer, gradient in kept:
                 buffer.add(gradient, first=first)
             return tf.constant(True)
 
@@ -46,30 +54,30 @@ class GradientSum:
             put(first=bool(first))
 
     def read(self) -> list[Gradient]:
-        """Return the sums since the last `add` that was a first one, and keep them no longer: another one must follow.
-
-        Each tensor is then the only one of its sum, and its memory is free as soon as it is exchanged.
-        """
+        """Return the sums since the last `add` that was a first one; with `give_back`, the next must be a first one."""
         if self._buffers is None:
             raise ConfigError("There is nothing to reduce: add the gradients of a microbatch first.")
         return [None if buffer is None else buffer.read() for buffer in self._buffers]
 
 
 class _DenseSum:
-    def __init__(self, shape: tf.TensorShape, dtype: tf.DType) -> None:
+    def __init__(self, shape: tf.TensorShape, dtype: tf.DType, give_back: bool) -> None:
         self._sum = tf.Variable(tf.zeros(shape, dtype), trainable=False, name="gradient_sum")
-        free_memory(self._sum)
+        self._give_back = give_back
 
     def add(self, gradient: Gradient, *, first: bool) -> None:
         dense = tf.convert_to_tensor(gradient)
-        if first:
+        if not first:
+            self._sum.assign_add(dense)
+        elif self._give_back:
             fill_memory(self._sum, dense)
         else:
-            self._sum.assign_add(dense)
+            self._sum.assign(dense)
 
     def read(self) -> tf.Tensor:
         whole = self._sum.read_value()
-        free_memory(self._sum)
+        if self._give_back:
+            free_memory(self._sum)
         return whole
 
 
@@ -95,11 +103,11 @@ class _RowList:
         return tf.IndexedSlices(self._values.read_value(), self._indices.read_value(), tf.constant(self._whole))
 
 
-def _buffer(variable: tf.Variable, gradient: Gradient) -> _DenseSum | _RowList | None:
+def _buffer(variable: tf.Variable, gradient: Gradient, give_back: bool) -> _DenseSum | _RowList | None:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
         return _RowList(variable, gradient)
     # The gradient may be a slice of the variable's.
     shape = gradient.shape if gradient.shape.is_fully_defined() else variable.shape
-    return _DenseSum(shape, gradient.dtype)
+    return _DenseSum(shape, gradient.dtype, give_back)

@@ -15,9 +15,9 @@ def fill_memory(variable: tf.Variable, value: tf.Tensor) -> Any:
 
 def free_memory(variable: tf.Variable) -> Any:
     """Give back the memory of a variable, which keeps its shape; return the operation within a graph."""
-    # A graph must not see the shape of what it assigns. Grappler takes it for that of the variable, as it does with
-    # the input and the output of PlaceholderWithDefault, and would then take variables that share one such value, or
-    # zeros that it is made of, for ones of the same shape: it removed a reshape of what was read from them.
+    # A graph must not see the shape of what it assigns, and neither must Grappler. It takes a variable and what is
+    # assigned to it for equal in shape, and the input and the output of PlaceholderWithDefault, too: with zeros that
+    # pass through one, all variables that are freed were of one shape, and it dropped a reshape of what was read.
     no_elements = tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([1], tf.int32), shape=[None])
     nothing = tf.raw_ops.Fill(dims=no_elements, value=tf.zeros([], variable.dtype))
     return _assign(variable, kept(nothing, variable._unique_id))

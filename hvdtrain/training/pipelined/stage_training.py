@@ -75,7 +75,7 @@ class StageTraining:
         self._statistics = [variable for layer in self.layers for variable in statistics_of(layer)]
         self.exchanging = [layer for layer in self.layers if isinstance(layer, ExchangingLayer)]
         self._volatile = [v for v in variables_of(nodes) if not v.trainable]
-        self._sum = GradientSum(list(self.variables.values()))
+        self._sum = GradientSum(list(self.variables.values()), give_back=True)
         self._single: list[Gradient] | None = None
         # 1F1B takes the backward pass of the last stage right after its forward pass: nothing to gain.
         at_once = self.is_last and options.schedule == "1f1b"

@@ -80,7 +80,7 @@ class TrainStep:
         self._microbatch = microbatch
         self._expert_layers = expert_layers(state.model) if experts is None else experts
         self._figures = figures or backend
-        self._sum = GradientSum(list(state.trainable.values()))
+        self._sum = GradientSum(list(state.trainable.values()), give_back=True)
         self._epoch = metrics.fresh() if epoch_metrics else None
         self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
         self._look_at_epoch = tf.function(self._epoch_so_far, autograph=False)

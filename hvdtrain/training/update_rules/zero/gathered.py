@@ -146,7 +146,7 @@ class GatheringPass(Pass):
         return Collected(own, self._poison_of(own) if self._microbatch.guarded else None)
 
     def _complete(self) -> dict[int, list[Any]]:
-        """Complete the graph, once both passes are in it; return what must have run before a slice may change.
+        """Complete the graph, once both passes are in it; return what is to run before a slice changes, by variable.
 
         Raises:
             ConfigError: see `GatheredParameters.passes`.
@@ -156,7 +156,7 @@ class GatheringPass(Pass):
         return readers
 
     def _when_read(self, gradient: tf.Tensor, readers: Sequence[Any]) -> tf.Tensor:
-        """Return the gradient of a slice, after `readers`: what it is for may change the slice.
+        """Return the gradient of a slice, after `readers`: the update of the slice waits for them with it.
 
         It waits for no others: with several microbatches it is added to their sum, and given back, as soon as it is
         there.

@@ -95,8 +95,8 @@ def gather_again(
     """Give the operations behind the end of each burst parameters that are gathered for them, one run after another.
 
     Returns:
-        These operations, by the id of the variable that they read. Its slice must not change before they have run: a
-        slice that is read shares its memory with what is gathered, and an update would reach it there.
+        These operations, by the id of the variable that they read. Its slice is best not updated before they have run:
+        what was read shares its memory, and TensorFlow would update a copy.
 
     Args:
         graph: of both passes, complete.
