@@ -53,9 +53,16 @@ def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
 def square_sum(gradients: Sequence[Any]) -> tf.Tensor:
     """Return the sum of all elements' squares, a float64 scalar; see `global_norm`."""
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
-    squares = [sum_of_squares(part) for part in parts]
-    # Not by `add_n`, whose order depends on which buffer is free.
-    return tf.reduce_sum(tf.stack(squares)) if squares else tf.constant(0.0, tf.float64)
+    return ordered_sum([sum_of_squares(part) for part in parts]) if parts else tf.constant(0.0, tf.float64)
+
+
+def ordered_sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the sum of scalars of one dtype, the same to the last bit on every rank.
+
+    TensorFlow's AddN adds three or more in an order that depends on which buffer is free, so on timing. Grappler makes
+    one of a chain of additions.
+    """
+    return tf.reduce_sum(tf.stack(list(scalars)))
 
 
 def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:

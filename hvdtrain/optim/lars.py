@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.optim.clipping import sum_of_squares
+from hvdtrain.optim.clipping import ordered_sum, sum_of_squares
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -78,7 +78,8 @@ class LARS(keras.optimizers.Optimizer):
         weights_norm, gradient_norm = (
             tf.cast(tf.sqrt(sum_of_squares(tensor)), tensor.dtype) for tensor in (weights, gradient)
         )
-        ratio = self.trust_coefficient * weights_norm / (gradient_norm + decay * weights_norm + self.epsilon)
+        epsilon = tf.constant(self.epsilon, gradient_norm.dtype)
+        ratio = self.trust_coefficient * weights_norm / ordered_sum([gradient_norm, decay * weights_norm, epsilon])
         usable = tf.logical_and(weights_norm > 0, gradient_norm > 0)
         return tf.where(usable, ratio, tf.ones_like(ratio)) * (gradient + decay * weights)
 

@@ -190,3 +190,24 @@ def test_the_documented_numbers_train(size):
     model.compile(LARS(rate, weight_decay=1e-4, trust_coefficient=float(trust)), loss)
     fitted = model.fit(images / 16, labels, batch_size=32 * size, epochs=2 * size, verbose=0)
     assert fitted.history["loss"][-1] < 0.7
+
+
+KERAS = "SGD RMSprop Adam AdamW Adadelta Adagrad Adamax Adafactor Nadam Ftrl Lion Lamb".split()
+
+
+@pytest.mark.parametrize("kind", [LARS, *(getattr(keras.optimizers, name) for name in KERAS)])
+def test_an_update_adds_no_three_tensors_in_a_row(kind):
+    """Grappler makes one AddN of them, which adds in an order that depends on timing: ranks would drift apart."""
+    variables = [keras.Variable(np.ones(shape, "float32")) for shape in ((4, 4), (4,))]
+    optimizer = kind(0.01, weight_decay=1e-3)
+    optimizer.build(variables)
+    update = tf.function(lambda *gradients: optimizer.apply(list(gradients), variables), autograph=False)
+    graph = update.get_concrete_function(tf.TensorSpec([4, 4]), tf.TensorSpec([4])).graph
+    adds = ("Add", "AddV2", "AddN")
+    assert [
+        operation.name
+        for operation in graph.get_operations()
+        if operation.type in adds
+        for added in operation.inputs
+        if added.op.type in adds and added.shape == operation.outputs[0].shape
+    ] == []

@@ -9,7 +9,7 @@ from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import REPLICA_AXES
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, ReductionOptions
-from hvdtrain.optim.clipping import square_sum
+from hvdtrain.optim.clipping import ordered_sum, square_sum
 from hvdtrain.state.placement import Placement, placement_of
 from hvdtrain.training.step.guard import VERDICT_PARTS
 from hvdtrain.training.update_rules.alike import AlikeGradients
@@ -70,7 +70,7 @@ class SplitModel:
                 division = () if placement is None else placement.axes, replicas
                 by_axes.setdefault(division, []).append(gradient)
         none = tf.zeros([], tf.float64)  # all of a stage's weights may be tied, and count elsewhere
-        squares = tf.add_n([none, *self._squares(by_axes.items())])
+        squares = ordered_sum([none, *self._squares(by_axes.items())])
         return tf.sqrt(self._over_stages(squares) if self.exchanges else squares)
 
     def _squares(self, by_axes: Iterable[tuple["_Division", list[Gradient]]]) -> Iterable[tf.Tensor]:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.optim.averaging import innermost
+from hvdtrain.optim.clipping import ordered_sum
 from hvdtrain.state.optimizers import MAIN
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import as_written, path_of, unwrap
@@ -72,7 +73,7 @@ class OptimizerExchange:
 
     def norm(self) -> tf.Tensor:
         """Return the L2 norm of the reduced gradients before clipping: of all optimizers, each one's last."""
-        return tf.sqrt(tf.add_n([tf.square(self._norms[path].read_value()) for path in self.used]))
+        return tf.sqrt(ordered_sum([tf.square(self._norms[path].read_value()) for path in self.used]))
 
     @as_written
     def _apply(self, path: str, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
