@@ -192,7 +192,8 @@ def test_the_documented_numbers_train(size):
     assert fitted.history["loss"][-1] < 0.7
 
 
-KERAS = "SGD RMSprop Adam AdamW Adadelta Adagrad Adamax Adafactor Nadam Ftrl Lion Lamb".split()
+KERAS = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam", "Ftrl")
+KERAS += ("Lion", "Lamb")
 
 
 @pytest.mark.parametrize("kind", [LARS, *(getattr(keras.optimizers, name) for name in KERAS)])
