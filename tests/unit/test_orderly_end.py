@@ -44,6 +44,7 @@ def run_and_end(command):
     """Run `command` as `horovodrun` runs a rank, end it once it has begun; return its code and output."""
     safe_shell_exec = pytest.importorskip("horovod.runner.common.util.safe_shell_exec")
     output, ended, codes = Output(), threading.Event(), []
+    before = set(threading.enumerate())
 
     def run():
         codes.append(safe_shell_exec.execute(command, stdout=output, stderr=output, events=[ended]))
@@ -56,6 +57,8 @@ def run_and_end(command):
             time.sleep(0.02)
         ended.set()
         thread.join(60)
+    for left in set(threading.enumerate()) - before:  # one that waits for `ended`, and for other tests to find
+        left.join(10)
     assert codes, output.text
     return codes[0], output.text
 
@@ -120,5 +123,8 @@ def test_a_rank_that_was_not_started_yet_is_asked_as_soon_as_it_is():
 
 
 def test_a_rank_that_ends_by_itself_keeps_its_code():
-    code, text = run_and_end("echo began; exit 3")
-    assert (code, text) == (3, "began\n")
+    safe_shell_exec = pytest.importorskip("horovod.runner.common.util.safe_shell_exec")
+    output = Output()
+    with replaced(safe_shell_exec, _exec_middleman=middleman):
+        code = safe_shell_exec.execute("echo began; exit 3", stdout=output, stderr=output)
+    assert (code, output.text) == (3, "began\n")
