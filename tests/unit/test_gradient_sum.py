@@ -44,22 +44,11 @@ def test_sums_of_a_loop_are_read_and_given_back(dtype):
         assert [buffer._sum.read_value().shape.num_elements() for buffer in sums._buffers] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("give_back", [False, True])
-def test_a_first_microbatch_that_a_graph_decides_on(give_back):
+@pytest.mark.parametrize(("give_back", "xla"), [(False, False), (True, False), (False, True)])
+def test_a_first_microbatch_that_a_graph_decides_on(give_back, xla):
     trained = variables()
     sums = GradientSum(trained, give_back=give_back)
-    add = tf.function(lambda first: sums.add([3 * v for v in trained], first=first), autograph=False)
-    for group in (1, 2):
-        for number in range(group):
-            add(tf.constant(number == 0))
-        for shape, total in zip(SHAPES, sums.read(), strict=True):
-            np.testing.assert_array_equal(total, np.full(shape, 3 * group, "float32"))
-
-
-def test_sums_of_functions_that_xla_compiles():
-    trained = variables()
-    sums = GradientSum(trained)
-    add = tf.function(lambda first: sums.add([3 * v for v in trained], first=first), jit_compile=True, autograph=False)
+    add = tf.function(lambda first: sums.add([3 * v for v in trained], first=first), jit_compile=xla, autograph=False)
     for group in (1, 2):
         for number in range(group):
             add(tf.constant(number == 0))

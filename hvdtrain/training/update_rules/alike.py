@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, ReductionOptions
-from hvdtrain.optim.clipping import sum_of_squares
+from hvdtrain.optim.clipping import ordered_sum, sum_of_squares
 from hvdtrain.state.placement import Placement
 
 AXIS = "tp"
@@ -69,7 +69,7 @@ class AlikeGradients:
     def _measure(self, here: Sequence[int], mine: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> None:
         assert self._deviations is not None, "there are places"
         assert self._largest is not None, "there are places"
-        of_all = tf.sqrt(tf.reduce_sum(tf.stack([sum_of_squares(mean) for mean in means])))
+        of_all = tf.sqrt(ordered_sum([sum_of_squares(mean) for mean in means]))
         # Not one that overflowed, which a loss scale may let happen.
         finite = tf.where(tf.math.is_finite(of_all), of_all, tf.zeros_like(of_all))
         largest = self._largest.assign(tf.maximum(self._largest.read_value(), finite), read_value=True)
