@@ -24,6 +24,7 @@ from hvdtrain.runtime.devices import (
 from hvdtrain.runtime.gpus import agree_on_gpu, visible_gpus
 from hvdtrain.runtime.hang.activity import Activity
 from hvdtrain.runtime.hierarchy_choice import choose_hierarchy, resolve_hierarchy
+from hvdtrain.runtime.iterators import end_iterators_at_once
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.leaving import leave_together
 from hvdtrain.runtime.link import Link, open_link
@@ -284,6 +285,8 @@ def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, gpu: 
             f"TensorFlow was in use before hvdtrain.init(): its threads stay as they are ({error}).",
             stacklevel=3,
         )
+    if len(plan.cores) == 1:
+        end_iterators_at_once()
     import tensorflow as tf
 
     with start_up_chatter_hidden():
