@@ -57,7 +57,7 @@ def layouts(ranks: int) -> dict[str, list[str]]:
     pipeline = ["--accumulate", str(MICROBATCHES)]
     found = {
         BASELINE: [],
-        ONE: ["--threads", str(max(1, len(os.sched_getaffinity(0)) // ranks))],
+        ONE: ["--cores", str(max(1, len(os.sched_getaffinity(0)) // ranks))],
         APART: ["--local-steps", "1000000"],  # more than any launch has
         **{f"zero={stage}": ["--zero", str(stage)] for stage in (1, 2, 3)},
         "tp": ["--parallel", f"tp={ranks}"],
@@ -95,7 +95,7 @@ def processes(layout: str, ranks: int) -> int:
 
 
 def words_of(layout: str, model: str, ranks: int, steps: int, folder: Path) -> list[str]:
-    """Return the arguments of `train` for a layout, with the batch of all ranks the same in all of them."""
+    """Return the arguments of `bench layout` for a layout, with the batch of all ranks the same in all of them."""
     its = MODELS[model]
     sizes = ["depth", its.depth, "width", its.width, "heads", its.heads]
     data = ["length", its.length, "vocabulary", its.vocabulary, "samples", its.batch * steps]

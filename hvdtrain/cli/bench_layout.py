@@ -1,5 +1,6 @@
 """`bench layout`: one launch of one layout of ranks, as `bench --parallel` starts it."""
 
+import argparse
 import json
 import resource
 from contextlib import nullcontext
@@ -8,11 +9,11 @@ from pathlib import Path
 from hvdtrain.runtime.launchers import detect_environment
 
 _USAGE = """\
-usage: python -m hvdtrain bench layout [RECIPE] --run-dir DIR [--option value ...]
+usage: python -m hvdtrain bench layout [RECIPE] --run-dir DIR [--cores CORES] [--option value ...]
 
-Trains as "python -m hvdtrain train" does, and prints the time of a step, the parameters and the bytes that this machine
-sends to itself in a step as JSON; each rank adds its peak of memory to DIR. bench --parallel starts it; its reports
-show the whole command.
+Trains as "python -m hvdtrain train" does, on the first CORES cores, and prints the time of a step, the parameters and
+the bytes that this machine sends to itself in a step as JSON; each rank adds its peak of memory to DIR. The reports of
+bench --parallel, which starts it, show the whole command.
 """
 
 
@@ -20,7 +21,7 @@ def main(argv: list[str]) -> int:
     """Train, print the figures and return the exit code."""
     from hvdtrain.bench.loopback import LoopbackCounter
     from hvdtrain.bench.parallel import PEAKS
-    from hvdtrain.bench.timing import say
+    from hvdtrain.bench.timing import limit_cores, say
     from hvdtrain.cli.train import main as train
 
     rank = detect_environment().rank
@@ -28,6 +29,11 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print(_USAGE, end="")
         return 0 if {"-h", "--help"} & set(argv) else 2
+    own = argparse.ArgumentParser(usage=_USAGE, add_help=False, allow_abbrev=False)
+    own.add_argument("--cores", type=int)
+    words, argv = own.parse_known_args(argv)
+    if words.cores is not None:
+        limit_cores(words.cores)
     folder = Path(argv[argv.index("--run-dir") + 1])
     with LoopbackCounter(folder / "metrics.jsonl") if rank == 0 else nullcontext() as counter:
         code = train(argv)

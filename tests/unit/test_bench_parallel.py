@@ -1,6 +1,7 @@
 """`bench --parallel`: the order of launches, what becomes of those that fail, the formulas and the report."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class Machine:
         folder = Path(words[words.index("--run-dir") + 1])
         folder.mkdir()
         (folder / PEAKS).write_text("".join(json.dumps(peak) + "\n" for peak in (500.0, 600.0 - 100 * bool(its))))
-        times = {"tp=2": 5.0, "--threads": 16.0, "--local-steps": 8.0}
+        times = {"tp=2": 5.0, "--cores": 16.0, "--local-steps": 8.0}
         step_ms = next((time for word, time in times.items() if word in its), 10.0)
         return Answer({**ANSWER, "step_ms": step_ms}, 0.0)
 
@@ -72,6 +73,24 @@ def test_one_core_has_one_process():
     one = run(Machine())[0][1]
     assert one.command.startswith("python -m hvdtrain bench layout ")
     assert one.rounds[0].sent_mb is None
+
+
+def test_one_core_keeps_to_its_core(tmp_path, monkeypatch):
+    """With one thread, but on all cores, TensorFlow used one and a half."""
+    seen = []
+
+    def train(argv):
+        seen.extend([argv, os.sched_getaffinity(0)])
+        return 1
+
+    monkeypatch.setattr("hvdtrain.cli.train.main", train)
+    before = os.sched_getaffinity(0)
+    option, cores = layouts(len(before))["one-core"]
+    try:
+        main(["bench", "layout", "digits", option, cores, "--run-dir", str(tmp_path / "run")])
+    finally:
+        os.sched_setaffinity(0, before)
+    assert seen == [["digits", "--run-dir", str(tmp_path / "run")], {min(before)}]
 
 
 def test_the_report_has_ratios_bytes_and_a_picture():
