@@ -13,6 +13,8 @@ REPLICA_AXES = ("dp", "cp", "ep")
 """Axes along which ranks hold the same model, but for experts and tables, and compute different parts of its loss."""
 HOLDER_AXES = ("dp", "cp")
 """Of these, those along which experts and tables are the same, too."""
+USER_AXES = ("pp", *REPLICA_AXES)
+"""Axes along which a weight that several stages use is the same, if it is not split along tp."""
 REST = -1
 """Stands for the ranks that the other axes leave."""
 _FORM = "such as tp=2,pp=2"

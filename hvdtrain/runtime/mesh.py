@@ -8,9 +8,9 @@ from math import prod
 import numpy as np
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.config.parallel import AXES, DATA_AXES, HOLDER_AXES, REPLICA_AXES, REST
+from hvdtrain.config.parallel import AXES, DATA_AXES, HOLDER_AXES, REPLICA_AXES, REST, USER_AXES
 
-GROUPS = (("pp",), ("dp",), ("cp",), ("ep",), ("tp",), DATA_AXES, HOLDER_AXES, REPLICA_AXES, ("ep", "tp"))
+GROUPS = (("pp",), ("dp",), ("cp",), ("ep",), ("tp",), DATA_AXES, HOLDER_AXES, REPLICA_AXES, USER_AXES, ("ep", "tp"))
 """Axes along which ranks exchange something, alone and together."""
 
 

@@ -29,7 +29,7 @@ from tests.distributed.battery import (
 from tests.launching import has_launcher, launcher, run
 
 WORLDS = [(controller, size, "auto") for size in (1, 2, 4) for controller in ("gloo", "mpirun")]
-EIGHT = [("mpirun", 8, "auto")]
+EIGHT = [("gloo", 8, "auto"), ("mpirun", 8, "auto")]
 TF_KERAS = [("mpirun", 2, "tf_keras")]
 STRATEGIES = [("none", 1, "mirrored"), ("mpirun", 2, "multi_worker_mirrored"), ("mpirun", 4, "parameter_server")]
 ONE_PROCESS = [*WORLDS[:2], STRATEGIES[0]]
@@ -116,8 +116,9 @@ def test_what_is_left_out_elsewhere_is_there():
     assert set(checks_of("mpirun", 2)) == everything - needing_four
     assert {*checks_of("gloo", 4), *checks_of("mpirun", 4)} >= needing_four
     on_eight = {name for file in ON_EIGHT_ALONE for name in check_names(CHECKS / f"{file}.py")}
-    assert everything >= set(checks_of("mpirun", 8)) - on_eight
-    assert set(checks_of("mpirun", 8)) >= on_eight >= EXTENDED_ON_EIGHT
+    under_both = {*checks_of("gloo", 8), *checks_of("mpirun", 8)}
+    assert everything >= under_both - on_eight
+    assert under_both >= on_eight >= EXTENDED_ON_EIGHT
     files_of_checks = everything | {name.split(".")[0] for name in everything}
     assert files_of_checks >= EVERY_DAY_ON_FOUR_UNDER_GLOO | EXTENDED_ON_FOUR_UNDER_GLOO | EXTENDED_ON_TWO_UNDER_MPI
     assert all(set(checks_of("mpirun", size)) >= EVERYWHERE_UNDER_MPI for size in (1, 2, 4))

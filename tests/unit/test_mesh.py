@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.parallel import USER_AXES
 from hvdtrain.runtime.mesh import Mesh, process_sets_of
 
 
@@ -130,5 +131,6 @@ def test_all_ranks_plan_the_same_process_sets_and_each_finds_its_own():
     meshes = [Mesh.of({"pp": 2, "tp": 3}, rank, 24) for rank in range(24)]
     sets = process_sets_of(meshes[0])
     assert all(process_sets_of(mesh) == sets for mesh in meshes)
-    assert len(set(sets)) == len(sets) == 24 // 2 + 24 // 4 + 24 // 3
+    assert len(set(sets)) == len(sets) == 24 // 2 + 24 // 4 + 24 // 3 + 24 // 8
+    assert meshes[7].ranks_along(*USER_AXES) in sets, "ranks of all stages and replicas with one slice along tp"
     assert all(mesh.ranks_along(axis) in sets for mesh in meshes for axis in mesh.axis_names)

@@ -68,7 +68,7 @@ class PipelinedForwardBackward:
         }
         self._parameters = parameters_of(state.trainable)
         self._regularization = Regularization(self.stage)
-        self._tied = TiedGradients(self.stage, pipeline, state.trainable, exchange.keep)
+        self._tied = TiedGradients(self.stage, backend, state.trainable, exchange.keep)
 
     def __call__(self, batch: Batch, count: Count) -> LocalGradients:
         """Run a batch, and let `count` see the outputs of each microbatch where the last stage is."""

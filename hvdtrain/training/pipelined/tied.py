@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Collectives
+from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.config.parallel import USER_AXES
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.parallel.pipeline.divided import division_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
@@ -23,9 +24,12 @@ class TiedGradients:
     All stages of the pipeline take part, those without the weight with zeros: which process sets there are is decided
     when the job starts, and which weights are tied when a model comes.
 
+    With more than two replicas the sum is over all of them at once: each stage would add them up with its replicas
+    alone, in an order of its own, and the stages would drift apart by rounding.
+
     Args:
         stage: what this rank holds.
-        pipeline: collectives of all stages.
+        backend: the replicas, and the other axes of the mesh.
         trainable: the variables that are trained, by path.
         keep: is given each sum, which stages without the weight do not read.
     """
@@ -33,27 +37,30 @@ class TiedGradients:
     def __init__(
         self,
         stage: PipelineStage,
-        pipeline: Collectives,
+        backend: Backend,
         trainable: Mapping[str, tf.Variable],
         keep: Callable[[tf.Tensor], None],
     ) -> None:
-        self._pipeline = pipeline
+        among_replicas = backend.size > 2
+        self._users = backend.along(*USER_AXES) if among_replicas else backend.along("pp")
+        self._hands_in = not among_replicas or backend.index == 0
+        """Whether the exchange among the replicas is given the sum by this one; it adds zeros of the others."""
         self._keep = keep
         self._places = {path: place for place, path in enumerate(trainable)}
         self._tied = {path: weight for path, weight in stage.tied.items() if weight.trainable}
 
     def summed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Return the gradients, those of tied weights over all stages."""
+        """Return the gradients; those of tied weights over all stages, for the replicas to add up with the others."""
         summed = list(gradients)
         for path, weight in self._tied.items():
             place = self._places.get(path)
             mine = None if place is None else gradients[place]
             zeros = tf.fill(weight.shape, tf.zeros([], weight.dtype))
             dense = zeros if mine is None else tf.convert_to_tensor(mine)
-            total = self._pipeline.all_reduce(dense, name=f"tied_gradient/{path}")
+            total = self._users.all_reduce(dense, name=f"tied_gradient/{path}")
             self._keep(total)
             if place is not None:
-                summed[place] = total
+                summed[place] = total if self._hands_in else tf.zeros_like(total)
         return summed
 
 

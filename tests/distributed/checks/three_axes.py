@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 from checks import context_pairs as sequences
@@ -13,7 +14,7 @@ from checks.context_parallel import FIT, LOSS, WORDS, batches_of, gpt, sgd, toke
 from checks.long_pipelines import slice_of
 from checks.tensor_parallel import computing_in
 from meshes import alone, on_mesh
-from world import World, plain_training, relative_error
+from world import World, flat_bytes, plain_training, relative_error
 
 import hvdtrain
 from hvdtrain.models.transformer import model as transformer
@@ -71,6 +72,46 @@ def check_slices_of_sequences_in_split_layers_train_as_one_process_does(world: W
             trainer.fit((x, y), **FIT)
             error = error_of(mesh, trainer, reference, expected)
             assert error <= 1e-6, f"{axes}: {error:.2e}"
+
+
+def check_tied_weights_of_stages_stay_equal_with_many_replicas(world: World) -> None:
+    """To the last bit, with their slots: three addends or more are rounded in the order in which they are added up."""
+    x, y = tokens()
+
+    def shared() -> keras.Model:
+        """Layers that are called again and again, as in ALBERT."""
+        table = keras.layers.ReversibleEmbedding(512, 64)
+        blocks = [keras.layers.Dense(64, activation="tanh") for _ in range(3)]
+        hidden = table(ids := keras.Input(x.shape[1:], dtype="int32"))
+        for block in (*blocks, *blocks):
+            hidden = keras.layers.LayerNormalization()(hidden + block(hidden))
+        return keras.Model(ids, table(hidden, reverse=True))
+
+    for axes, zero in (("pp=2,dp=4", 0), ("pp=2,dp=2,cp=2", 1)):
+        with on_mesh(world, axes) as mesh:
+            build = partial(hvdtrain.parallelize, shared)
+            options = {"accumulate": 2, "zero": zero, "desync_every": 1}
+            trainer = hvdtrain.Trainer(build, keras.optimizers.Adam(1e-3), LOSS, backend=mesh.backend, **options)
+            trainer.fit((x, y), **{**FIT, "epochs": 1})
+            mine = structure_of(trainer.model).by_path(trainer.model.weights)
+            assert len(trainer.model.tied) == 7, "a table, and kernels and biases of three blocks"
+            value = flat_bytes([mine[path].numpy() for path in trainer.model.tied])
+            kinds = len(set(mesh.gather(value)))
+            assert kinds == 1, f"{axes}: {kinds} kinds of tied weights"
+
+
+def check_what_ranks_along_tp_hold_whole_stays_equal_with_many_replicas(world: World) -> None:
+    """To the last bit, with its slots: the exchange among replicas behind a sum over tp rounds it anew."""
+    build = partial(hvdtrain.parallelize, gpt, transformer.rules(WORDS, 2))
+    for axes, zero in (("dp=4,tp=2", 0), ("dp=2,cp=2,tp=2", 1)):
+        with on_mesh(world, axes) as mesh:
+            options = {"accumulate": 2, "zero": zero, "desync_every": 1}
+            trainer = hvdtrain.Trainer(build, keras.optimizers.Adam(1e-3), LOSS, backend=mesh.backend, **options)
+            trainer.fit(tokens(), **{**FIT, "epochs": 1})
+            whole = [v.numpy() for v in trainer.model.weights if placement_of(v) is None]
+            kinds = len(set(mesh.gather(flat_bytes(whole))))
+            assert len(whole) > 1, "norms at least"
+            assert kinds == 1, f"{axes}: {kinds} kinds of what each holds whole"
 
 
 def error_of(mesh: World, trainer: hvdtrain.Trainer, model: Any, expected: Sequence[np.ndarray]) -> float:
