@@ -23,8 +23,8 @@ class DataConfig:
     """Arguments of the data source, as NAME VALUE pairs."""
     batch: int = 64
     """Samples per optimizer step over all ranks (the global batch)."""
-    eval_batch: int = 256
-    """Samples per evaluation step over all ranks; need not divide anything."""
+    eval_batch: int | None = None
+    """Samples per evaluation step over all ranks, by default as many as --batch; need not divide anything."""
     shuffle: bool = True
     """Visit the training samples in a new order every epoch."""
     tail: Tail = "pad"
@@ -52,7 +52,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch", "eval_batch", "data_workers"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1. Received: {getattr(self, name)}.")
         for name in ("data_threads", "data_memory_mb"):
             if getattr(self, name) < 0:
@@ -67,6 +67,11 @@ class DataConfig:
             raise ConfigError(
                 "--cache keeps samples that can be read: it cannot be combined with --on-bad-record=skip:N."
             )
+
+    @property
+    def samples_evaluated(self) -> int:
+        """Samples per evaluation step: what fits into memory in training does so there."""
+        return self.batch if self.eval_batch is None else self.eval_batch
 
     @property
     def tolerated(self) -> int:

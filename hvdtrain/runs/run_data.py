@@ -212,7 +212,7 @@ def evaluation_of(
         options = replace(options, finish=_on_shares(options, splits.classes))
     return SourceEvaluation(
         source,
-        batch=config.eval_batch,
+        batch=config.samples_evaluated,
         index=backend.process,
         size=backend.processes,
         read_options=options,

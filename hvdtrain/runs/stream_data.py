@@ -41,8 +41,9 @@ def stream_evaluation(source: StreamSource, config: DataConfig, steps: int | Non
         ConfigError: data that never end without --validation-steps.
         DataError: ranks that read other batches.
     """
-    data = source.data if source.batched else source.batches(config.eval_batch, "--eval-batch")
-    return validation_batches(first_batches(data, steps, config.eval_batch), backend, batch=config.eval_batch)
+    samples = config.samples_evaluated
+    data = source.data if source.batched else source.batches(samples, "--eval-batch")
+    return validation_batches(first_batches(data, steps, samples), backend, batch=samples)
 
 
 def _check_options(source: StreamSource, config: DataConfig) -> None:

@@ -299,6 +299,12 @@ def test_all_mistakes_are_told_at_once():
     assert text.count("Received: 0") == 1
 
 
+def test_an_evaluation_takes_as_many_samples_at_once_as_training_unless_told():
+    """A language model that trains on 8 sequences has no room for the logits of 256."""
+    assert DataConfig(batch=8).samples_evaluated == 8
+    assert DataConfig(batch=8, eval_batch=100).samples_evaluated == 100
+
+
 NAN, INF = float("nan"), float("inf")
 LIMITS = {
     # option: (refused, accepted at the edge)
@@ -306,7 +312,7 @@ LIMITS = {
     "data_threads": ((-1,), (0, 8)),
     "data_workers": ((0, -1), (1,)),
     "data_memory_mb": ((-1,), (0, 64)),
-    "eval_batch": ([0, -1], [1]),
+    "eval_batch": ([0, -1], [1, None]),
     "learning_rate": ([0, 0.0, -1e-3, NAN, INF, -INF], [1e-12, 100.0]),
     "warmup_steps": ([-1], [0]),
     "base_batch": ([0, -1], [1]),
