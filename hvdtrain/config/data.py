@@ -13,6 +13,10 @@ Cache = Literal["none", "memory", "file"]
 Sharding = Literal["samples", "files"]
 
 
+MOST_EVALUATED = 256
+"""Samples that are evaluated at once by default, at most."""
+
+
 @section
 class DataConfig:
     """Where samples come from and how they form batches."""
@@ -24,7 +28,8 @@ class DataConfig:
     batch: int = 64
     """Samples per optimizer step over all ranks (the global batch)."""
     eval_batch: int | None = None
-    """Samples per evaluation step over all ranks, by default as many as --batch; need not divide anything."""
+    """Samples per evaluation step over all ranks, which need not divide anything; by default as many as --batch, 256 at
+    most."""
     shuffle: bool = True
     """Visit the training samples in a new order every epoch."""
     tail: Tail = "pad"
@@ -70,8 +75,8 @@ class DataConfig:
 
     @property
     def samples_evaluated(self) -> int:
-        """Samples per evaluation step: what fits into memory in training does so there."""
-        return self.batch if self.eval_batch is None else self.eval_batch
+        """Samples per evaluation step: by default no more than training has at once, nor all of many microbatches."""
+        return min(self.batch, MOST_EVALUATED) if self.eval_batch is None else self.eval_batch
 
     @property
     def tolerated(self) -> int:

@@ -303,6 +303,7 @@ def test_an_evaluation_takes_as_many_samples_at_once_as_training_unless_told():
     """A language model that trains on 8 sequences has no room for the logits of 256."""
     assert DataConfig(batch=8).samples_evaluated == 8
     assert DataConfig(batch=8, eval_batch=100).samples_evaluated == 100
+    assert DataConfig(batch=4096).samples_evaluated == 256, "a batch of many microbatches"
 
 
 NAN, INF = float("nan"), float("inf")
