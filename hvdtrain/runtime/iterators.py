@@ -6,7 +6,7 @@ _MARK = "__hvdtrain_untuned__"
 
 
 def end_iterators_at_once() -> None:
-    """Create this process's iterators of datasets without tf.data's autotuning, unless a dataset's options ask for it.
+    """Create this process's iterators of datasets without tf.data's autotuning, unless a dataset's options speak of it.
 
     An iterator that is deleted waits for its tuning thread. On one core this thread runs as soon as it is notified,
     does not yet see that it is to end, and sleeps for the rest of its period. The period doubles up to a minute, so
@@ -33,11 +33,17 @@ def _without_tuning(dataset: Any) -> Any:
     if not tf.executing_eagerly():
         return dataset  # a graph knows no options; its loops over datasets have no iterator
     given = dataset.options()
-    if given.autotune.enabled is not None:
+    tuning = given.autotune
+    if any(chosen is not None for chosen in (tuning.enabled, tuning.ram_budget, tuning.cpu_budget)):
         return dataset
-    reads_ahead = type(dataset).__name__ == "_PrefetchDataset"
-    if given.experimental_optimization.inject_prefetch is not False and not reads_ahead:
+    if given.experimental_optimization.inject_prefetch is not False and not _reads_ahead(dataset):
         dataset = dataset.prefetch(1)
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def _reads_ahead(dataset: Any) -> bool:
+    while type(dataset).__name__ == "_OptionsDataset":
+        (dataset,) = dataset._inputs()
+    return type(dataset).__name__ == "_PrefetchDataset"

@@ -49,6 +49,8 @@ def test_nothing_is_tuned_and_one_element_is_read_ahead(one_core):
 
 def test_what_reads_ahead_or_must_not_stays_as_it_is(one_core):
     assert kinds(iterated(NUMBERS.prefetch(2))) == ["OptionsDataset", "PrefetchDataset", "RangeDataset"]
+    ours = NUMBERS.prefetch(2).with_options(options())
+    assert kinds(iterated(ours)) == ["OptionsDataset", "OptionsDataset", "PrefetchDataset", "RangeDataset"]
     kept = NUMBERS.repeat().with_options(options(inject=False))
     assert "PrefetchDataset" not in kinds(iterated(kept))
 
@@ -57,6 +59,12 @@ def test_what_reads_ahead_or_must_not_stays_as_it_is(one_core):
 def test_the_users_own_choice_holds(one_core, enabled):
     chosen = NUMBERS.with_options(options(enabled=enabled))
     assert iterated(chosen) is chosen
+
+
+def test_a_limit_of_memory_keeps_its_tuning(one_core):
+    limited = tf.data.Options()
+    limited.autotune.ram_budget = 2**20
+    assert iterated(given := NUMBERS.with_options(limited)) is given
 
 
 def test_a_second_session_changes_nothing(one_core):
