@@ -14,7 +14,7 @@ REPLICA_AXES = ("dp", "cp", "ep")
 HOLDER_AXES = ("dp", "cp")
 """Of these, those along which experts and tables are the same, too."""
 USER_AXES = ("pp", *REPLICA_AXES)
-"""Axes along which a weight that several stages use is the same, if it is not split along tp."""
+"""Axes along which the ranks lie that use one weight, in several stages, if replicas do not hold it apart."""
 REST = -1
 """Stands for the ranks that the other axes leave."""
 _FORM = "such as tp=2,pp=2"

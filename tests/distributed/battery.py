@@ -248,6 +248,7 @@ EXTENDED_ON_FOUR_UNDER_GLOO = {
     "hybrids.check_a_hybrid_with_a_collective_left_out_is_another_model",
 }
 EXTENDED_ON_EIGHT = {
+    "three_axes.check_experts_that_stages_share_train_as_one_process_does",
     "three_axes.check_what_ranks_along_tp_hold_whole_stays_equal_with_many_replicas",
     "three_axes.check_slices_of_sequences_and_experts_of_stages_train_as_one_process_does",
     "three_axes.check_slices_of_sequences_in_split_layers_train_as_one_process_does",

@@ -265,6 +265,16 @@ def test_options_that_stages_do_not_know_are_refused(options, cause):
         staged(sequential(), TwoRanks(), step_options(options))
 
 
+def test_a_scale_of_each_stages_message_does_not_go_with_a_weight_of_several():
+    inputs = keras.Input((6,))
+    shared = layers.Dense(6)
+    model = keras.Model(inputs, shared(layers.Dense(6)(layers.Dense(6)(shared(inputs)))))
+    with pytest.raises(ConfigError, match=r"compression='fp16' does not go with .*layers/1/bias.*compression='bf16'"):
+        staged(model, TwoRanks(), step_options({"compression": "fp16"}))
+    staged(model, TwoRanks(), step_options({"compression": "bf16"}))
+    staged(sequential(), TwoRanks(), step_options({"compression": "fp16"}))
+
+
 def test_layers_that_stages_cannot_call_are_refused():
     normalized = keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.BatchNormalization(), layers.Dense(3)])
     with pytest.raises(ConfigError, match=r"SyncBatchNormalization .* does not go with"):

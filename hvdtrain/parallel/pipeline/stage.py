@@ -28,6 +28,8 @@ class TiedWeight:
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
+    held_apart: bool = False
+    """Whether replicas hold different slices, as of experts."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,9 @@ def _tied_weights(whole: WholeModel, ranks: int) -> dict[str, TiedWeight]:
         variable, places = by_id[key], sorted({number % ranks for number in stages})
         if len(places) > 1:
             shape = tuple(int(n) for n in variable.shape)
+            placement = placement_of(variable)
+            held_apart = placement is not None and bool(placement.held_by)
             tied[whole.structure.path(variable)] = TiedWeight(
-                tuple(places), shape, str(variable.dtype), bool(variable.trainable)
+                tuple(places), shape, str(variable.dtype), bool(variable.trainable), held_apart
             )
     return dict(sorted(tied.items()))

@@ -22,7 +22,7 @@ from hvdtrain.training.pipelined.forward import masked, receive_forward, rows_of
 from hvdtrain.training.pipelined.regularization import Regularization
 from hvdtrain.training.pipelined.stage_training import ParametersOf, PipelineOptions, StageTraining
 from hvdtrain.training.pipelined.tied import TiedGradients
-from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.step.finite import poison_of, zero_if_finite
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.microbatches import Microbatches
 from hvdtrain.training.step.parameters import Collected
@@ -100,9 +100,12 @@ class PipelinedForwardBackward:
         if self._regularization.applies:
             factor = tf.math.divide_no_nan(weight, expected) * scale
             gradients = [_both(*each) for each in zip(gradients, self._penalties(run, factor), strict=True)]
+        found_bad = run.poison(self.state.trainable)
+        if found_bad is None and self._tied.among_replicas:  # afterwards a sample of any replica may have caused it
+            found_bad = tf.stack([poison_of(gradient) for gradient in gradients])
         gradients = self._tied.summed(gradients)
         totals = tf.cast(tf.stack([loss + weight * penalty, weight, poison]), self._totals_dtype())
-        return LocalGradients(gradients, totals, expected, uniform=False, poison=run.poison(self.state.trainable))
+        return LocalGradients(gradients, totals, expected, uniform=False, poison=found_bad)
 
     def _penalties(self, run: "ScheduledRun", factor: tf.Tensor) -> list[Gradient]:
         """Return the gradients of the penalties as those of a microbatch are: some update rules keep slices of them."""
@@ -121,7 +124,9 @@ class PipelinedForwardBackward:
 
     def _totals_dtype(self) -> tf.DType:
         outputs = self.stage.whole.cut.graph.outputs
-        return tf.float64 if any(tf.as_dtype(each.dtype) == tf.float64 for each in outputs) else tf.float32
+        # Each stage divides tied gradients by the weight that its replicas added up: 32 bits would be rounded by each.
+        wide = self._tied.among_replicas or any(tf.as_dtype(each.dtype) == tf.float64 for each in outputs)
+        return tf.float64 if wide else tf.float32
 
 
 class ScheduledRun:

@@ -48,6 +48,7 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
     stage = PipelineStage(model, cut, backend.along(AXIS).index, ranks)
     draw_values(stage.variables)
     _refuse_shared_state(stage)
+    _refuse_rounding_by_stage(stage, options)
     _agree(stage, backend)
     gather_divided(stage, backend.along(AXIS))
     share_tied_weights(stage, backend.along(AXIS))
@@ -106,6 +107,16 @@ def _refuse_shared_state(stage: PipelineStage) -> None:
                 f"each change a copy. Received: a layer that stages {stages} call. Use a layer for each call, or cut "
                 "the model elsewhere with --pipeline-stages."
             )
+
+
+def _refuse_rounding_by_stage(stage: PipelineStage, options: StepOptions) -> None:
+    """Refuse a wire format that rounds a gradient by what else is in its message: stages would round apart."""
+    tied = next((path for path, weight in stage.tied.items() if weight.trainable), None)
+    if tied is not None and options.compression == "fp16":
+        raise ConfigError(
+            f"--compression=fp16 does not go with a weight that several stages of a pipeline use. Received: {tied!r}. "
+            "Its scale is that of each stage's message, and the stages would drift apart: use --compression=bf16."
+        )
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:

@@ -11,7 +11,7 @@ from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.config.parallel import USER_AXES
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.parallel.pipeline.divided import division_of
-from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.parallel.pipeline.stage import PipelineStage, TiedWeight
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import whole_box
 from hvdtrain.state.placement import Placement, place, placement_of
@@ -25,7 +25,8 @@ class TiedGradients:
     when the job starts, and which weights are tied when a model comes.
 
     With more than two replicas the sum is over all of them at once: each stage would add them up with its replicas
-    alone, in an order of its own, and the stages would drift apart by rounding.
+    alone, in an order of its own, and the stages would drift apart by rounding. Not that of experts, of which replicas
+    hold different ones.
 
     Args:
         stage: what this rank holds.
@@ -41,27 +42,33 @@ class TiedGradients:
         trainable: Mapping[str, tf.Variable],
         keep: Callable[[tf.Tensor], None],
     ) -> None:
-        among_replicas = backend.size > 2
-        self._users = backend.along(*USER_AXES) if among_replicas else backend.along("pp")
-        self._hands_in = not among_replicas or backend.index == 0
-        """Whether the exchange among the replicas is given the sum by this one; it adds zeros of the others."""
+        self._stages, self._users = backend.along("pp"), backend.along(*USER_AXES)
+        self._several = backend.size > 2
+        self._hands_in = backend.index == 0
+        """Whether this replica hands the sum in to the exchange among replicas; the others hand in zeros."""
         self._keep = keep
         self._places = {path: place for place, path in enumerate(trainable)}
+        self.among_replicas = any(self._at_once(weight) for weight in stage.tied.values())
+        """Whether gradients of this replica have become those of all."""
         self._tied = {path: weight for path, weight in stage.tied.items() if weight.trainable}
 
     def summed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Return the gradients; those of tied weights over all stages, for the replicas to add up with the others."""
+        """Return the gradients for the exchange among replicas, those of tied weights summed over the stages."""
         summed = list(gradients)
         for path, weight in self._tied.items():
             place = self._places.get(path)
             mine = None if place is None else gradients[place]
             zeros = tf.fill(weight.shape, tf.zeros([], weight.dtype))
             dense = zeros if mine is None else tf.convert_to_tensor(mine)
-            total = self._users.all_reduce(dense, name=f"tied_gradient/{path}")
+            at_once = self._at_once(weight)
+            total = (self._users if at_once else self._stages).all_reduce(dense, name=f"tied_gradient/{path}")
             self._keep(total)
             if place is not None:
-                summed[place] = total if self._hands_in else tf.zeros_like(total)
+                summed[place] = tf.zeros_like(total) if at_once and not self._hands_in else total
         return summed
+
+    def _at_once(self, weight: TiedWeight) -> bool:
+        return self._several and weight.trainable and not weight.held_apart
 
 
 def share_tied_weights(stage: PipelineStage, pipeline: Collectives) -> None:
