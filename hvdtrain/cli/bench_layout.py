@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print(_USAGE, end="")
         return 0 if {"-h", "--help"} & set(argv) else 2
-    own = argparse.ArgumentParser(usage=_USAGE, add_help=False, allow_abbrev=False)
+    own = argparse.ArgumentParser(usage=_USAGE.removeprefix("usage: "), add_help=False, allow_abbrev=False)
     own.add_argument("--cores", type=int)
     words, argv = own.parse_known_args(argv)
     if words.cores is not None:
