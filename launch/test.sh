@@ -2,8 +2,6 @@
 # Sets everything up, then runs all checks and tests, up to the first that fails.
 #   launch/test.sh                        before a change lands (about an hour on 2 cores)
 #   launch/test.sh --all                  and what takes long, or is near to what the others show (another 20 minutes)
-#   launch/test.sh --quick                lint, types, contracts, unit tests and the checks on 2 ranks under MPI (Gloo
-#                                         where there is no MPI) that compile fast: for every day (under 6 minutes)
 #   launch/test.sh --gpu-build            compiles, links and loads Horovod with NCCL; needs no GPU
 #   launch/test.sh tests/unit -k mesh     only pytest, with these arguments
 set -euo pipefail
@@ -31,17 +29,15 @@ if [ "${1:-}" = --gpu-build ] && [ $# = 1 ]; then
     exec launch/lib/gpu_build.sh
 fi
 
-quick='' which=(-m "not extended")
-if [ "${1:-}" = --quick ] && [ $# = 1 ]; then
-    quick=yes
-elif [ "${1:-}" = --all ] && [ $# = 1 ]; then
+which=(-m "not extended")
+if [ "${1:-}" = --all ] && [ $# = 1 ]; then
     which=()
 elif [ $# -gt 0 ]; then
     run_pytest "$@"
     exit
 fi
 
-[ -n "$quick" ] || ensure_programs sshd=openssh-server ssh=openssh-client ip=iproute2 nft=nftables ps=procps \
+ensure_programs sshd=openssh-server ssh=openssh-client ip=iproute2 nft=nftables ps=procps \
     shellcheck=shellcheck slurmctld=slurm-wlm munged=munge \
     /usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so=libpmix-dev
 check "lint" ruff check --config launch/ruff.toml hvdtrain tests benchmarks
@@ -53,10 +49,6 @@ wait $!
 # Two at a time, and three of the launches of a command or script, which wait a third of the time; the batteries fill
 # the machine.
 check "unit tests" run_pytest -n 2 tests/unit
-if [ -n "$quick" ]; then
-    check "2 ranks" run_pytest -m quick tests/distributed
-    exit
-fi
 check "distributed checks" run_pytest "${which[@]}" tests/distributed/test_battery.py
 # What a launcher or a watchdog ends after seconds wants a machine of its own.
 signals=(tests/distributed/test_hang.py tests/entry/test_interrupts.py tests/entry/test_preemption.py

@@ -20,6 +20,8 @@ class World:
     backend: Backend
     folder: Path
     """A folder of this launch that all ranks see."""
+    timeout: float = TIMEOUT_S
+    """Seconds that a rank waits for the others' bytes."""
 
     @property
     def rank(self) -> int:
@@ -34,7 +36,7 @@ class World:
         return self.session.environment.controller
 
     def gather(self, payload: bytes) -> list[bytes]:
-        return self.backend.gather_bytes(payload, timeout=TIMEOUT_S)
+        return self.backend.gather_bytes(payload, timeout=self.timeout)
 
     def same_everywhere(self, payload: bytes) -> bool:
         return len(set(self.gather(payload))) == 1

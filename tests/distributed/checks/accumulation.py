@@ -17,11 +17,14 @@ from checks.parity import (
     per_sample,
 )
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.optim.precision import precision
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_trainer_dense_and_sparse(world: World) -> None:
     """A batch of 16 in two or four microbatches on each rank, with a tail of 6 that does not divide."""
     assert_parity(world, "dense", "adam", "float64", accumulate=4)
@@ -119,6 +122,8 @@ def own_loop(world: World, *, compiled: bool, sparse: bool) -> None:
     assert error <= TOLERANCE["float64"], f"{error:.2e}"
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_own_loop_compiled(world: World) -> None:
     own_loop(world, compiled=True, sparse=False)
 
@@ -127,6 +132,8 @@ def check_own_loop_eager(world: World) -> None:
     own_loop(world, compiled=False, sparse=False)
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_own_loop_sparse(world: World) -> None:
     own_loop(world, compiled=True, sparse=True)
 

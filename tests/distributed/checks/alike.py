@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from meshes import on_mesh
 from world import World
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import DesyncError
@@ -67,6 +68,8 @@ def axes_of(world: World) -> str:
     return "tp=2" if world.size == 2 else "dp=2,tp=2"
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_rounding_does_not_let_ranks_drift_apart(world: World) -> None:
     """In the last bits of each rank's gradients: the check between steps, which compares bits, finds nothing."""
     variants: tuple[dict[str, Any], ...] = (
@@ -96,6 +99,8 @@ class Figures(keras.callbacks.Callback):
         self.seen.append(repr(logs))
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_callbacks_are_given_the_same_figures(world: World) -> None:
     """By which they decide: a metric that is rounded in its own way on each rank, and one with several values."""
     with on_mesh(world, axes_of(world)) as mesh:
@@ -117,6 +122,8 @@ def check_callbacks_are_given_the_same_figures(world: World) -> None:
         assert world.same_everywhere("".join(figures.seen).encode()), figures.seen
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_other_gradients_than_by_rounding_are_named(world: World) -> None:
     """As of ranks that draw other masks: their mean would hide it. From the second call of fit on, which compiles no
     step anew."""

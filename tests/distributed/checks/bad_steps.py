@@ -12,6 +12,7 @@ from checks.parity import EPOCHS
 from checks.training import CROSSENTROPY, classifier, samples
 from checks.update_rules import reference, wide_data, wide_model
 from world import World, flat_bytes, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
@@ -82,6 +83,7 @@ def check_a_bad_sample_on_one_rank_is_skipped_by_all(world: World) -> None:
         assert_same(world, *trainers, way)
 
 
+@worlds("mpirun-2", "gloo-4")
 def check_skipping_is_what_one_process_does_without_the_batch(world: World) -> None:
     """Against a plain loop in this process, in float64 and with a short last batch."""
     x, y = wide_data("float64")

@@ -10,6 +10,7 @@ import tensorflow as tf
 from checks.parity import per_sample
 from keras import layers
 from world import World, flat_bytes, moved, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.data.batch import split_bounds
@@ -98,6 +99,7 @@ def trained(world: World, name: str, **options: Any) -> list[np.ndarray]:
     return trainer.model.get_weights()
 
 
+@worlds("mpirun-2", extended=True)
 def check_synchronized_accumulated_and_recomputed_in_float64(world: World) -> None:
     """Weights and moving statistics are those of one process."""
     for options in IN_64_BITS:
@@ -107,6 +109,7 @@ def check_synchronized_accumulated_and_recomputed_in_float64(world: World) -> No
         assert error < 1e-9, (options, error)
 
 
+@worlds("mpirun-2", extended=True)
 def check_synchronized_accumulated_and_recomputed_in_16_bits(world: World) -> None:
     """Layers that compute in 16 bits stay near those in 32, with statistics and weights in 32."""
     for name, unit, options in IN_16_BITS:
@@ -149,6 +152,7 @@ def augmented(world: World, steps: int) -> np.ndarray:
     return before
 
 
+@worlds("mpirun-2", extended=True)
 def check_augmentation_layers_draw_by_rank_step_and_sample(world: World) -> None:
     """Draws are a function of seed, step and rank: the same in a second run."""
     first, second = augmented(world, 1), augmented(world, 2)
@@ -158,6 +162,7 @@ def check_augmentation_layers_draw_by_rank_step_and_sample(world: World) -> None
     assert len(set(world.gather(first.tobytes()))) == world.size, "two ranks drew the same"
 
 
+@worlds("mpirun-2", extended=True)
 def check_the_comparison_notices(world: World) -> None:
     """With the statistics of each rank and microbatch alone, the result is another one."""
     _, expected = reference("float64", world.size, 1)

@@ -27,6 +27,7 @@ from checks.hybrids import without
 from checks.pipelines import error_of
 from meshes import alone, on_mesh
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.data.batch import slice_bounds
@@ -71,6 +72,7 @@ def clip(gradients: Any) -> Any:
     return tf.clip_by_global_norm(gradients, BOUND)[0]
 
 
+@worlds("gloo-4")
 def check_stages_of_slices_train_as_one_process_does(world: World) -> None:
     """Tied weights, bounds on the norm, microbatches, divided slots, and a short last batch; and what is around."""
     folder = world.folder / "stages_of_slices"
@@ -88,6 +90,7 @@ def check_stages_of_slices_train_as_one_process_does(world: World) -> None:
     compare_restored(world, folder, stacked, reference)
 
 
+@worlds("gloo-4")
 def check_experts_of_slices_train_as_one_process_does(world: World) -> None:
     """Where no token is dropped, with the losses of the router over the tokens of all ranks."""
     folder = world.folder / "experts_of_slices"
@@ -113,6 +116,7 @@ def check_experts_of_slices_train_as_one_process_does(world: World) -> None:
     compare_restored(world, folder, build, reference)
 
 
+@worlds("gloo-4", extended=True)
 def check_capacity_is_that_of_a_slice(world: World) -> None:
     """The reference gives each slice of each rank's samples its own capacity, and counts each token once."""
     options = {"top_k": 1, "capacity_factor": 0.5, "balance_weight": 0.0, "z_weight": 0.0}
@@ -154,6 +158,7 @@ def counted(model: Any, x: np.ndarray, mesh: World) -> dict[str, float]:
     return {name: float(value) for name, value in figures().items() if value.shape.rank == 0}
 
 
+@worlds("gloo-4", extended=True)
 def check_a_message_that_is_missing_is_noticed(world: World) -> None:
     x, y = (array[: 2 * BATCH] for array in data())
     expected = plain_training(stacked(), sgd(), values, [(x[:BATCH], y[:BATCH]), (x[BATCH:], y[BATCH:])])

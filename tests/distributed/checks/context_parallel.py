@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from meshes import on_mesh
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.models.transformer import model as transformer
@@ -85,6 +86,8 @@ def gpt_error(mesh: World, **options: Any) -> float:
     return error_of(mesh, model, start, plain_training(reference, sgd(), values, batches_of(x, y)))
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_our_transformer_trains_as_in_one_process(world: World) -> None:
     """On two ranks it does so with everything around it, below."""
     if world.size < 4:
@@ -94,6 +97,8 @@ def check_our_transformer_trains_as_in_one_process(world: World) -> None:
         assert error <= 1e-6, f"{error:.2e}"
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_sequences_and_layers_are_split_at_once(world: World) -> None:
     if world.size < 4:
         return
@@ -169,6 +174,7 @@ def check_a_collective_that_is_missing_is_noticed(world: World) -> None:
             assert relative_error(copied(model), expected) > 1e-3, dropped
 
 
+@worlds("mpirun-2", extended=True)
 def check_what_is_around_split_sequences(world: World) -> None:
     """Microbatches, bounds, averages, divided slots, recomputation, evaluation, prediction and checkpoints."""
     x, y = tokens()
@@ -230,6 +236,8 @@ def refused(act: Any, words: str) -> None:
         raise AssertionError(f"not refused: {words}")
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_axes_and_samples_that_do_not_go_together_are_refused(world: World) -> None:
     if world.size < 4:
         return

@@ -4,10 +4,12 @@ import keras
 import tensorflow as tf
 from checks.parity import BATCH, dense_data, dense_model, per_sample
 from world import World, flat_bytes
+from worlds import worlds
 
 import hvdtrain
 
 
+@worlds("mpirun-2", extended=True)
 def check_training_by_a_data_service_is_the_same(world: World) -> None:
     """One service for the ranks of this host; bit by bit what the ranks read by themselves."""
     x, y = dense_data("float64")

@@ -10,6 +10,7 @@ from checks.experts import whole
 from checks.parity import OPTIMIZERS, TOLERANCE, per_sample
 from meshes import alone, on_mesh
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.layers.embedding import lookups
@@ -62,6 +63,8 @@ def layouts(world: World) -> list[str]:
     return ["dp=2,ep=2"] if world.size == 4 else ["ep=2"]
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_divided_tables_train_as_whole_ones(world: World) -> None:
     # Four ranks add up what two have, and the stricter precision shows that.
     for dtype, optimizer in (("float64", "adam"), ("float32", "sgd"))[: 1 if world.size == 4 else 2]:

@@ -13,6 +13,7 @@ from checks.long_pipelines import slice_of
 from checks.parity import per_sample
 from meshes import alone, on_mesh
 from world import World, moved, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.data.batch import split_bounds
@@ -121,6 +122,7 @@ def trained(mesh: World, samples: int, of_model: dict[str, Any], *, epochs: int 
     return trainer
 
 
+@worlds("gloo-4")
 def check_experts_of_stages_train_as_one_process_does(world: World) -> None:
     """Of the last batch one replica has a sample less than the other, and both have one microbatch for two ranks."""
     samples, folder = 39, world.folder / "expert_pipelines"
@@ -144,6 +146,7 @@ def check_experts_of_stages_train_as_one_process_does(world: World) -> None:
         shutil.rmtree(folder)
 
 
+@worlds("gloo-4")
 def check_dropped_tokens_of_all_stages_are_counted(world: World) -> None:
     """Of the last batch one replica has nothing, and its stages serve the other's tokens alone.
 
@@ -167,6 +170,7 @@ def check_dropped_tokens_of_all_stages_are_counted(world: World) -> None:
     assert all(abs(figures[f"expert_load_experts{n}"].sum() - 4) < 1e-5 for figures in seen for n in (1, 2))
 
 
+@worlds("gloo-4")
 def check_recomputed_experts_without_samples_count_nothing(world: World) -> None:
     """Of the last batch one replica has nothing: its placeholder takes no part in the balance of the load."""
     reference = Reference(33, 1, together=True, **BALANCED)
@@ -183,6 +187,7 @@ def uncounted() -> Iterator[None]:
         yield
 
 
+@worlds("gloo-4", extended=True)
 def check_training_goes_wrong_without_the_losses_of_earlier_stages(world: World) -> None:
     reference = Reference(16, 1, together=True, **BALANCED)
     with on_mesh(world, "pp=2,ep=2") as mesh, uncounted():

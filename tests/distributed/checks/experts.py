@@ -9,6 +9,7 @@ import tensorflow as tf
 from checks.parity import OPTIMIZERS, TOLERANCE, per_sample
 from meshes import alone, on_mesh
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
@@ -174,6 +175,7 @@ def check_the_comparison_notices_what_is_missing(world: World) -> None:
         assert error > 1e-4, f"{change.__name__}: {error:.2e}"
 
 
+@worlds("mpirun-2", "gloo-4")
 def check_experts_are_saved_and_restored_in_any_layout(world: World) -> None:
     folder = world.folder / "experts"
     with on_mesh(world, layouts(world)[0]) as mesh:

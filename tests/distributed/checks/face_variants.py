@@ -19,6 +19,7 @@ from checks.face_cases import (
 )
 from checks.face_training import adam, agree, alone, in_fit, mean_square, momentum
 from world import World
+from worlds import worlds
 
 import hvdtrain.horovod as hvd
 import hvdtrain.horovod.keras as hvd_keras
@@ -48,6 +49,7 @@ def in_own_loop(world: World, optimizer: Any, compiled: bool, way: str = "apply_
     return [np.array(weight) for weight in model.get_weights()]
 
 
+@worlds("mpirun-2", extended=True)
 def check_own_loops_are_training_in_one_process(world: World) -> None:
     expected = alone(adam())
     for compiled in (False, True):
@@ -56,6 +58,7 @@ def check_own_loops_are_training_in_one_process(world: World) -> None:
     agree(world, in_own_loop(world, hvd_keras.DistributedOptimizer(adam()), True, "compute_gradients"), expected)
 
 
+@worlds("mpirun-2", extended=True)
 def check_ways_that_gradients_travel(world: World) -> None:
     """Groups, dense rows and factors change nothing; a sum is an average times the ranks; 16 bits are close."""
     expected = alone(momentum())
@@ -73,6 +76,7 @@ def check_ways_that_gradients_travel(world: World) -> None:
     agree(world, in_own_loop(world, hvd.DistributedOptimizer(summed, op=hvd.Sum), True), expected)
 
 
+@worlds("mpirun-2", extended=True)
 def check_groups_of_variables(world: World) -> None:
     model = model_of()
     groups = [model.get_layer("hidden").trainable_variables, model.get_layer("out").trainable_variables]
@@ -88,6 +92,7 @@ def check_groups_of_variables(world: World) -> None:
             np.testing.assert_allclose(gradient, plain, rtol=1e-12)
 
 
+@worlds("mpirun-2", extended=True)
 def check_backward_passes_per_step(world: World) -> None:
     """Two batches and one update are a batch twice as large, or their sum; the calls are all counted."""
 
@@ -103,6 +108,7 @@ def check_backward_passes_per_step(world: World) -> None:
     agree(world, in_fit(world, averaging()), averaged)
 
 
+@worlds("mpirun-2", extended=True)
 def check_xla_is_refused_in_words(world: World) -> None:
     variable = tf.Variable([1.0])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
@@ -115,6 +121,7 @@ def check_xla_is_refused_in_words(world: World) -> None:
     raise AssertionError("XLA compiled an exchange")
 
 
+@worlds("mpirun-2", extended=True)
 def check_momentum_is_corrected(world: World) -> None:
     """Velocities follow the rate: v <- momentum (new / old) v - new g."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
@@ -129,6 +136,7 @@ def check_momentum_is_corrected(world: World) -> None:
     np.testing.assert_allclose(model.get_weights()[0], weight, rtol=1e-5)
 
 
+@worlds("mpirun-2", extended=True)
 def check_broadcast_leaves_local_variables(world: World) -> None:
     leaves_local_variables(world, hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), mean_square)
 
@@ -137,6 +145,7 @@ def scaled() -> Any:
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
 
 
+@worlds("mpirun-2", extended=True)
 def check_models_that_are_built_in_the_first_step(world: World) -> None:
     cases = [(broadcast_cases.sequential, adam), (broadcast_cases.Subclassed, scaled)]
     broadcast_cases.trains_unbuilt_models(world, cases)
@@ -154,12 +163,14 @@ class Adding(keras.optimizers.Optimizer):
         variable.assign_add(gradient)
 
 
+@worlds("mpirun-2", extended=True)
 def check_what_scripts_call_on_a_wrapped_optimizer(world: World) -> None:
     wrapped_cases.aggregates_computed_gradients(world, Adding())
     wrapped_cases.reduces_a_computed_gradient_once(world, Adding())
     wrapped_cases.reduces_gradients_of_its_own(world, Adding())
 
 
+@worlds("mpirun-2", extended=True)
 def check_broadcasts_that_would_hang_or_send_nothing(world: World) -> None:
     broadcast_cases.refuses_variables_that_differ(world)
     broadcast_cases.warns_of_broadcasts_without_weights(world)
@@ -169,6 +180,7 @@ class Renamed(keras.optimizers.SGD):
     """An optimizer that Keras does not know."""
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_saved_model_goes_on(world: World) -> None:
     """Loaded with its optimizer's state, wrapped; and without Horovod it is an ordinary model."""
     for kind, ending in ((adam, "h5"), (lambda: Renamed(0.05, momentum=0.9), "keras")):
@@ -190,6 +202,7 @@ def check_a_saved_model_goes_on(world: World) -> None:
         agree(world, [np.array(w) for w in loaded.get_weights()], [np.array(w) for w in model.get_weights()])
 
 
+@worlds("mpirun-2", extended=True)
 def check_best_model_checkpoint(world: World) -> None:
     model = model_of()
     model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError())

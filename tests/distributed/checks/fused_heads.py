@@ -9,6 +9,7 @@ import numpy as np
 from checks.tensor_parallel import LOSS, Deaf, computing_in, per_sample
 from meshes import on_mesh
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain import FusedHeads
@@ -141,6 +142,8 @@ def plain() -> tuple[GPT, keras.optimizers.Optimizer, list[np.ndarray]]:
     return model, optimizer, start
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_a_model_with_fused_heads_trains_as_in_one_process(world: World) -> None:
     """And is saved whole, whatever the layout: parameters and slots."""
     x = tokens_and_next()[0]

@@ -4,14 +4,17 @@ import keras
 import numpy as np
 from checks.parity import assert_parity, dense_data, per_sample
 from world import World, flat_bytes, moved
+from worlds import worlds
 
 import hvdtrain
 
 
+@worlds("mpirun-2", extended=True)
 def check_dense_with_accumulation(world: World) -> None:
     assert_parity(world, "dense", "adam", "float64", jit=True, accumulate=2)
 
 
+@worlds("mpirun-2", extended=True)
 def check_sparse(world: World) -> None:
     assert_parity(world, "embedding", "adam", "float64", jit=True)
 
@@ -43,6 +46,7 @@ def trained(world: World, precision: str, *, jit: bool) -> list[np.ndarray]:
     return trainer.model.get_weights()
 
 
+@worlds("mpirun-2", extended=True)
 def check_statistics_in_16_bits(world: World) -> None:
     """The same as without XLA but for roundings; in fp16 with a loss that is scaled."""
     for name, unit in (("mixed_bfloat16", 2**-8), ("mixed_float16", 2**-11)):
@@ -52,6 +56,7 @@ def check_statistics_in_16_bits(world: World) -> None:
         assert 0 < error < 16 * unit, f"{name}: {error:.2e}"
 
 
+@worlds("mpirun-2", extended=True)
 def check_what_overflows_is_skipped_by_all(world: World) -> None:
     """XLA may keep in 32 bits what TensorFlow rounds to fp16: this overflows in both."""
     x, y = dense_data("float32")

@@ -13,6 +13,7 @@ import tensorflow as tf
 from checks.parity import OPTIMIZERS, batches_of, dense_data, per_sample
 from meshes import on_mesh
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.backends import differentiable
@@ -119,6 +120,7 @@ def check_a_model_split_by_hand_trains_as_one_process_does(world: World) -> None
                 assert error <= TOLERANCE[dtype], f"{axes} {optimizer} {dtype}: {error:.2e}"
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-4")
 def check_the_comparison_notices_a_collective_that_is_missing(world: World) -> None:
     with on_mesh(world, layouts(world)[0]) as mesh:
         # Left on, the check for ranks that drift apart would end the training before the comparison.
@@ -150,6 +152,7 @@ def check_clipping_is_by_the_norm_of_the_whole_gradient(world: World) -> None:
             assert error_of(mesh, "float64", "sgd", clip_norm=bound) > 1e-3, "nothing was clipped"
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-4")
 def check_slices_are_saved_and_restored_in_any_layout(world: World) -> None:
     for axes in layouts(world):
         with on_mesh(world, axes) as mesh:

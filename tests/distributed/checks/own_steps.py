@@ -25,6 +25,7 @@ from generative_models import (
 )
 from representation_models import BYOL, Contrastive, ContrastiveBySlices, Distiller, Siamese, Weighted
 from world import World, flat_bytes, moved, relative_error
+from worlds import worlds
 
 import hvdtrain
 
@@ -119,6 +120,7 @@ def gan() -> keras.Model:
     return model
 
 
+@worlds("mpirun-2", "mpirun-1")
 def check_a_gan_with_two_optimizers(world: World) -> None:
     # A short batch of one sample: on two ranks one of them holds a placeholder.
     trainer = compare(world, gan, dataset(X[:65]), figures=False)
@@ -137,6 +139,7 @@ def check_a_conditional_gan(world: World) -> None:
     compare(world, build, dataset(X, np.eye(CLASSES)[LABELS]), figures=False)
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_wasserstein_gan_with_gradient_penalty(world: World) -> None:
     def build() -> keras.Model:
         model = WGAN(net(FEATURES, 1), net(LATENT, FEATURES))
@@ -151,6 +154,7 @@ def check_a_wasserstein_gan_with_gradient_penalty(world: World) -> None:
     compare(world, build, tf.data.Dataset.from_tensor_slices((X,)).batch(BATCH))
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_cycle_gan_with_four_optimizers(world: World) -> None:
     def build() -> keras.Model:
         parts = (net(FEATURES, FEATURES), net(FEATURES, FEATURES), net(FEATURES, 1), net(FEATURES, 1))
@@ -161,6 +165,7 @@ def check_a_cycle_gan_with_four_optimizers(world: World) -> None:
     compare(world, build, dataset(X, OTHERS))
 
 
+@worlds("mpirun-2", "mpirun-1")
 def check_a_variational_autoencoder(world: World) -> None:
     def build() -> keras.Model:
         model = VAE(net(FEATURES, 2 * LATENT), net(LATENT, FEATURES))
@@ -170,6 +175,8 @@ def check_a_variational_autoencoder(world: World) -> None:
     compare(world, build, X, figures=False)
 
 
+@worlds("mpirun-1")
+@worlds("mpirun-2", extended=True)
 def check_a_diffusion_model_with_averaged_weights(world: World) -> None:
     def build() -> keras.Model:
         model = DiffusionModel(net(FEATURES + 1, FEATURES))
@@ -180,6 +187,7 @@ def check_a_diffusion_model_with_averaged_weights(world: World) -> None:
     compare(world, build, X[:64], validation=dataset(OTHERS[:32]))
 
 
+@worlds("mpirun-2", "mpirun-1")
 def check_a_contrastive_model_with_a_probe(world: World) -> None:
     def build(kind: type = Contrastive) -> keras.Model:
         model = kind()
@@ -196,6 +204,7 @@ def check_a_contrastive_model_with_a_probe(world: World) -> None:
     compare(world, build, data, validation=dataset(X[:32], LABELS[:32]), reference=by_slices)
 
 
+@worlds("mpirun-2", extended=True)
 def check_knowledge_distillation(world: World) -> None:
     def build() -> keras.Model:
         model = Distiller(net(FEATURES, CLASSES), net(FEATURES, CLASSES))
@@ -223,6 +232,7 @@ def check_sample_weights_in_a_step_of_its_own(world: World) -> None:
     compare(world, build, (X, LABELS, WEIGHTS))
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_siamese_network_of_triplets(world: World) -> None:
     def build() -> keras.Model:
         model = Siamese()
@@ -234,6 +244,7 @@ def check_a_siamese_network_of_triplets(world: World) -> None:
     compare(world, build, triplets, validation=triplets.take(2))
 
 
+@worlds("mpirun-2", "mpirun-1")
 def check_a_slow_copy_of_the_network(world: World) -> None:
     def build() -> keras.Model:
         model = BYOL()
@@ -244,6 +255,7 @@ def check_a_slow_copy_of_the_network(world: World) -> None:
     compare(world, build, tf.data.Dataset.from_tensor_slices((X,)).batch(BATCH))
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_custom_loop_with_two_networks(world: World) -> None:
     """A critic and a generator in a loop of the user's own, by the tape and by the optimizer that exchange."""
 

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from checks.parity import per_sample
 from world import World, flat_bytes, moved, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.data.batch import slice_bounds
@@ -62,6 +63,8 @@ class Calls(keras.layers.Layer):
         return inputs
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_statistics_are_those_of_samples(world: World) -> None:
     """The last batch has one sample: moving averages of the ranks without one stay where they are.
 

@@ -13,6 +13,7 @@ import numpy as np
 from checks.calls import refusal
 from checks.training import CROSSENTROPY, classifier, samples
 from world import World, flat_bytes
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import CheckpointError, ConfigError
@@ -70,6 +71,7 @@ def at_a_stretch(world: World, **options: Any) -> bytes:
     return flat_bytes(trainer.model.get_weights())
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_training_goes_on_where_only_rank_0_sees_its_checkpoints(world: World) -> None:
     with in_a_folder_of_its_own(world, "goes-on") as folder:
         saves = hvdtrain.Checkpoint("saved", every=3, best="val_loss")
@@ -90,6 +92,7 @@ def check_a_training_goes_on_where_only_rank_0_sees_its_checkpoints(world: World
         assert trainer_of(world).resume("nowhere") is None
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_training_on_each_ranks_own_samples_goes_on(world: World) -> None:
     with in_a_folder_of_its_own(world, "own-samples"):
         own = tuple(part[world.rank :: world.size] for part in DATA)
@@ -105,6 +108,7 @@ def check_a_training_on_each_ranks_own_samples_goes_on(world: World) -> None:
         assert "samples with other values" in failed(world, lambda: again.fit(other, **options))
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_backup_on_rank_0_alone_takes_all_ranks_with_it(world: World) -> None:
     with in_a_folder_of_its_own(world, "backup") as folder:
         mine = [keras.callbacks.BackupAndRestore("backup", save_freq=3)] if world.rank == 0 else []
@@ -121,6 +125,7 @@ def check_a_backup_on_rank_0_alone_takes_all_ranks_with_it(world: World) -> None
         assert "on rank 1 and none on rank 0" in said, said
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_full_disk_leaves_the_last_good_checkpoint(world: World) -> None:
     with in_a_folder_of_its_own(world, "full") as folder:
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)

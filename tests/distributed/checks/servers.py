@@ -10,6 +10,7 @@ import tensorflow as tf
 from checks.parity import BATCH, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, batches_of, per_sample
 from checks.training import CROSSENTROPY, samples
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.backends.single import SingleBackend
@@ -58,10 +59,12 @@ def assert_parity(world: World, kind: str, optimizer: str, dtype: str) -> None:
     assert error <= TOLERANCE[dtype], f"{kind} {optimizer} {dtype}: {error:.2e}"
 
 
+@worlds("parameter_server", extended=True)
 def check_embedding_adam_float64(world: World) -> None:
     assert_parity(world, "embedding", "adam", "float64")
 
 
+@worlds("parameter_server", extended=True)
 def check_variables_lie_on_all_servers(world: World) -> None:
     assert dict(world.backend.roles) == {"chief": 1, "worker": 1, "parameter server": 2}
     build, _ = MODELS["dense"]
@@ -72,6 +75,7 @@ def check_variables_lie_on_all_servers(world: World) -> None:
     assert trainer.state.counter.device.startswith("/job:ps")
 
 
+@worlds("parameter_server", extended=True)
 def check_layers_that_draw_and_keep_statistics(world: World) -> None:
     """Dropout draws what it draws in one process, and moving statistics are kept."""
 
@@ -87,6 +91,7 @@ def check_layers_that_draw_and_keep_statistics(world: World) -> None:
     assert relative_error(*found) <= 1e-5, f"{relative_error(*found):.2e}"
 
 
+@worlds("parameter_server", extended=True)
 def check_evaluation_and_prediction_are_those_of_one_process(world: World) -> None:
     x, y = samples(101)
     metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")]
@@ -99,6 +104,7 @@ def check_evaluation_and_prediction_are_those_of_one_process(world: World) -> No
         np.testing.assert_allclose(outcome.loss, float(CROSSENTROPY(y, logits)), rtol=1e-5)
 
 
+@worlds("parameter_server", extended=True)
 def check_checkpoints_are_those_of_one_process(world: World) -> None:
     """What the chief saves one process goes on with, and the other way round."""
     alone = SingleBackend(world.session)
@@ -120,6 +126,7 @@ def check_checkpoints_are_those_of_one_process(world: World) -> None:
         assert again.state.agreed_hash(to) == of.state.agreed_hash(alone)
 
 
+@worlds("parameter_server", extended=True)
 def check_callbacks(world: World) -> None:
     stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, min_delta=10.0)
     kept = keras.callbacks.ModelCheckpoint(str(world.folder / "best.keras"))
@@ -135,6 +142,7 @@ def check_callbacks(world: World) -> None:
     assert flat_bytes(again.get_weights()) == flat_bytes(trainer.model.get_weights())
 
 
+@worlds("parameter_server", extended=True)
 def check_a_nan_is_named_with_its_step(world: World) -> None:
     x, y = samples(50)
     x[20] = np.nan
@@ -143,6 +151,7 @@ def check_a_nan_is_named_with_its_step(world: World) -> None:
         trainer.fit((x, y), batch=16, shuffle=False, verbose=False)
 
 
+@worlds("parameter_server", extended=True)
 def check_a_workers_error_is_the_chiefs(world: World) -> None:
     """The first of those that fail, also where others were waiting."""
     workers = world.backend.workers
@@ -159,6 +168,7 @@ def check_a_workers_error_is_the_chiefs(world: World) -> None:
     assert workers.schedule(divide, tf.constant(1)).fetch() == 1
 
 
+@worlds("parameter_server", extended=True)
 def check_what_is_refused(world: World) -> None:
     name = world.backend.name
     for option, given in REFUSED.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 from world import World
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.training.loop.result import FitResult, summary_of
@@ -23,6 +24,7 @@ def trained(world: World, batches: Callable[[], object] | None = None, callbacks
     return trainer.fit(batches, steps_per_epoch=50, callbacks=callbacks, verbose=0)
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_callback_that_sleeps_names_its_rank(world: World) -> None:
     for slow in range(world.size):
         pause = 0.02 if world.rank == slow else 0.0
@@ -39,6 +41,7 @@ def check_a_callback_that_sleeps_names_its_rank(world: World) -> None:
         assert summary_of(result)["slowest_rank"]["rank"] == slow
 
 
+@worlds("mpirun-2", extended=True)
 def check_data_that_come_late_name_their_rank(world: World) -> None:
     def batches() -> object:
         rng = np.random.default_rng(0)
@@ -53,6 +56,7 @@ def check_data_that_come_late_name_their_rank(world: World) -> None:
     assert result.slowest_rank.host
 
 
+@worlds("mpirun-2", extended=True)
 def check_equal_ranks_name_nobody(world: World) -> None:
     pause = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.03))
     result = trained(world, callbacks=(pause,))

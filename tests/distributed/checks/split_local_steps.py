@@ -9,10 +9,12 @@ from checks.hybrids import LOSS
 from checks.tensor_parallel import computing_in
 from meshes import alone, on_mesh
 from world import World, moved, relative_error
+from worlds import worlds
 
 import hvdtrain
 
 
+@worlds("gloo-4", extended=True)
 def check_local_steps_of_a_split_model_are_those_of_whole_replicas(world: World) -> None:
     """Each replica is bounded by the norm of its whole gradient, of which its ranks hold slices."""
     bound, period = 0.05, 2

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from checks.training import CROSSENTROPY, classifier, samples
 from world import World, flat_bytes, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.checkpoint.checkpointer import Checkpointer
@@ -66,6 +67,7 @@ def check_own_loops_match_variables_whatever_keras_calls_them(world: World) -> N
     assert world.same_everywhere(flat_bytes(model.get_weights()))
 
 
+@worlds("mpirun-2", extended=True)
 def check_layers_that_are_unfrozen_between_two_fits(world: World) -> None:
     def per_sample(targets: Any, outputs: Any) -> tf.Tensor:
         return keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
@@ -84,6 +86,7 @@ def check_layers_that_are_unfrozen_between_two_fits(world: World) -> None:
         assert (trainer.state.scalars.step, trainer.state.scalars.epoch) == (18, 6)
 
 
+@worlds("mpirun-2", extended=True)
 def check_an_epoch_that_is_resumed_reports_all_of_it(world: World) -> None:
     def trained(steps: int, resume: bool, **options: Any) -> Any:
         trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, ["accuracy"], backend=world.backend)
@@ -134,6 +137,8 @@ def holds_its_slices(tensors: dict[str, NamedTensor]) -> bool:
     return alike.tolist() == [1.0, 2.0] and all((parts[name] == expected[name]).all() for name in parts)
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_slices_are_saved_by_all_and_restored_by_any_number(world: World) -> None:
     files = Checkpointer(world.folder / "slices", backend=world.backend)
     path = files.save(3, slices_of(world.rank, world.size, filled=True), {"step": 3})
@@ -153,6 +158,8 @@ def check_slices_are_saved_by_all_and_restored_by_any_number(world: World) -> No
     assert holds_its_slices(sent)
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_a_failure_on_one_rank_is_that_of_all(world: World) -> None:
     files = Checkpointer(world.folder / "failing", keep=1, backend=world.backend)
     files.save(1, slices_of(world.rank, world.size, filled=True), {})
@@ -171,6 +178,8 @@ def check_a_failure_on_one_rank_is_that_of_all(world: World) -> None:
     assert holds_its_slices(restored)
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_all_ranks_go_on_from_the_newest_good_checkpoint(world: World) -> None:
     files = Checkpointer(world.folder / "damaged", backend=world.backend)
     for step in (1, 2):

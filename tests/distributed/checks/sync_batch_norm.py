@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 from world import World, flat_bytes, moved, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.data.batch import slice_bounds
@@ -52,6 +53,8 @@ def passes(model: keras.Model, x: tf.Tensor, slope: tf.Tensor) -> dict[str, tf.T
     return {"output": output, **gradients}
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_passes_equal_one_process(world: World) -> None:
     """Forward and backward, eagerly and compiled, with parts of unequal size and with a rank that has none."""
     for dtype in dtypes(world):
@@ -115,6 +118,8 @@ def train(model: keras.Model, dtype: str, world: World | None) -> list[np.ndarra
     return [v.numpy() for v in model.weights if v.path != WITHOUT_GRADIENT]
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_training_equals_one_process(world: World) -> None:
     """Weights and moving statistics after 21 steps of a loop of one's own."""
     for dtype in dtypes(world):

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from checks.parity import BATCH, SAMPLES, dense_data, dense_model, per_sample
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
@@ -29,6 +30,8 @@ def both_ways(function: Any, *arguments: Any, **options: Any) -> list[Any]:
     return [function(*arguments, **options), tf.function(lambda: function(*arguments, **options), autograph=False)()]
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_average_and_sum_on_both_kinds_of_variable(world: World) -> None:
     kinds = [tf.Variable(tf.ones(3), name="plain"), keras.Variable(np.ones(3, "float32"), name="kept")]
     for variable in kinds:
@@ -37,6 +40,8 @@ def check_average_and_sum_on_both_kinds_of_variable(world: World) -> None:
                 np.testing.assert_allclose(value, expected * np.array([1, 2, 3]), rtol=1e-6)
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_structures_none_and_float64(world: World) -> None:
     a, b, unused = (tf.Variable(tf.ones(2, tf.float64), name=name) for name in "abc")
 
@@ -51,6 +56,8 @@ def check_structures_none_and_float64(world: World) -> None:
         assert value["more"][1] is None
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_groups_and_predivide(world: World) -> None:
     variables = [tf.Variable(tf.ones(3) * i, name=f"v{i}") for i in range(5)]
     variables.append(tf.Variable(tf.ones(3, tf.float64), name="wide"))
@@ -74,6 +81,8 @@ def check_groups_and_predivide(world: World) -> None:
                 np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_half_precision_on_the_wire_does_not_overflow(world: World) -> None:
     variable = tf.Variable(tf.ones(3), name="large")
 
@@ -88,6 +97,8 @@ def check_half_precision_on_the_wire_does_not_overflow(world: World) -> None:
             np.testing.assert_allclose(value, 60000.0 * factor, rtol=2**-10)
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_sparse_gradients_sum_duplicates(world: World) -> None:
     table = tf.Variable(tf.zeros([6, 2]), name="table")
     rows = tf.constant([1, 1, 2 + world.rank % 2])
@@ -117,6 +128,8 @@ def adasum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (1 - dot / (2 * float(a @ a))) * a + (1 - dot / (2 * float(b @ b))) * b
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_adasum_follows_its_formula(world: World) -> None:
     if world.controller != "mpi" or world.size != 2:
         return  # Horovod has Adasum on MPI only; the formula here is for two
@@ -128,6 +141,8 @@ def check_adasum_follows_its_formula(world: World) -> None:
     np.testing.assert_allclose(value, adasum(*vectors), rtol=1e-5)
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_options_that_exclude_one_another(world: World) -> None:
     for options in (
         {"op": "mean"},
@@ -144,6 +159,8 @@ def check_options_that_exclude_one_another(world: World) -> None:
         raise AssertionError(f"{options} were accepted")
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_broadcast_of_every_dtype(world: World) -> None:
     root = world.size - 1
     dtypes = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "uint32", "bool"]
@@ -156,6 +173,8 @@ def check_broadcast_of_every_dtype(world: World) -> None:
     np.testing.assert_array_equal(variables[-1].numpy(), [root, root])
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", extended=True)
 def check_a_loop_of_ones_own(world: World) -> None:
     """The tape and a Keras optimizer in a compiled step keep the ranks equal."""
     keras.utils.set_random_seed(100 + world.rank)
@@ -178,6 +197,8 @@ def check_a_loop_of_ones_own(world: World) -> None:
     assert world.same_everywhere(weights)
 
 
+@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
+@worlds("gloo-4", extended=True)
 def check_a_loop_on_a_sharded_dataset_trains_as_one_process_does(world: World) -> None:
     """`hvdtrain.shard` and `ShardedOrder` with the tape: the same steps on every rank, and those of whole batches."""
     x, y = dense_data("float64")

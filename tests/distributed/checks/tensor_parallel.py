@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from meshes import on_mesh
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.backends import differentiable
@@ -272,6 +273,7 @@ def layouts(world: World) -> list[str]:
     return ["tp=4"] if world.size == 4 else ["tp=2"]
 
 
+@worlds("mpirun-2", extended=True)
 def check_models_of_users_train_split_as_in_one_process(world: World) -> None:
     for axes in layouts(world):
         with on_mesh(world, axes) as mesh:
@@ -280,6 +282,8 @@ def check_models_of_users_train_split_as_in_one_process(world: World) -> None:
                 assert error <= TOLERANCE["float64"], f"{name} {axes}: {error:.2e}"
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_our_models_train_split_as_in_one_process(world: World) -> None:
     """In float32, as the logits of our models always are."""
     with on_mesh(world, layouts(world)[0]) as mesh:
@@ -301,6 +305,8 @@ def check_a_collective_that_is_missing_is_noticed(world: World) -> None:
             assert error_of(mesh, "perceptron", "float64", deaf=dropped, desync_every=0) > 1e-3, dropped
 
 
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_what_is_around_a_split_model(world: World) -> None:
     """Bounds, microbatches, averages of weights, evaluation, prediction, and checkpoints that are restored whole."""
     x, y = data_of("perceptron", "float64")

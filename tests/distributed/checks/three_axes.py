@@ -15,6 +15,7 @@ from checks.long_pipelines import slice_of
 from checks.tensor_parallel import computing_in
 from meshes import alone, on_mesh
 from world import World, flat_bytes, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.models.transformer import model as transformer
@@ -24,6 +25,7 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.training.update_rules.zero import shards
 
 
+@worlds("mpirun-8")
 def check_split_layers_and_experts_of_stages_train_as_one_process_does(world: World) -> None:
     """With averages of weights, microbatches, a bound on the norm, and divided slots and gradients."""
     expected = hybrids.Reference()
@@ -40,6 +42,7 @@ def check_split_layers_and_experts_of_stages_train_as_one_process_does(world: Wo
             assert error <= 1e-9, f"{axes}: {error:.2e}"
 
 
+@worlds("mpirun-8", extended=True)
 def check_slices_of_sequences_and_experts_of_stages_train_as_one_process_does(world: World) -> None:
     """The router's losses are over the tokens of all ranks, of which the last batch leaves some without any."""
     build = lambda: sequences.stacked(sequences.EXPERTS)  # noqa: E731
@@ -59,6 +62,7 @@ def check_slices_of_sequences_and_experts_of_stages_train_as_one_process_does(wo
         assert error <= 1e-9, f"{error:.2e}"
 
 
+@worlds("mpirun-8", extended=True)
 def check_slices_of_sequences_in_split_layers_train_as_one_process_does(world: World) -> None:
     """Of our transformer, in stages and in replicas."""
     x, y = tokens()
@@ -74,6 +78,7 @@ def check_slices_of_sequences_in_split_layers_train_as_one_process_does(world: W
             assert error <= 1e-6, f"{axes}: {error:.2e}"
 
 
+@worlds("gloo-8")
 def check_tied_weights_of_stages_stay_equal_with_many_replicas(world: World) -> None:
     """To the last bit, with their slots: three addends or more are rounded in the order in which they are added up.
 
@@ -111,6 +116,7 @@ def check_tied_weights_of_stages_stay_equal_with_many_replicas(world: World) -> 
                 assert error <= 1e-6, f"{axes}: {error:.2e}"
 
 
+@worlds("mpirun-8", extended=True)
 def check_experts_that_stages_share_train_as_one_process_does(world: World) -> None:
     """Replicas along ep hold different experts, which are not to be added up."""
 
@@ -134,6 +140,7 @@ def check_experts_that_stages_share_train_as_one_process_does(world: World) -> N
             assert error <= 1e-5, f"{axes}: {error:.2e}"
 
 
+@worlds("gloo-8", extended=True)
 def check_what_ranks_along_tp_hold_whole_stays_equal_with_many_replicas(world: World) -> None:
     """To the last bit, with its slots: the exchange among replicas behind a sum over tp rounds it anew."""
     build = partial(hvdtrain.parallelize, gpt, transformer.rules(WORDS, 2))

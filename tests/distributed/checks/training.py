@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from world import World, flat_bytes
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.checkpoint.checkpointer import Checkpointer
@@ -32,6 +33,8 @@ def samples(count: int = 50) -> tuple[np.ndarray, np.ndarray]:
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_evaluation_is_that_of_one_process(world: World) -> None:
     x, y = samples(101)
     model = classifier(0)
@@ -84,6 +87,8 @@ def check_a_metric_that_is_no_sum_is_refused_by_name(world: World) -> None:
         raise AssertionError("a maximum was added up")
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_batchnorm_statistics_are_averaged(world: World) -> None:
     model = classifier(world.rank, keras.layers.BatchNormalization(momentum=0.5, name="norm"))
     trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.1), CROSSENTROPY, backend=world.backend)
@@ -106,6 +111,8 @@ def check_batchnorm_statistics_are_averaged(world: World) -> None:
     trainer.state.agreed_hash(world.backend)
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_the_hash_notices_a_rank_that_drifted(world: World) -> None:
     if world.size == 1:
         return
@@ -193,6 +200,8 @@ def check_parameters_that_an_activation_hides_are_noticed(world: World) -> None:
         raise AssertionError("parameters of NaN went unnoticed")
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("gloo-4", extended=True)
 def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
     """Nine steps, a checkpoint, a fresh trainer on every rank, nine more: the weights of eighteen at a stretch."""
 
@@ -229,6 +238,8 @@ def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
         assert sorted(p.name for p in (world.folder / "resume").iterdir()) == ["step-00000006", "step-00000009"]
 
 
+@worlds("mpirun-2", "mpirun-1")
+@worlds("mpirun-4", extended=True)
 def check_digits_reaches_its_accuracy(world: World) -> None:
     """Over five seeds in one process; more ranks train the same model, which one seed shows."""
     from hvdtrain.models.registry import build_model

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from checks.parity import assert_parity, batches_of, dense_data, dense_model, per_sample, train
 from world import Transform, World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.optim.averaging import averaged_weights
@@ -33,6 +34,8 @@ def compare(world: World, transform: Transform | None, rule: Any = None, **optio
     return trainer.model.get_weights()
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("mpirun-4", extended=True)
 def check_a_sum_is_the_average_times_the_ranks(world: World) -> None:
     compare(world, None, keras.optimizers.SGD(0.125 / world.size, momentum=0.5), reduce_op="sum")
 
@@ -59,6 +62,8 @@ def adasum(vectors: Sequence[np.ndarray]) -> np.ndarray:
     return (1 - dot / (2 * float(np.vdot(a, a)))) * a + (1 - dot / (2 * float(np.vdot(b, b)))) * b
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("mpirun-4", extended=True)
 def check_adasum_follows_its_formula(world: World) -> None:
     """One step of the trainer: the mean gradients of the ranks' own samples, combined tensor by tensor."""
     if world.controller != "mpi" or world.size == 1:
@@ -91,6 +96,8 @@ def check_adasum_follows_its_formula(world: World) -> None:
         assert moved(expected, mean) > 1e-3, "the average would have passed as well"
 
 
+@worlds("mpirun-2", "gloo-1")
+@worlds("mpirun-4", extended=True)
 def check_averages_of_weights_are_evaluated(world: World) -> None:
     """The averages are those of one process, evaluation is of them, and training goes on with the weights."""
     rule = keras.optimizers.SGD(0.125, use_ema=True, ema_momentum=0.75)

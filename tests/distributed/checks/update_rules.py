@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from checks.parity import BATCH, EPOCHS, batches_of, per_sample
 from world import Transform, World, flat_bytes, moved, plain_step, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.checkpoint.checkpointer import Checkpointer
@@ -84,6 +85,8 @@ def assert_equal(trainer: Any, expected: keras.Model, dtype: str, what: str = ""
     assert error <= TOLERANCE[dtype], f"{what} {dtype}: {error:.2e}"
 
 
+@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-4", extended=True)
 def check_sharded_slots_train_like_one_process(world: World) -> None:
     sgd = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
     adam = lambda: keras.optimizers.Adam(0.01)  # noqa: E731
@@ -92,6 +95,8 @@ def check_sharded_slots_train_like_one_process(world: World) -> None:
         assert_equal(trainer, reference(kind, make(), dtype), dtype, kind)
 
 
+@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-4", extended=True)
 def check_slots_are_a_share_of_the_whole(world: World) -> None:
     trainer = trained(world, "wide", keras.optimizers.Adam(0.01), "float32", zero=1)
     whole = keras.optimizers.Adam(0.01)
@@ -174,6 +179,8 @@ def check_exclusions_by_variable_hold_for_slices(world: World) -> None:
     assert moved(spared[:1], decayed[:1]) > 1e-3, "the first kernel decayed all the same"
 
 
+@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-4", extended=True)
 def check_an_overflow_in_one_slice_is_skipped_by_all(world: World) -> None:
     """fp16: the whole gradient overflows in one step on one rank's slice; all ranks skip it and halve the scale."""
     for stage in (1, 2, 3):
@@ -194,6 +201,8 @@ def check_an_overflow_in_one_slice_is_skipped_by_all(world: World) -> None:
         assert float(optimizer.dynamic_scale) == 2.0**9, stage
 
 
+@worlds("mpirun-2")
+@worlds("mpirun-4", extended=True)
 def check_one_local_step_of_sgd_is_a_step_of_data_parallelism(world: World) -> None:
     for kind, dtype in (("wide", "float64"), ("table", "float32")):
         trainer = trained(world, kind, keras.optimizers.SGD(0.1), dtype, local_steps=1)
@@ -240,6 +249,8 @@ def local_reference(world: World, optimizer: Any, period: int, average_slots: bo
     return [held[0][variable.path] for variable in model.weights]
 
 
+@worlds("mpirun-2")
+@worlds("mpirun-4", extended=True)
 def check_local_steps_follow_their_definition(world: World) -> None:
     """Momentum and three local steps: weights averaged by samples, slots or not; epochs' ends consolidate."""
     for average_slots in (False, True):

@@ -8,6 +8,7 @@ import tensorflow as tf
 from checks.parity import BATCH, EPOCHS, batches_of, per_sample
 from checks.update_rules import TOLERANCE, assert_equal, reference, trained, wide_data, wide_model
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
@@ -54,6 +55,7 @@ def tied_losses(y: Any, outputs: Any, model: keras.Model) -> Any:
     return per_sample(y, outputs) + tf.add_n(model.losses)
 
 
+@worlds("mpirun-2", "gloo-4")
 def check_stages_2_and_3_train_like_one_process(world: World) -> None:
     sgd = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
     adam = lambda: keras.optimizers.Adam(0.01)  # noqa: E731
@@ -285,6 +287,7 @@ def memory_of(variable: Any) -> int:
     return held.numpy().nbytes
 
 
+@worlds("mpirun-2", "gloo-4")
 def check_a_model_that_a_function_builds_is_slices_from_the_start(world: World) -> None:
     """Never whole: as it is built, trained, evaluated between epochs, saved, and restored from a file of any stage."""
     data, expected = wide_data("float64"), reference("wide", keras.optimizers.Adam(0.01), "float64")
