@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 from tests.launching import hvdtrain, launcher, run
-from tests.unit.test_checkpoint_lock import HOLDER
+from tests.unit.checkpoint.test_lock import HOLDER
 
 SCRIPT = """\
     import keras

@@ -23,7 +23,7 @@ from hvdtrain.cli.train import parse
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.observability.jsonl import read_metrics
 from hvdtrain.runs.run import train
-from tests.unit.test_checkpoint_lock import HOLDER
+from tests.unit.checkpoint.test_lock import HOLDER
 
 LOST = """\
     import glob

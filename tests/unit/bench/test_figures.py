@@ -14,7 +14,7 @@ from hvdtrain.bench.statistics import figures, measured
 from hvdtrain.bench.timing import process_settings
 from hvdtrain.bench.wire import sent_bytes
 from hvdtrain.runtime.tuning import LARGE_MESSAGES
-from tests.unit.bench_results import PARTS, cell, suite
+from tests.unit.bench.bench_results import PARTS, cell, suite
 
 
 def of(side, cells, baseline="plain-mpi"):

@@ -89,7 +89,7 @@ def test_the_versions_in_a_line(capsys, flag):
 
 def test_the_command_is_declared():
     setup = ConfigParser()
-    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    setup.read(Path(__file__).parents[3] / "setup.cfg")
     name, _, target = setup["options.entry_points"]["console_scripts"].strip().partition(" = ")
     assert name == "hvdtrain"
     assert callable(resolve("command", name, {name: target}))

@@ -179,7 +179,7 @@ def test_lambs_weight_decay_is_decoupled_and_not_the_papers(problem):
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_documented_numbers_train(size):
     """Too large a product of rate and trust coefficient diverges within 50 steps: 0.5 and 0.1 did, on two ranks."""
-    page = (Path(__file__).parents[2] / "docs" / "own_loops.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "own_loops.md").read_text(encoding="utf-8")
     (peak,) = re.findall(r"warmup_target=([\d.]+) \* hvdtrain\.size\(\)", page)
     (trust,) = re.findall(r"LARS\(rate, weight_decay=1e-4, trust_coefficient=([\d.]+)\)", page)
     keras.utils.set_random_seed(0)

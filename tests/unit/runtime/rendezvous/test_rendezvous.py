@@ -20,7 +20,7 @@ from hvdtrain.runtime.rendezvous.network import address_towards, interface_of, r
 from hvdtrain.runtime.rendezvous.serve import start
 from hvdtrain.runtime.rendezvous.settings import PORTS, read_settings
 from hvdtrain.runtime.rendezvous.store_process import StoreProcess
-from tests.unit.test_uninvited import ask
+from tests.unit.runtime.control.test_uninvited import ask
 from tests.unit.threaded_ranks import on_threads
 
 SECRET = secrets.token_hex(16)

@@ -14,7 +14,7 @@ from hvdtrain.bench.report import free_folder, report, write_report
 from hvdtrain.bench.results import Results, read_results, write_results
 from hvdtrain.cli.main import main
 from hvdtrain.config.errors import ConfigError
-from tests.unit.bench_results import ENVIRONMENT, cell, collectives, results, suite, with_times
+from tests.unit.bench.bench_results import ENVIRONMENT, cell, collectives, results, suite, with_times
 
 
 def test_what_was_written_is_read(tmp_path):

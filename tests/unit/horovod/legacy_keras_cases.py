@@ -1,4 +1,4 @@
-"""The face on tf_keras, in one process; `test_horovod_legacy.py` runs these with TF_USE_LEGACY_KERAS=1."""
+"""The face on tf_keras, in one process; `test_legacy.py` runs these with TF_USE_LEGACY_KERAS=1."""
 
 import sys
 

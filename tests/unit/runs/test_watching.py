@@ -39,7 +39,7 @@ RUNNER = """
     from pathlib import Path
     from hvdtrain.checkpoint.lock import FolderLock
     from hvdtrain.observability.status import StatusWriter
-    from tests.unit.test_watching import INFO
+    from tests.unit.runs.test_watching import INFO
 
     folder = Path(sys.argv[1])
     FolderLock(folder).acquire()

@@ -207,7 +207,7 @@ def test_a_model_that_is_saved_with_a_registered_optimizer_loads_without_horovod
 
 @OF_KERAS_3
 def test_what_is_of_tf_keras_is_refused():
-    """By where it comes from; tests/unit/legacy_keras_cases.py shows the same of real objects."""
+    """By where it comes from; tests/unit/horovod/legacy_keras_cases.py shows the same of real objects."""
     optimizer, layer, model = (type(n, (), {"__module__": "tf_keras.src"})() for n in ("SGD", "Dense", "Model"))
     said = r"is of tf_keras, but tf\.keras is Keras 3: set TF_USE_LEGACY_KERAS=1"
     with pytest.raises(ConfigError, match=rf"^tf_keras\.src\.SGD {said}"):

@@ -141,7 +141,7 @@ def test_only_work_in_the_phases_that_take_long_is_believed_by_its_computing():
 
 
 def test_the_users_own_line_is_named():
-    assert current_position().where.startswith("test_rank_progress.py:")
+    assert current_position().where.startswith("test_progress.py:")
     assert current_position().state == "code"
 
 

@@ -11,7 +11,7 @@ from hvdtrain.cli.script import keras2
 from hvdtrain.cli.script.kerases import real_name
 from hvdtrain.cli.script.packages import lookup
 from hvdtrain.horovod.flavour import IS_LEGACY
-from tests.unit.test_doctor_script import HAND, analyse
+from tests.unit.cli.script.test_script import HAND, analyse
 
 pytestmark = pytest.mark.skipif(IS_LEGACY, reason="these are Keras 3's names; tf_keras has Keras 2's")
 START = """\

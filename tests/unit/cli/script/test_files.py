@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from hvdtrain.cli.script import rewrite
-from tests.unit.test_doctor_script import HAND, analyse, run
+from tests.unit.cli.script.test_script import HAND, analyse, run
 
 IMPORT = b"import horovod.tensorflow as hvd"
 CHANGED = b"import hvdtrain.horovod as hvd"

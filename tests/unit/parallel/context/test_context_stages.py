@@ -11,7 +11,7 @@ from hvdtrain.parallel.context.split import split_sequences
 from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.exchange import boundary_specs
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
-from tests.unit.test_context_parallel import LENGTH, PADDED, SIZE, TOKENS, Unused, functional
+from tests.unit.parallel.context.test_context_parallel import LENGTH, PADDED, SIZE, TOKENS, Unused, functional
 from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on
 
 layers, ops = keras.layers, keras.ops
