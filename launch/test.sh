@@ -1,11 +1,24 @@
 #!/usr/bin/env bash
-# Sets everything up, then runs all checks and tests, up to the first that fails.
-#   launch/test.sh                        before a change lands (about an hour on 2 cores)
-#   launch/test.sh --all                  and what takes long, or is near to what the others show (another 20 minutes)
+# Sets everything up, then runs all checks and tests. The last lines say what was skipped, and why, what failed, and how many
+# passed.
+#   launch/test.sh                        before a change lands: about 10 minutes on 2 cores
+#   launch/test.sh --all                  everything: before a release, and before a change of what many share
 #   launch/test.sh --gpu-build            compiles, links and loads Horovod with NCCL; needs no GPU
 #   launch/test.sh tests/unit -k mesh     only pytest, with these arguments
+#   launch/test.sh --timings FILE ...     and writes the seconds of each test to FILE (python -m tests.report --table FILE)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [ "${1:-}" = --gpu-build ] && [ $# = 1 ]; then
+    launch/setup.sh --test
+    exec launch/lib/gpu_build.sh
+fi
+
+timings=()
+if [ "${1:-}" = --timings ] && [ $# -gt 1 ]; then
+    timings=(--timings "$2")
+    shift 2
+fi
 
 launch/setup.sh --test
 # shellcheck source=/dev/null
@@ -16,44 +29,63 @@ launch/setup.sh --test
 # Several hundred processes start: none shall compile our sources anew.
 unset PYTHONDONTWRITEBYTECODE
 
-# A hang shows where it hangs: every thread's stack after so many seconds in one test.
-run_pytest() { python -m pytest -o faulthandler_timeout=920 --durations=12 --durations-min=5 "$@"; }
+report="$(mktemp -d)" static=''
+end() {
+    [ -z "$static" ] || kill -- "-$static" 2>/dev/null || true
+    rm -rf "$report"
+}
+trap end EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
-check() {
+# section NAME COMMAND...: a section that fails is noted, and the others still run
+section() {
     printf '\n== %s\n' "$1"
-    shift
-    "$@"
+    "${@:2}" || printf '%s\n' "$1" >>"$report/failed"
 }
 
-if [ "${1:-}" = --gpu-build ] && [ $# = 1 ]; then
-    exec launch/lib/gpu_build.sh
-fi
+# tests NAME PYTEST_ARGUMENT...: a hang shows where it hangs, by every thread's stack after so many seconds in one test
+tests() {
+    section "$1" python -m pytest -o faulthandler_timeout=920 --report "$report/$1.json" "${@:2}"
+}
+
+# Each of these keeps one core busy.
+static() {
+    section "lint" ruff check --config launch/ruff.toml hvdtrain tests benchmarks
+    section "format" ruff format --check --config launch/ruff.toml hvdtrain tests benchmarks
+    section "import contracts" lint-imports --config setup.cfg
+    section "types" mypy
+}
+
+finish() {
+    printf '\n== summary\n'
+    python -m tests.report "$report" "${timings[@]}"
+    exit
+}
 
 which=(-m "not extended")
 if [ "${1:-}" = --all ] && [ $# = 1 ]; then
     which=()
+    ensure_programs sshd=openssh-server ssh=openssh-client ip=iproute2 nft=nftables ps=procps \
+        shellcheck=shellcheck slurmctld=slurm-wlm munged=munge \
+        /usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so=libpmix-dev
 elif [ $# -gt 0 ]; then
-    run_pytest "$@"
-    exit
+    tests "pytest" "$@"
+    finish
 fi
 
-ensure_programs sshd=openssh-server ssh=openssh-client ip=iproute2 nft=nftables ps=procps \
-    shellcheck=shellcheck slurmctld=slurm-wlm munged=munge \
-    /usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so=libpmix-dev
-check "lint" ruff check --config launch/ruff.toml hvdtrain tests benchmarks
-check "format" ruff format --check --config launch/ruff.toml hvdtrain tests benchmarks
-# Each of these two keeps one core busy.
-check "types" mypy &
-check "import contracts" lint-imports --config setup.cfg
-wait $!
-# Two at a time, and three of the launches of a command or script, which wait a third of the time; the batteries fill
-# the machine.
-check "unit tests" run_pytest -n 2 tests/unit
-check "distributed checks" run_pytest "${which[@]}" tests/distributed/test_battery.py
-# What a launcher or a watchdog ends after seconds wants a machine of its own.
-signals=(tests/distributed/test_hang.py tests/entry/test_interrupts.py tests/entry/test_preemption.py
-    tests/entry/test_elastic.py tests/chaos)
-check "commands and scripts" run_pytest "${which[@]}" -n 3 --dist loadgroup tests/entry tests/distributed \
-    --ignore tests/distributed/test_battery.py "${signals[@]/#/--ignore=}"
-check "signals and hangs" run_pytest "${which[@]}" "${signals[@]}"
-check "several hosts" run_pytest tests/clusters
+# In a process group of its own, so that it can be ended.
+set -m
+static >"$report/static.log" 2>&1 &
+static=$!
+set +m
+tests "unit tests" "${which[@]}" -n 2 tests/unit
+wait "$static"
+static=''
+cat "$report/static.log"
+# The ranks of a battery fill the machine; of commands and scripts, which wait a third of the time, three run at once.
+battery=(tests/distributed/test_battery.py tests/distributed/test_worlds.py)
+tests "distributed checks" "${which[@]}" "${battery[@]}"
+tests "commands and scripts" "${which[@]}" -n 3 --dist loadgroup tests/entry tests/chaos tests/distributed "${battery[@]/#/--ignore=}"
+[ -n "${which[*]}" ] || tests "several hosts" tests/clusters
+finish

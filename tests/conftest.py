@@ -1,8 +1,23 @@
-"""Fixtures of all tests."""
+"""Options and fixtures of all tests."""
 
 import signal
+from pathlib import Path
 
 import pytest
+
+from tests.report import Recorder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--report", type=Path, metavar="FILE", help="write outcome and seconds of each test to FILE (JSON)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--report")
+    if path and not hasattr(config, "workerinput"):  # processes of pytest-xdist report to the first one
+        config.pluginmanager.register(Recorder(path))
 
 
 @pytest.fixture(scope="session", autouse=True)

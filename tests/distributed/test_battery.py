@@ -6,6 +6,7 @@ A launch runs the checks that pytest selected: `-k "mpirun-2 and parity"` is one
 import functools
 import json
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,8 +36,12 @@ def battery(request, tmp_path_factory):
         names = [name for name in selected[world] if name != END]
         script = [sys.executable, str(Path(__file__).with_name("battery.py"))]
         command = [*launcher(launch.controller, launch.size), *script, str(results), str(folder), launch.backend]
+        begin = time.perf_counter()
         job = run([*command, *names], cwd=folder, timeout=TIMEOUT_S, **launch.environ)
-        return job, json.loads(results.read_text()) if results.exists() else {}
+        outcomes = json.loads(results.read_text()) if results.exists() else {}
+        # What the checks did not take is the start and the end of the job.
+        rest = time.perf_counter() - begin - sum(each["seconds"] for each in outcomes.values())
+        return job, {**outcomes, END: {"seconds": rest, "failure": ""}}
 
     tmp_path_factory.getbasetemp()  # made once, not by each of the threads that ask for a folder in it
     with ThreadPoolExecutor() as pool:
@@ -65,8 +70,9 @@ def cases():
 
 
 @pytest.mark.parametrize(("world", "name"), list(cases()))
-def test_check(battery, world, name):
+def test_check(battery, record_property, world, name):
     job, results = battery(world)
+    record_property("seconds", results.get(name, {"seconds": 0.0})["seconds"])
     if name == END:
         assert job.code == 0, job.text[-4000:]
         return
