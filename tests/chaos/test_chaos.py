@@ -21,7 +21,7 @@ ROUNDS = [
     ("os._exit", "elastic:2", 2),
 ]
 """Fault, world and seed; those of the same script are compared with the same training, which nothing strikes."""
-pytestmark = pytest.mark.xdist_group("chaos")  # the rounds share the training that nothing strikes
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("chaos")]  # they share a reference
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ PROBES = {
     f"OMPI_MCA_oob_tcp_keepalive_{name}": value for name, value in {"time": "5", "intvl": "2", "probes": "3"}.items()
 }
 """What activating the environment sets."""
-pytestmark = pytest.mark.xdist_group("hosts")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("hosts")]
 
 
 @pytest.fixture(scope="module")

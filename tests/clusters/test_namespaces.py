@@ -13,7 +13,7 @@ from tests.clusters.namespaces import NoHosts, address, hosts
 
 KIB = 1024
 DOWNLOAD = ["sh", "-c", f"ssh host2 'head -c {4096 * KIB} /dev/zero' | wc -c"]
-pytestmark = pytest.mark.xdist_group("hosts")  # which each take a core for some time
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("hosts")]  # which each take a core for some time
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ import pytest
 
 from tests.launching import launcher, run
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).with_name("control_script.py")
 TIMEOUT_S = 90
 

@@ -10,6 +10,8 @@ import pytest
 from hvdtrain.checkpoint.naming import complete
 from tests.launching import launcher, run
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).with_name("interrupted_script.py")
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.launching import launcher, run
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).with_name("world_script.py")
 RANKS = 4
 

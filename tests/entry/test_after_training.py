@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.launching import errors_of, run, train_all, use_all
 
-pytestmark = pytest.mark.xdist_group("after")  # one process makes the runs that these tests use
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("after")]  # one process makes the runs that these tests use
 CLASSES = ("blue", "green", "red")
 LINE = "one two three four five six seven eight nine ten\n"
 TEXT = LINE * 60

@@ -8,6 +8,8 @@ import pytest
 
 from tests.launching import hvdtrain, launcher, run
 
+pytestmark = pytest.mark.extended
+
 DATA = """\
     import numpy as np
 

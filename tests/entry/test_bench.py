@@ -15,7 +15,7 @@ from hvdtrain.bench.results import read_results
 from tests.awake import awake_seconds
 from tests.launching import hvdtrain, job_environment, start
 
-pytestmark = pytest.mark.xdist_group("bench")  # one process makes the report that these tests look at
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("bench")]  # they share a report
 TINY = "--models digits --ranks 2 --batch 16 --scaling strong --rounds 1 --windows 1 --warm-up 1 --steps 2"
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.launching import hvdtrain, run
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = """\
     import sys
     import keras

@@ -8,7 +8,7 @@ import pytest
 from tests.entry.docs.pages import blocks_of
 from tests.launching import hvdtrain, launcher, run
 
-pytestmark = pytest.mark.xdist_group("context_parallel")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("context_parallel")]
 SMALL = ["--max-steps", "4", "--batch", "8", "--model-args", "depth", "1", "width", "32"]
 
 
@@ -33,7 +33,6 @@ def test_a_recipe_trains_on_slices_of_its_sequences_as_in_one_process(tmp_path):
 EXPERTS = ["experts", "4", "every", "1", "capacity_factor", "0", "--data-args", "length", "64"]
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("recipe", "axes", "more"),
     [

@@ -14,6 +14,8 @@ from tests.entry.test_mistakes import refused
 from tests.launching import errors_of, hvdtrain, launcher, run, train_all
 from tests.unit.images import tar_of, write_folders
 
+pytestmark = pytest.mark.extended
+
 IMAGES = ["--data", "class_folders", "--model", "small_cnn", "--batch", "8", "--epochs", "2", "--plots", "False"]
 
 VISITS = """

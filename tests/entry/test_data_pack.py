@@ -13,6 +13,8 @@ import pytest
 from tests.awake import awake_seconds
 from tests.launching import hvdtrain, job_environment
 
+pytestmark = pytest.mark.extended
+
 IMAGES = "cifar10-train.tar.gz"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launching import launcher, run
 
-pytestmark = pytest.mark.xdist_group("exact_resume")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("exact_resume")]
 
 SCRIPT = """\
     import json, os, signal, sys

@@ -12,6 +12,8 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.state.whole_hash import digest_of
 from tests.launching import hvdtrain, run
 
+pytestmark = pytest.mark.extended
+
 SMALL = "--batch 8 --warmup-steps 0 --model-args depth 1 heads 2 experts 4 every 1 width {width} capacity_factor"
 RUN = "--data-args length 64 --max-steps 4 --log-every 2 --plots False --tensorboard False --run-dir"
 CHOICES = 2 * 8 * 64
@@ -54,17 +56,14 @@ def test_dropped_tokens_are_logged(tmp_path):
         assert step["dropped_share"] == pytest.approx(step["dropped_tokens"] / (count * CHOICES), rel=1e-5)
 
 
-ALL_ONLY = pytest.mark.extended
-
-
 @pytest.mark.parametrize(
     "words",
     [
         "--parallel dp=2,ep=2 --zero 3",
-        pytest.param("--parallel dp=2,ep=2", marks=ALL_ONLY),
-        pytest.param("--parallel ep=2,tp=2 --zero 1", marks=ALL_ONLY),
-        pytest.param("--parallel cp=2,ep=2", marks=ALL_ONLY),
-        pytest.param("--parallel pp=2,ep=2 --recompute", marks=ALL_ONLY),
+        "--parallel dp=2,ep=2",
+        "--parallel ep=2,tp=2 --zero 1",
+        "--parallel cp=2,ep=2",
+        "--parallel pp=2,ep=2 --recompute",
     ],
 )
 def test_four_ranks_train_save_and_export_what_one_process_does(tmp_path, words):

@@ -7,6 +7,8 @@ import pytest
 
 from tests.launching import launcher, run
 
+pytestmark = pytest.mark.extended
+
 
 def test_two_ranks_sum_and_learn_alike_in_both_dtypes(tmp_path):
     pytest.importorskip("horovod", reason="horovod is not installed")

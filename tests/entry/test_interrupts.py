@@ -13,6 +13,8 @@ from hvdtrain.checkpoint.naming import complete
 from tests.awake import awake_seconds
 from tests.launching import job_environment, launcher
 
+pytestmark = pytest.mark.extended
+
 CHATTER = re.compile(r"oneDNN custom|cpu_feature_guard|cudart_stub|cuInit|absl::InitializeLog|To enable the following")
 
 

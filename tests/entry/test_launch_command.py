@@ -8,6 +8,8 @@ import pytest
 
 from tests.launching import has_launcher, job_environment, run
 
+pytestmark = pytest.mark.extended
+
 TRAIN = ["digits", "--max-steps", "2", "--run-dir", "run"]
 LAUNCH = [sys.executable, "-m", "hvdtrain", "launch"]
 

@@ -14,7 +14,7 @@ import pytest
 from tests.entry.stub_machine import BASH, REPO
 from tests.launching import job_environment
 
-pytestmark = pytest.mark.xdist_group("launch_schedulers")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("launch_schedulers")]
 
 RANKS = """
 echo "{name} $*" >>"$CALLS"

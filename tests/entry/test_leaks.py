@@ -8,6 +8,8 @@ import pytest
 
 from tests.launching import launcher, run
 
+pytestmark = pytest.mark.extended
+
 FROM, TO, TO_WITH_LEAK = 690, 2_690, 1_090
 """Measured over 2,000 steps: until then caches, pools and the allocator's arenas have filled."""
 WINDOW = 40
@@ -72,7 +74,6 @@ SCRIPT = f"""\
 """
 
 
-@pytest.mark.extended
 def test_2000_steps_take_no_more_memory_files_or_threads(tmp_path):
     pytest.importorskip("horovod", reason="horovod is not installed")
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))

@@ -10,7 +10,7 @@ from hvdtrain.runtime.control.mpi_library import _short
 from tests.launching import job_environment
 from tests.unit import launcher_environments as started_by
 
-pytestmark = pytest.mark.xdist_group("lone_ranks")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("lone_ranks")]
 
 INIT = "import hvdtrain; hvdtrain.init(); print('went on')"
 FACE = "import hvdtrain.horovod as hvd; hvd.init(); print('went on')"

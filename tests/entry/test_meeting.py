@@ -19,6 +19,7 @@ from tests.awake import awake_seconds
 from tests.launching import has_launcher, hvdtrain, job_environment
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.xdist_group("meeting"),
     pytest.mark.skipif(not has_launcher("horovodrun"), reason="Horovod is not installed"),
 ]

@@ -84,6 +84,7 @@ print(f"TRAINED {steps} {shared!r} {kinds[0]}\\n", end="", flush=True)
 """
 
 
+@pytest.mark.extended
 def test_the_example_of_keras_2_trains_and_the_ranks_agree(tmp_path):
     text = "\n".join([AROUND_LEGACY, LEGACY, AFTER_LEGACY])
     (tmp_path / "train.py").write_text(text)
@@ -121,6 +122,7 @@ def elastic_job(folder, script, hosts):
     return run(command, cwd=folder, timeout=150, HOROVOD_CYCLE_TIME="0.5")
 
 
+@pytest.mark.extended
 def test_the_elastic_example_outlives_a_rank(tmp_path):
     script = ELASTIC.replace("callbacks = [\n", "callbacks = [\n        Dying(),\n")
     end = "history = train(state)\nprint('DONE', hvd.size(), state.epoch, len(history.epoch), flush=True)\n"
@@ -130,13 +132,16 @@ def test_the_elastic_example_outlives_a_rank(tmp_path):
     assert "DONE 1 5 3" in job.out, job.text[-6000:]
 
 
-@pytest.mark.parametrize("text", [FIT, TAPE, RESNET, ELASTIC, LEGACY])
+@pytest.mark.parametrize(
+    "text", [FIT, TAPE, RESNET, ELASTIC, LEGACY], ids=["fit", "tape", "resnet", "elastic", "legacy"]
+)
 def test_doctor_has_nothing_to_say_of_the_examples(tmp_path, text):
     (tmp_path / "train.py").write_text(text)
     (judged,) = analyse([tmp_path / "train.py"], {}).judged
     assert {finding.verdict for finding in judged.findings} == {"works as is"}
 
 
+@pytest.mark.extended
 def test_doctor_reads_and_rewrites_a_script(tmp_path):
     before = FIT.replace("hvdtrain.horovod.keras", "horovod.tensorflow.keras")
     (tmp_path / "train.py").write_text(before)

@@ -8,7 +8,7 @@ import pytest
 from tests.entry.docs.pages import blocks_of
 from tests.launching import hvdtrain, launcher, run
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("pipeline")]
 OPTIONS = ("--model", "mlp", "--model-args", "width", "32", "--accumulate", "4", "--seed", "3")
 
 

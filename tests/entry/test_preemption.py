@@ -100,6 +100,7 @@ def saved_step(text):
     return step
 
 
+@pytest.mark.extended
 def test_a_run_that_is_preempted_twice_and_damaged_ends_as_one_at_a_stretch(tmp_path):
     whole = hvdtrain("mpirun", 2, "digits", "--epochs", "20", "--run-dir", "whole", "--plots", "False", cwd=tmp_path)
     assert whole.code == 0, whole.text[-3000:]
@@ -127,12 +128,19 @@ def hash_of(run):
     return json.loads((run / "summary.json").read_text())["parameter_hash"]
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpirun"])
-def test_a_script_that_saves_stops_where_its_launcher_is_warned(tmp_path, controller):
+@pytest.mark.parametrize(
+    ("controller", "number"),
+    [
+        ("gloo", signal.SIGTERM),
+        pytest.param("gloo", signal.SIGUSR1, marks=pytest.mark.extended),
+        pytest.param("mpirun", signal.SIGUSR1, marks=pytest.mark.extended),
+    ],
+)
+def test_a_script_that_saves_stops_where_its_launcher_is_warned(tmp_path, controller, number):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     with Job(controller, 2, ["script.py"], tmp_path) as job:
         job.wait_for("epoch 1")
-        os.kill(job.process.pid, signal.SIGUSR1)
+        os.kill(job.process.pid, number)
         code, text = job.ends()
     assert code == 75, text[-3000:]
     assert "not reached" not in text

@@ -13,7 +13,7 @@ from hvdtrain.recipes.registry import RECIPES
 from tests.launching import hvdtrain, train_all
 from tests.unit.images import write_folders
 
-pytestmark = pytest.mark.xdist_group("recipes")  # one process makes the runs, in two launches
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("recipes")]  # one process makes the runs, in two launches
 TRIED_ELSEWHERE = {"digits"}
 TINY_IMAGES = "--data-args samples 16 size 16"
 WORDS = {

@@ -5,8 +5,12 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from tests.launching import hvdtrain, launcher, run
 from tests.unit.checkpoint.test_lock import HOLDER
+
+pytestmark = pytest.mark.extended
 
 SCRIPT = """\
     import keras

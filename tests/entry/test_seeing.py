@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.runtime.tracing.merge import EXCHANGE
 from tests.launching import launcher, run
 
-pytestmark = pytest.mark.xdist_group("seeing")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("seeing")]
 
 DATA = """\
     import numpy as np

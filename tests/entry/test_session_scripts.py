@@ -4,7 +4,11 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launching import launcher, run
+
+pytestmark = pytest.mark.extended
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/migration.md").read_text(encoding="utf-8")

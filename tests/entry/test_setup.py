@@ -14,6 +14,8 @@ import pytest
 from tests.awake import awake_seconds
 from tests.entry.stub_machine import PYTHON, Machine
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:

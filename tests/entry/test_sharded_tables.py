@@ -6,6 +6,8 @@ import pytest
 
 from tests.launching import hvdtrain
 
+pytestmark = pytest.mark.extended
+
 DLRM = "--batch 8 --data-args samples 60 rows 20 --model-args rows 20 dim 4 width 8 --epochs 1 --log-every 4"
 RUN = "--plots False --tensorboard False --run-dir"
 

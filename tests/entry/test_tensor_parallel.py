@@ -9,7 +9,7 @@ import pytest
 from tests.entry.docs.pages import blocks_of
 from tests.launching import hvdtrain, launcher, run
 
-pytestmark = pytest.mark.xdist_group("tensor_parallel")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("tensor_parallel")]
 SMALL = ["--max-steps", "4", "--model-args", "depth", "1", "width", "32", "heads", "4", "dropout", "0.0"]
 
 

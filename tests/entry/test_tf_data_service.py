@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launching import job_environment, launcher, run
+
+pytestmark = pytest.mark.extended
 
 PAGE = (Path(__file__).parents[2] / "docs/migration.md").read_text(encoding="utf-8")
 ON_THE_PAGE = re.search(r"## Reading from tf\.data service.*?```python\n(.*?)```", PAGE, re.DOTALL)[1]

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from hvdtrain.checkpoint.selection import find_checkpoint
+from tests.entry.docs.pages import blocks_of
 from tests.launching import hvdtrain
 
 pytestmark = pytest.mark.xdist_group("runs")  # one process makes the runs that these tests look at
@@ -20,15 +21,15 @@ FILES = {
 }  # fmt: skip
 WORLDS = [
     ("none", 1),
-    ("gloo", 1),
     ("gloo", 2),
     ("mpirun", 2),
-    ("mpirun", 4),
     ("horovodrun", 2),
+    pytest.param("gloo", 1, marks=pytest.mark.extended),
+    pytest.param("mpirun", 4, marks=pytest.mark.extended),
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Two epochs of digits for each launcher and number of ranks, each run once, when a test first asks for it."""
     done = {}
@@ -36,9 +37,11 @@ def runs(tmp_path_factory):
     def run_of(controller, size):
         if (controller, size) not in done:
             folder = tmp_path_factory.mktemp(f"{controller}-{size}")
-            job = hvdtrain(controller, size, "digits", "--epochs", "2", "--run-dir", "run", cwd=folder)
+            where = [] if controller == "horovodrun" else ["--run-dir", "run"]
+            job = hvdtrain(controller, size, "digits", "--epochs", "2", *where, cwd=folder)
             assert job.code == 0, job.text[-4000:]
-            done[controller, size] = job, folder / "run"
+            (made,) = folder.glob("run" if where else "runs/*")
+            done[controller, size] = job, made
         return done[controller, size]
 
     return run_of
@@ -86,19 +89,25 @@ def test_a_log_gets_plain_lines_from_the_first_rank_only(runs):
     job, _ = runs("mpirun", 2)
     assert "\x1b" not in job.out
     assert job.out.count("batch       64 samples, 32 per rank") == 1
-    assert (
-        len(
-            re.findall(
-                r"epoch 2/2  loss \d\.\d{4}  accuracy \d\.\d{4}  val_loss \d\.\d{4}  val_accuracy \d\.\d{4}", job.out
-            )
-        )
-        == 1
-    )
+    last_epoch = r"epoch 2/2  loss \d\.\d{4}  accuracy \d\.\d{4}  val_loss \d\.\d{4}  val_accuracy \d\.\d{4}"
+    assert len(re.findall(last_epoch, job.out)) == 1
     assert "Error" not in job.text
     assert "rror" not in runs("none", 1)[0].text
 
 
-@pytest.mark.parametrize("size", [1, 4])
+def shapes_of(output):
+    """The lines of a run's output without horovodrun's tags, the launcher's choice and all numbers."""
+    lines = [re.sub(r"^\[[\d,]+\]<std(?:out|err)>:", "", line).strip() for line in output.splitlines()]
+    lines = [re.sub(r"\((?:mpi|gloo)\)", "(mpi)", line) for line in lines if line]
+    return {re.sub(r"\s+", " ", re.sub(r"\d[\d.,:-]*", "0", line)) for line in lines}
+
+
+def test_the_readme_shows_what_a_run_prints(runs):
+    (example,) = (block for block in blocks_of("README.md", "") if "run folder" in block.text)
+    assert shapes_of(example.text) - {"..."} <= shapes_of(runs("horovodrun", 2)[0].out)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.extended)])
 def test_evaluate_says_what_training_said(runs, size):
     _, folder = runs("mpirun", 2)
     controller = "none" if size == 1 else "gloo"
@@ -112,6 +121,7 @@ def test_evaluate_says_what_training_said(runs, size):
     (folder / "evaluation.json").unlink()
 
 
+@pytest.mark.extended
 def test_its_own_config_reproduces_a_run(runs, tmp_path):
     _, folder = runs("none", 1)
     declared = yaml.safe_load((folder / "config.yaml").read_text())
@@ -172,6 +182,7 @@ def test_a_resumed_run_ends_like_one_at_a_stretch(runs, tmp_path):
     assert steps == sorted(set(steps)), "steps that were taken twice stand twice"
 
 
+@pytest.mark.extended
 def test_without_horovod_one_process_trains_and_two_say_what_is_missing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None  # as if it were not there\n")
     alone = hvdtrain("none", 1, "--epochs", "1", "--run-dir", "a", cwd=tmp_path, PYTHONPATH=str(tmp_path))

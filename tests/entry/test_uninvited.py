@@ -11,7 +11,7 @@ import pytest
 
 from tests.launching import has_launcher, job_environment, launcher
 
-pytestmark = pytest.mark.xdist_group("uninvited")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("uninvited")]
 
 KEY = "key-of-another-service"
 SCOPES = ("global", "local_localhost", "cross_0", "hvdtrain-lobby-0", "worker_addresses")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.launching import hvdtrain, use_all
 
-pytestmark = pytest.mark.xdist_group("update_rules")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("update_rules")]
 DIGITS = ["digits", "--epochs", "2", "--run-dir"]
 
 

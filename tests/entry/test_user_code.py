@@ -8,6 +8,8 @@ import pytest
 
 from tests.launching import errors_of, hvdtrain, train_all
 
+pytestmark = pytest.mark.extended
+
 MODEL = """\
     import keras
 

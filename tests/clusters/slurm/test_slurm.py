@@ -21,7 +21,7 @@ from tests.clusters.namespaces import NoHosts
 from tests.clusters.slurm.cluster import cluster as made_cluster
 from tests.launching import has_launcher
 
-pytestmark = pytest.mark.xdist_group("slurm")
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("slurm")]
 
 ROOT = Path(__file__).parents[3]
 PMIX = Path("/usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so")

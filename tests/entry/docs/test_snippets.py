@@ -10,7 +10,7 @@ import pytest
 from tests.entry.docs.pages import PAGES, ROOT, blocks_of
 from tests.launching import launcher, run
 
-pytestmark = pytest.mark.xdist_group("docs")  # one process runs the pages that these tests look at
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("docs")]  # they share a launch
 
 ELSEWHERE = {
     "docs/backends.md": "several replicas in one process, without a launcher: test_commands.py",

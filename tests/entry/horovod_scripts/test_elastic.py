@@ -9,6 +9,8 @@ import pytest
 from tests.entry.horovod_scripts.rewriting import HERE, environment_of, write_scripts
 from tests.launching import launcher, run
 
+pytestmark = pytest.mark.extended
+
 JOBS = [
     ("keras_3", "keras_mnist_elastic", "--steps 16 --epochs 4"),
     ("tf_keras", "keras_mnist_elastic", "--steps 16 --epochs 4"),

@@ -17,6 +17,8 @@ from PIL import Image
 from tests.entry.horovod_scripts.rewriting import HERE, environment_of, write_scripts
 from tests.launching import launcher, run
 
+pytestmark = pytest.mark.extended
+
 EXAMPLES = {
     "tensorflow2_keras_mnist": "--steps 20 --epochs 4",
     "tensorflow2_mnist": "--batches 30",
