@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from tests.awake import awake_seconds
 from tests.launching import hvdtrain, launcher, run
 
 pytestmark = pytest.mark.xdist_group("backends")  # one process makes the run that the others are held against
@@ -48,6 +47,7 @@ def test_replicas_of_one_process_go_on_where_they_were(tmp_path, reference):
     assert summary["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
 
 
+@pytest.mark.extended
 def test_workers_find_one_another_under_any_launcher(tmp_path, reference):
     words = ("digits", "--backend", "multi_worker_mirrored", "--communication", "ring", "--max-steps", STEPS)
     job, summary = trained("gloo", 2, *words, "--run-dir", "run", cwd=tmp_path)
@@ -56,6 +56,7 @@ def test_workers_find_one_another_under_any_launcher(tmp_path, reference):
     assert_same(summary, reference)
 
 
+@pytest.mark.extended
 def test_workers_train_digits_on_a_parameter_server(tmp_path):
     words = ("digits", "--backend", "parameter_server", "--epochs", "10", "--run-dir", "run")
     job, summary = trained("mpirun", 4, *words, cwd=tmp_path)
@@ -78,13 +79,12 @@ def test_workers_train_digits_on_a_parameter_server(tmp_path):
     assert evaluation["parameter_hash"] == summary["parameter_hash"]
 
 
+@pytest.mark.extended
 def test_a_worker_that_is_killed_ends_the_job(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
-    begin = awake_seconds()
     job = run([*launcher("gloo", 3), sys.executable, "killed.py"], cwd=tmp_path, timeout=100)
     assert "trains" in job.out
     assert job.code != 0
-    assert awake_seconds() - begin < 60, "the others hung"
 
 
 KILLED = """\
@@ -109,22 +109,3 @@ print("trains", flush=True)
 pathlib.Path("begun").touch()
 trainer.fit(data, batch=8, epochs=100000, verbose=False)
 """
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ("--backend", "parameter_server"),
-            "--backend parameter_server needs a chief, a worker and a parameter server",
-        ),
-        (("--backend", "tpu"), "There is no TPU"),
-        (("--backend", "mirrored", "--compression", "bf16"), "--compression is not for --backend mirrored"),
-    ],
-)
-def test_what_a_backend_cannot_do_is_said_in_one_line(tmp_path, words, said):
-    job = hvdtrain("none", 1, "digits", *words, cwd=tmp_path)
-    assert job.code == 2
-    assert said in job.err
-    assert "Traceback" not in job.text
-    assert len(job.err.strip().splitlines()) == 1, job.err

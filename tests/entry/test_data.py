@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.entry.test_mistakes import refused
-from tests.launching import errors_of, hvdtrain, launcher, run, train_all
+from tests.launching import hvdtrain, launcher, run, train_all
 from tests.unit.images import tar_of, write_folders
 
 pytestmark = pytest.mark.extended
@@ -119,19 +119,6 @@ def test_a_data_service_decodes_the_same_samples(tmp_path, serving):
     assert figures["local"] == figures["address"] == figures["plain"]
 
 
-def test_a_data_service_that_does_not_fit_is_refused(tmp_path):
-    write_folders(tmp_path / "photos", each=20, kind="jpeg")
-    photos, nowhere = [*IMAGES, "--data-args", "path", "photos"], "grpc://localhost:1"
-    cases = [
-        (["digits", "--data-service", "local"], "--data-service is for samples that are read, decoded or augmented"),
-        ([*photos, "--data-service", nowhere], f"The service {nowhere} cannot be reached"),
-        (["digits", "--data-workers", "2"], "--data-workers is for --data-service local"),
-    ]
-    messages = errors_of([["train", *words] for words, _ in cases], cwd=tmp_path)
-    for message, (_, said) in zip(messages, cases, strict=True):
-        assert said in message
-
-
 def test_a_damaged_image_is_named_and_can_be_left_out(tmp_path):
     files = write_folders(tmp_path / "photos/train", each=20)
     held = write_folders(tmp_path / "photos/val", each=4)
@@ -175,39 +162,6 @@ def test_a_file_that_one_rank_does_not_have(tmp_path):
     )
 
 
-MISTAKES = [
-    (["--data", "class_folders"], ["--data-args path PATH"]),
-    (["--data", "class_folders", "--data-args", "path", "nowhere"], ["There is no", "nowhere", "HVDTRAIN_DATA"]),
-    (["--data-args", "pth", "x", "--data", "class_folders"], ["'pth'", "Perhaps you meant: path"]),
-    (["--tail", "drop", "--batch", "2000"], ["--tail drop would leave nothing"]),
-    (["--augment", "flop"], ["no augmentation 'flop'", "Perhaps you meant: flip"]),
-    (["--augment", "flip", "flip"], ["--augment names one change twice"]),
-    (["--augment", "mixup", "--loss", "mse", "--model-args", "width", "4"], ["--augment mixup blends labels"]),
-    (["--on-bad-record", "skip"], ["raise or skip:N"]),
-    (["--data-threads", "-1"], ["--data-threads must not be negative"]),
-]
-
-
-def test_mistakes_are_said(tmp_path):
-    messages = errors_of([["train", *words] for words, _ in MISTAKES], cwd=tmp_path)
-    for message, (_, said) in zip(messages, MISTAKES, strict=True):
-        assert all(word in message for word in said), message
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--tail", "cut"], ["--tail", "pad", "drop", "repeat"]),
-        (["--cache", "disk"], ["--cache", "memory", "file"]),
-        (["--data", "class_folders", "--data-args", "path", "nowhere"], ["There is no", "nowhere", "HVDTRAIN_DATA"]),
-    ],
-)
-def test_wrong_words(tmp_path, words, said):
-    refused(hvdtrain("none", 1, *words, cwd=tmp_path), *said)
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_becomes_of_the_tail_and_blended_labels(tmp_path):
     words = {name: f"--epochs 1 --batch 100 --tail {name} --run-dir {name}" for name in ("drop", "repeat")}
     words["mixup"] = "--epochs 3 --augment mixup --run-dir mixup"
@@ -225,15 +179,3 @@ def test_the_pipeline_against_the_step(tmp_path, controller, size):
     assert set(rates) == {"pipeline", "step", "together"}
     assert job.out.count("times as fast as the step") == 1
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--steps", "none"], ["--steps must be a positive number"]),
-        (["--run-dir", "run"], ["data bench writes nothing"]),
-        (["nosuch"], ["'nosuch'"]),
-    ],
-)
-def test_wrong_words_of_the_bench(tmp_path, words, said):
-    refused(hvdtrain("none", 1, "data", "bench", *words, cwd=tmp_path), *said)

@@ -43,14 +43,6 @@ def done(folder, *words):
     return job.out
 
 
-def refused(folder, *words):
-    job = typed(folder, *words)
-    assert job.code == 2, job.text[-4000:]
-    assert job.err.count("hvdtrain: error:") == 1, job.text[-4000:]
-    assert "Traceback" not in job.err
-    return job.err
-
-
 def flip_byte(file, place):
     data = bytearray(file.read_bytes())
     data[place] ^= 1
@@ -90,27 +82,6 @@ def test_damage_is_named_and_mended_by_packing_again(folder):
     done(folder, *words)
     assert [shard.read_bytes() for shard in shards] == whole
     assert "nothing is damaged" in done(folder, "inspect", "packed")
-
-
-def test_mistakes_are_said_once_and_without_a_traceback(folder):
-    (folder / "other").mkdir()
-    (folder / "other" / "precious").write_text("mine")
-    assert "holds something else (precious)" in refused(folder, "pack", "images", "other")
-    assert [file.name for file in (folder / "other").iterdir()] == ["precious"]
-    assert "There is no " in refused(folder, "pack", "imagse", "packed")
-    assert "not allowed with argument" in refused(
-        folder, "pack", "images", "packed", "--shards", "2", "--shard-mb", "9"
-    )
-    assert "Perhaps you meant: inspect." in refused(folder, "inspekt", "images")
-    assert "There is no " in refused(folder, "inspect", "nothing")
-    assert not (folder / "packed").exists()
-
-
-def test_help_is_fast_and_imports_no_tensorflow(folder):
-    for words in ((), ("--help",), ("pack", "--help"), ("inspect", "--help")):
-        assert "usage: " in done(folder, *words)
-    code = "import sys; from hvdtrain.cli import data_inspect, data_pack; sys.exit('tensorflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
 
 
 # Killed midway

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from tests.awake import awake_seconds
 from tests.launching import hvdtrain, launcher, run
 
 
@@ -21,67 +20,36 @@ def refused(job, *words):
     assert not re.search(ours, job.err), job.text[-4000:]
 
 
-@pytest.mark.parametrize(("controller", "size"), [("none", 1), ("gloo", 2), ("mpirun", 2)])
-def test_unknown_option(tmp_path, controller, size):
-    job = hvdtrain(controller, size, "digits", "--epoch", "3", cwd=tmp_path)
+@pytest.mark.parametrize("controller", [pytest.param("gloo", marks=pytest.mark.extended), "mpirun"])
+def test_unknown_option(tmp_path, controller):
+    job = hvdtrain(controller, 2, "digits", "--epoch", "3", cwd=tmp_path)
     refused(job, "--epoch", "--epochs")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_batch_that_does_not_divide(tmp_path):
-    refused(hvdtrain("mpirun", 2, "--batch", "63", cwd=tmp_path), "63", "2 ranks", "--batch")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["digts"], ["'digts'", "Perhaps you meant: digits"]),
-        (["evalute", "run"], ["'evalute'", "Perhaps you meant: evaluate"]),
-        (["--epochs", "many"], ["--epochs", "many"]),
-        (["--epochs", "0"], ["--epochs", "at least 1"]),
-        (["--model", "smal_cnn"], ["'smal_cnn'", "Perhaps you meant: small_cnn"]),
-        (["--model-args", "widht", "8"], ["'widht'", "Perhaps you meant: width"]),
-        (["--optimizer", "adm"], ["'adm'", "Perhaps you meant: adam"]),
-        (["--data", "digit"], ["'digit'", "Perhaps you meant: digits"]),
-        (["--config", "missing.yaml"], ["missing.yaml", "No such file"]),
-        (["--resume", "missing"], ["--resume missing", "no run"]),
-        (["evaluate", "missing"], ["missing", "no run"]),
-    ],
-)
-def test_wrong_words(tmp_path, words, said):
-    refused(hvdtrain("none", 1, *words, cwd=tmp_path), *said)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_config_file_with_an_unknown_key(tmp_path):
-    (tmp_path / "run.yaml").write_text("training: {epochs: 2, epocs: 3}\n")
-    refused(hvdtrain("none", 1, "--config", "run.yaml", cwd=tmp_path), "run.yaml", "training.epocs")
-
-
-def test_a_run_folder_that_is_taken_or_impossible(tmp_path):
+@pytest.mark.extended
+def test_a_run_folder_that_is_taken(tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "precious").write_text("mine")
-    (tmp_path / "file").write_text("in the way")
     refused(hvdtrain("mpirun", 2, "--run-dir", "taken", cwd=tmp_path), "--run-dir taken", "not empty", "--resume")
-    refused(hvdtrain("none", 1, "--run-dir", "file/run", cwd=tmp_path), "--run-dir file/run", "cannot be created")
     assert [path.name for path in taken.iterdir()] == ["precious"]
     assert (taken / "precious").read_text() == "mine"
-    assert (tmp_path / "file").read_text() == "in the way"
 
 
-@pytest.mark.parametrize(("controller", "size"), [("none", 1), ("mpirun", 2)])
-def test_a_nan_in_the_data_is_named_with_its_step(tmp_path, controller, size):
+@pytest.mark.extended
+def test_a_nan_in_the_data_is_named_with_its_step(tmp_path):
     words = ["--data", "synthetic_images", "--data-args", "size", "8", "channels", "1", "samples", "256"]
     words += ["nan_at", "70", "--shuffle", "False", "--run-dir", "run"]
     # A checkpoint is due before the next logged step: it must not hold what the NaN left.
     words += ["--checkpoint-every", "3"]
-    job = hvdtrain(controller, size, *words, cwd=tmp_path)
+    job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
     refused(job, "The data hold NaN or infinite values at step 2 (epoch 1)")
     assert not (tmp_path / "run" / "summary.json").exists()
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.extended
 def test_ranks_with_different_configurations(tmp_path):
     words = [sys.executable, "-m", "hvdtrain", "--run-dir", "run"]
     job = run(
@@ -93,14 +61,11 @@ def test_ranks_with_different_configurations(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.extended
 def test_a_mistake_on_one_rank_only(tmp_path):
     words = [sys.executable, "-m", "hvdtrain", "--run-dir", "run"]
     job = run([*launcher("mpirun", 1), *words, ":", "-np", "1", *words, "--epocs", "3"], cwd=tmp_path, timeout=100)
     refused(job, "--epocs", "rank 1")
-
-
-def test_one_process_backend_under_a_launcher(tmp_path):
-    refused(hvdtrain("gloo", 2, "--backend", "single", cwd=tmp_path), "--backend single", "--backend horovod")
 
 
 CRASH = """\
@@ -120,13 +85,12 @@ trainer.fit(data, batch=8, epochs=1000, verbose=False)
 """
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpirun"])
+@pytest.mark.parametrize("controller", [pytest.param("gloo", marks=pytest.mark.extended), "mpirun"])
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path, controller):
     (tmp_path / "crash.py").write_text(CRASH)
-    begin = awake_seconds()
     job = run([*launcher(controller, 2), sys.executable, "crash.py"], cwd=tmp_path, timeout=150)
     assert job.code != 0
     assert job.text.count("ZeroDivisionError: the file is broken") == 1, job.text[-4000:]
     assert "rank 1" in job.text
     assert "HorovodInternalError" not in job.text, job.text[-4000:]
-    assert awake_seconds() - begin < 60, "the other rank hung"
+    assert "hangs" not in job.text, job.text[-4000:]

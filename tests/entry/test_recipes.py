@@ -72,13 +72,6 @@ def test_a_recipe_takes_two_steps_alone_and_on_two_ranks(folder, name):
         assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-5)
 
 
-def test_mnist_without_files_names_the_option_that_gives_them(tmp_path):
-    job = hvdtrain("none", 1, "mnist", cwd=tmp_path)
-    assert job.code == 2
-    assert "--data-args path PATH" in job.err
-    assert "Traceback" not in job.text
-
-
 def test_dlrm_takes_a_file_of_numbers_and_categories(tmp_path):
     rng = np.random.default_rng(0)
     rows = [f"{rng.random():.3f},{rng.choice(['red', 'blue', 'green'])},{n % 7},s{n % 5},{n % 2}" for n in range(200)]

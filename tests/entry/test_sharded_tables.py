@@ -33,17 +33,3 @@ def test_dlrm_on_two_ranks_with_divided_tables_is_that_of_one_process(tmp_path):
     import keras  # without this package's layers
 
     assert keras.models.load_model(tmp_path / "whole.keras").count_params() == one["parameters"]
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        ("digits --embedding-sharding row", "divides the tables of --model dlrm among ranks"),
-        ("dlrm --embedding-sharding row --parallel tp=2", "Name ep there, or leave it out"),
-    ],
-)
-def test_tables_that_cannot_be_divided_are_refused(tmp_path, words, cause):
-    job = hvdtrain("none", 1, *words.split(), cwd=tmp_path)
-    assert job.code == 2
-    assert cause in job.err
-    assert "Traceback" not in job.text

@@ -56,12 +56,6 @@ def test_what_cannot_be_split_ends_the_job_with_its_name(tmp_path, words, said):
     assert said in job.text
 
 
-def test_an_option_that_does_nothing_is_refused(tmp_path):
-    job = hvdtrain("none", 1, "gpt_char", "--sequence-parallel", "--run-dir", "run", cwd=tmp_path)
-    assert job.code == 2
-    assert "--sequence-parallel has no effect without --parallel tp=N" in job.text
-
-
 def test_a_layout_is_needed_where_ranks_are_laid_out_along_tp(tmp_path):
     script = """
 import keras, numpy as np, hvdtrain

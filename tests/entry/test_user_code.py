@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from tests.launching import errors_of, hvdtrain, train_all
+from tests.launching import hvdtrain, train_all
 
 pytestmark = pytest.mark.extended
 
@@ -104,25 +104,6 @@ def test_arguments_loss_and_metrics_are_the_users_and_those_of_a_recipe_are_not(
     assert 0 < summary["val_sparse_top_k_categorical_accuracy"] <= 1
     assert summary["steps"] == 1
     assert summary_of(folder / "recipe")["epochs"] == 2
-
-
-MISTAKES = [
-    (["--model", "mypkg.mymodle:build"], ["no module 'mypkg.mymodle'", "working folder", "mypkg.mymodel."]),
-    (["--model", "mypkg.mymodel:buidl"], ["has no 'buidl'", "Perhaps you meant: build."]),
-    (["--model", "mypkg.mymodel:nothing", "--loss", "mse"], ["must return a keras.Model", "Received: None"]),
-    (["--model", "mypkg.mymodel:broken"], ["says nothing of its loss", "--loss"]),
-    (["--model-args", "wdth", "8"], ["takes no argument 'wdth'", "Perhaps you meant: width."]),
-    (["--model", "small_cnn"], ["[height, width, channels]", "(4,)"]),
-    (["--model-args", "classes", "3"], ["labels of --data mypkg.mydata:build (training) reach 3", "3 outputs"]),
-    (["--data", "mypkg.streams:endless"], ["The dataset never ends: pass --steps-per-epoch N."]),
-]
-
-
-def test_mistakes_in_it_are_said(folder):
-    messages = errors_of([[*OWN, *words, "--run-dir", "run"] for words, _ in MISTAKES], cwd=folder)
-    for message, (_, said) in zip(messages, MISTAKES, strict=True):
-        assert all(word in message for word in said), message
-    assert not (folder / "run").exists()
 
 
 def test_a_mistake_in_it_is_said_once_and_without_a_traceback(folder):

@@ -1,0 +1,63 @@
+"""Command lines that `train` and `data bench` refuse in one process, in the words of the command line."""
+
+import pytest
+
+from hvdtrain.cli.data_bench import main as data_bench
+from hvdtrain.cli.train import parse
+from hvdtrain.config.errors import UserError, on_command_line
+from hvdtrain.runs.run import train
+from hvdtrain.training.options import step_options
+
+CASES = [
+    ("--model smal_cnn", ["'smal_cnn'", "Perhaps you meant: small_cnn"]),
+    ("--model-args widht 8", ["'widht'", "Perhaps you meant: width"]),
+    ("--optimizer adm", ["'adm'", "Perhaps you meant: adam"]),
+    ("--data digit", ["'digit'", "Perhaps you meant: digits"]),
+    ("--data class_folders", ["--data-args path PATH"]),
+    ("--data class_folders --data-args path nowhere", ["There is no", "nowhere", "HVDTRAIN_DATA"]),
+    ("--data class_folders --data-args pth x", ["'pth'", "Perhaps you meant: path"]),
+    ("mnist", ["--data-args path PATH"]),
+    ("--tail drop --batch 2000", ["--tail drop would leave nothing"]),
+    ("--tail cut", ["--tail", "pad", "drop", "repeat"]),
+    ("--cache disk", ["--cache", "memory", "file"]),
+    ("--augment flop", ["no augmentation 'flop'", "Perhaps you meant: flip"]),
+    ("--augment flip flip", ["--augment names one change twice"]),
+    ("--augment mixup --loss mse --model-args width 4", ["--augment mixup blends labels"]),
+    ("--on-bad-record skip", ["raise or skip:N"]),
+    ("--data-threads -1", ["--data-threads must not be negative"]),
+    ("--data-service local", ["--data-service is for samples that are read, decoded or augmented"]),
+    ("--data-workers 2", ["--data-workers is for --data-service local"]),
+    ("--zero 1 --local-steps 2", ["--zero needs every rank's gradients", "leave out --zero or --local-steps."]),
+    ("gpt_char --sequence-parallel", ["--sequence-parallel has no effect without --parallel tp=N"]),
+    ("--embedding-sharding row", ["divides the tables of --model dlrm among ranks"]),
+    ("dlrm --embedding-sharding row --parallel tp=2", ["Name ep there, or leave it out"]),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), CASES, ids=[line for line, _ in CASES])
+def test_a_run_that_cannot_be_trained_is_refused_and_leaves_no_folder(session, tmp_path, monkeypatch, line, parts):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as raised:
+        train(session, parse(line.split()).config, tmp_path / "run")
+    message = " ".join(on_command_line(raised.value.message).split())
+    assert all(part in message for part in parts), message
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_option_that_a_backend_lacks_is_refused():
+    with pytest.raises(UserError) as raised:
+        step_options({"compression": "bf16"}).check_backend("mirrored", ("compression",))
+    assert "--compression is not for --backend mirrored: leave it out" in on_command_line(raised.value.message)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("--steps none", "--steps must be a positive number. Received: none."),
+        ("--run-dir run", "data bench writes nothing: leave out --run-dir and --resume."),
+        ("nosuch", "Unknown recipe 'nosuch'"),
+    ],
+)
+def test_data_bench_refuses_what_it_does_not_take(capsys, line, part):
+    assert data_bench(line.split()) == 2
+    assert part in capsys.readouterr().err
