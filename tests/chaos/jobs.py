@@ -17,9 +17,9 @@ from tests.launching import start
 
 _MARK = "HVDTRAIN_CHAOS_JOB"
 """Environment variable that every process of a job inherits."""
-_LINGER_S = 20.0
+_LINGER_S = 60.0
 """Seconds that the processes of a job have to end in after their launcher."""
-_CUT_OFF_S = 30.0
+_CUT_OFF_S = 60.0
 """The same for ranks that cannot be reached."""
 
 

@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
 
 import hvdtrain
+from hvdtrain.checkpoint.naming import complete
 
 hvdtrain.init()
 folder, *kill = sys.argv[1:]
@@ -37,7 +39,8 @@ class Kill(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         if kill and [hvdtrain.rank(), self.steps] == [int(word) for word in kill]:
-            time.sleep(2.0)  # the checkpoint of the sixth step is written meanwhile
+            while "step-00000006" not in (path.name for path in complete(Path(folder))):
+                time.sleep(0.05)  # it is written meanwhile
             os.kill(os.getpid(), signal.SIGKILL)
 
 

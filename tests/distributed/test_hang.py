@@ -1,5 +1,6 @@
 """Jobs that hang end, with the names of the ranks that hold them up; slow ones do not."""
 
+import functools
 import re
 import sys
 
@@ -11,16 +12,18 @@ from tests.launching import launcher, run
 pytestmark = pytest.mark.xdist_group("hang")  # one process starts the jobs that these tests look at
 WELL_S = 6.0
 """The timeout of the job that is not to be ended: a busy machine keeps ranks waiting for seconds."""
+PATIENCE_S = 60.0
+"""Other tests run beside these; `python -m tests.chaos --matrix` measures how long it takes."""
+LOOP, C_CODE = Cell("endless loop", 1, "mpirun"), Cell("C code", 1, "gloo")
 CELLS = [
-    Cell("endless loop", 1, "mpirun"),
-    Cell("C code", 1, "gloo"),
+    C_CODE,
     Cell("SIGSTOP", 0, "mpirun"),
     Cell("blocked reader", 0, "mpirun"),
     Cell("extra collective", 1, "gloo"),
     Cell("other branches", 0, "gloo"),
     Cell("sys.exit(0)", 1, "mpirun"),
 ]
-"""Those of `python -m tests.chaos --matrix` that stand for the others, and what it does not show."""
+"""Beside LOOP, those of `python -m tests.chaos --matrix` that stand for the others, and what it does not show."""
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +34,34 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def played(folder):
-    """How each job ended, and when; one at a time, since ranks that wait for a core look as if they hung."""
-    return {cell.name: play_cell(cell, folder) for cell in CELLS}
+    """Return a function that starts the job of a cell, once, and tells how it ended."""
+    return functools.cache(functools.partial(play_cell, folder=folder, patience_s=PATIENCE_S))
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=[f"{each.name}-{each.rank}-{each.controller}" for each in CELLS])
+@pytest.mark.parametrize(
+    "cell",
+    [LOOP, *(pytest.param(cell, marks=pytest.mark.extended) for cell in CELLS)],
+    ids=lambda cell: f"{cell.name}-{cell.rank}-{cell.controller}",
+)
 def test_a_job_that_hangs_ends(played, cell):
-    outcome = played[cell.name]
+    outcome = played(cell)
     assert not outcome.problems, f"{outcome.problems}\n{outcome.text}"
 
 
 def test_every_live_rank_shows_where_it_stands(played):
-    text = played["endless loop"].text
+    text = played(LOOP).text
     stacks = {rank: text.partition(f"rank {rank} stands at")[2].partition("hvdtrain: rank")[0] for rank in (0, 1)}
     assert "quick_execute" in stacks[0], text
     assert re.search(r"faulty_script.py\", line \d+, in loops", stacks[1]), text
 
 
+@pytest.mark.extended
 def test_a_rank_in_c_code_shows_it_too(played):
-    text = played["C code"].text
+    text = played(C_CODE).text
     assert re.search(r"faulty_script.py\", line \d+ in holds_the_lock", text), text
 
 
+@pytest.mark.extended
 def test_ranks_that_take_long_are_waited_for(folder):
     command = [*launcher("mpirun", 2), sys.executable, str(SCRIPT), "is_slow_but_well", "1", str(WELL_S)]
     outcome = run(command, cwd=folder, timeout=300)

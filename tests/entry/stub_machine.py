@@ -12,12 +12,15 @@ TOOLS = (
     "tail timeout touch uname"
 )
 
-# Plays Python, pip and what pip installs. It notes each call, fails where its arguments hold $FAIL, and waits there
-# where they hold $HANG.
+# Plays Python, pip and what pip installs. It notes each call, fails where its arguments hold $FAIL, and where they hold
+# $HANG it waits until the file $CALLS.hanging, which it makes, is gone.
 PYTHON = """
 echo "python $*" >>"$CALLS"
 if [ -n "${FAIL:-}" ]; then case "$*" in *"$FAIL"*) echo "error: the stub was told to fail"; exit 1 ;; esac; fi
-if [ -n "${HANG:-}" ]; then case "$*" in *"$HANG"*) echo $$ >"$CALLS.hanging"; sleep "${HANG_SECONDS:-30}" ;; esac; fi
+if [ -n "${HANG:-}" ]; then case "$*" in *"$HANG"*)
+    echo $$ >"$CALLS.hanging"
+    while [ -e "$CALLS.hanging" ] && [ $SECONDS -lt 100 ]; do sleep 0.05; done ;;
+esac; fi
 packages="${0%/bin/*}/lib/python3.11/site-packages"
 case "$*" in
 *ensurepip*) echo "${VERSION:-3.11} ${PARTS:-whole}" ;;

@@ -1,7 +1,6 @@
 """`python -m hvdtrain bench` as a user types it: small, to see that it works; what it measures means nothing here."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -146,12 +145,12 @@ def test_a_comparison_that_is_told_to_end_takes_its_launch_with_it(tmp_path):
         bench = psutil.Process(process.pid)
         begin = awake_seconds()
         while len(started := bench.children(recursive=True)) < 3:  # the launcher and its ranks
-            assert awake_seconds() - begin < 60
+            assert awake_seconds() - begin < 120
             time.sleep(0.2)
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     assert process.returncode == 143
-    _, left = psutil.wait_procs(started, timeout=30)
+    _, left = psutil.wait_procs(started, timeout=120)
     assert not left
 
 
@@ -161,12 +160,3 @@ def test_a_backend_that_is_not_there_is_refused_in_a_line(tmp_path):
     assert job.code != 0
     assert job.err.count("hvdtrain: error:") == 1
     assert "--backend single trains in one process" in job.err
-
-
-def test_help_loads_no_tensorflow(tmp_path):
-    (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    for words in ([], ["--parallel"], ["collectives"], ["compare"], ["report"], ["side"], ["engine"], ["layout"]):
-        job = hvdtrain("none", 1, "bench", *words, "--help", cwd=tmp_path, PYTHONPATH=path)
-        assert job.code == 0, job.text
-        assert job.out.startswith("usage: python -m hvdtrain bench"), job.text

@@ -111,7 +111,7 @@ def wait_for(condition, process, timeout=100):
         time.sleep(0.001)
 
 
-def group_is_gone(process, timeout=20):
+def group_is_gone(process, timeout=60):
     """Whether no process of the group is left, at last."""
     limit = awake_seconds() + timeout
     while awake_seconds() < limit:

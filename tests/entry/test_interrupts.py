@@ -19,7 +19,7 @@ CHATTER = re.compile(r"oneDNN custom|cpu_feature_guard|cudart_stub|cuInit|absl::
 
 
 def interrupt(command, cwd, ready, patience=120.0):
-    """Start a job, press Ctrl-C once it is `ready`, and return exit code, standard error, and the seconds it took."""
+    """Start a job, press Ctrl-C once it is `ready`, and return exit code and standard error."""
     options = {"cwd": cwd, "env": job_environment(), "text": True, "start_new_session": True}
     with (cwd / "err").open("w+") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=err, **options)
@@ -27,14 +27,13 @@ def interrupt(command, cwd, ready, patience=120.0):
             begin = awake_seconds()
             while not ready() and process.poll() is None and awake_seconds() - begin < patience:
                 time.sleep(0.1)
-            begin = awake_seconds()
             os.killpg(process.pid, signal.SIGINT)
             code = process.wait(patience)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
         err.seek(0)
-        return code, err.read(), awake_seconds() - begin
+        return code, err.read()
 
 
 def of_ranks(text):
@@ -51,10 +50,9 @@ def test_a_run_says_how_to_go_on(tmp_path, controller, size, resume):
     words = ["--epochs", "1000", "--checkpoint-every", "2", "--run-dir", "run", "--plots", "False"]
     command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
     checkpoints = tmp_path / "run" / "checkpoints"
-    code, text, seconds = interrupt(command, tmp_path, lambda: checkpoints.is_dir() and complete(checkpoints))
+    code, text = interrupt(command, tmp_path, lambda: checkpoints.is_dir() and complete(checkpoints))
     # horovodrun sends the ranks SIGTERM and hands on their code; interrupted before it has seen it, it ends with 0.
     assert code in {"none": (130,), "mpirun": (1,), "gloo": (75, 0)}[controller], text
-    assert seconds < 30, "the job hung"
     said = of_ranks(text)
     place = r"hvdtrain: interrupted at step \d+ of 23000\. Resume from step \d+ with:"
     assert len(re.findall(rf"{place}\n  {resume}python -m hvdtrain --resume run", said)) == 1, text

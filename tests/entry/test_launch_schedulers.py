@@ -67,7 +67,7 @@ class Cluster:
     def finish(self, process: subprocess.Popen[str]) -> tuple[int, list[str]]:
         """Return its exit code, and the calls of the stubs but for questions of the version."""
         try:
-            text = process.communicate(timeout=60)[0]
+            text = process.communicate(timeout=120)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             pytest.fail(f"it did not end: {process.communicate()[0]}")
@@ -81,7 +81,7 @@ class Cluster:
         return self.finish(self.start(script, *words, **environ))
 
     def until_up(self) -> None:
-        limit = time.monotonic() + 30
+        limit = time.monotonic() + 120
         while not Path(f"{self.calls}.up").exists():
             assert time.monotonic() < limit
             time.sleep(0.05)

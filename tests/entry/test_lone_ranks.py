@@ -40,7 +40,7 @@ def test_they_are_refused_with_one_error(launcher, tmp_path):
         pytest.skip("this environment's MPI is not Open MPI")
     jobs = [[start(environ, words, tmp_path) for environ in ranks_of(launcher)] for words in (COMMAND, ["-c", INIT])]
     for processes in jobs:
-        texts = [process.communicate(timeout=60)[1] for process in processes]
+        texts = [process.communicate(timeout=120)[1] for process in processes]
         assert [process.returncode for process in processes] == [2, 2], texts
         assert texts[0].startswith("hvdtrain: error: "), texts
         assert texts[0].count(CAUSES[launcher]) == 1

@@ -88,7 +88,7 @@ class Job:
             time.sleep(0.1)
         assert self.process.poll() is None, self.log.read_text()[-3000:]
 
-    def ends(self, patience=90.0):
+    def ends(self, patience=120.0):
         return self.process.wait(patience), self.log.read_text()
 
 
