@@ -6,6 +6,7 @@ background is raised there, on all ranks alike.
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -135,8 +136,8 @@ class _Writing:
         """
         if not self._unwritten.primary:
             return []
-        pause, waited = max(0.02, board.size / _LOOKS_A_SECOND), 0.0
-        while waited < TIMEOUT_S and not self._abandoned.is_set() and not board.failures():
+        pause, deadline = max(0.02, board.size / _LOOKS_A_SECOND), time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline and not self._abandoned.is_set() and not board.failures():
             found = self._reports(board)
             for rank, (_, error) in found.items():
                 if error is not None:
@@ -144,7 +145,6 @@ class _Writing:
             if len(found) == board.size:
                 return [found[rank][0] for rank in sorted(found)]
             self._abandoned.wait(pause)
-            waited += pause
         raise CheckpointError("other ranks have not written theirs.")
 
     def _reports(self, board: ControlChannel) -> dict[int, tuple[Any, Any]]:

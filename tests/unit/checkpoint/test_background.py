@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.checkpoint import background
 from hvdtrain.checkpoint import checkpointer as checkpointing
 from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.checkpointer import Checkpointer
@@ -179,6 +181,34 @@ def test_a_rank_that_is_gone_keeps_nobody_waiting(tmp_path):
 
     assert as_ranks(2, body)[0] < 5
     assert complete(tmp_path) == []
+
+
+def test_the_wait_for_other_ranks_is_bounded_by_the_clock(tmp_path, monkeypatch):
+    """A store that takes a second to answer costs a second, whatever the pause between two questions."""
+
+    class SlowBoard(LocalChannel):
+        size, seconds, reads = 2, 0.0, 0
+
+        def post(self, key, payload):
+            pass
+
+        def read(self, key):
+            self.seconds += 1.0
+            self.reads += 1
+            return {}
+
+        def failures(self):
+            assert self.reads < 100, "waits for ever"
+            return {}
+
+    board = SlowBoard()
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: board.seconds))
+    monkeypatch.setattr(background, "TIMEOUT_S", 10.0)
+    unwritten = Checkpointer(tmp_path).copy(1, State().tensors, {})
+    writing = background._Writing(unwritten, board)
+    with pytest.raises(CheckpointError, match="other ranks have not written theirs"):
+        writing.result()
+    assert board.reads == 10
 
 
 @pytest.mark.usefixtures("session")
