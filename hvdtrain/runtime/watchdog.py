@@ -45,6 +45,8 @@ class Watchdog:
         self._policy = policy
         self._interval = max(interval, control.size / _LOOKS_A_SECOND)
         self._watches: tuple[Watch, ...] = ()
+        self._changing = threading.Lock()
+        """Held while `_watches` is replaced, by this thread or by one that adds or stops."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdtrain-watchdog", daemon=True)
 
@@ -56,9 +58,11 @@ class Watchdog:
     def add(self, watch: Watch, *, interval: float = 1.0) -> None:
         """Look at this as well: at once, then at least every `interval` seconds where the job is small."""
         self._interval = min(self._interval, max(interval, self._control.size / _LOOKS_A_SECOND))
-        if self._thread.is_alive():
-            self._look_at(watch)  # what it posts tells others of this rank before anything can go wrong
-        self._watches = (*self._watches, watch)
+        # What it posts tells others of this rank before anything can go wrong.
+        if self._thread.is_alive() and not self._look_at(watch):
+            return
+        with self._changing:
+            self._watches = (*self._watches, watch)
 
     def stop(self) -> None:
         """Stop watching, so that the channel can be closed; fine to call twice, or before the start.
@@ -70,7 +74,8 @@ class Watchdog:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             ends_job = any(watch.ends_job for watch in self._watches)
             self._thread.join(timeout=None if ends_job else 2.0)
-        self._watches = ()
+        with self._changing:
+            self._watches = ()
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._interval):
@@ -79,17 +84,23 @@ class Watchdog:
                 self._others_failed(failed)
                 return
             for watch in self._watches:
-                self._look_at(watch)
+                if not self._look_at(watch):
+                    self._remove(watch)
 
     def _others_failed(self, failed: Mapping[int, str]) -> None:
         if any(text.startswith(HANG) for text in failed.values()):
             show_own_stacks(self._control.rank)
         self._policy.others_failed(self._control, sorted(failed), self._stopped)
 
-    def _look_at(self, watch: Watch) -> None:
-        """Look once; a mistake of ours here must neither end the job nor the watch for failures."""
+    def _remove(self, watch: Watch) -> None:
+        with self._changing:
+            self._watches = tuple(each for each in self._watches if each is not watch)
+
+    def _look_at(self, watch: Watch) -> bool:
+        """Look once; return False if it failed, which must end neither the job nor the watch for failures."""
         try:
             watch.look(time.monotonic())
         except Exception:
-            self._watches = tuple(each for each in self._watches if each is not watch)
             say(f"hvdtrain: warning: {type(watch).__name__} watches no more:\n{traceback.format_exc()}")
+            return False
+        return True

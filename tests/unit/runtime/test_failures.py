@@ -1,6 +1,8 @@
 import functools
 import io
 import re
+import sys
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -291,6 +293,82 @@ def test_a_watch_that_fails_itself_ends_nothing(capsys):
 
     assert as_ranks(2, body) == [None, None]
     assert capsys.readouterr().err.count("KeyError: 'a mistake'") == 2
+
+
+class Counting:
+    """Counts its looks."""
+
+    ends_job = False
+
+    def __init__(self):
+        self.looks = 0
+
+    def look(self, now):
+        self.looks += 1
+
+
+def test_a_watch_that_fails_at_once_is_not_looked_at_again(capsys):
+    class Mistaken(Counting):
+        def look(self, now):
+            super().look(now)
+            raise KeyError("a mistake")
+
+    def body(channel):
+        watchdog, mistaken, other = Watchdog(channel, FailFast(), interval=0.01), Mistaken(), Counting()
+        watchdog.start()
+        watchdog.add(mistaken)
+        watchdog.add(other)
+        await_that(lambda: other.looks > 3)
+        watchdog.stop()
+        return mistaken.looks
+
+    assert as_ranks(2, body) == [1, 1]
+    assert capsys.readouterr().err.count("Mistaken watches no more") == 2
+
+
+@pytest.fixture
+def many_thread_switches():
+    """Threads take turns a thousand times as often as usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("capsys", "many_thread_switches")
+def test_watches_that_are_added_while_others_fail_are_all_kept():
+    """One thread adds them while another removes those that fail."""
+
+    class FailsLater(Counting):
+        def look(self, now):
+            super().look(now)
+            if threading.current_thread().name == "hvdtrain-watchdog":
+                raise KeyError("a mistake")
+
+    def body(channel):
+        watchdog = Watchdog(channel, FailFast(), interval=0.001)
+        watchdog.start()
+        good, failing = [Counting() for _ in range(1500)], [FailsLater() for _ in range(1500)]
+        for pair in zip(good, failing, strict=True):
+            for watch in pair:
+                watchdog.add(watch, interval=0.001)
+        before = [watch.looks for watch in good]
+        await_that(lambda: good[-1].looks > before[-1] + 2)
+        watchdog.stop()
+        return (
+            sum(watch.looks == seen for watch, seen in zip(good, before, strict=True)),
+            sum(watch.looks > 2 for watch in failing),
+        )
+
+    assert as_ranks(2, body) == [(0, 0)] * 2, "(good ones that were lost, failing ones that came back)"
+
+
+def await_that(condition):
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_a_stopped_watchdog_ends_nothing():
