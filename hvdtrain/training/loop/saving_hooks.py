@@ -126,20 +126,22 @@ class SavingHooks:
 
     @contextmanager
     def _complete_state(self, step: StepEnd | None) -> Iterator[None]:
-        """Context in which the state holds all that a training that goes on from it needs; every rank opens it.
+        """Add to the state what metrics, callbacks and guard remember, and drop it on exit. Collective.
 
         Args:
             step: that has ended; None before the first.
         """
         scalars, callbacks = self._state.scalars, self._callbacks
-        if step is None or not step.ends_epoch:
-            self.note_metrics()
-        if self._rule.guard is not None:
-            scalars.recent_losses = self._rule.guard.recent()
-        if callbacks is not None:
-            scalars.progress.callbacks = callbacks.states()
-            self._state.held_weights = callbacks.held_weights(self._state.weight_paths())
-        scalars.stopped = step is not None and step.outcome is Outcome.STOP
-        self._actions.prepare_to_save()
-        yield
-        scalars.progress.callbacks, scalars.progress.metrics, self._state.held_weights = [], {}, {}
+        try:
+            if step is None or not step.ends_epoch:
+                self.note_metrics()
+            if self._rule.guard is not None:
+                scalars.recent_losses = self._rule.guard.recent()
+            if callbacks is not None:
+                scalars.progress.callbacks = callbacks.states()
+                self._state.held_weights = callbacks.held_weights(self._state.weight_paths())
+            scalars.stopped = step is not None and step.outcome is Outcome.STOP
+            self._actions.prepare_to_save()
+            yield
+        finally:
+            scalars.progress.callbacks, scalars.progress.metrics, self._state.held_weights = [], {}, {}
