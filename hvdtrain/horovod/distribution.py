@@ -148,10 +148,3 @@ def distribution_of(optimizer: Any) -> Distribution | None:
             return found
         optimizer = getattr(optimizer, "inner_optimizer", None)
     return None
-
-
-def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside any wrappers."""
-    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-        optimizer = inner
-    return optimizer

@@ -49,9 +49,9 @@ def replaced_weights(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside any wrappers."""
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
+    """Return the optimizer inside any wrappers, of Keras 3 or 2; one whose `inner_optimizer` is None wraps nothing."""
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
     return optimizer
 
 

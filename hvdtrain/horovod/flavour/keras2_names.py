@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.distribution import CallableList, innermost
+from hvdtrain.horovod.distribution import CallableList
+from hvdtrain.optim.averaging import innermost
 from hvdtrain.state.variables import as_written, unwrap
 
 _CONSTANTS = {

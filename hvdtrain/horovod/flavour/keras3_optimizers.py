@@ -11,9 +11,10 @@ import tensorflow as tf
 from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.horovod.distribution import CallableList, innermost
+from hvdtrain.horovod.distribution import CallableList
 from hvdtrain.horovod.flavour.horovod_names import HorovodNames
 from hvdtrain.horovod.flavour.keras2_names import Keras2Names, add_names
+from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.state.variables import as_written
 

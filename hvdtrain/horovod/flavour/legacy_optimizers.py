@@ -8,8 +8,9 @@ import tensorflow as tf
 import tf_keras
 
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.horovod.distribution import CallableList, Distribution, innermost
+from hvdtrain.horovod.distribution import CallableList, Distribution
 from hvdtrain.horovod.flavour.horovod_names import HorovodNames
+from hvdtrain.optim.averaging import innermost
 from hvdtrain.state.variables import as_written
 
 _optimizers = tf_keras.optimizers

@@ -9,10 +9,10 @@ from horovod._keras import callbacks as horovod_callbacks
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import rank, size
 from hvdtrain.horovod.collectives import allreduce
-from hvdtrain.horovod.distribution import innermost
 from hvdtrain.horovod.flavour import keras, optimizers
 from hvdtrain.horovod.keras.base import Callback, OfThisKeras
 from hvdtrain.horovod.keras.broadcast import BroadcastGlobalVariablesCallback
+from hvdtrain.optim.averaging import innermost
 
 __all__ = [
     "BestModelCheckpoint",

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.optim import OptimConfig
-from hvdtrain.optim.averaging import averaged_weights, averages_weights
+from hvdtrain.optim.averaging import averaged_weights, averages_weights, innermost
 from hvdtrain.optim.optimizers import build_optimizer
 
 RATE, KEPT = 0.1, 0.75
@@ -215,3 +215,12 @@ def test_whether_there_are_averages_can_be_asked():
         True,
         True,
     ]
+
+
+def test_the_innermost_optimizer_is_the_one_that_wraps_nothing():
+    class Mine(keras.optimizers.SGD):
+        inner_optimizer = None
+
+    mine = Mine(0.1)
+    assert innermost(mine) is mine
+    assert innermost(keras.optimizers.LossScaleOptimizer(mine)) is mine
