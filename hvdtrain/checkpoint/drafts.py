@@ -1,17 +1,20 @@
-"""Folders of checkpoints that are being written: hidden, locked by their writer, and cleared away when it is gone."""
+"""Folders of checkpoints that are being written: hidden, locked by their writer, and removed when it is gone."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import uuid
 from pathlib import Path
 
 from hvdtrain.checkpoint.naming import PREFIX
+from hvdtrain.runtime.file_lock import is_named, lock, open_locked
+
+_LOCK = ".lock"
+"""Ends the name of the file beside a hidden folder that its writer locks: NFS locks no folders."""
 
 
 class Draft:
-    """A hidden folder that nobody clears away as long as this process holds it.
+    """A hidden folder that nobody else removes as long as this process holds it.
 
     Args:
         folder: where the checkpoints are; made if it is missing.
@@ -20,46 +23,37 @@ class Draft:
 
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # Under a name that nobody clears away, until it is locked.
-        token = uuid.uuid4().hex[:8]
-        fresh = folder / f".new-{token}"
-        fresh.mkdir()
-        self._lock = os.open(fresh, os.O_RDONLY)
-        _try_lock(self._lock)
-        self.path = folder / f".{name}.{token}"
+        self.path = folder / f".{name}.{uuid.uuid4().hex[:8]}"
+        self._lock_file = self.path.with_name(self.path.name + _LOCK)
+        self._lock = open_locked(self._lock_file, wait=True)
         try:
-            os.rename(fresh, self.path)
+            self.path.mkdir()
         except OSError:
             self.close()
-            fresh.rmdir()
             raise
 
     def give_up(self) -> None:
-        """Remove what was written."""
+        """Remove the folder and all in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder, whatever its name is by now."""
+        """Release the lock; the folder may have been renamed."""
+        with contextlib.suppress(OSError):
+            self._lock_file.unlink()
         os.close(self._lock)
 
 
 def clear_leavings(folder: Path) -> None:
-    """Remove what killed writers left; what somebody may be writing, or removing, stays."""
-    for path in folder.glob(f".{PREFIX}*"):
+    """Remove the hidden folders of killed writers, but none that another process may be writing or removing."""
+    for name in {path.name.removesuffix(_LOCK) for path in folder.glob(f".{PREFIX}*")}:
+        file = folder / (name + _LOCK)
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                if _try_lock(descriptor):
-                    shutil.rmtree(path, ignore_errors=True)
+                lock(descriptor)
+                if is_named(descriptor, file):
+                    shutil.rmtree(folder / name, ignore_errors=True)
+                    file.unlink()
             finally:
                 os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Lock a folder, unless another process holds it or its file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

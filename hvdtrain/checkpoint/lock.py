@@ -1,21 +1,21 @@
 """A lock on the folder that a job writes to: a second job is refused."""
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import socket
 import time
+import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.agreement import Ranks, on_every_rank
 from hvdtrain.config.errors import CheckpointError
+from hvdtrain.runtime.file_lock import is_named, open_locked
 
 NAME = ".lock"
-_HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class FolderLock:
@@ -32,6 +32,8 @@ class FolderLock:
         self._file = folder / NAME
         self._job = job
         self._descriptor: int | None = None
+        # A forked child shares the open file: it would hold the lock beyond the end of this process.
+        os.register_at_fork(after_in_child=partial(_let_go, weakref.ref(self)))
 
     def acquire(self) -> None:
         """Take the lock.
@@ -51,7 +53,7 @@ class FolderLock:
             OSError: the folder cannot be written.
         """
         before = self._descriptor
-        if before is not None and not _names(self._file, before):
+        if before is not None and not is_named(before, self._file):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             # Who took it over from this rank, which was silent, keeps it.
             self._descriptor = _locked(self._file, self._job, takes_over=False)
@@ -60,10 +62,22 @@ class FolderLock:
     def release(self) -> None:
         """Let go of it, and remove its file, but not that of another job."""
         if self._descriptor is not None:
-            if _names(self._file, self._descriptor):
+            if is_named(self._descriptor, self._file):
                 with contextlib.suppress(OSError):
                     self._file.unlink()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close the file of the lock, which stays where it is."""
+        if self._descriptor is not None:
             os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _let_go(reference: "weakref.ref[FolderLock]") -> None:
+    lock = reference()
+    if lock is not None:
+        lock.let_go()
 
 
 @contextlib.contextmanager
@@ -106,25 +120,21 @@ def locked(
 
 
 def _locked(file: Path, job: str | None, *, takes_over: bool) -> int:
-    """Return the open lock file, once it is locked and still has its name."""
+    """Return the open lock file, once it is locked."""
     while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _HELD:
-                holder = _holder(descriptor)
-                os.close(descriptor)
-                if takes_over and job is not None and holder.get("job") == job:
-                    file.unlink(missing_ok=True)
-                    continue
-                raise CheckpointError(
-                    f"One job at a time writes to a folder. Received: {file.parent}, to which {_named(holder)} still "
-                    "writes. Wait for it, or name another folder."
-                ) from None
-        if _names(file, descriptor):
+            descriptor = open_locked(file)
             break
-        os.close(descriptor)  # its last holder has just removed it
+        except BlockingIOError:
+            holder = _holder(file)
+        if holder is None:
+            continue
+        if not takes_over or job is None or holder.get("job") != job:
+            raise CheckpointError(
+                f"One job at a time writes to a folder. Received: {file.parent}, to which {_named(holder)} still "
+                "writes. Wait for it, or name another folder."
+            )
+        file.unlink(missing_ok=True)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"process": os.getpid(), "host": socket.gethostname(), "since": since, "job": job}
     os.ftruncate(descriptor, 0)
@@ -132,18 +142,12 @@ def _locked(file: Path, job: str | None, *, takes_over: bool) -> int:
     return descriptor
 
 
-def _names(file: Path, descriptor: int) -> bool:
-    """Whether the open file has this name still."""
+def _holder(file: Path) -> dict[str, Any] | None:
+    """Return the contents of a lock file, empty if they cannot be read; None if its holder has just removed it."""
     try:
-        return os.path.samestat(os.stat(file), os.fstat(descriptor))
-    except OSError:
-        return False
-
-
-def _holder(descriptor: int) -> dict[str, Any]:
-    """Return what is written in a lock file; nothing where that is not known."""
-    try:
-        known = json.loads(os.pread(descriptor, 4096, 0))
+        known = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
     except ValueError:
         return {}
     return known if isinstance(known, dict) else {}

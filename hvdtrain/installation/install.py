@@ -1,6 +1,5 @@
 """Installs Horovod into the active environment and proves that it works; read `install` first."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from hvdtrain.installation.wheel import cache_folder, find_wheel, keep_wheel, wh
 from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.exchange import check_gloo, check_mpi
 from hvdtrain.runtime.diagnosis.software import HOROVOD
+from hvdtrain.runtime.file_lock import lock
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 
@@ -140,12 +140,12 @@ def _require(check: Check, wheel: Path) -> None:
 def _one_at_a_time(environment: PythonEnvironment) -> Iterator[None]:
     """Wait for other setups of this environment; the lock is the kernel's, so a killed setup leaves none behind."""
     environment.notes.mkdir(exist_ok=True)
-    with (environment.notes / "lock-horovod").open("w") as lock:
+    with (environment.notes / "lock-horovod").open("w") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file.fileno())
         except BlockingIOError:
             say("another setup is at work here: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock(file.fileno(), wait=True)
         yield
 
 

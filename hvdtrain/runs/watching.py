@@ -1,10 +1,8 @@
 """Following a run from its folder: from another terminal, or from another host that sees the folder."""
 
-import fcntl
 import json
 import os
 import socket
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -18,6 +16,7 @@ from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observe
 from hvdtrain.observability.jsonl import parsed_lines
 from hvdtrain.observability.status import RunStatus
 from hvdtrain.runs.folder import RunFolder
+from hvdtrain.runtime.file_lock import is_locked
 
 Seen = Literal["none", "running", "finished", "stopped", "failed", "died"]
 """What becomes of a run, as its folder shows it: `died` of one that ended without a word."""
@@ -127,17 +126,11 @@ def is_written_to(folder: Path) -> bool | None:
     except OSError:
         return None
     try:
-        query = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-        answer = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
-        return bool(answer[0] != fcntl.F_UNLCK)
+        return is_locked(descriptor)
     except OSError:
         return None
     finally:
         os.close(descriptor)
-
-
-_FLOCK = "hhqqi4x"
-"""`struct flock` of Linux on 64 bits: type, whence, start, length, process."""
 
 
 def _process_lives(status: RunStatus) -> bool:

@@ -1,7 +1,6 @@
 """Compressed files, decompressed once into the cache for random access."""
 
 import bz2
-import fcntl
 import gzip
 import lzma
 import os
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.files.locations import CACHE_VARIABLE, cache_folder, cache_key
+from hvdtrain.runtime.file_lock import lock
 
 Opener = Callable[[Path], IO[bytes]]
 OPENERS: dict[str, Any] = {
@@ -83,7 +83,7 @@ def _locked(file: Path) -> IO[str]:
     """Open a file under an exclusive lock."""
     with writing_into(file.parent):
         opened = open(file, "w")  # noqa: SIM115 - closed by the caller
-        fcntl.flock(opened, fcntl.LOCK_EX)
+        lock(opened.fileno(), wait=True)
         return opened
 
 

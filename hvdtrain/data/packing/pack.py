@@ -1,7 +1,6 @@
 """Packing class folders of images into TFRecord shards, in several processes, resumable."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -33,6 +32,7 @@ from hvdtrain.data.packing.shard_writer import (
     start_worker,
 )
 from hvdtrain.data.subset import hold_out
+from hvdtrain.runtime.file_lock import lock
 
 ORDER_SEED = 20260102
 """Records are shuffled once, so that each shard holds all classes."""
@@ -144,12 +144,12 @@ def _claimed(dest: Path, plan: dict[str, Any]) -> Iterator[None]:
     _refuse_other(dest, plan)
     try:
         (dest / WORK_FOLDER).mkdir(parents=True, exist_ok=True)
-        lock = open(dest / WORK_FOLDER / "lock", "w")  # noqa: SIM115 - closed below
+        claim = open(dest / WORK_FOLDER / "lock", "w")  # noqa: SIM115 - closed below
     except OSError as error:
         raise DataError(f"{dest} cannot be written into: {error.strerror}.") from None
-    with lock:
+    with claim:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(claim.fileno())
         except BlockingIOError:
             raise DataError(f"Another data pack is writing into {dest}.") from None
         try:
