@@ -147,7 +147,7 @@ class TrainerCore:
         if is_built_as_slices(self.model):
             self._make_rule()  # by which the model can be called
         with precision(self.options.precision):  # for layers that are made when they are first called
-            self._factory.build(batch, training=training)
+            self._build_variables(batch, training=training)
         check_split(self.model, self.backend.axes)
         check_slices(self.model, self.optimizer, self.options)
         check_held_apart(self.model, self.options)
@@ -157,6 +157,10 @@ class TrainerCore:
             self.state.optimizer = self.optimizer
             self.state.follow_model()
             self.rule.follow_model(training=training)
+
+    def _build_variables(self, batch: Batch, *, training: bool) -> None:
+        """Create the variables that evaluation needs, and in `training` those of the optimizers."""
+        self._factory.build(batch, training=training)
 
     def broadcast_state(self) -> None:
         """Give every rank the tensors and scalars of rank 0; slices stay where they are."""

@@ -49,7 +49,7 @@ class ResumableTrainer(TrainerCore):
             ConfigError: the model has no variables yet, or ranks name different folders.
         """
         agree_on_call(self.backend, "save", {"folder": os.fspath(folder)})
-        if not self.model.built:
+        if not (self.model.built or self.model.variables):  # Keras builds no model without a `call`
             raise ConfigError("The model has no variables to save yet: call fit, evaluate or predict before save.")
         self.consolidate()
         return Checkpointer(Path(folder), keep=None, backend=self.backend).save_state(self.state)
@@ -126,6 +126,18 @@ class ResumableTrainer(TrainerCore):
         state.restore(scalars)
         state.held_weights = extras(path, self.backend)
         self.rule.begin()
+
+    def _build_variables(self, batch: Batch, *, training: bool) -> None:
+        """See `TrainerCore`; a checkpoint is loaded into the variables of the optimizers, too."""
+        try:
+            super()._build_variables(batch, training=training or self._pending is not None)
+        except Exception as error:
+            if not training and self._pending is not None:
+                error.add_note(
+                    f"{type(self.model).__name__} was built for training on a batch of evaluation, to load "
+                    f"{self._pending} into its optimizers."
+                )
+            raise
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
         """See `TrainerCore.build_on`."""

@@ -79,14 +79,16 @@ class KerasStepFactory:
         """See `StepFactory`. No check: a custom step accepts anything."""
 
     def build(self, batch: Batch, *, training: bool) -> None:
-        """See `StepFactory`: the model's variables, and those of its optimizers, are made where its step is traced.
+        """Create the variables of model and optimizers by tracing `train_step`; for evaluation alone, by `test_step`.
 
-        Which optimizers a step uses, and which variables each of them trains, shows there alone.
+        Which optimizers a step uses, and which variables each of them trains, shows in its trace alone.
         """
-        if not self._traced and training:
+        if self._traced:
+            return
+        if training:
             self._trace(batch)
-        elif not self._traced:
-            self._build_for_evaluation(batch)
+        else:
+            tf.function(self._model.test_step, autograph=False).get_concrete_function(keras_data(batch))
 
     def _trace(self, batch: Batch) -> None:
         """Trace the train step, and throw the graph away."""
@@ -96,15 +98,6 @@ class KerasStepFactory:
 
         tf.function(step, autograph=False).get_concrete_function(batch)
         self._traced = True
-
-    def _build_for_evaluation(self, batch: Batch) -> None:
-        """Make the variables, those of several optimizers too: a checkpoint that is restored may hold them."""
-        if list(self._exchange.optimizers) != [MAIN]:
-            try:
-                self._trace(batch)
-            except Exception:  # samples to evaluate on may be in a form that cannot be trained on
-                self._exchange = self._new_exchange()
-        tf.function(self._model.test_step, autograph=False).get_concrete_function(keras_data(batch))
 
     def _new_exchange(self) -> OptimizerExchange:
         options = self._options

@@ -384,3 +384,62 @@ def test_what_training_has_counted_outlives_an_evaluation():
     assert float(model.a_tracker.result()) == 5.0
     result = trainer.fit(X, batch=8, verbose=0, validation_data=X, callbacks=[keras.callbacks.Callback()])
     assert set(result.history) == {"a_loss", "b_loss", "val_a_loss", "val_other"}
+
+
+class Evaluated(Pair):
+    """Can be evaluated, and trained unless it is `broken`."""
+
+    broken = False
+
+    def train_step(self, data):
+        if self.broken:
+            raise NameError("name 'gradeints' is not defined")
+        return super().train_step(data)
+
+    def test_step(self, data):
+        return {"other": tf.reduce_mean(tf.square(self.second(data) + self.first(data)))}
+
+
+def evaluated(*, broken):
+    keras.utils.set_random_seed(1)
+    model = Evaluated()
+    model.broken = broken
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.1))
+    return Trainer(model)
+
+
+def test_evaluation_alone_does_not_need_a_train_step_that_works():
+    trainer = evaluated(broken=True)
+    assert set(trainer.evaluate(X, batch=8).metrics) == {"other"}
+    with pytest.raises(NameError, match="gradeints"):
+        trainer.fit(X, batch=8, verbose=0)
+    trainer.model.broken = False
+    assert set(trainer.fit(X, batch=8, verbose=0).history) == {"a_loss", "b_loss"}
+
+
+def test_the_error_of_a_train_step_is_shown_where_a_checkpoint_needs_its_optimizers(tmp_path):
+    trained = evaluated(broken=False)
+    trained.fit(X, batch=8, verbose=0)
+    trained.save(tmp_path)
+    trainer = evaluated(broken=True)
+    trainer.restore(tmp_path)
+    with pytest.raises(NameError, match="gradeints") as raised:
+        trainer.evaluate(X, batch=8)
+    assert raised.value.__notes__ == [
+        f"Evaluated was built for training on a batch of evaluation, to load {tmp_path}/step-00000003 into its "
+        "optimizers."
+    ]
+
+
+def test_what_evaluates_a_checkpoint_loads_its_optimizers_too(tmp_path):
+    trained = evaluated(broken=False)
+    trained.fit(X, batch=8, verbose=0)
+    trained.save(tmp_path)
+    trainer = evaluated(broken=False)
+    trainer.evaluate(X, batch=8)
+    trainer.restore(tmp_path)
+    assert trainer.evaluate(X, batch=8).as_dict() == trained.evaluate(X, batch=8).as_dict()
+    expected, loaded = (each.state.named_tensors() for each in (trained, trainer))
+    assert set(loaded) == set(expected)
+    for path, tensor in loaded.items():
+        np.testing.assert_array_equal(tensor.value, expected[path].value, err_msg=path)
