@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import ops
 from tensorflow.python.framework.func_graph import FuncGraph
 
 _FUNCTIONS = "hvdtrain/functions"
@@ -21,6 +22,21 @@ def run_once(body: Callable[[], object]) -> None:
     A new graph for each call is meant here, so TensorFlow's warning about retracing is passed by.
     """
     tf.function(body, autograph=False).get_concrete_function()()
+
+
+def release(function: Any) -> None:
+    """Let the graph of a concrete function be freed with it, which nobody calls or differentiates any more.
+
+    TensorFlow keeps the gradient of each call of a `tf.custom_gradient` function in a table, with the graph that it
+    was traced in. Every step of a Keras optimizer has such a call.
+    """
+    known = ops.gradient_registry._registry
+    graphs = [function.graph]
+    for graph in graphs:
+        graphs += [inner.graph for inner in graph._functions.values() if isinstance(inner.graph, FuncGraph)]
+        for op in graph.get_operations():
+            if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
+                known.pop(op.get_attr("_gradient_op_type").decode(), None)
 
 
 def numbered(name: str) -> str:

@@ -1,6 +1,6 @@
 """One optimizer step as one compiled function: microbatches forward and backward, exchange, update."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,12 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction
 from hvdtrain.training.objective.metrics import Figure, MetricSet, figure_of
 from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients
+from hvdtrain.training.step.graph_cache import GraphCache, kind_of
 from hvdtrain.training.step.guard import Kept, untrained_variables
 from hvdtrain.training.step.microbatches import Microbatches
 from hvdtrain.training.step.replica_slice import replica_slice
 from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
-
-MOST_SPECIAL = 32
-"""Graphs that are kept for batches of one shape each, with what is measured and without. Data whose shapes keep
-changing, such as sequences of any length, share a graph for all shapes from then on: each would take seconds to compile
-and some MB for ever."""
 
 
 class TrainStep:
@@ -92,7 +88,7 @@ class TrainStep:
         }
         # So does a batch whose size is not static, another 5 % a whole Batch as the argument, and 2 % the search for
         # the graph that fits the arguments: all of that is settled once for each kind of batch.
-        self._special: dict[Hashable, Callable[..., StepResult]] = {}
+        self._special = GraphCache()
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` asks for what `Measured` holds."""
@@ -101,12 +97,11 @@ class TrainStep:
         if tf.is_tensor(batch.global_samples):
             return self._reported(self._general[measure](batch))
         parts = (inputs, targets) if weights is None else (inputs, targets, weights)
-        key = (measure, *share, *((part.shape, part.dtype) for part in tf.nest.flatten(parts)))
-        if key not in self._special and len(self._special) >= MOST_SPECIAL:
+        kind = (measure, *share, kind_of(parts))
+        graph = self._special.find(kind, lambda: self._specialize(parts, share, measure))
+        if graph is None:
             return self._reported(self._general[measure](_with_sizes_as_tensors(batch)))
-        if key not in self._special:
-            self._special[key] = self._specialize(parts, share, measure)
-        return self._reported(self._special[key](*parts))
+        return self._reported(graph(*parts))
 
     def _reported(self, result: StepResult) -> StepResult:
         return result._replace(totals=self._rule.reported(result.totals))
