@@ -1,22 +1,38 @@
-"""Telling the cause of a failure from what it looks like on the other ranks. Decided by names: nothing is imported."""
+"""Telling the cause of a failure from its consequences on the other ranks, without an import of what raises them."""
 
-_TRANSPORTS = ("Horovod", "gloo", "MPI_", "NCCL", "nccl")
-"""One of these is in the message of an exchange that was cut off; the op's own name may be anything."""
+import re
 
 _CUT_OFF = {"UnknownError", "AbortedError"}
-"""TensorFlow's errors for it. Of others a mistake of this rank's own is the cause, if only in what it exchanges."""
+"""TensorFlow's errors of an exchange that was cut off. Any other one of an op of Horovod is a mistake of this rank."""
+
+_OF_HOROVOD = re.compile(
+    r"\[Op:Horovod\w+\]"  # computed at once
+    # In a graph, where TensorFlow tells in which calls the failing node was made: the last one is of its op.
+    r"|^Detected at node .* defined at \(most recent call last\):\n"
+    r'(?:\s*File "[^"\n]*", line \d+, in .*\n)*?\s*File "<string>", line \d+, in horovod_\w+\n(?!\s*File ")',
+    re.MULTILINE,
+)
+"""Where TensorFlow says of which op an error is. What the error itself says may be the user's, and mention anything."""
 
 
 def is_cut_off(error: BaseException) -> bool:
-    """Tell whether `error` says that an exchange with other ranks was cut off."""
+    """Return whether `error` comes from an exchange with other ranks that was cut off."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if "HorovodInternalError" in names or type(error).__module__.startswith("mpi4py"):
         return True
-    return bool(names & _CUT_OFF) and any(word in str(error) for word in _TRANSPORTS)
+    return bool(names & _CUT_OFF) and _is_of_horovod(error)
+
+
+def _is_of_horovod(error: BaseException) -> bool:
+    """Return whether an error of TensorFlow was raised by an op of Horovod."""
+    op = getattr(error, "op", None)  # of a session of TensorFlow 1
+    if op is not None:
+        return str(op.type).startswith("Horovod")
+    return _OF_HOROVOD.search(str(error)) is not None
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Tell whether `error`, or what it was raised from or while handling, is probably another rank's failure."""
+    """Return whether `error`, or what it was raised from or while handling, is probably another rank's failure."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

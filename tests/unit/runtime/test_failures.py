@@ -6,8 +6,10 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
+import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.consequences import is_consequence
@@ -30,6 +32,27 @@ class OpError(Exception):
 
 class UnknownError(OpError):
     """As TensorFlow names it."""
+
+
+COMPUTED_AT_ONCE = (
+    "{{function_node __wrapped__HorovodAllreduce_device_/job:localhost/replica:0/task:0/device:CPU:0}} Horovod has "
+    "been shut down. This was caused by an exception on one of the ranks. [Op:HorovodAllreduce] name: "
+)
+IN_A_GRAPH = """Graph execution error:
+
+Detected at node {node} defined at (most recent call last):
+  File "/home/me/train.py", line 21, in <module>
+
+  File "/home/me/train.py", line 14, in f
+{frames}
+{text}
+\t [[{{{{node {node}}}}}]] [Op:__inference_f_42]"""
+FRAMES = """
+  File "/lib/horovod/tensorflow/mpi_ops.py", line 130, in _allreduce
+
+  File "<string>", line 111, in horovod_allreduce
+"""
+"""As TensorFlow 2.21 words the errors of Horovod's ops."""
 
 
 class Ended(Exception):
@@ -74,7 +97,7 @@ def fail(errors, delays=None, grace=QUICK):
 
 
 def test_the_cause_is_shown_and_its_consequences_are_not():
-    errors = [HorovodInternalError("shut down"), ValueError("the cause"), UnknownError("Horovod has been shut down")]
+    errors = [HorovodInternalError("shut down"), ValueError("the cause"), UnknownError(COMPUTED_AT_ONCE)]
     shown, codes = fail(errors)
     assert shown[0] == shown[2] == ""
     assert shown[1].startswith("rank 1 (host1) failed:\nTraceback")
@@ -84,7 +107,7 @@ def test_the_cause_is_shown_and_its_consequences_are_not():
 
 def test_the_cause_is_shown_although_its_consequences_came_long_before():
     """The rank that fails shuts Horovod down, and then has files to write before its own error is out."""
-    errors = [UnknownError("Horovod has been shut down"), ValueError("the cause"), HorovodInternalError("shut down")]
+    errors = [UnknownError(COMPUTED_AT_ONCE), ValueError("the cause"), HorovodInternalError("shut down")]
     began = time.monotonic()
     shown, codes = fail(errors, {1: 1.5}, Grace(cause=8.0, same=0.5, silent=0.0, output=0.0))
     assert shown[0] == shown[2] == ""
@@ -94,7 +117,7 @@ def test_the_cause_is_shown_although_its_consequences_came_long_before():
 
 
 def test_a_rank_of_which_nothing_is_heard_is_named_and_not_the_one_that_lost_it():
-    shown, codes = fail([HorovodInternalError("reset by peer"), None, UnknownError("gloo: reset by another peer")])
+    shown, codes = fail([HorovodInternalError("reset by peer"), None, in_a_graph("gloo: reset by another peer")])
     assert shown[0].startswith("rank 0 (host0) was cut off from rank 1, of which nothing was heard: killed, or")
     assert shown[0].endswith("reset by peer\n")
     assert shown[1:] == ["", ""]
@@ -102,7 +125,7 @@ def test_a_rank_of_which_nothing_is_heard_is_named_and_not_the_one_that_lost_it(
 
 
 def test_the_code_of_a_script_that_left_is_the_jobs():
-    shown, codes = fail([UnknownError("Horovod has been shut down"), ScriptExit(3, "train.py:12")])
+    shown, codes = fail([UnknownError(COMPUTED_AT_ONCE), ScriptExit(3, "train.py:12")])
     expected = "hvdtrain: error: The script called sys.exit(3) at train.py:12. [rank 1 (host1)]\n"
     assert (shown, codes) == (["", expected], [1, 3])
 
@@ -169,24 +192,55 @@ def mpi_error(text):
     return type("Exception", (RuntimeError,), {"__module__": "mpi4py.MPI"})(text)
 
 
-def test_consequences_are_told_by_name_and_message():
+def in_a_graph(text, frames=FRAMES):
+    return UnknownError(IN_A_GRAPH.format(node="while/mine", frames=frames, text=text))
+
+
+def test_consequences_are_told_by_the_type_of_the_error_and_the_op_that_raised_it():
     wrapped = RuntimeError("in the callback")
     wrapped.__cause__ = HorovodInternalError("x")
     assert is_consequence(HorovodInternalError("x"))
-    assert is_consequence(UnknownError("Horovod has been shut down"))
+    assert is_consequence(UnknownError(COMPUTED_AT_ONCE))
     assert is_consequence(wrapped)
-    assert is_consequence(UnknownError("[gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer"))
+    assert is_consequence(in_a_graph("[gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer"))
+    assert is_consequence(in_a_graph("any other words"))
     assert is_consequence(mpi_error("MPI_ERR_PROC_FAILED"))
-    assert not is_consequence(OpError("{{node HorovodAllreduce_3}} Incompatible shapes"))
+    assert not is_consequence(OpError(COMPUTED_AT_ONCE.replace("Horovod has been shut down", "Incompatible shapes")))
     assert not is_consequence(UnknownError("matrix size-incompatible"))
     assert not is_consequence(ValueError("horovod is misspelt"))
+
+
+def test_a_session_names_the_op_itself():
+    error = UnknownError("Horovod has been shut down")
+    error.op = SimpleNamespace(type="HorovodAllreduce")
+    assert is_consequence(error)
+    error.op = SimpleNamespace(type="EagerPyFunc")
+    assert not is_consequence(error)
+
+
+@pytest.mark.parametrize("text", ["Horovod", "gloo", "MPI_", "NCCL", FRAMES])
+def test_an_error_of_the_users_that_mentions_a_transport_is_a_cause(text):
+    assert not is_consequence(in_a_graph(f"RuntimeError: {text} is not mine\n{FRAMES}", frames=""))
+
+    @tf.function
+    def step(x):
+        return tf.py_function(lambda x: raise_(RuntimeError(f"no {text} here")), [x], tf.float32)
+
+    with pytest.raises(tf.errors.UnknownError) as raised:
+        step(tf.constant(1.0))
+    assert text in str(raised.value)
+    assert not is_consequence(raised.value)
+
+
+def raise_(error):
+    raise error
 
 
 def test_what_is_raised_while_a_consequence_is_handled_is_one_too():
     def cleaned_up(**how):
         try:
             try:
-                raise UnknownError("Horovod has been shut down")
+                raise UnknownError(COMPUTED_AT_ONCE)
             except UnknownError:
                 raise OSError("file is closed") from how.get("cause")
         except OSError as error:
@@ -199,7 +253,7 @@ def test_what_is_raised_while_a_consequence_is_handled_is_one_too():
 def test_an_error_of_the_cleaning_up_after_a_consequence_is_one_too():
     def cleaned_up():
         try:
-            raise UnknownError("Horovod has been shut down")
+            raise UnknownError(COMPUTED_AT_ONCE)
         finally:
             raise OSError("file is closed")
 

@@ -22,7 +22,10 @@ def found(cache, kinds):
         return tf.function(lambda: tf.constant(kind)).get_concrete_function()
 
     graphs = [cache.find(kind, lambda kind=kind: compile_(kind)) for kind in kinds]
-    assert all(graph is None or graph().numpy() in (kind, str(kind).encode()) for graph, kind in zip(graphs, kinds, strict=True))
+    assert all(
+        graph is None or graph().numpy() in (kind, str(kind).encode())
+        for graph, kind in zip(graphs, kinds, strict=True)
+    )
     return [graph is not None for graph in graphs], compiled
 
 
