@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.training.step.own.replaced import replaced
+from hvdtrain.training.step.own.replaced import replaced_in_this_thread
 
 _APART = 7919
 """Distance of two replicas' seeds."""
@@ -15,7 +15,7 @@ _APART = 7919
 
 @contextmanager
 def draws_of(replica: int) -> Iterator[None]:
-    """Offset the global seeds of TensorFlow and Keras by the replica, for what is traced inside the context.
+    """Offset the global seeds of TensorFlow and Keras by the replica, for what this thread traces inside the context.
 
     They are the same on every rank, which would give all of them the same noise for different samples. Those of
     `keras.random.SeedGenerator`s that a model holds are set in `TrainState.seed_generators`.
@@ -30,7 +30,7 @@ def draws_of(replica: int) -> Iterator[None]:
 
     graph.seed = None if seed is None else seed + replica * _APART
     try:
-        with replaced(keras.random.SeedGenerator, "next", offset):
+        with replaced_in_this_thread(keras.random.SeedGenerator, "next", offset):
             yield
     finally:
         graph.seed = seed

@@ -15,14 +15,14 @@ from hvdtrain.optim.clipping import ordered_sum
 from hvdtrain.state.optimizers import MAIN
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import as_written, path_of, unwrap
-from hvdtrain.training.step.own.replaced import replaced
+from hvdtrain.training.step.own.replaced import replaced, replaced_in_this_thread
 
 
 class OptimizerExchange:
     """Exchanges the gradients that a model's step hands to its optimizers.
 
     Inside `exchanging`, `apply` of each of them takes this replica's gradients and applies those of all replicas, and
-    every other optimizer refuses to be used.
+    every other optimizer refuses to be used by the thread that traces the step.
 
     Args:
         model: the model.
@@ -66,7 +66,7 @@ class OptimizerExchange:
         self._weight.assign(weight)
         self._measure, self._calls = measure, {}
         with ExitStack() as stack:
-            stack.enter_context(replaced(keras.optimizers.Optimizer, "apply", self._elsewhere()))
+            stack.enter_context(replaced_in_this_thread(keras.optimizers.Optimizer, "apply", self._elsewhere()))
             for path, optimizer in self.optimizers.items():
                 stack.enter_context(replaced(optimizer, "apply", partial(self._apply, path)))
             yield
