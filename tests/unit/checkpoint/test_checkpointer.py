@@ -285,7 +285,7 @@ def test_a_draft_that_somebody_writes_is_not_cleared_away(folder):
     draft = Draft(folder, "step-00000004")
     (draft.path / "tensors-00000.bin").write_text("half")
     Checkpointer(folder, keep=1).save(5, named(variables()), {})
-    assert names(folder) == [draft.path.name, "step-00000005"]
+    assert names(folder) == [draft.path.name, f"{draft.path.name}.lock", "step-00000005"]
     assert names(draft.path) == ["tensors-00000.bin"]
     draft.close()
     Checkpointer(folder, keep=1).save(6, named(variables()), {})
