@@ -1,16 +1,17 @@
 """The public functions of a user's own script."""
 
 import atexit
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from hvdtrain.config.errors import LaunchError, LoneRanksError
+from hvdtrain.config.errors import ConfigError, LaunchError, LoneRanksError
 from hvdtrain.config.observability import trace_config
 from hvdtrain.config.runtime import BackendName, CommunicationName, HierarchyName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
@@ -81,21 +82,39 @@ def init(
         profile_ranks: ranks whose operations are drawn; all by default.
         seed: seeds Python, NumPy and TensorFlow alike on all ranks, so that datasets shuffle alike.
 
+    Calling it again without arguments, or with the same ones, does nothing.
+
     Raises:
         LaunchError: the ranks do not fit together, or Horovod is not usable.
+        ConfigError: it was called before with other arguments.
     """
+    arguments = dict(locals())
     if has_session():
+        _check_same(arguments)
         return
     link: Link | None = None
     try:
-        timeouts = (start_timeout, load_timeout, hang_timeout, link_timeout)
-        others = (*timeouts, deterministic, hierarchical_allreduce, parallel)
-        config = RuntimeConfig(backend, replicas, communication, parameter_servers, threads, pin, *others)
+        config = RuntimeConfig(
+            backend=backend,
+            replicas=replicas,
+            communication=communication,
+            parameter_servers=parameter_servers,
+            threads=threads,
+            pin=pin,
+            start_timeout=start_timeout,
+            load_timeout=load_timeout,
+            hang_timeout=hang_timeout,
+            link_timeout=link_timeout,
+            deterministic=deterministic,
+            hierarchical_allreduce=hierarchical_allreduce,
+            parallel=parallel,
+        )
         path = None if timeline is None else Path(timeline)
         trace = new_trace(trace_config(path, profile, profile_ranks), backend)
         link = open_link(timeout=start_timeout)
         link.record_to(trace)
         session = open_session(link, config)
+        session.arguments = arguments
         if session.serves:
             session.close()
     except BaseException as error:
@@ -108,6 +127,42 @@ def init(
 
     keras.utils.set_random_seed(seed)
     _end_with_the_job(session)
+
+
+def _check_same(arguments: Mapping[str, Any]) -> None:
+    """Refuse a second `init` that asks for something else than the first.
+
+    Raises:
+        ConfigError: naming the arguments.
+    """
+    defaults = {name: each.default for name, each in inspect.signature(init).parameters.items()}
+    if _plain(arguments) == _plain(defaults):
+        return
+    session = current()
+    before = vars(session.config) if session.arguments is None else session.arguments
+    known = _plain({**defaults, **before})
+    other = [
+        f"{name}={value!r} (before: {known[name]!r})"
+        for name, value in _plain(arguments).items()
+        if value != known[name]
+    ]
+    if other:
+        raise ConfigError(
+            "hvdtrain.init() was called before, and a process joins its job once. Received other arguments: "
+            f"{', '.join(other)}. Give them to the first call, and leave out the second."
+        )
+
+
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `init` in the form in which they can be compared."""
+    timeline, ranks = arguments["timeline"], arguments["profile_ranks"]
+    profile = arguments["profile"]
+    return {
+        **arguments,
+        "timeline": None if timeline is None else fspath(timeline),
+        "profile": None if profile is None else tuple(profile),
+        "profile_ranks": tuple(ranks),
+    }
 
 
 def rank() -> int:

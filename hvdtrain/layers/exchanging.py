@@ -21,6 +21,8 @@ class ExchangingLayer(keras.layers.Layer):
         super().__init__(**kwargs)
         self.has_samples: Any = 1.0
         """1, or 0 (a number or a scalar tensor) while this rank's samples are a placeholder that must not count."""
+        self.built_in_session = True
+        """Whether there was a session when it was built, which has told it of the other ranks."""
 
     @property
     def exchanges(self) -> bool:

@@ -62,6 +62,20 @@ def add_slice(
     return variable
 
 
+def refuse_built_before_init(layer: Any, *axes: str) -> None:
+    """Refuse a layer that was built without a session if there are several ranks along `axes` by now.
+
+    Raises:
+        ConfigError: naming the layer.
+    """
+    ranks = ranks_along(*axes)
+    if ranks is not None:
+        raise ConfigError(
+            f"{type(layer).__name__} {layer.name!r} was built before hvdtrain.init(), as if this process were alone, "
+            f"and {ranks.size} ranks share it along {', '.join(axes)}. Build the model after init."
+        )
+
+
 def check_divides(size: int, what: str, axis: str, layer: Any) -> None:
     """Refuse `size` of something that the ranks along `axis` do not divide.
 

@@ -7,6 +7,7 @@ import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.observability import TraceConfig
@@ -51,6 +52,8 @@ class Session:
     """Seconds to wait for ranks that still load their data."""
     config: RuntimeConfig = field(default_factory=RuntimeConfig)
     """The options it was opened with."""
+    arguments: Mapping[str, Any] | None = None
+    """Those of `hvdtrain.init`; None where the command line opened it."""
 
     @property
     def environment(self) -> Environment:
@@ -232,11 +235,12 @@ def join_next_world(session: Session) -> Session:
     Raises:
         LaunchError: as `open_session`.
     """
-    config, before = session.config, session.link
+    config, before, arguments = session.config, session.link, session.arguments
     link = open_link(timeout=config.start_timeout, policy=before.policy, worlds=before.worlds)
     link.record_to(before.trace)
     try:
         session = open_session(link, config)
+        session.arguments = arguments
     except BaseException:
         link.close()
         raise

@@ -136,8 +136,36 @@ def test_a_process_that_is_alone_is_rank_0_of_1(session):
 def test_a_second_init_keeps_the_session(session):
     hook = sys.excepthook
     hvdtrain.init(backend="single")
+    hvdtrain.init()
+    hvdtrain.init(backend="single", profile_ranks=[])
     assert current() is session
     assert sys.excepthook is hook
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"threads": 2}, "backend='auto' (before: 'single'), threads=2 (before: None)"),
+        ({"backend": "single", "start_timeout": 60.0}, "start_timeout=60.0 (before: 120.0)"),
+        ({"backend": "single", "seed": 1}, "seed=1 (before: 0)"),
+        ({"backend": "single", "timeline": Path("trace.json")}, "timeline='trace.json' (before: None)"),
+    ],
+)
+def test_a_second_init_that_asks_for_something_else_is_refused(session, arguments, named):
+    with pytest.raises(ConfigError) as refused:
+        hvdtrain.init(**arguments)
+    assert str(refused.value) == (
+        "hvdtrain.init() was called before, and a process joins its job once. Received other arguments: "
+        f"{named}. Give them to the first call, and leave out the second."
+    )
+    assert current() is session
+
+
+def test_init_is_compared_with_the_options_of_the_command_line(session, monkeypatch):
+    monkeypatch.setattr(session, "arguments", None)
+    hvdtrain.init(backend="single")
+    with pytest.raises(ConfigError, match=r"arguments: threads=7 \(before: None\)\."):
+        hvdtrain.init(backend="single", threads=7)
 
 
 def test_broadcast_on_one_process_changes_nothing(session):

@@ -12,8 +12,9 @@ from hvdtrain.config.model import EmbeddingSharding
 from hvdtrain.layers.embedding.lookups import RowExchange, Table, look_up, look_up_columns
 from hvdtrain.layers.embedding.partition import Partition
 from hvdtrain.layers.exchanging import ExchangingLayer
-from hvdtrain.layers.slices import add_slice, ranks_along
+from hvdtrain.layers.slices import add_slice, ranks_along, refuse_built_before_init
 from hvdtrain.runtime.compiled import numbered
+from hvdtrain.runtime.session import has_session
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -61,6 +62,7 @@ class ShardedEmbedding(ExchangingLayer):
             return
         ranks = ranks_along("ep") if self.sharding != "none" else None
         self.ranks = ranks
+        self.built_in_session = has_session() or ranks is not None
         self.partition = Partition(
             self.input_dim, self.output_dim, self.sharding, 1 if ranks is None else ranks.size, self.owner
         )
@@ -100,7 +102,13 @@ def look_up_together(layers: Sequence[ShardedEmbedding], inputs: Sequence[Any]) 
     Args:
         layers: of one dim and one sharding, in the same order on every rank.
         inputs: of each, integers of any shape.
+
+    Raises:
+        ConfigError: a layer was built before `hvdtrain.init`, and there are ranks to divide its table with.
     """
+    for layer in layers:
+        if not layer.built_in_session and layer.sharding != "none":
+            refuse_built_before_init(layer, "ep")
     rows = [_checked(layer, tf.cast(tf.reshape(x, [-1]), tf.int64)) for layer, x in zip(layers, inputs, strict=True)]
     tables = [Table(layer.partition, layer.embeddings.value) for layer in layers]
     ranks = layers[0].ranks

@@ -17,8 +17,9 @@ from hvdtrain.layers.experts.balance import load_balance_loss, router_z_loss
 from hvdtrain.layers.experts.dispatch import from_experts, slots_of, to_experts
 from hvdtrain.layers.experts.figures import RoutingCounts
 from hvdtrain.layers.experts.routing import Routes, expert_capacity, load_of, routes_of
-from hvdtrain.layers.slices import add_slice, check_divides, ranks_along
+from hvdtrain.layers.slices import add_slice, check_divides, ranks_along, refuse_built_before_init
 from hvdtrain.runtime.compiled import numbered
+from hvdtrain.runtime.session import has_session
 
 _PLAIN_ARGUMENTS = (
     "experts",
@@ -128,6 +129,7 @@ class MixtureOfExperts(ExchangingLayer):
         check_divides(self.hidden, "hidden units", "tp", self)
         self._along_ep, self._along_tp = ranks_along("ep"), ranks_along("tp")
         self._replicas = ranks_along(*REPLICA_AXES)
+        self.built_in_session = has_session() or self.exchanges
         if self.seed is None:
             self.seed = random.randint(1, 2**31 - 1)  # as Keras' own layers, by what keras.utils.set_random_seed sets
         width = int(input_shape[-1])
@@ -148,7 +150,15 @@ class MixtureOfExperts(ExchangingLayer):
         return add_slice(self, name, shape, cut, seed=seed, bound=bound, **options)
 
     def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        """Return the experts' outputs, in the shape of `inputs`."""
+        """Return the experts' outputs, in the shape of `inputs`.
+
+        Raises:
+            ConfigError: the layer was built before `hvdtrain.init`, and there are ranks to exchange with.
+        """
+        if not self.built_in_session:
+            refuse_built_before_init(self, "ep")
+            refuse_built_before_init(self, "tp")
+            refuse_built_before_init(self, *REPLICA_AXES)
         tokens = tf.reshape(inputs, [-1, inputs.shape[-1]])
         logits = tf.matmul(tf.cast(tokens, self.router.dtype), self.router)
         probabilities = tf.nn.softmax(logits)

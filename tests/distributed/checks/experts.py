@@ -99,10 +99,11 @@ def check_experts_train_as_in_one_process(world: World) -> None:
                 assert mesh.same_everywhere(flat_bytes(weights)), "the ranks hold different models"
                 if dtype == "float64":
                     predicted = trainer.predict(data(dtype)[0], batch=BATCH)
-                    right = np.array(model(data(dtype)[0]))
+                    with alone():
+                        right = np.array(model(data(dtype)[0]))
                     assert relative_error([predicted], [right]) < 1e-9, (predicted[:3], right[:3])
                     outcome = trainer.evaluate(data(dtype), batch=BATCH, verbose=False)
-                    mean = float(tf.reduce_mean(per_sample(data(dtype)[1], model(data(dtype)[0]))))
+                    mean = float(tf.reduce_mean(per_sample(data(dtype)[1], right)))
                     assert abs(float(outcome) - mean) < 1e-9 * mean
 
 
@@ -111,17 +112,17 @@ def check_capacity_is_that_of_each_ranks_tokens(world: World) -> None:
     options = {"capacity_factor": 0.5, "balance_weight": 0.0, "top_k": 1}
     with alone():
         model, optimizer = model_of("float64", **options), keras.optimizers.SGD(0.1, momentum=0.9)
-    for x, y in batches("float64"):
-        with tf.GradientTape() as tape:
-            loss = 0.0
-            for rank in range(world.size):
-                begin, end, has_samples = slice_bounds(len(x), rank, world.size)
-                if has_samples:
-                    out = model(x[begin:end], training=True)
-                    part = tf.reduce_sum(per_sample(y[begin:end], out)) + (end - begin) * tf.add_n(model.losses)
-                    loss += part / len(x)
-        sources = [v.value for v in model.trainable_variables]
-        optimizer.apply(tape.gradient(loss, sources), model.trainable_variables)
+        for x, y in batches("float64"):
+            with tf.GradientTape() as tape:
+                loss = 0.0
+                for rank in range(world.size):
+                    begin, end, has_samples = slice_bounds(len(x), rank, world.size)
+                    if has_samples:
+                        out = model(x[begin:end], training=True)
+                        part = tf.reduce_sum(per_sample(y[begin:end], out)) + (end - begin) * tf.add_n(model.losses)
+                        loss += part / len(x)
+            sources = [v.value for v in model.trainable_variables]
+            optimizer.apply(tape.gradient(loss, sources), model.trainable_variables)
     expected = [np.array(w) for w in model.get_weights()]
     dropped = float(model.get_layer("experts").counts.dropped)
     with on_mesh(world, "ep=-1") as mesh:
@@ -131,6 +132,21 @@ def check_capacity_is_that_of_each_ranks_tokens(world: World) -> None:
         assert error <= 1e-9, f"{error:.2e}"
         assert dropped > 100
         assert trainer is not None
+
+
+def check_experts_that_were_built_before_init_are_refused(world: World) -> None:
+    """They hold all weights, and know of no ranks to balance their load with."""
+    for axes, shared in (("ep=-1", "ep"), ("dp=-1", "dp, cp, ep")):
+        with alone():
+            model = model_of("float64")
+        with on_mesh(world, axes) as mesh:
+            try:
+                trained(mesh, model, "float64", keras.optimizers.SGD(0.1))
+            except ConfigError as error:
+                assert "MixtureOfExperts 'experts' was built before hvdtrain.init()" in str(error), error
+                assert f"{world.size} ranks share it along {shared}. Build the model after init." in str(error), error
+            else:
+                raise AssertionError(f"not refused: {axes}")
 
 
 def check_the_comparison_notices_what_is_missing(world: World) -> None:

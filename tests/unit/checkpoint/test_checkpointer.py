@@ -430,10 +430,10 @@ def kill_at(point):
         write.os.fsync = die
     elif point == "manifest":
         commit.manifest.encode = die
-    elif point == "rename":  # the first gives the draft its name
-        os.rename = at_call(os.rename, 1)
+    elif point == "rename":
+        os.rename = die
     elif point == "second rename":
-        os.rename = at_call(os.rename, 2)
+        os.rename = at_call(os.rename, 1)
     elif point == "removal":
         shutil.rmtree = halfway
 

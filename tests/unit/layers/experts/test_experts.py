@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers import slices
+from hvdtrain.layers.embedding.sharded import ShardedEmbedding
 from hvdtrain.layers.exchanging import exchanging_layers, samples_of
 from hvdtrain.layers.experts.balance import load_balance_loss, router_z_loss
 from hvdtrain.layers.experts.dispatch import from_experts, slots_of, to_experts
@@ -213,6 +214,7 @@ class OneOfTwo(NoOpCollectives):
     size, index = 2, 1
 
 
+@pytest.mark.usefixtures("session")
 @pytest.mark.parametrize("symbolic", [True, False])
 def test_slices_inside_a_layer_have_their_places(symbolic, monkeypatch):
     monkeypatch.setattr(slices, "ranks_along", lambda *axes: OneOfTwo() if axes == ("ep",) else None)
@@ -222,6 +224,31 @@ def test_slices_inside_a_layer_have_their_places(symbolic, monkeypatch):
     assert found is not None
     assert (found.global_shape, found.box[0], found.held_by) == ((2, 4, 3), slice(1, 2), ("ep",))
     assert placement_of(block.experts.router) is None
+
+
+@pytest.mark.usefixtures("no_session")
+@pytest.mark.parametrize(
+    ("layer", "inputs", "axes", "refused"),
+    [
+        (MixtureOfExperts(2, 3, name="mine"), tf.ones([2, 4]), ("ep",), "ep"),
+        (MixtureOfExperts(2, 3, name="mine"), tf.ones([2, 4]), ("tp",), "tp"),
+        (MixtureOfExperts(2, 3, name="mine"), tf.ones([2, 4]), ("dp", "cp", "ep"), "dp, cp, ep"),
+        (ShardedEmbedding(4, 3, name="mine"), tf.constant([1, 2]), ("ep",), "ep"),
+        (ShardedEmbedding(4, 3, "none", name="mine"), tf.constant([1, 2]), ("ep",), None),
+    ],
+)
+def test_layers_that_were_built_before_init_are_refused_among_several_ranks(layer, inputs, axes, refused, monkeypatch):
+    layer(inputs)
+    monkeypatch.setattr(slices, "ranks_along", lambda *along: OneOfTwo() if along == axes else None)
+    if refused is None:
+        layer(inputs)
+        return
+    with pytest.raises(ConfigError) as error:
+        layer(inputs)
+    assert str(error.value) == (
+        f"{type(layer).__name__} 'mine' was built before hvdtrain.init(), as if this process were alone, and 2 ranks "
+        f"share it along {refused}. Build the model after init."
+    )
 
 
 @pytest.mark.filterwarnings("error")
