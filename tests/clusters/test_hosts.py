@@ -31,7 +31,7 @@ TRAIN = ["python", "-m", "hvdtrain", "digits"]
 PROBES = {
     f"OMPI_MCA_oob_tcp_keepalive_{name}": value for name, value in {"time": "5", "intvl": "2", "probes": "3"}.items()
 }
-"""What activating the environment sets."""
+"""For the mpirun of a system: that of the environment has these settings in its file."""
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("hosts")]
 
 

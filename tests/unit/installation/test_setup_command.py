@@ -1,7 +1,6 @@
-"""The command `setup`, and what activating the environment sets afterwards."""
+"""The command `setup`, and the command that it names at its end."""
 
 import configparser
-import subprocess
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -9,47 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from hvdtrain.cli import setup as verb
-from hvdtrain.installation import activation, install
+from hvdtrain.installation import install
 from hvdtrain.runtime.python_environment import PythonEnvironment
-
-
-def test_activation_allows_root_and_more_ranks_than_cores_once(machine):
-    for name in ("activate", "activate.fish", "activate.csh"):
-        (machine.prefix / "bin" / name).write_text("# its own\n")
-    (machine.prefix / "conda-meta").mkdir()
-    machine.setup()
-    machine.setup("none")
-    machine.setup()
-    hook = machine.prefix / "etc/conda/activate.d/hvdtrain.sh"
-    for script in [*(machine.prefix / "bin").glob("activate*"), hook]:
-        assert script.read_text().count("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") == 1, script
-        assert script.read_text().count("OMPI_MCA_oob_tcp_keepalive_time") == 1, script
-    assert (machine.prefix / "bin/activate").read_text().startswith("# its own\n")
-    parameters = (machine.prefix / "etc/openmpi-mca-params.conf").read_text()
-    assert parameters.count("rmaps_base_oversubscribe = 1") == 1
-
-
-def test_activation_of_an_earlier_setup_gets_what_is_new(machine):
-    script = machine.prefix / "bin/activate"
-    script.write_text(f"{activation._WHY}\n{activation._SCRIPTS['activate']}")
-    machine.setup()
-    out = subprocess.run(
-        ["sh", "-c", f". {script}; env"], env={"PATH": "/usr/bin:/bin"}, check=True, capture_output=True, text=True
-    ).stdout
-    set_by_it = {line for line in out.splitlines() if line.startswith("OMPI_MCA")}
-    assert set_by_it == {f"OMPI_MCA_oob_tcp_keepalive_{each}" for each in ("time=5", "intvl=2", "probes=3")}
-    assert script.read_text().count("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") == 1
-
-
-def test_activation_sets_the_variables_for_root_only(tmp_path):
-    (tmp_path / "id").write_text("#!/bin/sh\necho $UID_OF_TEST\n")
-    (tmp_path / "id").chmod(0o755)
-    for uid, expected in (("0", "1 1"), ("1000", "")):
-        script = f"set -eu; {activation._SCRIPTS['activate']}"
-        script += "echo ${OMPI_ALLOW_RUN_AS_ROOT:-} ${OMPI_ALLOW_RUN_AS_ROOT_CONFIRM:-}"
-        environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "UID_OF_TEST": uid}
-        out = subprocess.run(["sh", "-c", script], env=environ, check=True, capture_output=True, text=True).stdout
-        assert out.strip() == expected
 
 
 @pytest.mark.parametrize(
