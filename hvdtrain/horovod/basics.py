@@ -56,7 +56,7 @@ from horovod.tensorflow import (
 from hvdtrain.config.errors import LoneRanksError
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
-from hvdtrain.runtime.control.mpi_library import refuse_other_library
+from hvdtrain.runtime.control.mpi_library import prepare_mpi
 from hvdtrain.runtime.failures import show_alone
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.rendezvous import meet_and_wait
@@ -145,7 +145,7 @@ def _init(comm: Any = None, process_sets: Any = None) -> None:
         meet_and_wait(os.environ, RuntimeConfig.start_timeout)
         if environment.controller == "none":
             os.environ.update(ALONE)
-        refuse_other_library(environment)
+        prepare_mpi(environment)
         whole = [one for one in sets if comm is None and one.ranks == list(range(environment.size))]
     _refuse_duplicates(sets)
     apart = [one for one in sets if one not in whole]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hvdtrain.config.errors import LaunchError, LoneRanksError
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.mpi_library import prepare_mpi
 from hvdtrain.runtime.elastic.engine import Engine, place_taken, threads
 from hvdtrain.runtime.hierarchy.grid import HostGrid, host_grid
 from hvdtrain.runtime.launchers import Environment
@@ -157,6 +158,7 @@ def _start_horovod(environment: Environment, mesh: Mesh, grids: Grids) -> "dict[
         ) from error
     if environment.controller == "none":
         os.environ.update(ALONE)
+    prepare_mpi(environment)
     groups = [*process_sets_of(mesh), *(group for grid in grids.values() for group in grid.process_sets())]
     sets = {ranks: hvd.ProcessSet(ranks) for ranks in dict.fromkeys(groups)}
     with place_taken(os.environ) if environment.elastic else nullcontext():

@@ -117,7 +117,7 @@ OF_OTHERS = (
     "libmpi",
     "One or more",
 )
-OF_OTHERS += ("Requested to", "exited on signal", "Exit code", "ResourceExhausted")
+OF_OTHERS += ("A system-required", "Requested to", "exited on signal", "Exit code", "ResourceExhausted")
 """How messages of other programs begin."""
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.service.served import distributed
+from hvdtrain.runtime.launchers.inherited import without_launcher
 
 START_TIMEOUT_S = 120.0
 REACH_TIMEOUT_S = 10.0
@@ -30,11 +31,13 @@ def start_local(count: int) -> list[str]:
     """
     words = [sys.executable, "-m", "hvdtrain.data.service.server"]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    # Not the variables of the launcher: a service is no rank.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
     children = [
         subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**environment, **hidden}
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**without_launcher(os.environ), **hidden},
         )
         for _ in range(count)
     ]

@@ -2,11 +2,16 @@
 
 import ctypes
 import os
-from collections.abc import Mapping
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.errors import LaunchError, LoneRanksError
 from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.launchers.inherited import claim_rank
 from hvdtrain.runtime.terminal import say
 
 _LONGEST_VERSION = 8192
@@ -26,7 +31,7 @@ def load_mpi(environment: Environment) -> Any:
     """
     try:
         _bind_at_once()
-        refuse_other_library(environment)
+        prepare_mpi(environment)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
@@ -63,29 +68,68 @@ def _bind_at_once() -> None:
         _mpiabi.LIBMPI_MODE = os.RTLD_NOW | os.RTLD_GLOBAL
 
 
-def refuse_other_library(environment: Environment, environ: Mapping[str, str] = os.environ) -> None:
-    """Check, before MPI starts, that its library belongs to the launcher.
+def prepare_mpi(environment: Environment, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Check, before MPI_Init, that the job's launcher, this process and the MPI library belong together.
 
-    With another one, MPI_Init ends the process without a word about the cause, or each process is a job of its own.
+    MPI_Init would abort without a word about the cause, wait forever, or make each process a job of its own.
 
     Raises:
-        LoneRanksError: it does not.
+        LoneRanksError: they do not.
     """
+    if environment.controller != "mpi":
+        return
+    claim_rank(environ)
     library = _library()
-    wanted = _FAMILIES.get(environment.launcher)
-    if library is None or wanted is None or environment.controller != "mpi":
+    if library is None:
         return
     family, version = library
-    if family != wanted:
+    _refuse_other_library(environment, family, version)
+    if family == _MPICH:
+        _refuse_closed_pmi(environ)
+    elif environment.launcher == "srun" and "PMIX_RANK" not in environ:
+        _refuse_open_mpi_without_pmi(environment, version)
+    of_launcher = environ.get("OMPI_VERSION", "")
+    if environment.rank == 0 and of_launcher and f"v{of_launcher.partition('.')[0]}." not in version:
+        say(f"hvdtrain: warning: mpirun is Open MPI {of_launcher}, Python loads {version}: they may not work together.")
+
+
+def _refuse_other_library(environment: Environment, family: str, version: str) -> None:
+    wanted = _FAMILIES.get(environment.launcher)
+    if wanted not in (None, family):
         raise LoneRanksError(
             f"{environment.launcher} belongs to {wanted} (or an MPI like it), and Python loads {version}: they do "
             f"not work together. Start the ranks with the mpirun of {family}, or horovodrun --gloo; to use {wanted}, "
             "build Horovod for it: python -m hvdtrain setup --mpi system.",
             rank=environment.local_rank,
         )
-    of_launcher = environ.get("OMPI_VERSION", "")
-    if environment.rank == 0 and of_launcher and f"v{of_launcher.partition('.')[0]}." not in version:
-        say(f"hvdtrain: warning: mpirun is Open MPI {of_launcher}, Python loads {version}: they may not work together.")
+
+
+def _refuse_closed_pmi(environ: Mapping[str, str]) -> None:
+    """Check that the connection to the launcher is open, which a child started by Python's subprocess lacks."""
+    number = environ.get("PMI_FD", "")
+    if number.isdecimal() and not os.path.exists(f"/proc/self/fd/{number}"):
+        raise LoneRanksError(
+            "The launcher did not start this process, which has inherited the variables of a rank, but not the rank's "
+            f"connection to the launcher. Received: PMI_RANK={environ.get('PMI_RANK')}, PMI_FD={number}, which is "
+            'closed. To train in one process, unset "${!PMI_@}" in bash; a script between mpiexec and python must keep '
+            "file descriptors open (subprocess: close_fds=False).",
+            rank=0,
+        )
+
+
+def _refuse_open_mpi_without_pmi(environment: Environment, version: str) -> None:
+    """Check that Open MPI can join the ranks of `srun --mpi=pmi2`: few builds of Open MPI 4 can, and none of 5."""
+    info = shutil.which("ompi_info", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if info is None:
+        return
+    components = subprocess.run([info, "--parsable"], capture_output=True, text=True, check=False).stdout
+    if "mca:" in components and not any(f"mca:pmix:{pmi}:" in components for pmi in ("s1", "s2", "cray")):
+        raise LoneRanksError(
+            f"srun started the ranks with PMI, as srun --mpi=pmi2 does, and {version} was built without it: MPI_Init "
+            "would abort. Use srun --mpi=pmix, if srun --mpi=list shows it, or mpirun inside the allocation, or "
+            "python -m hvdtrain launch, which chooses.",
+            rank=environment.rank,
+        )
 
 
 def _library() -> tuple[str, str] | None:

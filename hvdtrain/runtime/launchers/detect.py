@@ -7,6 +7,7 @@ from hvdtrain.runtime.launchers.environment import Environment, Launcher
 from hvdtrain.runtime.launchers.foreign import Torchrun, UnsupportedLauncher
 from hvdtrain.runtime.launchers.horovodrun import HorovodrunGloo
 from hvdtrain.runtime.launchers.hydra import Hydra
+from hvdtrain.runtime.launchers.inherited import refuse_ended_launcher
 from hvdtrain.runtime.launchers.jsrun import Jsrun
 from hvdtrain.runtime.launchers.kubernetes import IndexedJob
 from hvdtrain.runtime.launchers.mvapich import Mvapich
@@ -37,7 +38,9 @@ def detect_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     Raises:
         LaunchError: a variable of the launcher is missing or malformed (it and its value are named).
         LoneRanksError: several processes were started that could not find one another: by srun or in a Kubernetes Job
-            without MPI and without a secret, or by a launcher that Horovod does not work with.
+            without MPI and without a secret, or by a launcher that Horovod does not work with. Or this process has
+            inherited the variables of a job that has ended.
     """
+    refuse_ended_launcher(environ)
     found = (launcher.detect(environ) for launcher in LAUNCHERS)
     return next(environment for environment in found if environment is not None)

@@ -1,0 +1,85 @@
+"""Variables of a launcher that this process has inherited, and that name the rank of another process or of no job."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from hvdtrain.config.errors import LoneRanksError
+
+_FAMILIES = ("OMPI_", "PMIX_", "PMI_")
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_OF_USER = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+
+_SERVER = re.compile(r";tcp[46]?://.*:(\d+)$")
+"""Where the address of the launcher's PMIx server ends, as in `1807155200.0;tcp4://127.0.0.1:35297`."""
+_LISTENS = "0A"
+"""TCP_LISTEN in /proc/net/tcp."""
+
+_PROCESS = "HVDTRAIN_MPI_PROCESS"
+"""Environment variable of a process that has initialized MPI: its id, and the job's. Its children inherit it."""
+
+_WITHOUT = 'unset "${!OMPI_@}" "${!PMIX_@}" "${!PMI_@}" in bash'
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` for a child that is not a rank: without the variables of MPI's launchers, if there are any."""
+    if not any(name in environ for name in _RANKS):
+        return dict(environ)
+    return {name: value for name, value in environ.items() if name in _OF_USER or not name.startswith(_FAMILIES)}
+
+
+def refuse_ended_launcher(environ: Mapping[str, str], proc: Path = Path("/proc/net")) -> None:
+    """Check that the launcher that the environment speaks of still runs.
+
+    MPI_Init would wait for its PMIx server, or abort. Where the system does not show who listens, nothing is refused.
+
+    Args:
+        environ: environment variables of this process.
+        proc: folder of the system's tables of TCP sockets.
+
+    Raises:
+        LoneRanksError: nobody listens at the server's address: the job has ended.
+    """
+    servers = {name: value for name, value in environ.items() if name.startswith("PMIX_SERVER_URI")}
+    ports = {int(match[1]) for value in servers.values() if (match := _SERVER.search(value))}
+    listening = set(_listening_ports(proc))
+    if not ports or not listening or ports & listening:
+        return
+    name, value = next(iter(servers.items()))
+    raise LoneRanksError(
+        "The job whose variables this process has inherited has ended: nobody listens at the address of its launcher. "
+        f"Received: PMIX_RANK={environ.get('PMIX_RANK')}, {name}={value}. Open a new shell, or {_WITHOUT}.",
+        rank=0,
+    )
+
+
+def _listening_ports(proc: Path) -> Iterator[int]:
+    for table in (proc / "tcp", proc / "tcp6"):
+        lines = table.read_text().splitlines()[1:] if table.exists() else []
+        for _, local, _, state, *_ in (line.split() for line in lines):
+            if state == _LISTENS:
+                yield int(local.rpartition(":")[2], 16)
+
+
+def claim_rank(environ: MutableMapping[str, str]) -> None:
+    """Check that no parent of this process is the rank that its variables name, and note that this one is.
+
+    MPI_Init of a second process with one rank aborts, and the ranks of the job then wait in MPI_Finalize forever.
+
+    Raises:
+        LoneRanksError: a rank has started this process.
+    """
+    job = environ.get("PMIX_NAMESPACE")
+    if job is None:
+        return
+    process, _, of_job = environ.get(_PROCESS, "").partition("@")
+    if of_job == job and process != str(os.getpid()):
+        raise LoneRanksError(
+            f"Rank {environ.get('PMIX_RANK')} (process {process}) started this process, which is not a rank but has "
+            "inherited the variables of one: two processes of one rank would end the job. Start it without them: "
+            f"subprocess.run(…, env={{k: v for k, v in os.environ.items() if not k.startswith({_FAMILIES})}}), or "
+            f"{_WITHOUT}.",
+            rank=0,
+        )
+    environ[_PROCESS] = f"{os.getpid()}@{job}"
