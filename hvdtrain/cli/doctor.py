@@ -21,8 +21,9 @@ WIDTH = 80
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 _DESCRIPTION = """\
-Tries each part that training needs: Python, TensorFlow, Keras, Horovod and its fit with TensorFlow, MPI, an
-all-reduce over 2 ranks with Gloo and with MPI, cores, memory, shared memory, GPUs. Takes about 20 seconds.
+Tries each part that training needs: Python, TensorFlow, Keras, Horovod and its fit with TensorFlow, MPI, Horovod
+and MPI in one process without a launcher, an all-reduce over 2 ranks with Gloo and with MPI, cores, memory, shared
+memory, GPUs. Takes about 30 seconds.
 The exit code is 1 if a check failed. A warning is something that training can do without: where Horovod is
 not installed, training runs on one process.
 

