@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def _bind_at_once() -> None:
         _mpiabi.LIBMPI_MODE = os.RTLD_NOW | os.RTLD_GLOBAL
 
 
-def prepare_mpi(environment: Environment, environ: MutableMapping[str, str] = os.environ) -> None:
+def prepare_mpi(environment: Environment, environ: Mapping[str, str] = os.environ) -> None:
     """Check, before MPI_Init, that the job's launcher, this process and the MPI library belong together.
 
     MPI_Init would abort without a word about the cause, wait forever, or make each process a job of its own.

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hvdtrain.config.errors import LoneRanksError
@@ -15,9 +15,6 @@ _SERVER = re.compile(r";tcp[46]?://.*:(\d+)$")
 """Where the address of the launcher's PMIx server ends, as in `1807155200.0;tcp4://127.0.0.1:35297`."""
 _LISTENS = "0A"
 """TCP_LISTEN in /proc/net/tcp."""
-
-_PROCESS = "HVDTRAIN_MPI_PROCESS"
-"""Environment variable of a process that has initialized MPI: its id, and the job's. Its children inherit it."""
 
 _WITHOUT = 'unset "${!OMPI_@}" "${!PMIX_@}" "${!PMI_@}" in bash'
 
@@ -62,24 +59,33 @@ def _listening_ports(proc: Path) -> Iterator[int]:
                 yield int(local.rpartition(":")[2], 16)
 
 
-def claim_rank(environ: MutableMapping[str, str]) -> None:
-    """Check that no parent of this process is the rank that its variables name, and note that this one is.
+def claim_rank(environ: Mapping[str, str]) -> None:
+    """Check that no other process has been the rank that the environment speaks of, and claim it for this one.
 
-    MPI_Init of a second process with one rank aborts, and the ranks of the job then wait in MPI_Finalize forever.
+    The claim is a file in the launcher's folder for the job, which it removes with the job. A child of a rank meets it,
+    and so does a second program in a shell that is a rank. MPI_Init of either aborts; where the first process still
+    runs, the ranks of its job then wait in MPI_Finalize forever.
 
     Raises:
-        LoneRanksError: a rank has started this process.
+        LoneRanksError: another process has claimed it.
     """
-    job = environ.get("PMIX_NAMESPACE")
-    if job is None:
+    folder, rank = environ.get("PMIX_SERVER_TMPDIR"), environ.get("PMIX_RANK", "")
+    if folder is None or not rank.isdecimal():
         return
-    process, _, of_job = environ.get(_PROCESS, "").partition("@")
-    if of_job == job and process != str(os.getpid()):
+    claim, own = Path(folder, f"hvdtrain-rank-{rank}"), str(os.getpid())
+    try:
+        with claim.open("x") as file:
+            file.write(own)
+        return
+    except FileExistsError:
+        first = claim.read_text()
+    except OSError:  # another user's folder, or one that this container does not show
+        return
+    if first != own:
         raise LoneRanksError(
-            f"Rank {environ.get('PMIX_RANK')} (process {process}) started this process, which is not a rank but has "
-            "inherited the variables of one: two processes of one rank would end the job. Start it without them: "
-            f"subprocess.run(…, env={{k: v for k, v in os.environ.items() if not k.startswith({_FAMILIES})}}), or "
-            f"{_WITHOUT}.",
+            f"Rank {rank} of this job is process {first}, and MPI takes one process for each rank: this one, which has "
+            "inherited the variables of the launcher, would abort and could end the job. Start each program by mpirun "
+            "or srun, or without these variables: subprocess.run(…, env={k: v for k, v in os.environ.items() if not "
+            f"k.startswith({_FAMILIES})}}), or {_WITHOUT}.",
             rank=0,
         )
-    environ[_PROCESS] = f"{os.getpid()}@{job}"

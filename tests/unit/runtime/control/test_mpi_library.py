@@ -25,7 +25,7 @@ PMI2 = {
 def prepare(monkeypatch):
     def call(environ, library):
         monkeypatch.setattr(mpi_library, "_library", lambda: library)
-        prepare_mpi(detect_environment(environ), dict(environ))
+        prepare_mpi(detect_environment(environ), environ)
 
     return call
 

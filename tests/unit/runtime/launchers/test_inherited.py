@@ -69,22 +69,31 @@ def test_launchers_that_name_no_port_are_not_looked_for(environ):
     refuse_ended_launcher(environ)
 
 
-def test_a_child_of_a_rank_is_no_rank(monkeypatch):
-    environ = dict(started_by.OPEN_MPI_4)
-    claim_rank(environ)
-    claim_rank(environ)  # the control channel and Horovod each do so
-    parent = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    with pytest.raises(
-        LoneRanksError, match=rf"^Rank 1 \(process {parent}\) started this process, .*PMIX_@"
-    ) as refused:
-        claim_rank(environ)
+@pytest.fixture
+def rank(tmp_path):
+    """The variables of a rank whose launcher has a folder for its job."""
+    return started_by.OPEN_MPI_4 | {"PMIX_SERVER_TMPDIR": str(tmp_path)}
+
+
+def test_one_process_is_a_rank_and_no_child_or_successor(rank, monkeypatch):
+    first = os.getpid()
+    claim_rank(rank)
+    claim_rank(rank)  # the control channel and Horovod each do so
+    monkeypatch.setattr(os, "getpid", lambda: first + 1)
+    claim_rank(rank | {"PMIX_RANK": "0"})
+    with pytest.raises(LoneRanksError, match=rf"^Rank 1 of this job is process {first}, .*PMIX_@") as refused:
+        claim_rank(rank)
     assert "\n" not in refused.value.message
-    environ["PMIX_NAMESPACE"] = "another"  # it is a rank of a job that the first one has started
-    claim_rank(environ)
-    alone = without_launcher(environ)
+    alone = without_launcher(rank)
     claim_rank(alone)
     assert detect_environment(alone).launcher == "none"
+
+
+@pytest.mark.parametrize("change", [{"PMIX_SERVER_TMPDIR": "/nowhere/of/the/job"}, {"PMIX_RANK": "undefined"}])
+def test_where_no_claim_can_be_made_nothing_is_refused(rank, change, monkeypatch):
+    claim_rank(rank | change)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    claim_rank(rank | change)
 
 
 def test_a_child_that_is_not_a_rank_keeps_the_users_settings():
