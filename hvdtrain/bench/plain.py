@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.bench.timing import Timing, merged, peak_rss_mib, process_settings, processor_seconds
+from hvdtrain.bench.timing import Timing, Usage, merged, own_usage, peak_rss_mib, process_settings
 from hvdtrain.config.run import Config
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.splits import DataSplits
@@ -157,10 +157,10 @@ def measure(config: Config, timing: Timing, environment: Environment) -> dict[st
     steps = loop.steps(timing.steps)
     for _ in range(timing.warm_up):
         window_of(steps, timing.steps)
-    begin = processor_seconds()
+    begin = own_usage()
     windows = [window_of(steps, timing.steps) for _ in range(timing.windows)]
-    cpu = (processor_seconds() - begin) / (timing.windows * timing.steps)
-    facts = _from_all_ranks([cpu, peak_rss_mib()], environment.size)
+    used = own_usage().since(begin)
+    facts = _from_all_ranks([peak_rss_mib(), used.user_s, used.system_s, used.page_faults], environment.size)
     own = {
         "windows_ms": windows,
         "settings": process_settings(threads),
@@ -168,7 +168,8 @@ def measure(config: Config, timing: Timing, environment: Environment) -> dict[st
     }
     if environment.size == 1:
         own["gradients"] = loop.gradient_sizes()
-    return merged(own, facts[:, 0], facts[:, 1])
+    usages = [Usage(user_s, system_s, int(page_faults)) for _, user_s, system_s, page_faults in facts]
+    return merged(own, used=usages, rss=facts[:, 0], steps=timing.windows * timing.steps)
 
 
 def _from_all_ranks(facts: list[float], size: int) -> Any:

@@ -137,7 +137,7 @@ def _ideals(rows: Sequence[plots.Row]) -> Iterator[Block]:
 
 def _group(members: Sequence[plots.Row], baseline: str) -> Table:
     columns = ["side", "ms a step", "quartiles", "samples/s", f"time / {baseline}", "strong", "weak", "CPU s a step"]
-    columns += ["peak RSS MiB", "MB sent a step", "rounds"]
+    columns += ["in the kernel", "page faults a step", "peak RSS MiB", "MB sent a step", "rounds"]
     rows = []
     for cell, known in members:
         sent = NOTHING if known.sent_bytes is None else f"{known.sent_bytes / 1e6:.2f}"
@@ -147,7 +147,10 @@ def _group(members: Sequence[plots.Row], baseline: str) -> Table:
                 *(cell.side, f"{times.median:.2f}", f"{times.low:.2f} .. {times.high:.2f}"),
                 f"{known.samples_per_second:.1f}",
                 *(_formatted(share) for share in (known.ratio, known.strong, known.weak)),
-                *(f"{known.cpu_s:.3f}", f"{known.peak_rss_mib:.0f}", sent, str(len(cell.rounds))),
+                f"{known.cpu_s:.3f}",
+                NOTHING if known.kernel_share is None else f"{known.kernel_share:.0%}",
+                NOTHING if known.page_faults is None else f"{known.page_faults:,.0f}",
+                *(f"{known.peak_rss_mib:.0f}", sent, str(len(cell.rounds))),
             ]
         )
     return Table(columns, rows)

@@ -37,6 +37,10 @@ class Round:
     """Cores that other programs kept busy during the launch."""
     breakdown_ms: dict[str, float] | None = None
     """Breakdown of the step; None if unavailable."""
+    kernel_share: float | None = None
+    """Share of the CPU time that the kernel took; None in results of earlier versions."""
+    page_faults: float | None = None
+    """Page faults per step, over all processes of the side; None in results of earlier versions."""
 
 
 @section

@@ -4,8 +4,7 @@ import json
 import os
 import socket
 
-import psutil
-
+from hvdtrain.bench.timing import Usage, usage_of
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.session import Session
 
@@ -24,7 +23,7 @@ class ServedProcesses:
     """
 
     def __init__(self, session: Session) -> None:
-        self._others: list[psutil.Process] = []
+        self._others: list[int] = []
         if session.strategy is None or session.strategy.roles is None:
             return
         mine = json.dumps([socket.gethostname(), os.getpid()]).encode()
@@ -35,16 +34,15 @@ class ServedProcesses:
                 f"Received: ranks on {', '.join(sorted({host for host, _ in known}))}."
             )
         if not session.serves:
-            self._others = [psutil.Process(pid) for _, pid in known if pid != os.getpid()]
+            self._others = [pid for _, pid in known if pid != os.getpid()]
 
-    def processor_seconds(self) -> float:
-        """Return the CPU seconds of all their threads."""
-        times = [process.cpu_times() for process in self._others]
-        return sum(time.user + time.system for time in times)
+    def usage(self) -> Usage:
+        """Return what all of them have used so far."""
+        return sum((usage_of(pid) for pid in self._others), Usage())
 
     def peak_rss_mib(self) -> list[float]:
         """Return the peak memory of each."""
-        return [_peak_mib(process.pid) for process in self._others]
+        return [_peak_mib(pid) for pid in self._others]
 
 
 def _peak_mib(pid: int) -> float:

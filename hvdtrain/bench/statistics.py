@@ -35,6 +35,10 @@ class Figures:
     weak: Ratio
     cpu_s: float
     """Median CPU seconds per step, over all ranks."""
+    kernel_share: float | None
+    """Median share of that time that the kernel took; None in results of earlier versions."""
+    page_faults: float | None
+    """Median page faults per step, over all ranks; None in results of earlier versions."""
     peak_rss_mib: float
     """Peak memory of the largest process in any round."""
     sent_bytes: float | None
@@ -64,10 +68,17 @@ def figures(cell: Cell, cells: Sequence[Cell], baseline: str) -> Figures:
         strong=_efficiency(cell, cells, whole),
         weak=_efficiency(cell, cells, whole // cell.ranks),
         cpu_s=float(np.median([one.cpu_s for one in cell.rounds])),
+        kernel_share=_median([one.kernel_share for one in cell.rounds]),
+        page_faults=_median([one.page_faults for one in cell.rounds]),
         peak_rss_mib=max(max(one.peak_rss_mib) for one in cell.rounds),
         sent_bytes=_sent(cell, cells),
         breakdown_ms=_breakdown(cell),
     )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
 
 
 def setting(cell: Cell) -> tuple[str, int, int, str, int]:

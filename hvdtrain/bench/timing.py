@@ -39,10 +39,38 @@ class Timing:
         return (self.warm_up + self.windows) * self.steps
 
 
-def processor_seconds() -> float:
-    """Return the CPU seconds of this process."""
+@dataclass(frozen=True)
+class Usage:
+    """CPU time and page faults of one or more processes, all of their threads included."""
+
+    user_s: float = 0.0
+    system_s: float = 0.0
+    """Seconds in the kernel."""
+    page_faults: int = 0
+    """Faults for which nothing was read from disk: mostly first touches of memory from the system."""
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(self.user_s + other.user_s, self.system_s + other.system_s, self.page_faults + other.page_faults)
+
+    def since(self, earlier: "Usage") -> "Usage":
+        """Return what was used since `earlier`."""
+        return Usage(
+            self.user_s - earlier.user_s, self.system_s - earlier.system_s, self.page_faults - earlier.page_faults
+        )
+
+
+def own_usage() -> Usage:
+    """Return what this process has used so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    return Usage(used.ru_utime, used.ru_stime, used.ru_minflt)
+
+
+def usage_of(pid: int) -> Usage:
+    """Return what another process has used so far, in steps of the kernel's clock, from /proc/PID/stat."""
+    # The second field, the program's name in parentheses, may contain spaces and parentheses.
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    return Usage(user_s=int(fields[11]) / ticks, system_s=int(fields[12]) / ticks, page_faults=int(fields[7]))
 
 
 def peak_rss_mib() -> float:
@@ -65,9 +93,24 @@ def process_settings(threads: int, environ: Mapping[str, str] = os.environ) -> d
     return {"threads": str(threads), "cores of rank 0": cores, **exchange}
 
 
-def merged(own: Mapping[str, Any], cpu_s: Sequence[float], rss: Sequence[float]) -> dict[str, Any]:
-    """Return rank 0's answer: its own figures, with CPU time and memory of all processes."""
-    return {**own, "cpu_s": float(sum(cpu_s)), "peak_rss_mib": [float(value) for value in rss]}
+def merged(own: Mapping[str, Any], used: Sequence[Usage], rss: Sequence[float], steps: int) -> dict[str, Any]:
+    """Return rank 0's answer: its own figures, and what all processes used.
+
+    Args:
+        own: figures of rank 0.
+        used: what each rank, and what serves it, used over the counted steps.
+        rss: peak memory of each process, in MiB.
+        steps: the number of counted steps.
+    """
+    total = sum(used, Usage())
+    cpu_s = total.user_s + total.system_s
+    return {
+        **own,
+        "cpu_s": cpu_s / steps,
+        "kernel_share": total.system_s / cpu_s if cpu_s else 0.0,
+        "page_faults": total.page_faults / steps,
+        "peak_rss_mib": [float(value) for value in rss],
+    }
 
 
 def say(answer: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.bench.breakdown import WITH_BREAKDOWN, breakdown
 from hvdtrain.bench.served import ServedProcesses
-from hvdtrain.bench.timing import Timing, merged, peak_rss_mib, process_settings, processor_seconds
+from hvdtrain.bench.timing import Timing, Usage, merged, own_usage, peak_rss_mib, process_settings
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
@@ -48,13 +48,13 @@ class Stopwatch(BaseObserver):
 
 
 class Metered:
-    """Training data that record the CPU time of this rank and its servers around the counted steps."""
+    """Training data that record what this rank and its servers use over the counted steps."""
 
     def __init__(self, data: TrainingData, timing: Timing, served: ServedProcesses) -> None:
         self.steps_per_epoch = data.steps_per_epoch
         self.batch = data.batch
         self.remedy = data.remedy
-        self.seconds: dict[int, float] = {}
+        self._used: dict[int, Usage] = {}
         self._data = data
         self._timing = timing
         self._served = served
@@ -63,13 +63,12 @@ class Metered:
         """See `TrainingData.batches`."""
         for step, batch in enumerate(self._data.batches(start_step), start_step):
             if step in (self._timing.first, self._timing.last):
-                self.seconds[step] = processor_seconds() + self._served.processor_seconds()
+                self._used[step] = own_usage() + self._served.usage()
             yield batch
 
-    def per_step(self) -> float:
-        """Return the CPU seconds per counted step."""
-        first, last = self._timing.first, self._timing.last
-        return (self.seconds[last] - self.seconds[first]) / (last - first)
+    def used(self) -> Usage:
+        """Return what was used over the counted steps."""
+        return self._used[self._timing.last].since(self._used[self._timing.first])
 
 
 def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
     data, watch = Metered(source.training, timing, served), Stopwatch(timing.steps)
     # One extra step, at which the CPU time after the last counted one is recorded.
     trainer.train(data, Plan(timing.last + 1, timing.steps), observers=watch)
-    facts = from_all_ranks(backend, {"cpu": data.per_step(), "rss": [peak_rss_mib(), *served.peak_rss_mib()]})
+    facts = from_all_ranks(backend, {"used": vars(data.used()), "rss": [peak_rss_mib(), *served.peak_rss_mib()]})
     own: dict[str, Any] = {
         "windows_ms": watch.windows_ms[timing.warm_up : timing.warm_up + timing.windows],
         "settings": process_settings(session.plan.threads),
@@ -90,7 +89,8 @@ def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
     }
     if timing.breakdown and backend.name in WITH_BREAKDOWN:
         own["breakdown_ms"] = _breakdown(session, config, trainer, source.training, timing)
-    return merged(own, [fact["cpu"] for fact in facts], [rss for fact in facts for rss in fact["rss"]])
+    used, peaks = [Usage(**fact["used"]) for fact in facts], [rss for fact in facts for rss in fact["rss"]]
+    return merged(own, used=used, rss=peaks, steps=timing.last - timing.first)
 
 
 def from_all_ranks(backend: Backend, fact: Any) -> list[Any]:

@@ -51,6 +51,8 @@ def test_all_sides_were_measured(folder):
         assert len(found.windows_ms) == 1
         assert found.windows_ms[0] > 0
         assert 0 < found.cpu_s < 60
+        assert 0 <= found.kernel_share < 1
+        assert found.page_faults >= 0
         assert len(found.peak_rss_mib) == processes
         assert min(found.peak_rss_mib) > 100
     assert sum(size.bytes for size in cells["one-core"].gradients) == 4 * 151_306

@@ -10,7 +10,7 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.bench.breakdown import NoUpdate, Variants, breakdown
 from hvdtrain.bench.catalog import bench_config
 from hvdtrain.bench.plain import PlainLoop, window_of
-from hvdtrain.bench.timing import Timing
+from hvdtrain.bench.timing import Timing, Usage, merged
 from hvdtrain.bench.trained import Metered, Stopwatch, measure
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig
@@ -78,6 +78,8 @@ def test_what_a_side_answers(session, steps):
     assert len(answer["windows_ms"]) == 3
     assert answer["parameters"] == 48 * 8 + 8 + 8 * 10 + 10
     assert answer["cpu_s"] > 0
+    assert 0 <= answer["kernel_share"] < 1
+    assert answer["page_faults"] >= 0
     assert len(answer["peak_rss_mib"]) == 1
     assert ("breakdown_ms" in answer) == (steps == 1)
 
@@ -104,7 +106,7 @@ def test_without_an_update_the_gradients_are_there_and_nothing_changes():
     assert variable.numpy().tolist() == [1.0, 2.0]
 
 
-def test_processor_time_is_noted_between_the_counted_steps():
+def test_usage_is_noted_between_the_counted_steps():
     class Data:
         steps_per_epoch, batch, remedy = 5, 8, ""
 
@@ -113,13 +115,13 @@ def test_processor_time_is_noted_between_the_counted_steps():
                 yield start_step
 
     class Served:
-        """Others, which take six seconds between any two looks."""
+        """Others, which take six seconds in the kernel and 600 page faults between any two looks."""
 
-        seconds = 0.0
+        looks = 0
 
-        def processor_seconds(self):
-            self.seconds += 6.0
-            return self.seconds
+        def usage(self):
+            self.looks += 1
+            return Usage(system_s=6.0 * self.looks, page_faults=600 * self.looks)
 
     data = Metered(Data(), Timing(steps=2, windows=3, warm_up=1), Served())
     stream = data.batches(0)
@@ -127,8 +129,22 @@ def test_processor_time_is_noted_between_the_counted_steps():
         next(stream)
         if step >= 2:
             sum(n * n for n in range(20_000))
-    assert set(data.seconds) == {2, 8}
-    assert 1.0 < data.per_step() < 2.0, "of six steps, with what the others take"
+    used = data.used()
+    assert 0 < used.user_s < 6, "of six steps"
+    assert 6 <= used.system_s < 12
+    assert 600 <= used.page_faults < 6000
+
+
+def test_figures_of_all_processes_are_per_step():
+    ranks = [Usage(2.0, 1.0, 700), Usage(3.0, 2.0, 100)]
+    answer = merged({"parameters": 7}, used=ranks, rss=[500, 400.5], steps=4)
+    assert answer == {
+        "parameters": 7,
+        "cpu_s": 2.0,
+        "kernel_share": 0.375,
+        "page_faults": 200.0,
+        "peak_rss_mib": [500.0, 400.5],
+    }
 
 
 def test_windows_are_timed_without_what_is_done_between_them():

@@ -13,6 +13,8 @@ from hvdtrain.cli.main import main
 ANSWER = {
     "windows_ms": [10.0, 11.0],
     "cpu_s": 0.02,
+    "kernel_share": 0.25,
+    "page_faults": 300.0,
     "peak_rss_mib": [500.0],
     "settings": {"threads": "1"},
     "parameters": 7,
@@ -51,6 +53,8 @@ def test_every_side_is_launched_in_every_round():
     assert [len(cells[side].rounds) for side in there] == [3, 3, 3]
     assert cells["one-core"].gradients[0].bytes == 28
     assert cells["horovod-mpi"].rounds[0].foreign_cores == 0.1
+    assert cells["horovod-mpi"].rounds[0].page_faults == 300.0
+    assert cells["horovod-mpi"].rounds[0].kernel_share == 0.25
     assert "one replica" in cells["single"].skipped
     assert len(logged) == 9
     assert "11.00 ms a step" in logged[0]
