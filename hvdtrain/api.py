@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from hvdtrain.config.errors import ConfigError, LaunchError, LoneRanksError
 from hvdtrain.config.observability import trace_config
-from hvdtrain.config.runtime import BackendName, CommunicationName, HierarchyName, RuntimeConfig
+from hvdtrain.config.runtime import BackendName, CommunicationName, HierarchyName, MallocName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.exits import UNCLEAR, ExitWatch
 from hvdtrain.runtime.failures import show_alone
@@ -36,6 +36,7 @@ def init(
     parameter_servers: int | None = None,
     threads: int | None = None,
     pin: bool = True,
+    malloc: MallocName = "keep",
     start_timeout: float = 120.0,
     load_timeout: float = 3600.0,
     hang_timeout: float = 300.0,
@@ -65,6 +66,8 @@ def init(
         parameter_servers: ranks of `parameter_server` that hold the parameters, the last ones; None: one.
         threads: threads an operation may use; None divides the cores among the ranks of this machine.
         pin: give each rank its own cores where there are enough.
+        malloc: `keep` freed memory in the process for the next step, or `system`: glibc's own settings, which return it
+            to the system (docs/performance.md).
         start_timeout: seconds to wait for the other ranks.
         load_timeout: seconds to wait for ranks that still load their data, when they meet in `fit`.
         hang_timeout: seconds after which a job ends whose ranks wait for one another; 0: never (docs/reliability.md).
@@ -101,6 +104,7 @@ def init(
             parameter_servers=parameter_servers,
             threads=threads,
             pin=pin,
+            malloc=malloc,
             start_timeout=start_timeout,
             load_timeout=load_timeout,
             hang_timeout=hang_timeout,

@@ -19,6 +19,7 @@ from hvdtrain.data.splits import DataSplits
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.malloc import choose_malloc
 
 Tape = Callable[[tf.GradientTape], Any]
 
@@ -152,6 +153,7 @@ def window_of(steps: Iterator[None], count: int) -> float:
 
 def measure(config: Config, timing: Timing, environment: Environment) -> dict[str, Any]:
     """Measure the loop; every rank calls it, and the answer is valid on rank 0."""
+    malloc = choose_malloc(config.processes.malloc)
     threads = pin_and_start(environment)
     loop = PlainLoop(config, environment)
     steps = loop.steps(timing.steps)
@@ -163,7 +165,7 @@ def measure(config: Config, timing: Timing, environment: Environment) -> dict[st
     facts = _from_all_ranks([peak_rss_mib(), used.user_s, used.system_s, used.page_faults], environment.size)
     own = {
         "windows_ms": windows,
-        "settings": process_settings(threads),
+        "settings": process_settings(threads, malloc=malloc),
         "parameters": sum(int(np.prod(v.shape)) for v in loop.model.trainable_variables),
     }
     if environment.size == 1:

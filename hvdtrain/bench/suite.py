@@ -10,6 +10,7 @@ from hvdtrain.bench.plan import Point, turns
 from hvdtrain.bench.results import Cell, GradientSize, Round
 from hvdtrain.bench.sides import side
 from hvdtrain.bench.timing import WORD
+from hvdtrain.config.runtime import MallocName, RuntimeConfig
 
 Ask = Callable[[Sequence[str]], Answer]
 
@@ -26,6 +27,8 @@ class Launching:
     cores: int = 1
     """Cores of each rank."""
     breakdown: bool = True
+    malloc: MallocName = RuntimeConfig.malloc
+    """Memory allocator of all sides."""
     limit_s: float = 900.0
 
 
@@ -37,6 +40,7 @@ def command_of(point: Point, how: Launching) -> list[str]:
     words += ["--precision", point.precision, "--accumulate", str(point.accumulate), "--cores", str(how.cores)]
     words += ["--windows", str(how.windows), "--warm-up", str(how.warm_up)]
     words += [] if how.steps is None else ["--steps", str(how.steps)]
+    words += [] if how.malloc == RuntimeConfig.malloc else ["--malloc", how.malloc]
     return words + (["--breakdown"] if how.breakdown and not this.by_hand else [])
 
 

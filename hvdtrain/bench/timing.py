@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.runtime.malloc import Malloc
 from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS, LARGE_MESSAGES
 
 SOURCES = Path(__file__).parents[2]
@@ -84,13 +85,16 @@ def limit_cores(count: int) -> None:
     os.sched_setaffinity(0, cores[:count])
 
 
-def process_settings(threads: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def process_settings(
+    threads: int, environ: Mapping[str, str] = os.environ, *, malloc: Malloc | None = None
+) -> dict[str, str]:
     """Return the settings of this process."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     exchange = {name: environ[name] for name in (*EXCHANGE_DEFAULTS, *LARGE_MESSAGES) if name in environ}
     # Reports may be published: name our own files without their folder.
     exchange = {name: value.removeprefix(f"{SOURCES}{os.sep}") for name, value in exchange.items()}
-    return {"threads": str(threads), "cores of rank 0": cores, **exchange}
+    memory = {} if malloc is None else {"malloc": malloc.about}
+    return {"threads": str(threads), "cores of rank 0": cores, **memory, **exchange}
 
 
 def merged(own: Mapping[str, Any], used: Sequence[Usage], rss: Sequence[float], steps: int) -> dict[str, Any]:

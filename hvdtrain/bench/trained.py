@@ -84,7 +84,7 @@ def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
     facts = from_all_ranks(backend, {"used": vars(data.used()), "rss": [peak_rss_mib(), *served.peak_rss_mib()]})
     own: dict[str, Any] = {
         "windows_ms": watch.windows_ms[timing.warm_up : timing.warm_up + timing.windows],
-        "settings": process_settings(session.plan.threads),
+        "settings": process_settings(session.plan.threads, malloc=session.malloc),
         "parameters": trainer.state.parameters(),
     }
     if timing.breakdown and backend.name in WITH_BREAKDOWN:

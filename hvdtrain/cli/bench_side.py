@@ -2,7 +2,7 @@
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from hvdtrain.bench.catalog import MODELS, bench_config, bench_model
 from hvdtrain.bench.served import ServedProcesses
@@ -12,7 +12,7 @@ from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks, s
 from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.config.files import apply_values, digest
 from hvdtrain.config.run import Config
-from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.config.runtime import MallocName, RuntimeConfig
 from hvdtrain.runtime.failures import show_failure
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.quiet import import_tensorflow_quietly
@@ -54,11 +54,12 @@ def parse(argv: list[str]) -> Request:
     this = SIDES[words.side]
     config = bench_config(words.model, batch=words.batch, precision=words.precision, accumulate=words.accumulate)
     timing = Timing(words.steps or bench_model(words.model).steps, words.windows, words.warm_up, words.breakdown)
+    runtime: dict[str, Any] = {"malloc": words.malloc}
     if not this.by_hand:
-        runtime: dict[str, Any] = {"backend": this.backend}
-        if this.several:
-            runtime["replicas"] = words.ranks
-        config = apply_values(config, {"runtime": runtime}, f"--backend {this.backend}")
+        runtime["backend"] = this.backend
+    if this.several:
+        runtime["replicas"] = words.ranks
+    config = apply_values(config, {"runtime": runtime}, f"--backend {this.backend}")
     limit_cores(words.cores * words.ranks)
     return Request(this, config, timing, words.cores)
 
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="steps of a window; by default the model's own")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2, help="windows that are not counted")
+    parser.add_argument("--malloc", choices=get_args(MallocName), default=RuntimeConfig.malloc)
     parser.add_argument("--breakdown", action="store_true", help="find out where a step's time goes")
     return parser
 

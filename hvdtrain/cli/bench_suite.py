@@ -15,6 +15,7 @@ from hvdtrain.cli.local import run_here
 from hvdtrain.cli.signals import ended_by_exceptions
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.precision import PrecisionName
+from hvdtrain.config.runtime import MallocName, RuntimeConfig
 from hvdtrain.runtime.launchers import detect_environment
 
 if TYPE_CHECKING:
@@ -82,6 +83,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--warm-up", type=positive, default=2, help="windows before them that are not counted (2)")
     made.add_argument("--steps", type=positive, help="steps of a window; by default the model's own")
     made.add_argument("--cores", type=positive, default=1, help="cores of each rank (1)")
+    made.add_argument(
+        "--malloc",
+        choices=get_args(MallocName),
+        default=RuntimeConfig.malloc,
+        help=f"memory allocator of all sides, the hand-written loops included ({RuntimeConfig.malloc})",
+    )
     made.add_argument("--no-breakdown", action="store_true", help="do not find out where a step's time goes")
     made.add_argument("--limit", type=positive, default=900, help="seconds that a launch may take (900)")
     made.add_argument("--out", type=Path, default=Path(OUT), help=f"the report goes to OUT/DATE-HOST ({OUT})")
@@ -127,8 +134,9 @@ def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
         arguments.warm_up,
         arguments.steps,
         arguments.cores,
-        not arguments.no_breakdown,
-        arguments.limit,
+        breakdown=not arguments.no_breakdown,
+        malloc=arguments.malloc,
+        limit_s=arguments.limit,
     )
     command = shlex.join(["python", "-m", "hvdtrain", "bench", *argv])
     options = {name: value for name, value in vars(arguments).items() if name != "out"}

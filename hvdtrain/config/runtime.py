@@ -20,6 +20,7 @@ BackendName = Literal[
 ]
 CommunicationName = Literal["auto", "ring", "nccl"]
 HierarchyName = Literal["auto", "always", "never"]
+MallocName = Literal["keep", "system"]
 WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored", "central_storage")
 """Backends with several replicas in one process (`--replicas`)."""
 IN_ONE_PROCESS: tuple[BackendName, ...] = ("single", *WITH_REPLICAS, "one_device", "tpu")
@@ -64,6 +65,8 @@ class RuntimeConfig:
     """Sum gradients inside each host first, then between the hosts; auto: measured at the start."""
     parallel: str | None = None
     """Split the model among ranks: sizes of the axes pp, dp, cp, ep, tp, such as tp=2,pp=2; dp takes the rest."""
+    malloc: MallocName = "keep"
+    """Keep freed memory in the process for the next step, or let glibc return it to the system."""
 
     def __post_init__(self) -> None:
         parse_axes(self.parallel)
@@ -88,6 +91,8 @@ class RuntimeConfig:
             raise ConfigError(
                 f"--hierarchical-allreduce=always is for --backend=horovod: --backend={self.backend} does not take it."
             )
+        if self.malloc not in get_args(MallocName):
+            raise ConfigError(f"--malloc must be one of {', '.join(get_args(MallocName))}. Received: {self.malloc!r}.")
         if self.parameter_servers is not None:
             if self.parameter_servers < 1:
                 raise ConfigError(f"--parameter-servers must be at least 1. Received: {self.parameter_servers}.")

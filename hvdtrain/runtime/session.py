@@ -29,6 +29,7 @@ from hvdtrain.runtime.iterators import end_iterators_at_once
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.leaving import leave_together
 from hvdtrain.runtime.link import Link, open_link
+from hvdtrain.runtime.malloc import Malloc, choose_malloc
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.network.places import exchange_places
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
@@ -54,6 +55,8 @@ class Session:
     """The options it was opened with."""
     arguments: Mapping[str, Any] | None = None
     """Those of `hvdtrain.init`; None where the command line opened it."""
+    malloc: Malloc | None = None
+    """The memory allocator; None where nobody has asked."""
 
     @property
     def environment(self) -> Environment:
@@ -194,6 +197,7 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     if config.backend == "parameter_server":
         roles_of(config, environment)  # too few ranks are told so before TensorFlow is loaded
     plan = place_process(link.control, environment, config, timeout=timeout)
+    malloc = choose_malloc(config.malloc)
     import_tensorflow_quietly()
     with start_up_chatter_hidden():
         gpus = visible_gpus(environment.hostname)
@@ -226,7 +230,7 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     if with_horovod:
         link.watch_for_stragglers()
     world = choose_hierarchy(world, hierarchy, link.control, timeout)
-    return Session(link, world, plan, strategy, config.load_timeout, config)
+    return Session(link, world, plan, strategy, load_timeout=config.load_timeout, config=config, malloc=malloc)
 
 
 def join_next_world(session: Session) -> Session:

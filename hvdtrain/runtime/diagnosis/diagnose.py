@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
+from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.diagnosis import exchange, gpus, host, software
 from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.machine import read_machine
 from hvdtrain.runtime.diagnosis.probe import Finding, probe
+from hvdtrain.runtime.malloc import choose_malloc, faults_of_reuse
 
 
 def diagnose(announce: Callable[[str], None] = lambda what: None) -> Iterator[Check]:
@@ -51,4 +53,6 @@ def _check_host() -> Iterator[Check]:
     machine = read_machine()
     yield host.check_cores(machine)
     yield host.check_memory(machine)
+    malloc = choose_malloc(RuntimeConfig.malloc)  # for the rest of this process, as in training
+    yield host.check_malloc(malloc, faults_of_reuse(host.REUSED_MIB))
     yield host.check_shm(machine)

@@ -102,6 +102,7 @@ OTHER = Config(
         deterministic=True,
         hierarchical_allreduce="never",
         parallel="ep=2,tp=2",
+        malloc="system",
     ),
     ElasticConfig(elastic=True, commit_every=3),
 )

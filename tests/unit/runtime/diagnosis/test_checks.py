@@ -11,6 +11,7 @@ import pytest
 from hvdtrain.runtime.diagnosis import host, software
 from hvdtrain.runtime.diagnosis.check import ok
 from hvdtrain.runtime.diagnosis.machine import GIB, MIB, cpu_quota, memory_limits, read_machine
+from hvdtrain.runtime.malloc import Malloc
 
 TENSORFLOW = {"version": "2.21.0", "gpus": 0}
 HOROVOD = {"version": "0.28.1", "built_for": "2.21.0", "gloo": True, "mpi": True, "nccl": 0, "cuda": False}
@@ -157,6 +158,20 @@ class TestHost:
     @pytest.mark.parametrize(("available", "status"), [(GIB, "warning"), (3 * GIB, "ok")])
     def test_memory(self, available: int, status: str) -> None:
         assert host.check_memory(replace(read_machine(), available_memory=available)).status == status
+
+    @pytest.mark.parametrize(
+        ("faults", "environ", "status", "fix"),
+        [
+            (3, {}, "ok", ""),
+            (3, {"MALLOC_TOP_PAD_": "7"}, "ok", ""),
+            (16_384, {"MALLOC_TOP_PAD_": "7"}, "warning", "unset MALLOC_TOP_PAD_, and compare"),
+            (16_384, {}, "warning", "unset LD_PRELOAD, and compare"),
+        ],
+    )
+    def test_allocator(self, faults: int, environ: dict[str, str], status: str, fix: str) -> None:
+        check = host.check_malloc(Malloc(keeps=True, about="some allocator"), faults, environ)
+        assert (check.status, check.fix) == (status, fix)
+        assert check.detail.startswith(f"some allocator; {faults:,} page faults in 16,384 pages")
 
     @pytest.mark.parametrize(
         ("total", "free", "status"),
