@@ -45,6 +45,7 @@ def test_mpi_and_horovod_start_without_a_launcher(unactivated):
     assert (job.code, job.out) == (0, "1 1\n"), job.text
 
 
+@pytest.mark.extended
 def test_ranks_over_gloo_may_use_mpi_each_alone(unactivated):
     code = (
         "from mpi4py import MPI; import horovod.tensorflow as hvd; hvd.init(); print(MPI.COMM_WORLD.size, hvd.size())"
@@ -95,6 +96,7 @@ if hvdtrain.rank() == 0:
 """
 
 
+@pytest.mark.extended
 def test_a_child_of_a_rank_is_refused_and_the_ranks_go_on(tmp_path):
     job = run([*MPIRUN, "-np", "2", sys.executable, "-c", PARENT], cwd=tmp_path, timeout=150)
     assert job.code == 0, job.text
