@@ -20,8 +20,8 @@ usage() {
 Usage: launch/setup.sh [--test] [--gpu | --no-gpu]
 
 Makes .venv: installs the pinned dependencies, then runs python -m hvdtrain setup, which builds Horovod
-against the installed TensorFlow and checks that 2 ranks really reduce. Needs Linux, Python 3.11 to 3.13, g++ and make; no root. About 4 minutes on 2
-cores; a call that finds all of it in place returns at once.
+against the installed TensorFlow and checks that 2 ranks really reduce. Needs Linux, Python 3.11 to 3.13, g++, make
+and patch; no root. About 4 minutes on 2 cores; a call that finds all of it in place returns at once.
 
   --test    also installs what launch/test.sh needs
   --gpu     TensorFlow with CUDA's libraries, and Horovod with NCCL; needs no GPU here, as on a login node.
@@ -103,10 +103,10 @@ need_plain_path() {
 # Asked before anything is downloaded.
 need_tools() {
     local tool
-    for tool in "${CXX:-g++}" make; do
+    for tool in "${CXX:-g++}" make patch; do
         # shellcheck disable=SC2086  # CXX may hold arguments
         set -- $tool
-        command -v "$1" >/dev/null || die "$1 is missing: $(install_with "g++ make" "gcc-c++ make")"
+        command -v "$1" >/dev/null || die "$1 is missing: $(install_with "g++ make patch" "gcc-c++ make patch")"
     done
 }
 

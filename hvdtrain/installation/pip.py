@@ -1,18 +1,20 @@
 """pip of an environment, as setup uses it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.installation.steps import Steps
 from hvdtrain.runtime.python_environment import PythonEnvironment
+
+_OFFLINE = "; without a network, PIP_FIND_LINKS may name a folder with the packages"
 
 
 class Pip:
     """Installs packages; an installation that was cut short is repeated by the next one."""
 
     def __init__(self, environment: PythonEnvironment, steps: Steps, work: Path):
-        self._environment, self._steps = environment, steps
+        self._environment, self._steps, self._work = environment, steps, work
         self._installing = environment.notes / "installing-packages"
         # The user's own settings of pip stay in force, but for --user, which a venv refuses.
         self._environ = os.environ | {"PIP_USER": "0", "TMPDIR": str(work)}
@@ -41,19 +43,38 @@ class Pip:
         """Install packages into a folder of their own, without their dependencies."""
         self._install(["--no-deps", "--only-binary", ":all:", "--target", str(folder), *requirements], what)
 
+    def fetch_sources(
+        self, package: str, version: str, *, sha256: str, folder: Path, environ: Mapping[str, str]
+    ) -> Path:
+        """Download the source distribution of a release and return its file.
+
+        pip compares the hash before it runs anything of it.
+        """
+        needs = self._work / "sources.txt"
+        needs.write_text(f"{package}=={version} --hash=sha256:{sha256}\n")
+        words = ("--no-deps", "--no-binary", package, "--no-build-isolation", "--no-cache-dir", "--require-hashes")
+        self._run(
+            self.command("download", "--progress-bar", "off", *words, "--dest", str(folder), "-r", str(needs)),
+            f"fetching the sources of {package} {version}",
+            _OFFLINE,
+            environ=environ,
+        )
+        return next(folder.iterdir())
+
     def _install(self, words: Sequence[str], what: str) -> None:
-        need = "; without a network, PIP_FIND_LINKS may name a folder with the packages"
-        self._run(self.command("install", "--progress-bar", "off", *words), f"installing {what}", need)
+        self._run(self.command("install", "--progress-bar", "off", *words), f"installing {what}", _OFFLINE)
 
     def uninstall(self, package: str) -> None:
         """Remove a package from the environment."""
         self._run(self.command("uninstall", "--yes", package), f"removing {package}")
 
-    def _run(self, command: list[str], what: str, advice: str = "") -> None:
+    def _run(
+        self, command: list[str], what: str, advice: str = "", *, environ: Mapping[str, str] | None = None
+    ) -> None:
         self._steps.run(
             f"{what} (a few seconds)",
             command,
             log="pip.log",
             failure=f"{what} failed{advice}",
-            environ=self._environ,
+            environ=self._environ if environ is None else environ,
         )

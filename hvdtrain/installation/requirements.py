@@ -64,17 +64,17 @@ def check_tensorflow(environment: PythonEnvironment) -> None:
 
 
 def check_build_tools(environ: Mapping[str, str]) -> None:
-    """Refuse to build without a C++ compiler and make.
+    """Refuse to build without a C++ compiler, make and patch.
 
     Raises:
         SetupError: names the missing one and how to get it.
     """
     compiler = (environ.get("CXX") or "g++").split()[0]
-    for tool in (compiler, "make"):
+    for tool in (compiler, "make", "patch"):
         if shutil.which(tool, path=environ["PATH"]) is None:
             raise SetupError(
-                f"{tool} is missing, and Horovod is compiled: {install_with('g++ make', 'gcc-c++ make')}. On a "
-                "cluster, load its compiler module; without root, conda install -c conda-forge gxx make."
+                f"{tool} is missing, and Horovod is compiled: {install_with('g++ make patch', 'gcc-c++ make patch')}. "
+                "On a cluster, load its compiler module; without root, conda install -c conda-forge gxx make patch."
             )
 
 

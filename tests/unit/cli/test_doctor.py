@@ -20,9 +20,11 @@ from hvdtrain.runtime.diagnosis import exchange
 from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
 from hvdtrain.runtime.diagnosis.probe import find, probe
 from hvdtrain.runtime.diagnosis.process import Outcome, first_line, run
+from hvdtrain.runtime.horovod_patches import patched_version, series_hashes
 
 TENSORFLOW = {"version": "2.21.0", "gpus": 0}
-HOROVOD = {"version": "0.28.1", "built_for": "2.21.0", "gloo": True, "mpi": True, "nccl": 0, "cuda": False}
+HOROVOD = {"version": patched_version(), "patches": series_hashes(), "built_for": "2.21.0"}
+HOROVOD |= {"gloo": True, "mpi": True, "nccl": 0, "cuda": False}
 OPEN_MPI = "Open MPI v4.1.8, package: Open MPI user@localhost, ident: 4.1.8, repo rev: v4.1.8, Feb 04, 2025"
 
 Script = Callable[[str, str], Path]
@@ -87,6 +89,7 @@ class TestProbe:
             "keras": {"version": "3.12.0", "backend": "tensorflow"},
             "horovod": {
                 "version": "0.28.1",
+                "patches": {},
                 "built_for": None,
                 "gloo": True,
                 "mpi": True,

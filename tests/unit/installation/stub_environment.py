@@ -10,26 +10,33 @@ import pytest
 
 from hvdtrain.installation import install
 from hvdtrain.runtime.diagnosis.check import Check, ok
+from hvdtrain.runtime.horovod_patches import patched_version
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 # Plays the environment's Python with pip. It notes each call, and fails where its arguments hold $FAIL.
 PYTHON = f"""#!{sys.executable} -IS
-import os, pathlib, re, shutil, sys
+import os, pathlib, re, shutil, sys, tarfile
 
 words, packages = " ".join(sys.argv[1:]), pathlib.Path(os.environ["SITE"])
 with open(os.environ["CALLS"], "a") as calls:
     print(words, file=calls)
 if os.environ.get("FAIL", "never") in words:
     sys.exit("ERROR: the stub was told to fail")
-if " wheel " in words:
+if " download " in words:
+    folder = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
+    (folder / "horovod-0.28.1" / "horovod").mkdir(parents=True)
+    with tarfile.open(folder / "horovod-0.28.1.tar.gz", "w:gz") as archive:
+        archive.add(folder / "horovod-0.28.1", "horovod-0.28.1")
+    shutil.rmtree(folder / "horovod-0.28.1")
+elif " wheel " in words:
     folder = pathlib.Path(sys.argv[sys.argv.index("--wheel-dir") + 1])
     folder.mkdir()
-    (folder / "horovod-0.28.1-stub.whl").write_text("built")
+    (folder / "horovod-{patched_version()}-stub.whl").write_text("built")
     (packages / "build-environment").write_text(repr(dict(os.environ)))
 elif " uninstall " in words:
     shutil.rmtree(next(packages.glob(f"{{sys.argv[-1]}}-*")))
 elif "--target" not in words:
-    for name, version in re.findall(r"([a-z0-9]+)(?:==|>=|-)([0-9.]+[0-9])", words):
+    for name, version in re.findall(r"([a-z0-9]+)(?:==|>=|-)([0-9.]+[0-9](?:\\+hvdtrain\\.[0-9]+)?)", words):
         for old in packages.glob(f"{{name}}-*.dist-info"):
             shutil.rmtree(old)
         (packages / f"{{name}}-{{version}}.dist-info").mkdir()
@@ -60,7 +67,7 @@ class Machine:
         self.installs("hvdtrain", "0.1.0", "".join(f"Requires-Dist: {need}\n" for need in REQUIRES))
         for tool in ("sh", "getconf"):
             (self.bin / tool).symlink_to(shutil.which(tool) or "")
-        for tool in ("g++", "make", "apt-get"):
+        for tool in ("g++", "make", "patch", "apt-get"):
             self.has(tool)
         self.has("cmake", "echo cmake version 3.25.1")
         self._isolate()

@@ -52,7 +52,7 @@ def test_no_pip(machine):
         machine.setup()
 
 
-@pytest.mark.parametrize("tool", ["g++", "make"])
+@pytest.mark.parametrize("tool", ["g++", "make", "patch"])
 def test_no_compiler(machine, tool):
     (machine.bin / tool).unlink()
     with pytest.raises(SetupError, match=rf"{tool.replace('+', '.')} is missing.*sudo apt-get install g\+\+ make"):

@@ -11,10 +11,12 @@ import pytest
 from hvdtrain.runtime.diagnosis import host, software
 from hvdtrain.runtime.diagnosis.check import ok
 from hvdtrain.runtime.diagnosis.machine import GIB, MIB, cpu_quota, memory_limits, read_machine
+from hvdtrain.runtime.horovod_patches import patched_version, series_hashes
 from hvdtrain.runtime.malloc import Malloc
 
 TENSORFLOW = {"version": "2.21.0", "gpus": 0}
-HOROVOD = {"version": "0.28.1", "built_for": "2.21.0", "gloo": True, "mpi": True, "nccl": 0, "cuda": False}
+HOROVOD = {"version": patched_version(), "patches": series_hashes(), "built_for": "2.21.0"}
+HOROVOD |= {"gloo": True, "mpi": True, "nccl": 0, "cuda": False}
 OPEN_MPI = "Open MPI v4.1.8, package: Open MPI user@localhost, ident: 4.1.8, repo rev: v4.1.8, Feb 04, 2025"
 
 
@@ -78,7 +80,12 @@ class TestSoftware:
             ({"built_for": None}, "ok", "not recorded"),
             ({"built_for": "2.20.0"}, "failed", "2.20.0, but 2.21.0 is installed"),
             ({"built_for": "2.21.1"}, "warning", "2.21.1"),
-            ({"version": "0.27.0"}, "warning", "made for 0.28.1"),
+            (
+                {"version": "0.28.1", "patches": {}},
+                "warning",
+                "2.21.0; of hvdtrain's patches",
+            ),
+            ({"patches": {"0001-x": "0"}}, "warning", "has, besides, 0001-x"),
             ({"error": "NotFoundError: undefined symbol: _ZN3tsl"}, "failed", "undefined symbol"),
             ({"missing": True}, "warning", "one process only"),
         ],
