@@ -58,10 +58,10 @@ from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.control.mpi_library import prepare_mpi
 from hvdtrain.runtime.failures import show_alone
+from hvdtrain.runtime.horovod_patches import warn_if_unpatched
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.malloc import choose_malloc
 from hvdtrain.runtime.rendezvous import meet_and_wait
-from hvdtrain.runtime.reset import keep_restartable
 from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
 from hvdtrain.runtime.world import refuse_lone_ranks
 
@@ -137,12 +137,11 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 def _init(comm: Any = None, process_sets: Any = None) -> None:
     choose_malloc(RuntimeConfig.malloc)
+    warn_if_unpatched()
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     whole: list[ProcessSet] = []
     environment = None if is_elastic() else detect_environment(os.environ)
-    if environment is None:
-        keep_restartable(os.environ)
-    else:
+    if environment is not None:
         set_exchange_defaults(os.environ)
         meet_and_wait(os.environ, RuntimeConfig.start_timeout)
         if environment.controller == "none":

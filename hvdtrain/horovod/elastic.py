@@ -16,7 +16,6 @@ from hvdtrain.horovod.flavour import optimizers, refuse_other_keras
 from hvdtrain.horovod.objects import broadcast_object, broadcast_object_fn
 from hvdtrain.horovod.variables import broadcast_variables
 from hvdtrain.runtime.consequences import is_cut_off
-from hvdtrain.runtime.reset import restart_horovod
 from hvdtrain.state.variables import unwrap
 
 __all__ = [
@@ -54,7 +53,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    restart_horovod(init)
+    shutdown()
+    init()
 
 
 class _VariablesState(ObjectState):

@@ -197,7 +197,6 @@ def open_link(
     *,
     timeout: float,
     generation: int = 0,
-    restartable: bool = False,
     policy: FailurePolicy | None = None,
     worlds: Worlds | None = None,
 ) -> Link:
@@ -206,7 +205,6 @@ def open_link(
     Args:
         timeout: seconds to wait for them.
         generation: how many times the job has formed anew.
-        restartable: whether another generation may follow in this process.
         policy: what follows from the failure of a rank; by default the end of the job.
         worlds: of an elastic job: those that this process has been in before; None: none.
 
@@ -214,7 +212,7 @@ def open_link(
         LaunchError: ranks are missing, or cannot be reached.
     """
     elastic = detect_environment(os.environ).elastic
-    set_exchange_defaults(os.environ, restartable=restartable, elastic=elastic)
+    set_exchange_defaults(os.environ, elastic=elastic)
     if elastic:
         worlds = worlds or Worlds()
         worlds.enter(timeout)

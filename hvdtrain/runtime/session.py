@@ -219,7 +219,6 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
         generation=link.generation,
         horovod=with_horovod,
         by_host=hierarchy != "never",
-        timeout=timeout,
     )
     if world.engine is not None:
         link.watch_engine(world.engine)

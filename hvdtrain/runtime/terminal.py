@@ -3,8 +3,8 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import TextIO
 
 from hvdtrain.runtime.launchers import Environment
 
@@ -46,31 +46,6 @@ def drop_unreadable_output() -> None:
             _drop(stream)
         except (ValueError, AttributeError):  # a closed stream, or none
             continue
-
-
-class LastingStream:
-    """A standard stream that can be written to for ever: what can no longer be written is dropped."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write `text`."""
-        self._attempt(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        """Write out what was buffered."""
-        self._attempt(self._stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _attempt(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except OSError:
-            _drop(self._stream)
 
 
 def _drop(stream: TextIO) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.network.open_mpi import leave_out_bridges
-from hvdtrain.runtime.reset import NOT_TOGETHER, keep_restartable
 
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
 AUTOTUNE = "HOROVOD_AUTOTUNE"
@@ -53,23 +52,16 @@ LARGE_MESSAGES = {
 """How Open MPI adds up large messages; the file has the measurements. A step of the MLP took 0.79 of the time."""
 
 
-def set_exchange_defaults(
-    environ: MutableMapping[str, str], *, restartable: bool = False, elastic: bool = False
-) -> None:
+def set_exchange_defaults(environ: MutableMapping[str, str], *, elastic: bool = False) -> None:
     """Put the defaults into `environ` wherever the user has not decided otherwise.
 
     Args:
         environ: the environment.
-        restartable: leave out what would keep Horovod from being started again in this process.
-        elastic: whether the job goes on without ranks that are lost; `restartable`, too.
+        elastic: whether the job goes on without ranks that are lost.
     """
-    restartable = restartable or elastic
-    if restartable:
-        keep_restartable(environ)
     patience = PATIENCE_IF_ELASTIC if elastic else PATIENCE
     for name, value in {**EXCHANGE_DEFAULTS, **TCP_PROTOCOL, **patience}.items():
-        if not (restartable and name in NOT_TOGETHER):
-            environ.setdefault(name, value)
+        environ.setdefault(name, value)
     leave_out_bridges(environ)
     if not any(name.startswith(TUNED) for name in environ):
         environ.update(LARGE_MESSAGES)

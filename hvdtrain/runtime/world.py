@@ -8,15 +8,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hvdtrain.config.errors import LaunchError, LoneRanksError
-from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.control.mpi_library import prepare_mpi
 from hvdtrain.runtime.elastic.engine import Engine, place_taken, threads
 from hvdtrain.runtime.hierarchy.grid import HostGrid, host_grid
+from hvdtrain.runtime.horovod_patches import warn_if_unpatched
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.mesh import GROUPS, Mesh, process_sets_of
 from hvdtrain.runtime.network.sockets import sockets
-from hvdtrain.runtime.reset import forget_meeting
 from hvdtrain.runtime.tracing.trace import TIMELINE
 from hvdtrain.runtime.tuning import ALONE
 
@@ -107,7 +106,6 @@ def open_world(
     generation: int = 0,
     horovod: bool = True,
     by_host: bool = False,
-    timeout: float = RuntimeConfig.start_timeout,
 ) -> World:
     """Lay out the ranks and, with `horovod`, start it with a process set for each group that needs one.
 
@@ -116,19 +114,15 @@ def open_world(
         environment: this process's place.
         hosts: host name of each rank.
         axes: sizes of the mesh's axes; see `Mesh.of`.
-        generation: the number of worlds before this one, the last of which must be closed. For there to be a next
-            one, the link must have been opened as `restartable`.
+        generation: the number of worlds before this one, the last of which must be closed.
         horovod: whether Horovod carries the exchange.
         by_host: make process sets for sums in two levels, inside each host and between the hosts, where there are
             several hosts and several ranks on one.
-        timeout: seconds to wait for the other ranks.
 
     Raises:
         LaunchError: the axes do not fit the number of ranks, or Horovod is not usable.
     """
     mesh = Mesh.of(axes or {}, environment.rank, environment.size)
-    if horovod and generation > 0 and not environment.elastic:
-        forget_meeting(control, environment, os.environ, timeout)
     before = threads(), set(sockets())
     grids = host_grids(mesh, hosts) if by_host else {}
     collectives = _start_horovod(environment, mesh, grids) if horovod else {}
@@ -156,6 +150,7 @@ def _start_horovod(environment: Environment, mesh: Mesh, grids: Grids) -> "dict[
             f"Horovod does not load with the installed TensorFlow ({error}). python -m hvdtrain setup builds it anew; "
             "python -m hvdtrain doctor shows what does not fit."
         ) from error
+    warn_if_unpatched()
     if environment.controller == "none":
         os.environ.update(ALONE)
     prepare_mpi(environment)

@@ -100,11 +100,11 @@ def check(session: Session, generation: int) -> None:
 
 
 def main() -> None:
-    session = open_session(open_link(timeout=TIMEOUT_S, restartable=True), RuntimeConfig(parallel=MESHES[0]))
+    session = open_session(open_link(timeout=TIMEOUT_S), RuntimeConfig(parallel=MESHES[0]))
     check(session, 0)
     for generation, parallel in enumerate(MESHES[1:], start=1):
         session.close()
-        link = open_link(timeout=TIMEOUT_S, generation=generation, restartable=True)
+        link = open_link(timeout=TIMEOUT_S, generation=generation)
         axes = parse_axes(parallel)
         world = open_world(link.control, link.environment, session.world.hosts, axes=axes, generation=generation)
         session = replace(session, link=link, world=world)

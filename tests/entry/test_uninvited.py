@@ -120,11 +120,11 @@ def test_ranks_have_what_is_secret_and_command_lines_and_files_have_not(job):
     assert spy.environments.keys() == {0, 1}
     environment = spy.environments[0]
     address = environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-    secrets = [KEY, environment["HVDTRAIN_JOB_SECRET"], address.partition("/")[2]]
+    secrets = [KEY, environment["HOROVOD_JOB_SECRET"], address.partition("/")[2]]
     assert environment["WANDB_API_KEY"] == KEY
     assert len(secrets[1]) == 64
     assert len(secrets[2]) == 32
-    assert spy.environments[1]["HVDTRAIN_JOB_SECRET"] == secrets[1]
+    assert spy.environments[1]["HOROVOD_JOB_SECRET"] == secrets[1]
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert {"config.yaml", "env.json", "metrics.jsonl"} <= {file.name for file in files}
     for secret in secrets:

@@ -56,9 +56,6 @@ class Signer:
 def secret_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | None:
     """Return the secret in HVDTRAIN_JOB_SECRET or in the file HVDTRAIN_JOB_SECRET_FILE; None where neither is set.
 
-    The environment's `horovodrun` (`hvdtrain.runtime.horovodrun`) sets the variable to a random one. Horovod's own
-    passes it on the command lines of its workers, where ``ps`` shows it.
-
     Raises:
         LaunchError: the file cannot be read, is empty, belongs to somebody else, or others may read it.
     """

@@ -1,8 +1,8 @@
 """The control channel over the HTTP store that ``horovodrun --gloo``, or rank 0 (`runtime/rendezvous`), keeps.
 
 The store knows PUT and GET of ``/<scope>/<key>`` (404 until written) and, from RendezvousHandler on, DELETE.
-Horovod's own takes them from everybody (`hvdtrain.runtime.horovodrun` adds a token to the address): every message is
-signed. Horovod's own client unpickles its answers: it is not used.
+A Horovod without the patch `store-token` takes them from everybody: every message is signed. Horovod's own client
+unpickles its answers: it is not used.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, secret_from_environment, secret_from_key_file
 from hvdtrain.runtime.interfaces import candidates
 from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.launchers.environment import LAUNCHER_SECRET_VARIABLE
 
 _CONNECT_S = 1.0
 """A call that the full queue of a busy server has dropped is made anew: the system itself would wait 1, 2, 4 … s."""
@@ -242,7 +243,8 @@ def open_store(
     """
     store = Store(environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
     rank, size, job = environment.rank, environment.size, f"{environment.job_id} {generation}"
-    secret = secret_from_environment(environ) or secret_from_key_file(environment.job_id, environ)
+    given = secret_from_environment(environ) or environ.get(LAUNCHER_SECRET_VARIABLE, "").encode()
+    secret = given or secret_from_key_file(environment.job_id, environ)
     in_lobby = store.with_most(_MOST_IN_LOBBY)
     lobby = StoreTransport(in_lobby, f"hvdtrain-lobby-{generation}", rank, size, consume=True)
     greeting = RootedChannel(lobby, Signer(secret, job), rank, size)

@@ -10,8 +10,8 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.store import Store
 from hvdtrain.runtime.tuning import GLOO_PATIENCE
 
-SCOPE = "hvdtrain-heartbeat"
-"""Of these messages in the store of `horovodrun`; the key is HOST:LOCAL_RANK."""
+SCOPE = "heartbeat"
+"""Scope of these messages in the store of `horovodrun` (its patch `silent-ranks`); the key is HOST:LOCAL_RANK."""
 _LONGEST_PAUSE_S = 5.0
 
 

@@ -14,6 +14,8 @@ UNKNOWN = -1
 
 SECRET_VARIABLE = "HVDTRAIN_JOB_SECRET"
 """Environment variable with the job's secret: any text, the same on every rank."""
+LAUNCHER_SECRET_VARIABLE = "HOROVOD_JOB_SECRET"
+"""Environment variable with a secret that `horovodrun --gloo` draws for each job (its patch `job-secret`)."""
 SECRET_FILE_VARIABLE = "HVDTRAIN_JOB_SECRET_FILE"
 """Environment variable with the path of a file that holds it, and which nobody else can read."""
 DRAW_SECRET = "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"

@@ -19,7 +19,7 @@ class HorovodrunGloo:
         if not {"HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"} <= environ.keys():
             return None
         port = number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")
-        # Without the token that our own horovodrun puts behind it.
+        # Without the token that a patched Horovod puts behind it.
         address = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")[0].partition(":")[0]
         return place(
             launcher=environ.get(STARTER_VARIABLE, "horovodrun"),

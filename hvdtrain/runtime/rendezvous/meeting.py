@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.store import Store, open_store
-from hvdtrain.runtime.horovodrun.guarded_store import address_with_token
+from hvdtrain.runtime.horovod_patches import require_patch
 from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.launchers.environment import STARTER_VARIABLE
 from hvdtrain.runtime.rendezvous import network
@@ -118,6 +118,7 @@ class _Found:
 
 def _open(environment: Environment, settings: Settings) -> _Found:
     """Open the store on rank 0: on the address by which the others know it, if this machine can tell."""
+    require_patch("store-token", "The store of ranks that start without MPI and without horovodrun")
     own = _own_address(environment, settings)
     served_by = StoreProcess(own, settings)
     address = own or LOOPBACK
@@ -176,6 +177,6 @@ def _variables(environment: Environment, settings: Settings, found: _Found) -> d
         "CPU_OPERATIONS": "gloo",
     }
     return {f"HOROVOD_{name}": str(value) for name, value in place.items()} | {
-        _ADDRESS: address_with_token(found.address, found.port, settings.token),
+        _ADDRESS: f"{found.address}:{found.port}/{settings.token}",
         STARTER_VARIABLE: environment.launcher,
     }

@@ -16,7 +16,6 @@ import socketserver
 import sys
 from typing import Any
 
-from hvdtrain.runtime.horovodrun.guarded_store import guarded_handler
 from hvdtrain.runtime.rendezvous.hello import COMPLETE, STATE, answer, nonce_of
 
 _LOOK_S = 0.5
@@ -63,11 +62,11 @@ def start(address: str, ports: list[int], token: str, key: bytes) -> Any:
             socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks the network for this machine's name
             self.server_name, self.server_port = self.server_address[:2]
 
-    handler = meeting_handler(guarded_handler(http_server.RendezvousHandler, token), key)
+    handler = meeting_handler(http_server.RendezvousHandler, key)
     failure = OSError("no port to listen on")
     for port in ports:
         try:
-            server = MeetingServer((address, port), handler, 0)
+            server = MeetingServer((address, port), handler, 0, token)
         except OSError as error:
             failure = error
             continue
@@ -80,8 +79,8 @@ def meeting_handler(handler_class: type[Any], key: bytes) -> type[Any]:
     """Return a handler that also answers who looks for the store of this job, as long as its ranks gather."""
 
     class MeetingHandler(handler_class):
-        def _refusal(self) -> int | None:
-            return None if self._nonce() else super()._refusal()
+        def refusal(self) -> int | None:
+            return None if self._nonce() else super().refusal()
 
         def do_GET(self) -> None:
             nonce = self._nonce()

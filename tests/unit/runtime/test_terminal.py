@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.terminal import LastingStream, drop_unreadable_output, on_terminal
+from hvdtrain.runtime.terminal import drop_unreadable_output, on_terminal
 
 ALONE = detect_environment({})
 RANK = replace(ALONE, launcher="mpirun", controller="mpi", size=2)
@@ -62,16 +62,3 @@ def test_what_nobody_reads_is_dropped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     drop_unreadable_output()
     assert not on_terminal(ALONE, XTERM)
-
-
-def test_a_lasting_stream_passes_on_what_is_read_and_drops_the_rest():
-    reader, writer = os.pipe()
-    with os.fdopen(writer, "w") as pipe:
-        stream = LastingStream(pipe)
-        assert (stream.write("read\n"), stream.fileno()) == (5, writer)
-        stream.flush()
-        assert os.read(reader, 100) == b"read\n"
-        os.close(reader)
-        for _ in range(2):
-            stream.write("unread\n")
-            stream.flush()

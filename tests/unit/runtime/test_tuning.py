@@ -48,16 +48,6 @@ def test_asynchronous_workers_are_not_deterministic():
         RuntimeConfig("parameter_server", deterministic=True)
 
 
-def test_what_keeps_horovod_from_a_second_start_is_left_out_where_one_may_come():
-    environ = {}
-    set_exchange_defaults(environ, restartable=True)
-    assert not {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"} & environ.keys()
-    environ = {"HOROVOD_CYCLE_TIME": "3", "HOROVOD_FUSION_THRESHOLD": "1024"}
-    with pytest.warns(UserWarning, match="HOROVOD_CYCLE_TIME is not used"):
-        set_exchange_defaults(environ, restartable=True)
-    assert (environ.get("HOROVOD_CYCLE_TIME"), environ["HOROVOD_FUSION_THRESHOLD"]) == (None, "1024")
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [(None, "^ofi"), ("^openib", "^openib,ofi"), ("^ofi,openib", "^ofi,openib"), ("self,tcp", "self,tcp")],

@@ -1,7 +1,7 @@
 """What an uninvited client of the rendezvous store of `horovodrun --gloo` can read and write, and what comes of it.
 
-`guarded` is the store of the environment's `horovodrun`; `open` is that of Horovod's own launcher, which cannot keep
-anybody out: there the messages themselves are protected.
+`guarded` is the store of a patched Horovod's `horovodrun`; `open` is that of Horovod without the patches, or started by
+hand, which cannot keep anybody out: there the messages themselves are protected.
 """
 
 import base64
@@ -48,11 +48,12 @@ def open_rank(rank, size, port, *, timeout=10.0, **more):
 @pytest.fixture(scope="module")
 def guarded():
     """The port of a guarded store."""
-    pytest.importorskip("horovod", reason="Horovod is not installed")
-    from hvdtrain.runtime.horovodrun.guarded_store import guarded_server
+    return guarded_server().start()
 
-    server = guarded_server(TOKEN)(host="127.0.0.1")
-    return server.start()
+
+def guarded_server():
+    http_server = pytest.importorskip("horovod.runner.http.http_server", reason="Horovod is not installed")
+    return http_server.RendezvousServer(host="127.0.0.1", token=TOKEN)
 
 
 def member(port, rank, size=2):
@@ -128,13 +129,12 @@ def test_the_token_is_shown_to_nobody(guarded):
 def test_a_guarded_store_unpickles_for_nobody(tmp_path):
     """Under `--host-discovery-script` Horovod's own store unpickles what is written to worker_addresses."""
     rendezvous = pytest.importorskip("horovod.runner.elastic.rendezvous", reason="Horovod is not installed")
-    from hvdtrain.runtime.horovodrun.guarded_store import guarded_server
 
     class Hostile:
         def __reduce__(self):
             return Path.touch, (tmp_path / "made",)
 
-    server = guarded_server(TOKEN)(host="127.0.0.1")
+    server = guarded_server()
     port = server.start(rendezvous.create_rendezvous_handler(None))
     message = base64.b64encode(pickle.dumps(Hostile()))
     assert ask(port, "PUT", "/worker_addresses/localhost:0", message)[0] == 403
@@ -147,17 +147,16 @@ def test_a_guarded_store_unpickles_for_nobody(tmp_path):
 def test_a_guarded_store_tells_ranks_of_an_elastic_job_their_next_place():
     rendezvous = pytest.importorskip("horovod.runner.elastic.rendezvous", reason="Horovod is not installed")
     from hvdtrain.runtime.elastic.engine import take_next_place
-    from hvdtrain.runtime.horovodrun.guarded_store import guarded_server
 
     slot = SimpleNamespace(rank=1, size=3, to_response_string=lambda: "1,3,0,1,1,3")
     driver = SimpleNamespace(record_ready=lambda *place: None, get_slot_info=lambda *place: slot)
-    port = guarded_server(TOKEN)(host="127.0.0.1").start(rendezvous.create_rendezvous_handler(driver))
+    port = guarded_server().start(rendezvous.create_rendezvous_handler(driver))
     environ = variables(0, 2, port, HOROVOD_GLOO_RENDEZVOUS_ADDR=f"127.0.0.1:{port}/{TOKEN}", HOROVOD_HOSTNAME="a")
     take_next_place(environ, timeout=10)
     assert (environ["HOROVOD_RANK"], environ["HOROVOD_SIZE"]) == ("1", "3")
 
 
-# -- the store of Horovod's own launcher --
+# -- a store without a token --
 
 FORGED = b"x" * 100
 

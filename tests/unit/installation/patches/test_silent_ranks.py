@@ -6,10 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvdtrain.runtime.control.store import Store
 from hvdtrain.runtime.elastic.heartbeat import SCOPE, Beat, Heartbeat
 from hvdtrain.runtime.elastic.worlds import Worlds
-from hvdtrain.runtime.horovodrun.silent_ranks import SilentRanks, listening_handler, watching_driver
 from hvdtrain.runtime.tuning import GLOO_PATIENCE, PATIENCE_IF_ELASTIC, lose_silent_ranks
+
+silent_ranks = pytest.importorskip("horovod.runner.elastic.silent_ranks", reason="Horovod is not installed")
+from horovod.runner.elastic import discovery  # noqa: E402
+from horovod.runner.elastic.driver import ElasticDriver  # noqa: E402
+from horovod.runner.elastic.rendezvous import create_rendezvous_handler  # noqa: E402
+from horovod.runner.http import http_server  # noqa: E402
 
 BEAT = Beat(lost_after=60.0, start_timeout=120.0).encode()
 A, B = ("host-a", 0), ("host-b", 1)
@@ -20,7 +26,7 @@ class Job:
 
     def __init__(self):
         self.time, self.said = 1000.0, []
-        self.silent = SilentRanks(lambda: self.time, self.said.append)
+        self.silent = silent_ranks.SilentRanks(lambda: self.time, self.said.append)
 
     def passes(self, seconds, *heard):
         for _ in range(int(seconds)):
@@ -95,57 +101,61 @@ def test_ranks_that_give_no_signs_at_all_are_none_of_ours(job):
     assert not other.is_set()
 
 
-class Driver:
-    """What is needed of Horovod's."""
-
-    def __init__(self):
-        self.over, self.asked, self.results = False, [], []
-
-    def start(self, num_proc, create_worker_fn):
-        slot = SimpleNamespace(hostname="host-b", local_rank=1)
-        self.results.append(create_worker_fn(slot, ["an event"]))
-
-    def finished(self):
-        return self.over
-
-    def record_ready(self, host, slot):
-        self.asked.append((host, slot))
+@pytest.fixture
+def driver(monkeypatch):
+    """Horovod's driver of a job on two hosts, with no store."""
+    hosts = discovery.FixedHosts({"host-a": 1, "host-b": 2})
+    driver = ElasticDriver(SimpleNamespace(init=lambda plan: None, stop=lambda: None), hosts, 3, 3, timeout=30)
+    yield driver
+    driver.stop()
 
 
 @pytest.mark.parametrize(("code", "recorded"), [(0, 137), (143, 143)])
-def test_a_rank_that_is_given_up_never_counts_as_done(code, recorded):
-    driver = watching_driver(Driver)()
+def test_a_rank_that_is_given_up_never_counts_as_done(driver, monkeypatch, code, recorded):
+    results, others, asking, done = {}, threading.Semaphore(0), threading.Event(), threading.Event()
 
-    def runs_until_ended(slot, events):
-        assert events[0] == "an event"
-        driver.silent_ranks.hear(("host-b", 1), Beat(0.0, 0.0).encode())
-        with driver.silent_ranks.asking(("host-a", 0)):
-            assert events[1].wait(30)
-        return code, 12.5
+    def handle_exit(slot, exit_code, timestamp):
+        results[slot.hostname, slot.local_rank] = exit_code, timestamp
+        (done.set if slot.hostname == "host-a" else others.release)()
 
-    driver.start(2, runs_until_ended)
-    driver.over = True
-    assert driver.results == [(recorded, 12.5)]
-    driver.start(2, lambda slot, events: (0, 13.5))
-    assert driver.results[1] == (0, 13.5)
-    driver.record_ready("host-a", 0)
-    assert driver.asked == [("host-a", 0)]
+    def runs(slot, events):
+        place = slot.hostname, slot.local_rank
+        driver.silent_ranks.hear(place, Beat(0.0, 0.0).encode())
+        if place == A:
+            with driver.silent_ranks.asking(A):
+                asking.set()
+                assert others.acquire(timeout=30)
+                assert others.acquire(timeout=30)
+        else:
+            assert asking.wait(30)
+            assert events[-1].wait(30)
+        return (0 if place == A else code), 12.5
+
+    monkeypatch.setattr(driver, "_handle_worker_exit", handle_exit)
+    driver.start(3, runs)
+    assert done.wait(60)
+    assert results == {A: (0, 12.5), ("host-b", 0): (recorded, 12.5), B: (recorded, 12.5)}
 
 
-class Handler:
-    def __init__(self):
-        self.kept = []
-
-    def _put_value(self, scope, key, value):
-        self.kept.append((scope, key, value))
+def test_a_rank_that_asks_for_its_next_place_is_waited_for_by_the_store(driver, monkeypatch):
+    seen = []
+    silent = driver.silent_ranks
+    monkeypatch.setattr(driver._worker_registry, "record_ready", lambda *place: seen.append(list(silent._asking)))
+    driver.record_ready(*A)
+    assert (seen, driver.silent_ranks._asking) == ([[A]], [])
 
 
 def test_the_store_takes_signs_of_life_and_keeps_the_rest():
     heard = []
-    handler = listening_handler(Handler, SimpleNamespace(hear=lambda *sign: heard.append(sign)))()
+    driver = SimpleNamespace(silent_ranks=SimpleNamespace(hear=lambda *sign: heard.append(sign)))
+    server = http_server.RendezvousServer()
+    port = server.start(create_rendezvous_handler(driver))
+    store = Store("127.0.0.1", port)
     for scope, key in ((SCOPE, "host-b:1"), (SCOPE, "host-b"), ("board", "1")):
-        handler._put_value(scope, key, BEAT)
-    assert (heard, handler.kept) == ([(B, BEAT)], [("board", "1", BEAT)])
+        store.put(scope, key, BEAT)
+    assert heard == [(B, BEAT)]
+    assert (store.get(SCOPE, "host-b:1"), store.get(SCOPE, "host-b"), store.get("board", "1")) == (None, None, BEAT)
+    server.stop()
 
 
 def test_a_rank_gives_signs_of_life_until_it_stops(monkeypatch):

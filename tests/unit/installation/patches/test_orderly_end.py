@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from hvdtrain.runtime.horovodrun.orderly_end import RankEnd, middleman
-from hvdtrain.runtime.horovodrun.replaced import replaced
+safe_shell_exec = pytest.importorskip("horovod.runner.common.util.safe_shell_exec", reason="Horovod is not installed")
 
 RANK = """
 import signal, subprocess, sys, time
@@ -42,21 +41,19 @@ class Output:
 
 def run_and_end(command):
     """Run `command` as `horovodrun` runs a rank, end it once it has begun; return its code and output."""
-    safe_shell_exec = pytest.importorskip("horovod.runner.common.util.safe_shell_exec")
     output, ended, codes = Output(), threading.Event(), []
     before = set(threading.enumerate())
 
     def run():
         codes.append(safe_shell_exec.execute(command, stdout=output, stderr=output, events=[ended]))
 
-    with replaced(safe_shell_exec, _exec_middleman=middleman):
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        deadline = time.monotonic() + 60
-        while "began" not in output.text and time.monotonic() < deadline:
-            time.sleep(0.02)
-        ended.set()
-        thread.join(60)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while "began" not in output.text and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ended.set()
+    thread.join(60)
     for left in set(threading.enumerate()) - before:  # one that waits for `ended`, and for other tests to find
         left.join(10)
     assert codes, output.text
@@ -111,7 +108,7 @@ def test_a_script_around_a_rank_ends_and_the_rank_is_asked_then(tmp_path, comman
 
 def test_a_rank_that_was_not_started_yet_is_asked_as_soon_as_it_is():
     shell = subprocess.Popen(f"read line; {rank()}; exit $?", shell=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    ending = threading.Thread(target=RankEnd(shell.pid).run, args=(60.0,))
+    ending = threading.Thread(target=safe_shell_exec.ShellTermination(shell.pid).run, args=(60.0,))
     ending.start()
     time.sleep(0.3)
     shell.stdin.write(b"go\n")
@@ -123,8 +120,6 @@ def test_a_rank_that_was_not_started_yet_is_asked_as_soon_as_it_is():
 
 
 def test_a_rank_that_ends_by_itself_keeps_its_code():
-    safe_shell_exec = pytest.importorskip("horovod.runner.common.util.safe_shell_exec")
     output = Output()
-    with replaced(safe_shell_exec, _exec_middleman=middleman):
-        code = safe_shell_exec.execute("echo began; exit 3", stdout=output, stderr=output)
+    code = safe_shell_exec.execute("echo began; exit 3", stdout=output, stderr=output)
     assert (code, output.text) == (3, "began\n")
