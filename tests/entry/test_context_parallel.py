@@ -86,16 +86,3 @@ def test_the_script_of_the_documentation_trains_and_mistakes_are_named(tmp_path)
     assert job.code == 0, job.text[-4000:]
     assert job.out.count("(4, 64, 100)") == 2
     assert "cp 2" in job.out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([*SMALL, "heads", "1", "--parallel", "cp=2"], "cp=2 does not divide the heads of MultiHeadAttention"),
-    ],
-    ids=["heads"],
-)
-def test_what_does_not_fit_ends_the_job_with_its_name(tmp_path, words, said):
-    job = hvdtrain("mpirun", 2, "gpt_char", *words, "--run-dir", "run", cwd=tmp_path)
-    assert job.code == 2, job.text
-    assert said in job.text

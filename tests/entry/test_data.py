@@ -99,7 +99,7 @@ def serving(tmp_path):
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         yield process.stdout.readline().split()[0]
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
 
 
 def test_a_data_service_decodes_the_same_samples(tmp_path, serving):
@@ -171,9 +171,8 @@ def test_what_becomes_of_the_tail_and_blended_labels(tmp_path):
     assert mixup["val_accuracy"] > 0.8
 
 
-@pytest.mark.parametrize(("controller", "size"), [("none", 1), ("mpirun", 2)])
-def test_the_pipeline_against_the_step(tmp_path, controller, size):
-    job = hvdtrain(controller, size, "data", "bench", "digits", "--steps", "5", "--batch", "32", cwd=tmp_path)
+def test_the_pipeline_against_the_step(tmp_path):
+    job = hvdtrain("mpirun", 2, "data", "bench", "digits", "--steps", "5", "--batch", "32", cwd=tmp_path)
     assert job.code == 0, job.text[-4000:]
     rates = dict(re.findall(r"^(pipeline|step|together) +([\d,]+) samples/s$", job.out, re.MULTILINE))
     assert set(rates) == {"pipeline", "step", "together"}

@@ -12,7 +12,7 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.state.whole_hash import digest_of
 from tests.launching import hvdtrain, run
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("experts")]  # they share a reference
 
 SMALL = "--batch 8 --warmup-steps 0 --model-args depth 1 heads 2 experts 4 every 1 width {width} capacity_factor"
 RUN = "--data-args length 64 --max-steps 4 --log-every 2 --plots False --tensorboard False --run-dir"
@@ -27,6 +27,12 @@ def train(folder, controller, size, name, capacity, *more, width=16):
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / name / "summary.json").read_text())
     return summary, [line for line in lines if line["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """What one process trains with experts that ZeRO would divide: smaller variables stay whole."""
+    return train(tmp_path_factory.mktemp("wide"), "none", 1, "one", "0", width=128)[0]
 
 
 def test_two_ranks_with_two_experts_each_train_as_one_process_with_four(tmp_path):
@@ -66,13 +72,11 @@ def test_dropped_tokens_are_logged(tmp_path):
         "--parallel pp=2,ep=2 --recompute",
     ],
 )
-def test_four_ranks_train_save_and_export_what_one_process_does(tmp_path, words):
-    """With experts that ZeRO divides: smaller variables stay whole."""
-    one, _ = train(tmp_path, "none", 1, "one", "0", width=128)
+def test_four_ranks_train_save_and_export_what_one_process_does(tmp_path, wide, words):
     four, _ = train(tmp_path, "gloo", 4, "four", "0", *words.split(), width=128)
-    assert four["parameters"] == one["parameters"]
+    assert four["parameters"] == wide["parameters"]
     for figure in ("train_loss", "val_loss", "val_accuracy"):
-        assert four[figure] == pytest.approx(one[figure], rel=1e-5), figure
+        assert four[figure] == pytest.approx(wide[figure], rel=1e-5), figure
     exported = hvdtrain("none", 1, "checkpoint", "export", "four", "--to", "whole.keras", cwd=tmp_path)
     assert exported.code == 0, exported.text
     assert "from hvdtrain import MixtureOfExperts" in exported.out

@@ -6,9 +6,9 @@ import textwrap
 
 import pytest
 
-from tests.launching import hvdtrain, train_all
+from tests.launching import hvdtrain, use_all
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("user_code")]  # they share runs
 
 MODEL = """\
     import keras
@@ -56,49 +56,52 @@ STREAMS = """\
     endless.classes = ["a", "b", "c", "d"]
 """
 OWN = ("train", "--model", "mypkg.mymodel:build", "--data", "mypkg.mydata:build")
+STREAMED = ("--data", "mypkg.streams:endless", "--batch", "32", "--schedule", "constant")
+STREAMED += ("--steps-per-epoch", "5", "--validation-steps", "3")
 
 
-@pytest.fixture
-def folder(tmp_path):
-    package = tmp_path / "mypkg"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    package = home / "mypkg"
     package.mkdir()
     (package / "mymodel.py").write_text(textwrap.dedent(MODEL))
     (package / "mydata.py").write_text(textwrap.dedent(DATA))
     (package / "streams.py").write_text(textwrap.dedent(STREAMS))
-    return tmp_path
+    return home
 
 
-def run(folder, controller, size, *words):
-    job = hvdtrain(controller, size, *OWN, *words, cwd=folder)
-    assert job.code == 0, job.text[-4000:]
-    return job
+@pytest.fixture(scope="module")
+def evaluated(folder):
+    """What was printed of two runs on two ranks, one of which was resumed; others were made on one rank."""
+    short, two_epochs = ("--epochs", "1", "--run-dir"), ("--epochs", "2", "--run-dir")
+    own, stream = (*OWN, "--batch", "32"), (*OWN, *STREAMED)
+    arguments = ("--model-args", "width", "8", "--data-args", "samples", "128", "shift", "1")
+    arguments += ("--metrics", "SparseTopKCategoricalAccuracy")
+    # The arguments of lm_synthetic are for its model and data.
+    of_a_recipe = ("train", "lm_synthetic", *OWN[1:], *two_epochs, "recipe")
+    alone = [(*own, *short, "one"), (*stream, *two_epochs, "stream-one"), (*OWN, *arguments, *short, "arguments")]
+    use_all("none", 1, [*alone, of_a_recipe], cwd=folder)
+    use_all("mpirun", 2, [(*own, *short, "two"), (*stream, *short, "stream-two")], cwd=folder)
+    use_all("mpirun", 2, [("train", "--resume", "stream-two", "--epochs", "2")], cwd=folder)
+    return use_all("none", 1, [("evaluate", "two"), ("evaluate", "stream-two")], cwd=folder)
 
 
 def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_own_code_trains_alike_on_one_rank_and_on_two(folder):
-    words = ("--epochs", "1", "--batch", "32", "--run-dir")
-    run(folder, "none", 1, *words, "one")
-    run(folder, "mpirun", 2, *words, "two")
+def test_own_code_trains_alike_on_one_rank_and_on_two(folder, evaluated):
     one, two = summary_of(folder / "one"), summary_of(folder / "two")
     assert (one["steps"], two["steps"], two["world_size"]) == (14, 14, 2)
     assert (one["parameters"], two["parameters"]) == (4 * 16 + 16 + 16 * 4 + 4,) * 2
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
     assert two["val_accuracy"] == pytest.approx(one["val_accuracy"], abs=1 / 64 + 1e-9)
-    evaluated = hvdtrain("none", 1, "evaluate", "two", cwd=folder)
-    assert f"val_accuracy {two['val_accuracy']:.4f}" in evaluated.out, evaluated.text[-4000:]
+    assert f"val_accuracy {two['val_accuracy']:.4f}" in evaluated
 
 
-def test_arguments_loss_and_metrics_are_the_users_and_those_of_a_recipe_are_not(folder):
-    words = ("--model-args", "width", "8", "--data-args", "samples", "128", "shift", "1")
-    words += ("--metrics", "SparseTopKCategoricalAccuracy")
-    # The arguments of lm_synthetic are for its model and data.
-    of_a_recipe = ["lm_synthetic", *OWN[1:], "--epochs", "2", "--run-dir", "recipe"]
-    own = [*OWN[1:], *words, "--epochs", "1", "--run-dir", "run"]
-    train_all("none", 1, [own, of_a_recipe], cwd=folder, timeout=150)
-    summary = summary_of(folder / "run")
+def test_arguments_loss_and_metrics_are_the_users_and_those_of_a_recipe_are_not(folder, evaluated):
+    summary = summary_of(folder / "arguments")
     assert summary["parameters"] == 4 * 8 + 8 + 8 * 5 + 5  # labels 0 to 4
     assert "val_accuracy" not in summary
     assert 0 < summary["val_sparse_top_k_categorical_accuracy"] <= 1
@@ -129,15 +132,8 @@ def test_data_that_differ_by_rank_are_refused(folder):
     assert job.err.count("The training samples of rank 1 are not those of rank 0") == 1, job.text[-4000:]
 
 
-def test_data_that_never_end_are_streamed_resumed_and_evaluated(folder):
-    words = ("--data", "mypkg.streams:endless", "--batch", "32", "--schedule", "constant")
-    words += ("--steps-per-epoch", "5", "--validation-steps", "3")
-    run(folder, "none", 1, *words, "--epochs", "2", "--run-dir", "one")
-    run(folder, "mpirun", 2, *words, "--epochs", "1", "--run-dir", "two")
-    resumed = hvdtrain("mpirun", 2, "train", "--resume", "two", "--epochs", "2", cwd=folder)
-    assert resumed.code == 0, resumed.text[-4000:]
-    one, two = summary_of(folder / "one"), summary_of(folder / "two")
+def test_data_that_never_end_are_streamed_resumed_and_evaluated(folder, evaluated):
+    one, two = summary_of(folder / "stream-one"), summary_of(folder / "stream-two")
     assert (one["steps"], two["steps"], two["world_size"]) == (10, 10, 2)
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
-    evaluated = hvdtrain("none", 1, "evaluate", "two", cwd=folder)
-    assert f"val_accuracy {two['val_accuracy']:.4f}  (streamed" in evaluated.out, evaluated.text[-4000:]
+    assert f"val_accuracy {two['val_accuracy']:.4f}  (streamed" in evaluated

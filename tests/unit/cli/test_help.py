@@ -1,4 +1,4 @@
-"""Help and mistakes of `bench` and `data`, which are answered before TensorFlow is loaded."""
+"""Help and mistakes of `bench` and `data`, and what `launch` prints, which come before TensorFlow is loaded."""
 
 import subprocess
 import sys
@@ -23,9 +23,14 @@ for line in sys.argv[1:]:
 
 
 def test_help_loads_no_tensorflow():
-    lines = [*(f"bench {word} --help" for word in BENCH), *(f"data {word} --help" for word in DATA), "data"]
+    lines = [
+        *(f"bench {word} --help" for word in BENCH),
+        *(f"data {word} --help" for word in DATA),
+        "data",
+        "launch digits",
+    ]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *lines], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: python -m hvdtrain bench") == len(BENCH)
     assert done.stdout.count("usage: python -m hvdtrain data") == len(DATA) + 1
 

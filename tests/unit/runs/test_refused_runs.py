@@ -28,7 +28,10 @@ CASES = [
     ("--data-service local", ["--data-service is for samples that are read, decoded or augmented"]),
     ("--data-workers 2", ["--data-workers is for --data-service local"]),
     ("--zero 1 --local-steps 2", ["--zero needs every rank's gradients", "leave out --zero or --local-steps."]),
-    ("gpt_char --sequence-parallel", ["--sequence-parallel has no effect without --parallel tp=N"]),
+    (
+        "gpt_char --sequence-parallel",
+        ["--sequence-parallel has no effect without --parallel tp=N", "by --sequence-parallel False"],
+    ),
     ("--embedding-sharding row", ["divides the tables of --model dlrm among ranks"]),
     ("dlrm --embedding-sharding row --parallel tp=2", ["Name ep there, or leave it out"]),
 ]
