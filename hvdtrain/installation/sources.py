@@ -16,7 +16,7 @@ SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 """Of horovod-0.28.1.tar.gz."""
 
 _RECORD = '''\
-"""The patches that were applied to these sources, in order, by the beginning of their SHA-256."""
+"""The patches that were applied to these sources, in order, by the beginning of the SHA-256 of their diffs."""
 
 PATCHES = {}
 '''

@@ -17,6 +17,7 @@ RECORD = "patches.py"
 """Module of a patched Horovod that lists its patches."""
 
 _SERIES = Path(__file__).parent.parent / "installation" / "patches"
+_BEGIN = b"\ndiff --git "
 _NAMED = 5
 """Patches that a message names, at most."""
 
@@ -27,8 +28,9 @@ def series() -> list[Path]:
 
 
 def series_hashes() -> dict[str, str]:
-    """Return the beginning of each patch's SHA-256, by name."""
-    return {path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in series()}
+    """Return the beginning of the SHA-256 of each patch's diff, by name; its header may be reworded."""
+    diffs = {path.stem: path.read_bytes().partition(_BEGIN)[2] for path in series()}
+    return {name: hashlib.sha256(diff).hexdigest()[:12] for name, diff in diffs.items()}
 
 
 def patched_version() -> str:
