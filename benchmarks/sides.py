@@ -37,7 +37,7 @@ def with_hvdtrain(config: Config, windows: int, beside: Callable[[], None] | Non
     trainer = run_trainer(config, source, backend)
     trainer.build(source.training)
     watch = Stopwatch(WINDOW, beside)
-    trainer.train(source.training, Plan(windows * WINDOW, WINDOW), observers=watch)
+    trainer.train(source.training, Plan(windows * WINDOW, log_every=WINDOW), observers=watch)
     return watch.windows_ms
 
 
@@ -57,7 +57,7 @@ def looks(config: Config, windows: int) -> dict[str, list[float]]:
     trainer = run_trainer(replace(config, desync=DesyncConfig(desync_every=0)), source, backend)
     trainer.build(source.training)
     watch = Stopwatch(WINDOW, None)
-    trainer.train(source.training, Plan(windows * WINDOW, WINDOW), observers=watch)
+    trainer.train(source.training, Plan(windows * WINDOW, log_every=WINDOW), observers=watch)
     check = DesyncCheck(backend, trainer.state, trainer.rule, 0, 1)
     took = []
     for _ in range(windows):

@@ -38,7 +38,7 @@ def gather_from(x: tf.Tensor, group: Collectives, dim: int, *, name: str, length
     lengths = [part.stop - part.start for part in (even_slice(length, group.size, i) for i in range(group.size))]
     return _pair(
         x,
-        lambda value: _gathered(value, group, dim, name, length),
+        lambda value: _gathered(value, group=group, dim=dim, name=name, length=length),
         lambda dy: tf.split(dy, lengths, axis=dim)[group.index],
     )
 
@@ -76,8 +76,8 @@ def exchange_parts(x: tf.Tensor, group: Collectives, cut: int, joined: int, *, n
     """
     return _pair(
         x,
-        lambda value: _exchanged(value, group, cut, joined, name),
-        lambda dy: _exchanged(dy, group, joined, cut, f"{name}/back"),
+        lambda value: _exchanged(value, group=group, cut=cut, joined=joined, name=name),
+        lambda dy: _exchanged(dy, group=group, cut=joined, joined=cut, name=f"{name}/back"),
     )
 
 

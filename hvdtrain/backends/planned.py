@@ -142,9 +142,9 @@ def planned(config: RuntimeConfig, mesh: Mesh) -> Iterator[PlannedBackend]:
     environment = replace(detect_environment({}), controller="mpi", rank=mesh.rank, size=ranks)
     control, before = LocalChannel(), current() if has_session() else None
     collectives: Any = {"job": PlannedCollectives(ranks, mesh.rank)}
-    world = PlannedWorld(mesh, (environment.hostname,) * ranks, collectives)
+    world = PlannedWorld(mesh=mesh, hosts=(environment.hostname,) * ranks, collectives=collectives)
     link = Link(environment, control, Watchdog(control, FailFast()))
-    session = Session(link, world, DevicePlan((), 1, False), config=config)
+    session = Session(link=link, world=world, plan=DevicePlan((), 1, False), config=config)
     set_current(session)
     try:
         yield PlannedBackend(session)

@@ -14,7 +14,7 @@ those that hold the same experts and tables too: along `dp` and `cp`; those that
 order of `process`; or those that hold slices of the same layers for the same samples: along `tp`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What a backend can do, and what it needs."""
 

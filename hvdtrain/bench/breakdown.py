@@ -108,9 +108,13 @@ def breakdown(session: Session, config: Config, trainer: Trainer, data: Training
     mine = one._replace(global_samples=config.data.batch // backend.data_parallel.size)
     here = SingleBackend(session)
     steps["alone"] = _alone(
-        config, trainer, here, mine, AllReduceUpdate(here, trainer.model, _fresh(trainer.optimizer))
+        config,
+        trainer=trainer,
+        here=here,
+        mine=mine,
+        rule=AllReduceUpdate(here, trainer.model, _fresh(trainer.optimizer)),
     )
-    steps["passes"] = _alone(config, trainer, here, mine, NoUpdate())
+    steps["passes"] = _alone(config, trainer=trainer, here=here, mine=mine, rule=NoUpdate())
     variants = Variants(backend, steps)
     variants.run(max(2, timing.steps // 2))
     return variants
@@ -128,11 +132,11 @@ def _alone(config: Config, trainer: Trainer, here: Backend, mine: Batch, rule: U
     names = lambda: getattr(model, "output_names", None)  # noqa: E731
     samples = config.data.batch // trainer.backend.data_parallel.size
     step = TrainStep(
-        here,
-        trainer.state,
-        summed_loss(model_family(config.model).loss(), None, names),
-        MetricSpec([], []).resolve(mine.targets, outputs, here, names),
-        rule,
+        backend=here,
+        state=trainer.state,
+        loss=summed_loss(model_family(config.model).loss(), None, names),
+        metrics=MetricSpec([], []).resolve(mine.targets, outputs, here, names),
+        rule=rule,
         microbatch=per_microbatch(samples, 1, training.accumulate) if training.accumulate > 1 else None,
     )
     return lambda: step(mine, measure=False).totals

@@ -34,7 +34,7 @@ def run_collectives(
     """Measure every engine in every round, A B C then C B A; an engine that fails is not started again."""
     answered = ask_for or (lambda words: ask(words, WORD, limit_s=limit_s))
     commands = {name: command_of(name, collectives, sizes, ranks) for name in names}
-    runs = {name: EngineRun(name, shown(command)) for name, command in commands.items()}
+    runs = {name: EngineRun(engine=name, command=shown(command)) for name, command in commands.items()}
     series: dict[tuple[str, str, int], Series] = {}
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
@@ -53,7 +53,7 @@ def _with_round(
         return replace(run, skipped={"all": str(error)})
     for row in answer.value["series"]:
         key = run.engine, row["collective"], row["bytes"]
-        known = series.get(key) or Series(*key, times_ms=[])
+        known = series.get(key) or Series(engine=key[0], collective=key[1], bytes=key[2], times_ms=[])
         series[key] = replace(known, times_ms=[*known.times_ms, row["ms"]])
     return replace(
         run,

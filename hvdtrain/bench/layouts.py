@@ -46,9 +46,9 @@ class Transformer:
 
 
 MODELS = {
-    "lm": Transformer("13 M parameters", 6, 320, 8, 128, 8192, 16),
-    "gpt": Transformer("110 M parameters", 12, 768, 12, 128, 16384, 8),
-    "tiny": Transformer("to see that it works", 4, 32, 4, 16, 64, 8),
+    "lm": Transformer(about="13 M parameters", depth=6, width=320, heads=8, length=128, vocabulary=8192, batch=16),
+    "gpt": Transformer(about="110 M parameters", depth=12, width=768, heads=12, length=128, vocabulary=16384, batch=8),
+    "tiny": Transformer(about="to see that it works", depth=4, width=32, heads=4, length=16, vocabulary=64, batch=8),
 }
 
 

@@ -17,7 +17,7 @@ PEAKS = "peaks.jsonl"
 LAUNCHERS = {"mpi": "mpirun", "gloo": "gloo"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What is compared."""
 
@@ -53,8 +53,12 @@ def run_layouts(
     for controller in compared.controllers:
         for ranks in compared.ranks:
             for layout in compared.layouts[ranks]:
-                command = shown(_command(layout, controller, ranks, compared, Path("run")))
-                cells[controller, ranks, layout] = LayoutCell(layout, compared.model, controller, ranks, command)
+                command = shown(
+                    _command(layout, controller=controller, ranks=ranks, compared=compared, folder=Path("run"))
+                )
+                cells[controller, ranks, layout] = LayoutCell(
+                    layout=layout, model=compared.model, controller=controller, ranks=ranks, command=command
+                )
             keys = [(controller, ranks, layout) for layout in compared.layouts[ranks]]
             for number in range(compared.rounds):
                 for key in keys if number % 2 == 0 else reversed(keys):
@@ -66,7 +70,7 @@ def run_layouts(
 
 
 def _command(layout: str, controller: str, ranks: int, compared: Comparison, folder: Path) -> list[str]:
-    words = words_of(layout, compared.model, ranks, compared.steps, folder)
+    words = words_of(layout, model=compared.model, ranks=ranks, steps=compared.steps, folder=folder)
     count = processes(layout, ranks)
     started = launcher(LAUNCHERS[controller] if count > 1 else "none", count)
     return [*started, sys.executable, "-m", "hvdtrain", "bench", "layout", *words]
@@ -76,7 +80,9 @@ def _with_round(cell: LayoutCell, compared: Comparison, answered: Callable[[Sequ
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         try:
-            answer = answered(_command(cell.layout, cell.controller, cell.ranks, compared, folder))
+            answer = answered(
+                _command(cell.layout, controller=cell.controller, ranks=cell.ranks, compared=compared, folder=folder)
+            )
         except LaunchFailed as error:
             return replace(cell, skipped=str(error))
         peaks = [json.loads(line) for line in (folder / PEAKS).read_text(encoding="utf-8").splitlines()]

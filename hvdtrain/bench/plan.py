@@ -35,7 +35,7 @@ class Point:
         return replace(self, side="")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Matrix:
     """The combinations to measure."""
 
@@ -94,7 +94,7 @@ def _settings(matrix: Matrix) -> Iterator[Point]:
                     "--ranks."
                 )
         share = batch if scaling == "strong" else batch // largest * ranks
-        yield Point("", model, ranks, share * count, precision, count)
+        yield Point(side="", model=model, ranks=ranks, batch=share * count, precision=precision, accumulate=count)
 
 
 def _ideals(setting: Point, scalings: Sequence[Scaling]) -> Iterator[Point]:
@@ -102,7 +102,7 @@ def _ideals(setting: Point, scalings: Sequence[Scaling]) -> Iterator[Point]:
     whole = setting.batch // setting.accumulate
     for scaling in scalings:
         batch = whole if scaling == "strong" else whole // setting.ranks
-        yield Point(IDEAL, setting.model, 1, batch, setting.precision)
+        yield Point(side=IDEAL, model=setting.model, ranks=1, batch=batch, precision=setting.precision)
 
 
 def _group(point: Point) -> tuple[str, str]:

@@ -175,7 +175,7 @@ def bandwidths(results: CollectivesResults) -> bytes | None:
     panels = figure.subplots(len(measured), 2, squeeze=False)
     for line, name in zip(panels, measured, strict=True):
         for number, engine in enumerate(engines):
-            _draw_engine(line, results, engine, name, COLOURS[number % len(COLOURS)])
+            _draw_engine(line, results=results, engine=engine, collective=name, colour=COLOURS[number % len(COLOURS)])
         if name == "allreduce":
             _draw_memory(line, results)
         for axes, label in zip(line, ("ms a call", "bus bandwidth, GB/s"), strict=True):

@@ -1,7 +1,7 @@
 """results.json and its schema. No TensorFlow."""
 
 import json
-from dataclasses import asdict, field
+from dataclasses import KW_ONLY, asdict, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ class GradientSize:
 class Round:
     """One launch of one side."""
 
+    _: KW_ONLY
     windows_ms: list[float]
     """Milliseconds per step, for each window after the warm-up, on rank 0."""
     cpu_s: float
@@ -47,6 +48,7 @@ class Round:
 class Cell:
     """All rounds of a side with one setting."""
 
+    _: KW_ONLY
     side: str
     model: str
     ranks: int
@@ -89,6 +91,7 @@ class Series:
 class EngineRun:
     """The launch of an engine, and the collectives it lacks."""
 
+    _: KW_ONLY
     engine: str
     command: str
     settings: dict[str, str] = field(default_factory=dict)
@@ -101,6 +104,7 @@ class EngineRun:
 class CollectivesResults:
     """The comparison of collectives."""
 
+    _: KW_ONLY
     command: str
     options: dict[str, Any]
     ranks: int
@@ -126,6 +130,7 @@ class LayoutRound:
 class LayoutCell:
     """All rounds of a layout."""
 
+    _: KW_ONLY
     layout: str
     model: str
     controller: str
@@ -151,6 +156,7 @@ class ParallelResults:
 class Results:
     """The contents of results.json."""
 
+    _: KW_ONLY
     date: str
     host_class: str
     environment: dict[str, Any]

@@ -19,7 +19,7 @@ EFFICIENCY = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """The reported figures of one cell."""
 

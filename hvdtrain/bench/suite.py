@@ -15,7 +15,7 @@ from hvdtrain.config.runtime import MallocName, RuntimeConfig
 Ask = Callable[[Sequence[str]], Answer]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Launching:
     """Launch options of all points."""
 

@@ -80,7 +80,7 @@ def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
     trainer.build(source.training)
     data, watch = Metered(source.training, timing, served), Stopwatch(timing.steps)
     # One extra step, at which the CPU time after the last counted one is recorded.
-    trainer.train(data, Plan(timing.last + 1, timing.steps), observers=watch)
+    trainer.train(data, Plan(timing.last + 1, log_every=timing.steps), observers=watch)
     facts = from_all_ranks(backend, {"used": vars(data.used()), "rss": [peak_rss_mib(), *served.peak_rss_mib()]})
     own: dict[str, Any] = {
         "windows_ms": watch.windows_ms[timing.warm_up : timing.warm_up + timing.windows],
@@ -88,7 +88,7 @@ def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
         "parameters": trainer.state.parameters(),
     }
     if timing.breakdown and backend.name in WITH_BREAKDOWN:
-        own["breakdown_ms"] = _breakdown(session, config, trainer, source.training, timing)
+        own["breakdown_ms"] = _breakdown(session, config=config, trainer=trainer, data=source.training, timing=timing)
     used, peaks = [Usage(**fact["used"]) for fact in facts], [rss for fact in facts for rss in fact["rss"]]
     return merged(own, used=used, rss=peaks, steps=timing.last - timing.first)
 
@@ -101,6 +101,6 @@ def from_all_ranks(backend: Backend, fact: Any) -> list[Any]:
 def _breakdown(
     session: Session, config: Config, trainer: Trainer, data: TrainingData, timing: Timing
 ) -> dict[str, float]:
-    variants = breakdown(session, config, trainer, data, timing)
+    variants = breakdown(session, config=config, trainer=trainer, data=data, timing=timing)
     by_rank = from_all_ranks(trainer.backend, variants.times_ms)
     return variants.parts(by_rank)

@@ -34,7 +34,9 @@ def sent_bytes(
     """
     if traffic == "none":
         return None
-    return sum(_sent(gradient, traffic, processes, samples, gathers) for gradient in gradients)
+    return sum(
+        _sent(gradient, traffic=traffic, n=processes, samples=samples, gathers=gathers) for gradient in gradients
+    )
 
 
 def _sent(gradient: GradientSize, traffic: Traffic, n: int, samples: int, gathers: bool) -> float:

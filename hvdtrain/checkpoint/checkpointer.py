@@ -176,7 +176,7 @@ class Checkpointer:
     def _begin(self, step: int, scalars: Mapping[str, Any]) -> "Unwritten":
         """Make the folder that all write into, on the primary."""
         file = f"tensors-{self.ranks.rank:05d}.bin"
-        unwritten = Unwritten(self._folder / name_of(step), file, scalars, self._retention)
+        unwritten = Unwritten(final=self._folder / name_of(step), file=file, scalars=scalars, retention=self._retention)
 
         def make() -> str | None:
             if not self.ranks.primary:
@@ -189,7 +189,7 @@ class Checkpointer:
         return unwritten
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Unwritten:
     """A checkpoint on its way to the disk, as one rank sees it."""
 
@@ -231,7 +231,13 @@ class Unwritten:
         assert self.draft is not None, "the primary commits"
         lists = {name: take_list(self.path / name) for name in written if name is not None}
         tensors = merged([entries for entries, _ in lists.values()])
-        commit(self.path, self.final, tensors, {name: size for name, (_, size) in lists.items()}, self.scalars)
+        commit(
+            self.path,
+            final=self.final,
+            tensors=tensors,
+            files={name: size for name, (_, size) in lists.items()},
+            scalars=self.scalars,
+        )
         self.draft.close()
         self.draft = None
         best, folder = self.scalars.get("best"), self.final.parent

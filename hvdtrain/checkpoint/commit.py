@@ -20,7 +20,7 @@ def commit(
 ) -> None:
     """Write the manifest of `draft`, in which every rank's file is, and give the folder its name."""
     file = draft / manifest.NAME
-    content = Manifest(scalars, files, tensors, time.time(), step_named(final))
+    content = Manifest(scalars=scalars, files=files, tensors=tensors, saved_at=time.time(), step=step_named(final))
     file.write_text(manifest.encode(content), encoding="utf-8")
     sync(file)
     sync(draft)

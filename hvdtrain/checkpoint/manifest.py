@@ -41,7 +41,7 @@ class StoredTensor:
     slices: tuple[StoredSlice, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint holds."""
 
@@ -158,7 +158,13 @@ def _decoded(content: Mapping[str, Any]) -> Manifest:
             _check_slice(name, tensor, stored, content["files"])
         _check_whole(name, tensor)
     saved = float(content.get("saved_at", 0.0))
-    return Manifest(dict(content["scalars"]), content["files"], tensors, saved, content.get("step"))
+    return Manifest(
+        scalars=dict(content["scalars"]),
+        files=content["files"],
+        tensors=tensors,
+        saved_at=saved,
+        step=content.get("step"),
+    )
 
 
 def _check_slice(name: str, tensor: StoredTensor, stored: StoredSlice, files: Mapping[str, int]) -> None:

@@ -48,7 +48,7 @@ def restore(
     needed = _kinds_of_all(tensors, ranks) if is_split(ranks) else _kinds(tensors)
     scalars: dict[str, Any] = on_every_rank(ranks, open_it)[0]
     if is_split(ranks):
-        _restore_parts(path, tensors, needed, readers, ranks)
+        _restore_parts(path, tensors=tensors, needed=needed, readers=readers, ranks=ranks)
         return scalars
     _restore_replicated(tensors, readers, ranks)
     _restore_slices(path, tensors, readers, ranks)
@@ -104,7 +104,13 @@ def _restore_parts(
         on_every_rank(ranks, lambda: _read_slices(tensors, mine[0]))
         return
     for name, (dtype, shape) in needed.items():
-        _send_slices(name, tf.Variable(tf.zeros(shape, dtype), trainable=False), tensors.get(name), readers, ranks)
+        _send_slices(
+            name,
+            sent=tf.Variable(tf.zeros(shape, dtype), trainable=False),
+            tensor=tensors.get(name),
+            readers=readers,
+            ranks=ranks,
+        )
 
 
 def _restore_slices(path: Path, tensors: Mapping[str, NamedTensor], readers: list[Reader], ranks: Ranks) -> None:
@@ -116,7 +122,7 @@ def _restore_slices(path: Path, tensors: Mapping[str, NamedTensor], readers: lis
         return
     for name, tensor in slices.items():
         sent = tf.Variable(tf.zeros(tensor.global_shape, tensor.value.dtype), trainable=False)
-        _send_slices(name, sent, tensor, readers, ranks)
+        _send_slices(name, sent=sent, tensor=tensor, readers=readers, ranks=ranks)
 
 
 def _is_seen_by_all(path: Path, mine: Sequence[Reader], ranks: Ranks) -> bool:

@@ -71,6 +71,10 @@ def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
     )
     command = shlex.join(["python", "-m", "hvdtrain", "bench", "collectives", *argv])
     options = {name: value for name, value in vars(arguments).items() if name != "out"}
-    folder.keep(collectives=CollectivesResults(command, options, arguments.ranks, runs, series))
+    folder.keep(
+        collectives=CollectivesResults(
+            command=command, options=options, ranks=arguments.ranks, engines=runs, series=series
+        )
+    )
     log(folder.report())
     return 0 if series else 1

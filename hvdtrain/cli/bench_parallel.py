@@ -58,13 +58,13 @@ def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
 
     chosen = {ranks: _chosen(arguments.layouts, ranks) for ranks in arguments.ranks}
     compared = Comparison(
-        arguments.model,
-        arguments.ranks,
-        chosen,
-        arguments.controllers,
-        arguments.rounds,
-        arguments.steps,
-        arguments.limit,
+        model=arguments.model,
+        ranks=arguments.ranks,
+        layouts=chosen,
+        controllers=arguments.controllers,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        limit_s=arguments.limit,
     )
     command = shlex.join(["python", "-m", "hvdtrain", "bench", FLAG, *argv])
     options = {name: value for name, value in vars(arguments).items() if name != "out"}

@@ -119,21 +119,21 @@ def _bench(arguments: argparse.Namespace, argv: list[str]) -> int:
     side(arguments.baseline)
     arguments.ranks = arguments.ranks or default_ranks(arguments.cores)
     matrix = Matrix(
-        arguments.backends,
-        arguments.models,
-        arguments.ranks,
-        arguments.precisions,
-        arguments.accumulate,
-        arguments.scaling,
-        arguments.batch,
+        sides=arguments.backends,
+        models=arguments.models,
+        ranks=arguments.ranks,
+        precisions=arguments.precisions,
+        accumulations=arguments.accumulate,
+        scalings=arguments.scaling,
+        batch=arguments.batch,
     )
     todo, refused = points(matrix)
     how = Launching(
-        arguments.rounds,
-        arguments.windows,
-        arguments.warm_up,
-        arguments.steps,
-        arguments.cores,
+        rounds=arguments.rounds,
+        windows=arguments.windows,
+        warm_up=arguments.warm_up,
+        steps=arguments.steps,
+        cores=arguments.cores,
         breakdown=not arguments.no_breakdown,
         malloc=arguments.malloc,
         limit_s=arguments.limit,
@@ -180,7 +180,7 @@ class Folder:
         facts = environment()
         date, kind = time.strftime("%Y-%m-%d"), host_class(facts)
         self.path, shared = free_folder(parent, date, kind, part)
-        self._results = read_results(self.path) if shared else Results(date, kind, facts)
+        self._results = read_results(self.path) if shared else Results(date=date, host_class=kind, environment=facts)
 
     def keep(
         self,

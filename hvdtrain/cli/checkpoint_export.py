@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
             f"checkpoint export runs in one process. Received: {environment.size}, started by {environment.launcher}."
         )
         return show_failure(environment, error, wording=on_command_line)
-    return run_on_all_ranks(lambda files: _parse(argv), lambda _: (RuntimeConfig("single"), {}), _export)
+    return run_on_all_ranks(lambda files: _parse(argv), lambda _: (RuntimeConfig(backend="single"), {}), _export)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
 def _export(session: Session, arguments: argparse.Namespace) -> None:
     from hvdtrain.runs.use.export import export
 
-    exported = export(session, arguments.folder, arguments.checkpoint, arguments.to, arguments.model)
+    exported = export(
+        session, folder=arguments.folder, which=arguments.checkpoint, file=arguments.to, builder=arguments.model
+    )
     print(exported.file)
     if exported.layers:
         print(f"Before keras.models.load_model: from hvdtrain import {', '.join(exported.layers)}")

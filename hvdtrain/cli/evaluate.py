@@ -71,8 +71,15 @@ def parse(argv: list[str], files: FilesRead | None = None) -> Request:
     changes = {"eval_batch": arguments.batch, "on_bad_record": arguments.on_bad_record}
     data = replace(config.data, **{name: value for name, value in changes.items() if value is not None})
     # The runtime options of the training do not apply to this machine.
-    config = replace(config, data=data, runtime=RuntimeConfig(arguments.backend, arguments.replicas))
-    return Request(config, arguments.run_dir, arguments.checkpoint, other, arguments.split, files)
+    config = replace(config, data=data, runtime=RuntimeConfig(backend=arguments.backend, replicas=arguments.replicas))
+    return Request(
+        config=config,
+        run_dir=arguments.run_dir,
+        checkpoint=arguments.checkpoint,
+        other_data=other,
+        split=arguments.split,
+        files=files,
+    )
 
 
 def _with_data(config: Config, name: str | None, given: dict[str, Scalar]) -> Config:
@@ -148,7 +155,13 @@ def _evaluate(session: Session, request: Request) -> None:
 
     options: Any = EvaluateOptions(request.checkpoint, request.other_data, request.split)  # type: ignore[arg-type]
     folder = RunFolder(request.run_dir)
-    done = evaluate(session, request.config, folder, options, read_description(folder, request.files))
+    done = evaluate(
+        session,
+        config=request.config,
+        folder=folder,
+        options=options,
+        description=read_description(folder, request.files),
+    )
     if session.world.primary:
         message = left_out_line(done.figures.get("left_out", []), done.file.name)
         print("\n".join(filter(None, [message, _line(done)])), flush=True)

@@ -78,16 +78,16 @@ def parse(argv: list[str], files: FilesRead | None = None) -> Request:
     if not prompt:
         raise ConfigError("--prompt needs at least one character: what follows it is generated.")
     return Request(
-        located(config, start_folder(folder, files)),
-        given.run_dir,
-        prompt,
-        given.length,
-        given.temperature,
-        given.top_k,
-        given.seed,
-        given.samples,
-        given.checkpoint,
-        files,
+        config=located(config, start_folder(folder, files)),
+        run_dir=given.run_dir,
+        prompt=prompt,
+        length=given.length,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        seed=given.seed,
+        samples=given.samples,
+        checkpoint=given.checkpoint,
+        files=files,
     )
 
 
@@ -153,12 +153,12 @@ def _generate(session: Session, request: Request) -> None:
     description, write = described(folder, "generate", request.files), Output(sys.stdout).write
     generate(
         session,
-        request.config,
-        folder,
-        description,
-        request.prompt,
-        request.sampling(),
-        write,
+        config=request.config,
+        folder=folder,
+        description=description,
+        prompt=request.prompt,
+        sampling=request.sampling(),
+        write=write,
         samples=request.samples,
         checkpoint=request.checkpoint,
     )

@@ -86,7 +86,13 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
             f"launch starts the launcher itself. Received: a start by {environment.launcher}. Start it once, without."
         )
     processors = os.sched_getaffinity(0)
-    planner = LaunchPlanner(os.environ, Tools(), count_cores(processors), count_gpus(os.environ), os.geteuid() == 0)
+    planner = LaunchPlanner(
+        environ=os.environ,
+        tools=Tools(),
+        cores=count_cores(processors),
+        gpus=count_gpus(os.environ),
+        root=os.geteuid() == 0,
+    )
     command = planner.plan(request)
     if options.max_restarts:
         again = ("-m", "hvdtrain", "supervise", "--max-restarts", str(options.max_restarts), "--")

@@ -80,17 +80,17 @@ def parse(argv: list[str], files: FilesRead | None = None) -> Request:
     if given.top > 1 and given.probabilities and given.form == "csv":
         raise ConfigError("--probabilities holds all classes: leave out --top, or use --format jsonl.")
     return Request(
-        located(config, start_folder(folder, files)),
-        given.run_dir,
-        tuple(given.paths),
-        given.out,
-        given.form,
-        given.top,
-        given.probabilities,
-        given.checkpoint,
-        given.batch_size,
-        _tolerated(given.on_bad_record),
-        files,
+        config=located(config, start_folder(folder, files)),
+        run_dir=given.run_dir,
+        paths=tuple(given.paths),
+        out=given.out,
+        form=given.form,
+        top=given.top,
+        probabilities=given.probabilities,
+        checkpoint=given.checkpoint,
+        batch_size=given.batch_size,
+        tolerated=_tolerated(given.on_bad_record),
+        files=files,
     )
 
 
@@ -150,7 +150,15 @@ def _predict(session: Session, request: Request) -> None:
     rows = RowFormat(request.form, request.top, request.probabilities)  # type: ignore[arg-type]
     options = PredictOptions(request.checkpoint, request.batch_size, request.tolerated, rows)
     with opened_output(request.out if session.world.primary else Path(os.devnull)) as out:
-        bad = predict(session, request.config, folder, description, samples, options, out.write)
+        bad = predict(
+            session,
+            config=request.config,
+            folder=folder,
+            description=description,
+            samples=samples,
+            options=options,
+            write=out.write,
+        )
     if session.world.primary and bad:
         print(f"warning: {bad} of {samples.source.size} could not be read: their lines say why.", file=sys.stderr)
 

@@ -1,6 +1,7 @@
 """Options of processes, threads and the exchange between ranks."""
 
 import math
+from dataclasses import KW_ONLY
 from typing import Literal, get_args
 
 from hvdtrain.config.errors import ConfigError
@@ -39,6 +40,7 @@ OF_TF_DISTRIBUTE: tuple[BackendName, ...] = (
 class RuntimeConfig:
     """Backend, threads and timeouts of a job."""
 
+    _: KW_ONLY
     backend: BackendName = "auto"
     """Distribution engine; auto: horovod under a launcher, else single."""
     replicas: int | None = None

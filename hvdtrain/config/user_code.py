@@ -82,7 +82,7 @@ def arguments_for(
     required = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in several]
     missing = [key for key in required if key not in arguments or key not in by_name]
     if missing:
-        raise ConfigError(_unfilled(option, name, function, offered, missing))
+        raise ConfigError(_unfilled(option, name=name, function=function, offered=offered, missing=missing))
     return arguments
 
 

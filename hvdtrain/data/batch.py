@@ -75,7 +75,14 @@ def as_batch(element: Any, has_samples: Any, total: Any, *, finite: bool | None 
     """Make a `Batch` of (inputs, targets[, sample weights]); any other element is inputs without targets."""
     pair = isinstance(element, tuple) and len(element) in (2, 3)
     inputs, targets, *weights = element if pair else (element, None)
-    return Batch(inputs, targets, weights[0] if weights else None, has_samples, total, finite)
+    return Batch(
+        inputs=inputs,
+        targets=targets,
+        sample_weight=weights[0] if weights else None,
+        has_samples=has_samples,
+        global_samples=total,
+        finite=finite,
+    )
 
 
 def packed(elements: tuple[Any, ...]) -> Any:

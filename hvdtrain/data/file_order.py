@@ -42,7 +42,7 @@ class FileOrder:
                 f"--shard-by=files is for samples in files. {source.name} is not read from any, or is kept by --cache."
             )
         # Number and lengths of the batches do not depend on the order.
-        self.counts = Order(source.size, batch, seed, shuffle, tail)
+        self.counts = Order(samples=source.size, batch=batch, seed=seed, shuffle=shuffle, tail=tail)
         _, sizes = np.unique(file_of, return_counts=True)
         self._files = np.split(np.argsort(file_of, kind="stable"), np.cumsum(sizes)[:-1])
         """For each file, the numbers of its samples."""

@@ -106,7 +106,9 @@ class ShardedOrder:
         per_replica(batch, self._size)
         if drop_remainder and samples < batch:
             raise ConfigError(f"drop_remainder would leave nothing of {samples} samples in batches of {batch}.")
-        self._order = Order(samples, batch, seed, shuffle, "drop" if drop_remainder else "pad")
+        self._order = Order(
+            samples=samples, batch=batch, seed=seed, shuffle=shuffle, tail="drop" if drop_remainder else "pad"
+        )
 
     def __len__(self) -> int:
         """Return the steps of an epoch, the same on every rank."""

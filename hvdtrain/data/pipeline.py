@@ -54,7 +54,7 @@ class TrainingData(Protocol):
         """Yield this replica's slices from step `start_step` (counted from 0) on, endlessly."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     """How samples are read and transformed, independent of their order."""
 
@@ -136,9 +136,9 @@ class SourceTraining:
     ) -> None:
         per_replica(batch, size, uneven=uneven)
         self.order: Order | FileOrder = (
-            FileOrder(source, batch, seed, shuffle, tail)
+            FileOrder(source=source, batch=batch, seed=seed, shuffle=shuffle, tail=tail)
             if shard_by == "files"
-            else Order(source.size, batch, seed, shuffle, tail)
+            else Order(samples=source.size, batch=batch, seed=seed, shuffle=shuffle, tail=tail)
         )
         self.batch = batch
         self.steps_per_epoch = self.order.steps_per_epoch
@@ -181,8 +181,16 @@ class SourceTraining:
         """
         order = self.order
         epoch, within = divmod(start_step, self.steps_per_epoch)
-        whole = self._stream(epoch, within, 0, order.full_batches, self.batch) if order.full_batches else iter(())
-        rest = self._stream(epoch, 0, order.full_batches, 1, order.rest) if order.rest else iter(())
+        whole = (
+            self._stream(epoch, skip=within, first=0, steps=order.full_batches, samples=self.batch)
+            if order.full_batches
+            else iter(())
+        )
+        rest = (
+            self._stream(epoch, skip=0, first=order.full_batches, steps=1, samples=order.rest)
+            if order.rest
+            else iter(())
+        )
         for step in itertools.count(within):
             yield next(whole if step % self.steps_per_epoch < order.full_batches else rest)
 
@@ -205,7 +213,9 @@ class SourceTraining:
         def load(numbers: tf.Tensor, step: tf.Tensor | None = None) -> tuple[Any, ...]:
             elements = self._gather(numbers)
             if augment is not None:
-                elements = augment(elements, Draws(self.order.seed, step, samples, begin, end))
+                elements = augment(
+                    elements, Draws(seed=self.order.seed, step=step, samples=samples, begin=begin, end=end)
+                )
             return apply_finish(elements, self.read_options)
 
         epochs = tf.data.Dataset.range(epoch, tf.int64.max)

@@ -81,10 +81,10 @@ def compressed_sum(
     """
     flat = pack(tensors) if exchange.by_host is not None else None
     if flat is None or exchange.by_host is None or not exchange.by_host.suits(flat):
-        return _compressed(tensors, exchange, wire, name, prescale, postscale)
+        return _compressed(tensors, exchange=exchange, wire=wire, name=name, prescale=prescale, postscale=postscale)
 
     def between(mine: tf.Tensor, crossing: Collectives) -> tf.Tensor:
-        return _compressed([mine], crossing, wire, name, 1.0, postscale)[0]
+        return _compressed([mine], exchange=crossing, wire=wire, name=name, prescale=1.0, postscale=postscale)[0]
 
     return unpack(exchange.by_host.sum(_times(flat, prescale), between, name=name), tensors)
 

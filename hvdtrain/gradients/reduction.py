@@ -70,7 +70,12 @@ def reduction_options(
     count, named = (groups, ()) if isinstance(groups, int) else (0, groups)
     try:
         return ReductionOptions(
-            op, compression, sparse[sparse_as_dense], count, gradient_predivide_factor, named_groups=named
+            reduce_op=op,
+            compression=compression,
+            sparse_gradients=sparse[sparse_as_dense],
+            gradient_groups=count,
+            predivide=gradient_predivide_factor,
+            named_groups=named,
         )
     except ConfigError as error:
         text = str(error)

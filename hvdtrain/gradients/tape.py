@@ -48,7 +48,13 @@ class DistributedGradientTape:
         exchange: Collectives | None = None,
     ) -> None:
         named = groups if isinstance(groups, int) else tuple(tuple(path_of(v) for v in group) for group in groups)
-        self._options = reduction_options(op, compression, named, sparse_as_dense, gradient_predivide_factor)
+        self._options = reduction_options(
+            op,
+            compression=compression,
+            groups=named,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+        )
         self._tape = tape if tape is not None else tf.GradientTape()
         self._exchange = exchange or current_exchange()
 

@@ -63,7 +63,7 @@ def allreduce(
     if isinstance(tensor, tf.IndexedSlices):
         _check_sparse(op, prescale_factor, postscale_factor)
         with tf.device(device_sparse):
-            return _rows(tensor, op, name, process_set, ignore_name_scope)
+            return _rows(tensor, op=op, name=name, process_set=process_set, ignore_scope=ignore_name_scope)
 
     how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
     with tf.device(device_dense):
@@ -97,7 +97,9 @@ def grouped_allreduce(
     with tf.device(device_sparse):
         for i in sparse:
             _check_sparse(op, prescale_factor, postscale_factor)
-            results[i] = _rows(tensors[i], op, name and f"{name}_{i}", process_set, ignore_name_scope)
+            results[i] = _rows(
+                tensors[i], op=op, name=name and f"{name}_{i}", process_set=process_set, ignore_scope=ignore_name_scope
+            )
     with tf.device(device_dense):
         reduced = _compressed(
             [tensors[i] for i in dense], compression, lambda packed: _each_dtype(packed, all_reduce, how, call)

@@ -25,9 +25,13 @@ def check_exists(process_set: Any) -> None:
 def exchange_among(process_set: Any) -> AxisCollectives:
     """Return the collectives among the ranks of `process_set`, of which this one must be part."""
     if process_set.process_set_id == global_process_set.process_set_id:
-        return AxisCollectives(AxisGroup("world", tuple(range(size())), rank(), global_process_set))
+        return AxisCollectives(
+            AxisGroup(axis="world", ranks=tuple(range(size())), index=rank(), process_set=global_process_set)
+        )
     axis = f"set{process_set.process_set_id}"
-    return AxisCollectives(AxisGroup(axis, tuple(process_set.ranks), process_set.rank(), process_set))
+    return AxisCollectives(
+        AxisGroup(axis=axis, ranks=tuple(process_set.ranks), index=process_set.rank(), process_set=process_set)
+    )
 
 
 def place_among(root_rank: int, exchange: AxisCollectives) -> int:

@@ -54,13 +54,13 @@ def _make_allreduce_grads_fn(
 ) -> Callable[..., list[Any]]:
     """Return a function of a list of gradients, and of their variables, that reduces them."""
     reduction = Reduction(
-        name,
-        op,
-        compression,
-        groups,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        process_set,
+        role=name,
+        op=op,
+        compression=compression,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        predivide=gradient_predivide_factor,
+        process_set=process_set,
         device_dense=device_dense or device_sparse,
     )
 

@@ -34,7 +34,7 @@ def broadcast_object_fn(
     """Return a function that broadcasts its argument; in a graph of TensorFlow 1 its ops are created here, once."""
     name = name or "broadcast_object_fn"
     if tf.executing_eagerly():
-        return lambda obj: broadcast_object(obj, root_rank, None, name, process_set)
+        return lambda obj: broadcast_object(obj, root_rank=root_rank, session=None, name=name, process_set=process_set)
 
     def among(tensor: tf.Tensor, role: str) -> tf.Tensor:
         return primitives.broadcast(tensor, root_rank, Call(f"{name}.{role}", process_set=process_set))

@@ -57,19 +57,19 @@ def DistributedOptimizer(
         )
     return keras_optimizer(
         optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
     )
 
 
@@ -116,15 +116,15 @@ def keras_optimizer(
         ConfigError: options that Horovod refuses, not an optimizer of this process's Keras, or one wrapped already.
     """
     reduction = Reduction(
-        name or f"Distributed{type(optimizer).__name__}",
-        op,
-        compression,
-        groups_of(num_groups, groups),
-        sparse_as_dense,
-        gradient_predivide_factor,
-        process_set,
-        scale_local_gradients,
-        device_dense or device_sparse,
+        role=name or f"Distributed{type(optimizer).__name__}",
+        op=op,
+        compression=compression,
+        groups=groups_of(num_groups, groups),
+        sparse_as_dense=sparse_as_dense,
+        predivide=gradient_predivide_factor,
+        process_set=process_set,
+        scale_local=scale_local_gradients,
+        device_dense=device_dense or device_sparse,
     )
     return distributed(optimizer, Distribution(reduction, backward_passes_per_step, average_aggregated_gradients))
 
@@ -146,13 +146,13 @@ def partial_keras_optimizer(
     """Wrap an optimizer as `DistributedOptimizer` does; gradients of `local_layers`, which are built, stay local."""
     wrapped = keras_optimizer(
         optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,

@@ -20,7 +20,7 @@ from hvdtrain.state.variables import unwrap
 _OPS: dict[int, ReduceOp] = {Average: "average", Sum: "sum", Adasum: "adasum"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How gradients are reduced; the fields are the arguments of Horovod's optimizer and tape.
 
@@ -96,7 +96,11 @@ class Reduction:
     def _reducer(self, groups: Any, wire: Any = "none") -> GradientReducer:
         op = _OPS[self.op]
         options = reduction_options(
-            "sum" if self._divides_when_run else op, wire, groups, self.sparse_as_dense, self.predivide
+            "sum" if self._divides_when_run else op,
+            compression=wire,
+            groups=groups,
+            sparse_as_dense=self.sparse_as_dense,
+            gradient_predivide_factor=self.predivide,
         )
         return GradientReducer(exchange_among(self.process_set), options)
 

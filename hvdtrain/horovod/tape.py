@@ -31,15 +31,15 @@ def DistributedGradientTape(
     Sources may be Keras or TensorFlow variables. `device_sparse` is ignored: sparse gradients use `device_dense`.
     """
     reduction = Reduction(
-        "DistributedGradientTape",
-        op,
-        compression,
-        groups_of(num_groups, groups),
-        sparse_as_dense,
-        gradient_predivide_factor,
-        process_set,
-        scale_local_gradients,
-        device_dense or device_sparse,
+        role="DistributedGradientTape",
+        op=op,
+        compression=compression,
+        groups=groups_of(num_groups, groups),
+        sparse_as_dense=sparse_as_dense,
+        predivide=gradient_predivide_factor,
+        process_set=process_set,
+        scale_local=scale_local_gradients,
+        device_dense=device_dense or device_sparse,
     )
     return ReducingTape(gradtape, reduction)
 

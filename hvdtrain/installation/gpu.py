@@ -78,7 +78,7 @@ def _with_nccl(nccl: Path, environ: Mapping[str, str]) -> Gpu:
     capabilities = _capabilities(environ)
     header = short_hash((nccl / "include" / "nccl.h").read_bytes())
     identity = f"nccl{header}-cuda{version}-{'.'.join(capabilities) or 'all'}"
-    return Gpu("nccl", compiler, nccl, capabilities, identity)
+    return Gpu(kind="nccl", compiler=compiler, nccl=nccl, capabilities=capabilities, identity=identity)
 
 
 def _nccl_folder(environment: PythonEnvironment, environ: Mapping[str, str]) -> Path | None:

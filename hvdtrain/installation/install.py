@@ -62,7 +62,7 @@ def install(environment: PythonEnvironment, choice: str, gpu_choice: str = "auto
         if _is_done(environment, mpi, key):
             return False
         _stamp(environment).unlink(missing_ok=True)
-        wheel = _install(environment, mpi, gpu, kept, work)
+        wheel = _install(environment, mpi=mpi, gpu=gpu, kept=kept, work=work)
         prepare_activation(environment, mpi)
         _prove(mpi, gpu, wheel)
         _stamp(environment).write_text(key)
@@ -78,7 +78,7 @@ def _install(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, kept: Path, wor
     if wheel:
         say(f"Horovod {patched_version()} was built for this before: {wheel}")
     else:
-        wheel = keep_wheel(build_wheel(environment, mpi, gpu, work, steps, pip), kept)
+        wheel = keep_wheel(build_wheel(environment, mpi=mpi, gpu=gpu, work=work, steps=steps, pip=pip), kept)
     pip.install_wheel(wheel, what=f"Horovod {patched_version()}")
     return wheel
 

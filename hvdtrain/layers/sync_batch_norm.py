@@ -57,7 +57,13 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         extra = 0.0 if mask is None else keras.backend.epsilon()
         name = numbered(f"sync_batch_norm/{self.path}")
         return moments_of_all(
-            inputs, self._reduction_axes, mask, exchange, name, has_samples=self.has_samples, extra=extra
+            inputs,
+            axes=self._reduction_axes,
+            mask=mask,
+            exchange=exchange,
+            name=name,
+            has_samples=self.has_samples,
+            extra=extra,
         )
 
     def replicas(self) -> Collectives | None:

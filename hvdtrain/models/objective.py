@@ -23,7 +23,7 @@ def named_loss(name: str) -> Any:
     Raises:
         ConfigError: unknown name; suggests the nearest.
     """
-    return _named("--loss", "loss", name, keras.losses.get, known_losses)
+    return _named("--loss", kind="loss", name=name, get=keras.losses.get, known=known_losses)
 
 
 def named_metrics(names: Sequence[str]) -> list[Any]:
@@ -35,7 +35,9 @@ def named_metrics(names: Sequence[str]) -> list[Any]:
     # "accuracy" depends on targets and outputs: the trainer resolves it.
     plain = ("accuracy", "acc")
     return [
-        name if name in plain else _named("--metrics", "metric", name, keras.metrics.get, known_metrics)
+        name
+        if name in plain
+        else _named("--metrics", kind="metric", name=name, get=keras.metrics.get, known=known_metrics)
         for name in names
     ]
 

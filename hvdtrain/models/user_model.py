@@ -37,7 +37,7 @@ def user_family(config: ModelConfig) -> ModelFamily:
 
     def build(shape: Any, classes: int | None, seed: int, /, **arguments: Any) -> keras.Model:
         offered = {"sample_shape": shape, "classes": classes, "seed": seed}
-        values = arguments_for(OPTION, config.model, function, offered, arguments)
+        values = arguments_for(OPTION, name=config.model, function=function, offered=offered, given=arguments)
         keras.utils.set_random_seed(seed)
         return _checked(config.model, function(**values))
 

@@ -62,7 +62,7 @@ class PlainConsole(BaseObserver):
     def on_start(self, info: RunInfo) -> None:
         """Print what the run is."""
         self._info = info
-        self._pace = Pace(info)
+        self._pace = Pace(info=info)
         self._say_block(wording.header(info))
 
     def on_progress(self, step: int) -> None:

@@ -16,7 +16,7 @@ from hvdtrain.config.parallel import DATA_AXES
 from hvdtrain.runtime.terminal import drop_unreadable_output, say
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """Facts about a run, known before its first step."""
 
@@ -93,7 +93,7 @@ class RunInfo:
         return self.begin_epoch + max(0, step - 1 - self.begin_step) // self.steps_per_epoch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """A logged optimizer step, with figures over all ranks."""
 
@@ -118,7 +118,7 @@ class StepRecord:
     """Loss and metrics of the epoch so far, as displays show them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
     """One evaluation over all validation data."""
 

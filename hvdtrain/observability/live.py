@@ -120,7 +120,7 @@ class LiveConsole(BaseObserver):
     def on_start(self, info: RunInfo) -> None:
         """Print the header of the run, and start the display."""
         self._info = info
-        self._pace = Pace(info)
+        self._pace = Pace(info=info)
         self._frame = Frame(info)
         self._print_block(wording.header(info))
         # Standard error may be redirected to a file: leave it alone.

@@ -17,7 +17,7 @@ State = Literal["running", "finished", "stopped", "failed"]
 MOST_CHARACTERS = 500
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """The contents of `status.json`."""
 
@@ -69,7 +69,16 @@ class StatusWriter(BaseObserver):
 
     def on_start(self, info: RunInfo) -> None:
         """Write what the run is."""
-        self._write(RunStatus("running", time.time(), socket.gethostname(), os.getpid(), info, self._elastic))
+        self._write(
+            RunStatus(
+                state="running",
+                began=time.time(),
+                host=socket.gethostname(),
+                process=os.getpid(),
+                info=info,
+                elastic=self._elastic,
+            )
+        )
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Write that it is finished."""

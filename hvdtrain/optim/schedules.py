@@ -99,12 +99,12 @@ def learning_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
     if config.schedule == "constant" and warmup == 0:
         return peak
     return WarmupSchedule(
-        peak,
-        warmup,
-        total_steps,
-        config.schedule,
-        config.final_rate,
-        config.decay_power,
-        config.decay_at,
-        config.decay_factor,
+        peak=peak,
+        warmup_steps=warmup,
+        total_steps=total_steps,
+        shape=config.schedule,
+        final_rate=config.final_rate,
+        decay_power=config.decay_power,
+        decay_at=config.decay_at,
+        decay_factor=config.decay_factor,
     )

@@ -21,7 +21,13 @@ def describe_run(config: DataConfig, splits: DataSplits, model: Any, loss: Any) 
         loss: its loss, or a dict or list of losses.
     """
     kind = output_kind(model, loss, splits.classes)
-    return RunDescription(config.data, _signature(splits), splits.classes, kind, splits.preprocessing)
+    return RunDescription(
+        data=config.data,
+        inputs=_signature(splits),
+        classes=splits.classes,
+        outputs=kind,
+        preprocessing=splits.preprocessing,
+    )
 
 
 def _signature(splits: DataSplits) -> Any:

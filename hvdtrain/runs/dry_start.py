@@ -58,5 +58,5 @@ def _schedule_steps(config: Config, splits: DataSplits) -> int:
     samples: int | None = splits.train.size  # None: a stream
     if samples is None or data.shard_by == "files":
         return training.epochs * training.steps_per_epoch if training.steps_per_epoch else ANY_STEPS
-    order = Order(samples, data.batch, training.seed, data.shuffle, data.tail)
+    order = Order(samples=samples, batch=data.batch, seed=training.seed, shuffle=data.shuffle, tail=data.tail)
     return training.epochs * order.steps_per_epoch

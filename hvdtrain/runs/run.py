@@ -73,7 +73,17 @@ def train(
         begins = commits is None or not commits.goes_on
         if resume == "auto" and begins and is_finished(RunFolder(path), config, backend):
             return {}
-        return _train(session, backend, config, path, lock, resume, start, commits, closing)
+        return _train(
+            session,
+            backend=backend,
+            config=config,
+            path=path,
+            lock=lock,
+            resume=resume,
+            start=start,
+            commits=commits,
+            closing=closing,
+        )
 
 
 def _train(
@@ -103,7 +113,7 @@ def _train(
     restored = commits is not None and commits.restore(trainer.state, backend)
     newest = None if resume == "no" or restored else newest_of_run(checkpoints, path, resume)
     if newest is not None:
-        stretched = _resume(trainer, newest, identity, config, path)
+        stretched = _resume(trainer, newest=newest, identity=identity, config=config, path=path)
     elif first and resume == "no" and (commits is None or not commits.goes_on):
         create(path)
     trainer.state.scalars.data = identity
@@ -117,8 +127,12 @@ def _train(
     log = closing.enter_context(rank_logs(session, folder, trainer.state.scalars.step))
     status = StatusWriter(folder.status, elastic=commits is not None)
     figures = run_figures(trainer, folder, session)
-    observers = observers_of(config, session, folder, status, figures, log) if first else BaseObserver()
-    info = info_of(config, session, backend, data, plan, trainer, folder)
+    observers = (
+        observers_of(config, session=session, folder=folder, status=status, figures=figures, log=log)
+        if first
+        else BaseObserver()
+    )
+    info = info_of(config, session=session, backend=backend, data=data, plan=plan, trainer=trainer, folder=folder)
     saver = BackgroundSaver(checkpoints, session.control, lambda state: _note_left_out(state, data))
     place = (plan.total_steps, session.environment)
     session.link.on_interrupt = lambda: interrupted(folder, trainer.state.scalars.step, *place)
@@ -142,11 +156,13 @@ def _train(
                 stopping=stopping,
                 commits=commits,
             )
-        summary = summary_of_run(config, session, backend, trainer, result, resumed_from=info.start_step)
+        summary = summary_of_run(
+            config, session=session, backend=backend, trainer=trainer, result=result, resumed_from=info.start_step
+        )
         summary |= _left_out(source, observers, folder)
         summary |= {} if commits is None else {"worlds": [asdict(world) for world in commits.worlds]}
         if first:
-            write_end(folder, config, trainer, summary, begun)
+            write_end(folder, config=config, trainer=trainer, summary=summary, begun=begun)
         observers.on_end(summary)
     except Stopped:
         status.ended("stopped")
@@ -167,7 +183,7 @@ def _resume(trainer: Trainer, newest: Path, identity: Identity, config: Config, 
     earlier = opened(path, "--resume")[1] if first else None
     if earlier is not None:
         # Before the tensors are looked at: other data may make another model.
-        check_samples(scalars_of(newest).get("data"), identity, config, earlier, path)
+        check_samples(scalars_of(newest).get("data"), now=identity, config=config, earlier=earlier, run=path)
     trainer.restore(newest)
     return stretched_schedule(config, earlier) if earlier is not None else None
 
@@ -193,7 +209,13 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
     total = min(total, config.training.max_steps or total)
     checkpoint = config.checkpoint
     commit_every = config.elastic.commit_every if config.elastic.elastic else None
-    return Plan(total, config.observability.log_every, checkpoint.checkpoint_every, commit_every, checkpoint.best)
+    return Plan(
+        total_steps=total,
+        log_every=config.observability.log_every,
+        checkpoint_every=checkpoint.checkpoint_every,
+        commit_every=commit_every,
+        best=checkpoint.best,
+    )
 
 
 def _refuse_finished(trainer: Trainer, plan: Plan) -> None:

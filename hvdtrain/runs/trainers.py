@@ -31,7 +31,7 @@ def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
 def checked_trainer(config: Config, splits: DataSplits, backend: Backend, steps: int) -> Trainer:
     """Do what `run_trainer` does, for a schedule of the learning rate that spans `steps`."""
     check_sequence_parallel(config, backend)
-    trainer = trainer_for(config, splits.sample_shape, splits.classes, backend, steps)
+    trainer = trainer_for(config, shape=splits.sample_shape, classes=splits.classes, backend=backend, steps=steps)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     return trainer
 

@@ -37,7 +37,7 @@ def collective_name(*parts: str) -> str:
     return clean if clean == name else f"{clean}.{zlib.crc32(name.encode()):08x}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AxisGroup:
     """The ranks that exchange with one another along one axis of the mesh, or in a process set of Horovod's."""
 
@@ -93,7 +93,9 @@ class AxisCollectives:
         if self.by_host is not None and op != "adasum" and self.by_host.suits(tensor):
             after = postscale / self.size if op == "average" else postscale
             return self.by_host.all_reduce(tensor, name=name, prescale=prescale, postscale=after)
-        return self._reduce(_one(mpi_ops._allreduce), [tensor], name, op, prescale, postscale)[0]
+        return self._reduce(
+            _one(mpi_ops._allreduce), tensors=[tensor], name=name, op=op, prescale=prescale, postscale=postscale
+        )[0]
 
     def grouped_all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
@@ -102,7 +104,9 @@ class AxisCollectives:
         if not self.fuses and self.size > 1 and len(tensors) > 1:
             packed = self.all_reduce(pack(tensors), name=f"{name}/packed", prescale=prescale, postscale=postscale)
             return unpack(packed, tensors)
-        return self._reduce(mpi_ops._grouped_allreduce, tensors, name, "sum", prescale, postscale)
+        return self._reduce(
+            mpi_ops._grouped_allreduce, tensors=tensors, name=name, op="sum", prescale=prescale, postscale=postscale
+        )
 
     def reduce_scatter(
         self, tensor: tf.Tensor, *, name: str, prescale: float = 1.0, postscale: float = 1.0
@@ -111,13 +115,17 @@ class AxisCollectives:
 
         Slices are consecutive; where they cannot be equal, the first ranks keep one row more than the last.
         """
-        return self._scatter(_one(mpi_ops._reducescatter), [tensor], name, prescale, postscale)[0]
+        return self._scatter(
+            _one(mpi_ops._reducescatter), tensors=[tensor], name=name, prescale=prescale, postscale=postscale
+        )[0]
 
     def grouped_reduce_scatter(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> list[tf.Tensor]:
         """Do `reduce_scatter` for each of `tensors`, of one dtype, in one message."""
-        return self._scatter(mpi_ops._grouped_reducescatter, tensors, name, prescale, postscale)
+        return self._scatter(
+            mpi_ops._grouped_reducescatter, tensors=tensors, name=name, prescale=prescale, postscale=postscale
+        )
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate the ranks' tensors along dim 0, where their sizes may differ."""
@@ -219,7 +227,7 @@ class AxisCollectives:
     ) -> list[tf.Tensor]:
         if not self.fuses:  # Horovod scales in its fusion buffer, and has none
             tensors, prescale = [_times(tensor, prescale) for tensor in tensors], 1.0
-        slices = self._reduce(operation, tensors, name, "sum", prescale, postscale)
+        slices = self._reduce(operation, tensors=tensors, name=name, op="sum", prescale=prescale, postscale=postscale)
         if not tf.executing_eagerly():
             for tensor, mine in zip(tensors, slices, strict=True):
                 mine.set_shape([self._rows(tensor.shape[0]), *tensor.shape[1:]])

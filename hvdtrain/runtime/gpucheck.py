@@ -52,7 +52,7 @@ def losses(hvd: Any, tf: Any, dtype: str) -> tuple[float, float]:
     weights = [tf.Variable(draw.normal([64, 64]) / 8), tf.Variable(draw.normal([64, 1]) / 8)]
     data = tf.random.Generator.from_seed(2 + hvd.rank()).normal([256, 64])
     target = tf.reduce_sum(data[:, :4], axis=1, keepdims=True)
-    found = [_step(hvd, tf, weights, data, target, dtype) for _ in range(STEPS)]
+    found = [_step(hvd, tf=tf, weights=weights, data=data, target=target, dtype=dtype) for _ in range(STEPS)]
     return found[0], found[-1]
 
 

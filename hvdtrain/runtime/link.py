@@ -224,4 +224,6 @@ def open_link(
     policy = policy or FailFast()
     watchdog = Watchdog(control, policy)
     watchdog.start()
-    return Link(environment, control, watchdog, policy, generation, worlds=worlds)
+    return Link(
+        environment=environment, control=control, watchdog=watchdog, policy=policy, generation=generation, worlds=worlds
+    )

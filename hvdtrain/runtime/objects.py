@@ -20,7 +20,7 @@ _OBJECT, _ERROR = b"o", b"e"
 
 def wait_for_all(session: Session, name: str, timeout: float | None) -> None:
     """Return once every rank has called it with this `name`."""
-    _exchange(session, "barrier", {"name": name}, lambda: b"", timeout)
+    _exchange(session, call="barrier", arguments={"name": name}, content=lambda: b"", timeout=timeout)
 
 
 def object_of_root(session: Session, obj: Any, root_rank: int, timeout: float | None) -> Any:
@@ -34,7 +34,9 @@ def object_of_root(session: Session, obj: Any, root_rank: int, timeout: float | 
     def mine() -> bytes:
         return _pickled(obj, MOST_BYTES) if rank == root_rank else b""
 
-    everyone = _exchange(session, "broadcast_object", {"root_rank": root_rank}, mine, timeout)
+    everyone = _exchange(
+        session, call="broadcast_object", arguments={"root_rank": root_rank}, content=mine, timeout=timeout
+    )
     return obj if rank == root_rank else pickle.loads(everyone[root_rank])
 
 
@@ -43,7 +45,9 @@ def objects_of_all(session: Session, obj: Any, timeout: float | None) -> list[An
     rank, size = session.control.rank, session.control.size
     if size == 1:
         return [obj]
-    everyone = _exchange(session, "gather_object", {}, lambda: _pickled(obj, MOST_BYTES // size), timeout)
+    everyone = _exchange(
+        session, call="gather_object", arguments={}, content=lambda: _pickled(obj, MOST_BYTES // size), timeout=timeout
+    )
     return [obj if place == rank else pickle.loads(content) for place, content in enumerate(everyone)]
 
 

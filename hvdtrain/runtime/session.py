@@ -40,7 +40,7 @@ from hvdtrain.runtime.tuning import FUSION_THRESHOLD, fuse_nothing, lose_silent_
 from hvdtrain.runtime.world import World, open_world
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Session:
     """The running job as one rank sees it."""
 
@@ -209,8 +209,14 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     limit_silence(os.environ, config.hang_timeout)
     if link.trace is not None:
         entered = 1 if link.worlds is None else link.worlds.entered
-        place = (environment.rank, environment.size, environment.hostname, entered, environment.elastic)
-        link.trace.prepare(Place(*place))
+        place = Place(
+            rank=environment.rank,
+            size=environment.size,
+            host=environment.hostname,
+            world=entered,
+            elastic=environment.elastic,
+        )
+        link.trace.prepare(place)
     world = open_world(
         link.control,
         environment,
@@ -229,7 +235,15 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     if with_horovod:
         link.watch_for_stragglers()
     world = choose_hierarchy(world, hierarchy, link.control, timeout)
-    return Session(link, world, plan, strategy, load_timeout=config.load_timeout, config=config, malloc=malloc)
+    return Session(
+        link=link,
+        world=world,
+        plan=plan,
+        strategy=strategy,
+        load_timeout=config.load_timeout,
+        config=config,
+        malloc=malloc,
+    )
 
 
 def join_next_world(session: Session) -> Session:

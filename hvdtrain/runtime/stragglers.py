@@ -27,7 +27,7 @@ _WINDOWS = 3
 _MEASURED = ("step", "loading", "callbacks")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pace:
     """How one rank worked in a window."""
 
@@ -45,12 +45,12 @@ class Pace:
 
     def encode(self) -> bytes:
         """Return the pace as bytes."""
-        return json.dumps(list(vars(self).values())).encode()
+        return json.dumps(vars(self)).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> "Pace":
         """Return the pace of a message."""
-        return cls(*json.loads(message))
+        return cls(**json.loads(message))
 
 
 class StragglerWatch:
@@ -113,7 +113,13 @@ class StragglerWatch:
         steps = (self._activity.step or 0) - (self._first_step or 0)
         if steps > 0:
             self._window += 1
-            pace = Pace(self._window, self._host, self._working / self._looks, steps, now - self._since)
+            pace = Pace(
+                window=self._window,
+                host=self._host,
+                working=self._working / self._looks,
+                steps=steps,
+                seconds=now - self._since,
+            )
             with suppress(LaunchError):
                 self._control.post(_BOARD, pace.encode())
                 if self._control.rank == 0:

@@ -16,7 +16,7 @@ DEFAULT_REPLICAS = 2
 """Parts of the CPU where there is no GPU: the least that has something to exchange."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenStrategy:
     """A strategy and how it is spoken of."""
 
@@ -65,7 +65,7 @@ def open_strategy(
     if config.backend == "parameter_server":
         roles = roles_of(config, environment)
         strategy, server = join_cluster(roles, environment, control, timeout=timeout)
-        return OpenStrategy(config.backend, strategy, roles=roles, server=server)
+        return OpenStrategy(name=config.backend, strategy=strategy, roles=roles, server=server)
     make = {
         "mirrored": lambda: _mirrored(config),
         "central_storage": lambda: _central_storage(config),
@@ -73,7 +73,9 @@ def open_strategy(
         "multi_worker_mirrored": lambda: _multi_worker(config, environment, control, timeout),
         "tpu": _tpu,
     }[config.backend]
-    return OpenStrategy(config.backend, make(), None if config.communication == "auto" else config.communication)
+    return OpenStrategy(
+        name=config.backend, strategy=make(), transport=None if config.communication == "auto" else config.communication
+    )
 
 
 def _devices(config: RuntimeConfig) -> list[str]:

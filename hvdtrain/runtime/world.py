@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hvdtrain.runtime.collectives import AxisCollectives, HostGroups
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class World:
     """The ranks of one generation of the job.
 
@@ -68,7 +68,7 @@ class World:
 
         named = self.mesh.named(axes)
         if not named and "dp" not in axes:
-            return AxisCollectives(AxisGroup(".".join(axes), (self.rank,), 0, None))
+            return AxisCollectives(AxisGroup(axis=".".join(axes), ranks=(self.rank,), index=0, process_set=None))
         key = ".".join(named) or "dp"
         if key not in self.collectives:
             raise LaunchError(f"Nothing is exchanged along {key} together. Available: {', '.join(self.collectives)}.")
@@ -129,7 +129,7 @@ def open_world(
     engine = Engine(*before) if environment.elastic and horovod and environment.size > 1 else None
     if engine is not None:
         control.while_waiting = engine.check
-    return World(mesh, tuple(hosts), collectives, generation, engine)
+    return World(mesh=mesh, hosts=tuple(hosts), collectives=collectives, generation=generation, engine=engine)
 
 
 Grids: TypeAlias = Mapping[tuple[int, ...], HostGrid]
@@ -196,7 +196,9 @@ def group_collectives(mesh: Mesh, sets: Mapping[tuple[int, ...], Any], grids: Gr
     collectives = {}
     for name, ranks in groups.items():
         by_host = host_groups(name, mesh.rank, grids[ranks], sets) if name == "dp" and ranks in grids else None
-        group = AxisGroup(name, ranks, ranks.index(mesh.rank), sets.get(ranks), by_host)
+        group = AxisGroup(
+            axis=name, ranks=ranks, index=ranks.index(mesh.rank), process_set=sets.get(ranks), by_host=by_host
+        )
         collectives[name] = AxisCollectives(group)
     return collectives
 
@@ -219,7 +221,11 @@ def host_groups(axis: str, rank: int, grid: HostGrid, sets: Mapping[tuple[int, .
 
     local, crossing = grid.host_of(rank), grid.crossing_of(rank)
     return HostGroups(
-        AxisGroup(f"{axis}.host", local, local.index(rank), sets.get(local)),
-        None if crossing is None else AxisGroup(f"{axis}.between", crossing, crossing.index(rank), sets.get(crossing)),
+        AxisGroup(axis=f"{axis}.host", ranks=local, index=local.index(rank), process_set=sets.get(local)),
+        None
+        if crossing is None
+        else AxisGroup(
+            axis=f"{axis}.between", ranks=crossing, index=crossing.index(rank), process_set=sets.get(crossing)
+        ),
         grid.bridges,
     )

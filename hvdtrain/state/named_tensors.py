@@ -40,7 +40,7 @@ class NamedTensor(NamedTuple):
     """Whether every replica along dp holds the same values."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateSpec:
     """What there is to know of a tensor of the state without its values."""
 
@@ -65,7 +65,9 @@ def replicated_tensor(value: Any) -> NamedTensor:
 def spec_of(path: str, tensor: NamedTensor) -> StateSpec:
     """Return the spec of `tensor`, which needs no values for it."""
     dtype = getattr(tensor.value.dtype, "name", tensor.value.dtype)
-    return StateSpec(path, str(dtype), tensor.global_shape, tensor.slice, tensor.replicated)
+    return StateSpec(
+        path=path, dtype=str(dtype), global_shape=tensor.global_shape, slice=tensor.slice, replicated=tensor.replicated
+    )
 
 
 def values_in(whole: np.ndarray, region: Region) -> np.ndarray:

@@ -21,7 +21,7 @@ class Progress:
     """What each callback remembers; see `state.callbacks`."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class BadSteps:
     """The bad steps of a training so far; see `config.bad_steps`."""
 
@@ -39,7 +39,7 @@ class BadSteps:
     """Of each time that training was rolled back, the first and the last step that was left out."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Scalars:
     """The part of the state that lives on the host."""
 

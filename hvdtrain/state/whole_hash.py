@@ -18,7 +18,9 @@ def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
     """Return the SHA-256 over path, dtype, shape and bytes of whole arrays, in the order of paths."""
     digest = hashlib.sha256()
     for path, array in sorted(arrays.items()):
-        _add(digest, path, str(array.dtype), array.shape, np.ascontiguousarray(array).tobytes())
+        _add(
+            digest, path=path, dtype=str(array.dtype), shape=array.shape, content=np.ascontiguousarray(array).tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -45,7 +47,7 @@ def digest_of_parts(parts: Mapping[str, NamedTensor], backend: Backend, *, timeo
             values = _values(parts[path])
             for box, place in boxes_of(specs[path].slice):
                 whole[box] = values[place]
-        _add(digest, path, dtype, shape, _summed(whole, backend, path))
+        _add(digest, path=path, dtype=dtype, shape=shape, content=_summed(whole, backend, path))
     return digest.hexdigest()
 
 

@@ -95,7 +95,9 @@ class TrainerCore:
         """Make all that knows the replicas, for a new trainer or a new world."""
         optimizer, objective, notes = self._parts
         self.backend.prepare(optimizer)
-        self._factory = step_factory_for(self.backend, self.model, optimizer, objective, self.options)
+        self._factory = step_factory_for(
+            self.backend, model=self.model, optimizer=optimizer, objective=objective, options=self.options
+        )
         self._services = Services()
         self._rule: UpdateRule | None = None
         self._state: TrainState | None = None
@@ -202,12 +204,12 @@ class TrainerCore:
         self.broadcast_state()
         return self._train(
             data,
-            plan,
-            validation,
-            observers or BaseObserver(),
-            info,
-            save,
-            callbacks,
+            plan=plan,
+            validation=validation,
+            observers=observers or BaseObserver(),
+            info=info,
+            save=save,
+            callbacks=callbacks,
             stopping=stopping,
             commits=commits,
         )
@@ -227,23 +229,33 @@ class TrainerCore:
     ) -> FitResult:
         """Do what `train` does, from a state that is the same on every rank."""
         begin = time.perf_counter()
-        info = info or run_info(self.backend, self.state, self.options, data, plan)
+        info = info or run_info(self.backend, state=self.state, options=self.options, data=data, plan=plan)
         notes = getattr(data, "notes", ())
         self._announcer.announce(info, self.state, observers, notes, narrow_outputs=self._factory.narrow_outputs)
         saving = None if save is None else lambda: save(self.state)
-        prepare = (self.prepare_to_evaluate, self.consolidate, self.prepare_to_save)
-        actions = Actions(self._evaluate, *prepare, self.averaged_weights, saving)
+        actions = Actions(
+            evaluate=self._evaluate,
+            prepare_to_evaluate=self.prepare_to_evaluate,
+            consolidate=self.consolidate,
+            prepare_to_save=self.prepare_to_save,
+            averaged_weights=self.averaged_weights,
+            save=saving,
+        )
         if isinstance(save, BackgroundSaver):
             actions = replace(actions, finish_save=save.finish)
             if self.options.on_bad_step == "rollback":
                 actions = replace(actions, roll_back=rollback_to(save, self.backend, self.state, self.rule))
         if commits is not None:
             actions = replace(actions, commit=self._commit_to(commits, observers), begin_step=commits.note_step)
-        parts = (self.backend, self.state, self._factory, self.rule, data, plan)
         training = StandardTraining(
-            *parts,
-            actions,
-            observers,
+            backend=self.backend,
+            state=self.state,
+            factory=self._factory,
+            rule=self.rule,
+            data=data,
+            plan=plan,
+            actions=actions,
+            observers=observers,
             validation=validation,
             callbacks=callbacks,
             verbose=verbose,

@@ -22,9 +22,11 @@ def step_factory_for(
         ConfigError: options or layers that do not fit.
     """
     if isinstance(model, PipelineStage):
-        return PipelineStepFactory(backend, model, optimizer, objective, options)
+        return PipelineStepFactory(
+            backend=backend, model=model, optimizer=optimizer, objective=objective, options=options
+        )
     if has_own_step(model):
-        return KerasStepFactory(backend, model, optimizer, objective, options)
+        return KerasStepFactory(backend=backend, model=model, optimizer=optimizer, objective=objective, options=options)
     table = {backend.name: backend.capabilities.step_factory}
     factory: StepFactory = resolve("backend", backend.name, table)(backend, model, optimizer, objective, options)
     return factory

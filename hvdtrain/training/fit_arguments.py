@@ -31,7 +31,7 @@ VALIDATION_BATCH = 256
 """Samples per evaluation step over all ranks by default."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataArguments:
     """The samples to train on, and how they are read."""
 
@@ -68,7 +68,7 @@ class DataArguments:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ValidationArguments:
     """The samples to evaluate, and after which epochs."""
 
@@ -92,7 +92,7 @@ class ValidationArguments:
         return int(freq) if isinstance(freq, int | np.integer) else tuple(int(epoch) for epoch in freq)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FitArguments:
     """Arguments of `Trainer.fit`, by its names; see there."""
 
@@ -147,7 +147,7 @@ class FitArguments:
         steps = 0 if scalars.stopped else max(0, left)
         return Plan(
             scalars.step + steps,
-            self.log_every,
+            log_every=self.log_every,
             validation_freq=self.validation.epochs,
             epoch_offset=-scalars.epochs_before,
         )

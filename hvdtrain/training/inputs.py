@@ -56,11 +56,11 @@ def training_data(
         DataError: no samples, or ranks that were given other samples, or read them in different orders.
     """
     if isinstance(data, tf.data.Dataset | WeightedDataset):
-        return _dataset(data, backend, batch, steps_per_epoch, service)
+        return _dataset(data, backend=backend, batch=batch, steps_per_epoch=steps_per_epoch, service=service)
     if service:
         raise ConfigError("--data-service is for a tf.data.Dataset. Received: data of another kind.")
     if is_stream(data):
-        return _stream(data, backend, batch, seed, shuffle, steps_per_epoch)
+        return _stream(data, backend=backend, batch=batch, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
     if batch is None:
         raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
     if steps_per_epoch is not None:
@@ -112,7 +112,9 @@ def _dataset(
     sliced = training(shards)
     length = length_of(dataset)
     facts = {"sharded": shards is not None}
-    everyone = _check_same_batches("a Dataset", first, sliced, backend, "Give shuffle() a seed", length, **facts)
+    everyone = _check_same_batches(
+        "a Dataset", first=first, data=sliced, backend=backend, cure="Give shuffle() a seed", length=length, **facts
+    )
     if shards is not None and not all(given.sharded for given in everyone):
         return training(None)
     return sliced
@@ -135,7 +137,9 @@ def _stream(
         )
     else:
         training = GeneratorTraining(data, steps_per_epoch=steps_per_epoch, opened=batches, uneven=uneven, **place)
-    _check_same_batches(_kind(data), first, training, backend, "Draw from generators with a seed")
+    _check_same_batches(
+        _kind(data), first=first, data=training, backend=backend, cure="Draw from generators with a seed"
+    )
     return training
 
 
@@ -251,12 +255,16 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
     if is_stream(data):
         stream = StreamEvaluation(data, index=index, size=size)
         count = data.num_batches if isinstance(data, keras.utils.PyDataset) else None
-        return _alike(_kind(data), stream, lambda: opened(data)[0], count, backend, what)
+        return _alike(
+            _kind(data), batches=stream, first=lambda: opened(data)[0], count=count, backend=backend, what=what
+        )
     if isinstance(data, tf.data.Dataset):
         found, shards = first_and_shards(data, index, size, owner=data)
         first = _checked(found)
         batches = evaluation_of_dataset(data, index=index, size=size, shards=shards)
-        return _alike("a Dataset", batches, lambda: first, length_of(data), backend, what)
+        return _alike(
+            "a Dataset", batches=batches, first=lambda: first, count=length_of(data), backend=backend, what=what
+        )
     source = data if isinstance(data, ArraySource) else ArraySource(data, f"{what} data")
     check_given(lambda: _given_arrays(source, batch), backend, what)
     return SourceEvaluation(source, batch=batch, index=index, size=size)

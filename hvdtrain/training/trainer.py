@@ -130,20 +130,29 @@ class Trainer(FittingTrainer):
             BadStepError: the loss became NaN or infinite (NonFiniteError), or a spike; see `on_bad_step`.
         """
         arguments = FitArguments(
-            DataArguments(
-                x, y, sample_weight, class_weight, batch_size, batch, steps_per_epoch, shuffle, shard, data_service
+            data=DataArguments(
+                x=x,
+                y=y,
+                sample_weight=sample_weight,
+                class_weight=class_weight,
+                batch_size=batch_size,
+                batch=batch,
+                steps_per_epoch=steps_per_epoch,
+                shuffle=shuffle,
+                shard=shard,
+                data_service=data_service,
             ),
-            ValidationArguments(
-                validation_split,
-                validation_data,
-                validation_steps,
-                validation_batch_size,
-                validation_batch,
-                validation_freq,
+            validation=ValidationArguments(
+                validation_split=validation_split,
+                validation_data=validation_data,
+                validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size,
+                validation_batch=validation_batch,
+                validation_freq=validation_freq,
             ),
-            epochs,
-            initial_epoch,
-            log_every,
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            log_every=log_every,
         )
         request = FitRequest(arguments, callbacks or (), checkpoint, verbose)
         if elastic:

@@ -104,7 +104,12 @@ class Played:
 
 def cells(names: Sequence[str] = ()) -> list[Cell]:
     """Return the cells of the table's rows, of all by default."""
-    return [Cell(name, rank, controller) for name in names or CASES for rank in (0, 1) for controller in _CONTROLLERS]
+    return [
+        Cell(name=name, rank=rank, controller=controller)
+        for name in names or CASES
+        for rank in (0, 1)
+        for controller in _CONTROLLERS
+    ]
 
 
 def play_cell(cell: Cell, folder: Path, *, patience_s: float = 0.0) -> Played:
@@ -156,7 +161,7 @@ def matrix_table(played: Sequence[Played]) -> str:
     heads = [f"{controller}, rank {rank}" for rank, controller in columns]
     lines = [f"| seconds found / ended, code | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name in names:
-        entries = [_entry(found[Cell(name, rank, controller)]) for rank, controller in columns]
+        entries = [_entry(found[Cell(name=name, rank=rank, controller=controller)]) for rank, controller in columns]
         lines.append(f"| {name} | {' | '.join(entries)} |")
     return "\n".join(lines)
 

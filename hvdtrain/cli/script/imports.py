@@ -78,7 +78,9 @@ def _renamed(found: Imports, node: ast.Import, alias: ast.alias) -> None:
 
 def _of_alias(alias: ast.alias, text: str) -> Replacement:
     begin = alias.col_offset
-    return Replacement(alias.lineno, begin, alias.lineno, begin + len(alias.name.encode()), text)
+    return Replacement(
+        line=alias.lineno, begin=begin, end_line=alias.lineno, end=begin + len(alias.name.encode()), text=text
+    )
 
 
 def _other(found: Imports, node: ast.stmt, said: str, name: str) -> None:
@@ -114,7 +116,7 @@ def _from(found: Imports, script: Script, node: ast.ImportFrom) -> None:
         kept = [ast.unparse(ast.ImportFrom(module, others, 0))] if others else []
         text = "; ".join([*changed, *kept])
         end_line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
-        whole = Replacement(node.lineno, node.col_offset, end_line, end, text)
+        whole = Replacement(line=node.lineno, begin=node.col_offset, end_line=end_line, end=end, text=text)
         found.change(node.lineno, ast.unparse(node), text, [whole])
 
 
@@ -143,7 +145,9 @@ def _is_offered(module: str, name: str) -> bool:
 def _module_of_statement(script: Script, node: ast.ImportFrom, module: str) -> tuple[int, int, int, int] | None:
     """Return where `from MODULE import` says MODULE; None if it is spelled in an unusual way."""
     end_line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
-    statement = script.source.text_between(Replacement(node.lineno, node.col_offset, end_line, end, "")).encode()
+    statement = script.source.text_between(
+        Replacement(line=node.lineno, begin=node.col_offset, end_line=end_line, end=end, text="")
+    ).encode()
     match = _FROM.match(statement)
     if match is None or not statement.startswith(module.encode(), match.end()) or b"\n" in match[0]:
         return None
@@ -187,7 +191,9 @@ def _by_constant(found: Imports, script: Script, call: ast.Call, name: ast.Const
             _other(found, ast.Expr(call, lineno=call.lineno), said, name.value)
         return
     begin, end = name.col_offset, name.end_col_offset or 0
-    inner = Replacement(name.lineno, begin + 1, name.end_lineno or name.lineno, end - 1, ours)
+    inner = Replacement(
+        line=name.lineno, begin=begin + 1, end_line=name.end_lineno or name.lineno, end=end - 1, text=ours
+    )
     if said.startswith("__import__") and not has_fromlist(call):
         advice = f"it gives horovod, the package around it: import {ours}."
         found.add(call, said, "needs this change", advice)
@@ -263,4 +269,8 @@ class _PlainImports:
             for _ in ast.unparse(chain.node).split(".")[module.count(".") + 1 :]:
                 prefix = prefix.value if isinstance(prefix, ast.Attribute) else prefix
             end_line, end = prefix.end_lineno or prefix.lineno, prefix.end_col_offset or 0
-            found.replacements.append(Replacement(prefix.lineno, prefix.col_offset, end_line, end, STANDS_FOR[module]))
+            found.replacements.append(
+                Replacement(
+                    line=prefix.lineno, begin=prefix.col_offset, end_line=end_line, end=end, text=STANDS_FOR[module]
+                )
+            )

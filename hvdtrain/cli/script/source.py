@@ -14,7 +14,7 @@ from hvdtrain.cli.script.notebook import Fragment, code_cells
 from hvdtrain.config.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cell:
     """A piece of code that is parsed by itself: a cell of a notebook, or the whole script."""
 
@@ -98,7 +98,9 @@ def read_source(path: Path) -> Source:
         raise ConfigError(f"--script {path}: {error.strerror}.") from error
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"--script {path} cannot be decoded: {error}. Save it as UTF-8.") from error
-    return Source(path, raw, encoding, tuple(_cells(path, text)) if is_notebook else (Cell(0, text, 0),))
+    return Source(
+        path, raw, encoding, tuple(_cells(path, text)) if is_notebook else (Cell(number=0, code=text, start=0),)
+    )
 
 
 def _encoding_of_json(raw: bytes) -> str:
@@ -108,7 +110,7 @@ def _encoding_of_json(raw: bytes) -> str:
 def _cells(path: Path, text: str) -> Iterator[Cell]:
     start = 0
     for number, code, fragments in code_cells(path, text):
-        yield Cell(number, code, start, fragments)
+        yield Cell(number=number, code=code, start=start, fragments=fragments)
         start += len(lines_of_code(code))
 
 

@@ -43,7 +43,7 @@ class Shard:
     """CRC-32C of the whole file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PackedFolder:
     """A packed folder, as its index describes it."""
 
@@ -110,7 +110,9 @@ def read_packed(folder: Path) -> PackedFolder:
         _refuse_elsewhere(shards)
         with np.load(folder / ARRAYS) as arrays:
             index = Index(arrays["offsets"], arrays["lengths"], arrays["checksums"])
-            packed = PackedFolder(folder, values["classes"], shards, index, arrays["labels"])
+            packed = PackedFolder(
+                path=folder, classes=values["classes"], shards=shards, index=index, labels=arrays["labels"]
+            )
         if any(len(part) != sum(shard.records for shard in shards) for part in (*index, packed.labels)):
             raise ValueError(f"{ARRAYS} and {INDEX} differ in the number of records")
     except PermissionError as error:

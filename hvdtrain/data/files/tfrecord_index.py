@@ -25,7 +25,7 @@ INDEXED_AT_ONCE = 8
 _IS_RECORD_FILE = re.compile(r"\.(tfrecords?|tfrec)(\.(gz|zlib))?$|-\d+-of-\d+(\.\w+)?$", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Records:
     """The records of several files, numbered consecutively."""
 
@@ -128,7 +128,13 @@ def records_of(files: Sequence[Path]) -> Records:
     if not sum(counts):
         raise DataError(f"There are no records in {', '.join(map(str, files[:3]))}{', …' if len(files) > 3 else ''}.")
     together = Index(*(np.concatenate(parts) for parts in zip(*indexes, strict=True)))
-    return Records(files[0].parent, short_names(files), plain, np.repeat(np.arange(len(files)), counts), together)
+    return Records(
+        folder=files[0].parent,
+        names=short_names(files),
+        files=plain,
+        file_of=np.repeat(np.arange(len(files)), counts),
+        index=together,
+    )
 
 
 def uncompressed(file: Path) -> Path:

@@ -131,7 +131,9 @@ def _found(files: Sequence[Path], report: Report) -> Records:
                 file_of.append(place)
         except DataError as error:
             report.damaged.append(f"{str(error).rstrip('.')}; what follows cannot be read")
-    return Records(files[0].parent, names, plain, np.array(file_of, np.int64), Index.of(found))
+    return Records(
+        folder=files[0].parent, names=names, files=plain, file_of=np.array(file_of, np.int64), index=Index.of(found)
+    )
 
 
 def _beside(folder: Path) -> Description | None:

@@ -187,7 +187,7 @@ def _jobs(found: Found, splits: dict[str, np.ndarray], counts: dict[str, int], d
     for split, numbers in splits.items():
         for place, mine in enumerate(np.array_split(numbers, counts[split])):
             name = f"{split}-{place:05d}-of-{counts[split]:05d}.tfrecord"
-            jobs.append(_job(found, split, mine, dest, name))
+            jobs.append(_job(found, split=split, numbers=mine, dest=dest, name=name))
     return jobs
 
 
@@ -229,7 +229,7 @@ def _run(
         path=jobs[0].folder,
         classes=classes,
         shards=[
-            Shard(job.file, job.split, len(job.names), entry.bytes, entry.crc32c)
+            Shard(file=job.file, split=job.split, records=len(job.names), bytes=entry.bytes, crc32c=entry.crc32c)
             for job, entry in zip(jobs, entries, strict=True)
         ],
         index=Index(*(np.concatenate(arrays) for arrays in zip(*(entry.index for entry in entries), strict=True))),

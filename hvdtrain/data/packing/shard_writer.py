@@ -26,7 +26,7 @@ _VARINT, _BYTES = 0, 2
 """Wire types of protobuf."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardJob:
     """A shard to make: byte ranges of files, with a name and a label for each."""
 

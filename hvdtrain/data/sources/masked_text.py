@@ -55,7 +55,13 @@ def load(
         DataError: no text, or one that is too short.
     """
     _check(chosen, copies)
-    return _splits(read_tokens(path, tokenizer, length, validation, vocabulary), tokenizer, length, chosen, copies)
+    return _splits(
+        read_tokens(path, tokenizer=tokenizer, length=length, validation=validation, vocabulary=vocabulary),
+        tokenizer=tokenizer,
+        length=length,
+        chosen=chosen,
+        copies=copies,
+    )
 
 
 def load_like(
@@ -78,8 +84,10 @@ def load_like(
     """
     _check(chosen, copies)
     known = same_windows(trained, tokenizer, length)
-    text = read_tokens(path, known.tokenizer, known.length, validation, vocabulary, known)
-    return _splits(text, known.tokenizer, known.length, chosen, copies)
+    text = read_tokens(
+        path, tokenizer=known.tokenizer, length=known.length, validation=validation, vocabulary=vocabulary, known=known
+    )
+    return _splits(text, tokenizer=known.tokenizer, length=known.length, chosen=chosen, copies=copies)
 
 
 def _check(chosen: float, copies: int) -> None:
@@ -93,8 +101,21 @@ def _check(chosen: float, copies: int) -> None:
 def _splits(text: TokenizedText, tokenizer: str, length: int, chosen: float, copies: int) -> DataSplits:
     size, positions = text.tokenizer.size, max(1, round(chosen * length))
     return DataSplits(
-        train=MaskedSource(text.train, length, size, positions, f"{text.name} (training)", copies=copies),
-        validation=MaskedSource(text.validation, length, size, positions, f"{text.name} (validation)"),
+        train=MaskedSource(
+            tokens=text.train,
+            length=length,
+            vocabulary=size,
+            positions=positions,
+            name=f"{text.name} (training)",
+            copies=copies,
+        ),
+        validation=MaskedSource(
+            tokens=text.validation,
+            length=length,
+            vocabulary=size,
+            positions=positions,
+            name=f"{text.name} (validation)",
+        ),
         sample_shape=(length,),
         classes=size + 1,
         preprocessing=Preprocessing(text=described(tokenizer, text.tokenizer, length, masked=True)),

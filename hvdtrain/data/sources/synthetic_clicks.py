@@ -40,7 +40,7 @@ def load(*, samples: int = 131072, rows: int = 1000, numbers: int = 13, fields: 
         )
     rng = np.random.default_rng(0)
     held = max(1, samples // 8)
-    inputs = drawn_rows(rng, samples + held, rows, numbers, fields)
+    inputs = drawn_rows(rng, count=samples + held, rows=rows, numbers=numbers, fields=fields)
     labels = (rng.random(samples + held) < 1 / (1 + np.exp(-log_odds(rng, inputs, rows)))).astype(np.int32)
 
     def part(rows: slice, name: str) -> ArraySource:

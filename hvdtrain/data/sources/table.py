@@ -72,7 +72,9 @@ def load(
     if validation and validation_path:
         raise ConfigError("csv takes rows for validation from validation_path, or holds them out: give one of both.")
     file, between = find_data(path), _delimiter(delimiter)
-    names, texts = _chosen(file, header_of(file, between), target, columns, categorical)
+    names, texts = _chosen(
+        file, header=header_of(file, between), target=target, columns=columns, categorical=categorical
+    )
     table = read_table(
         file, {name: Column(name, False if name in texts else None) for name in (*names, target)}, between
     )
@@ -87,11 +89,25 @@ def load(
     else:
         parts = held_out_numbers(table.rows, validation, None if known is None else targets, str(file))
     description = learned(
-        [table.columns[name] for name in names], parts[0], inputs, missing, vocabulary, target, between
+        [table.columns[name] for name in names],
+        train=parts[0],
+        form=inputs,
+        missing=missing,
+        vocabulary=vocabulary,
+        target=target,
+        delimiter=between,
     )
     nest = encoded(table.columns, description)
     preprocessing = Preprocessing(texts_of_labels, table=description)
-    return _split(file, nest, targets, parts, known, preprocessing, bool(validation_path))
+    return _split(
+        file,
+        nest=nest,
+        targets=targets,
+        parts=parts,
+        classes=known,
+        preprocessing=preprocessing,
+        has_validation=bool(validation_path),
+    )
 
 
 def _split(
@@ -156,7 +172,15 @@ def load_like(
         if validation_path
         else held_out_numbers(table.rows, validation, None if classes is None else targets, str(files[0]))
     )
-    return _split(files[0], encoded(table.columns, inputs), targets, parts, classes, trained, bool(validation_path))
+    return _split(
+        files[0],
+        nest=encoded(table.columns, inputs),
+        targets=targets,
+        parts=parts,
+        classes=classes,
+        preprocessing=trained,
+        has_validation=bool(validation_path),
+    )
 
 
 def _known_targets(table: Table, target: str, classes: int | None, names: tuple[str, ...] | None) -> np.ndarray:

@@ -40,7 +40,9 @@ def learned(
         TableColumn(column.name, None if column.numeric else _vocabulary(column, train, vocabulary))
         for column in columns
     )
-    return TableInputs(described, form == "dict" or len(kinds) > 1, missing, target, delimiter)
+    return TableInputs(
+        columns=described, as_dict=form == "dict" or len(kinds) > 1, missing=missing, target=target, delimiter=delimiter
+    )
 
 
 def encoded(columns: Mapping[str, Column], inputs: TableInputs) -> Any:

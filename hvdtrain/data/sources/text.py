@@ -37,7 +37,11 @@ def load(
         ConfigError: arguments out of range, or a missing package.
         DataError: no text, or one that is too short.
     """
-    return _splits(read_tokens(path, tokenizer, length, validation, vocabulary), tokenizer, length)
+    return _splits(
+        read_tokens(path, tokenizer=tokenizer, length=length, validation=validation, vocabulary=vocabulary),
+        tokenizer,
+        length,
+    )
 
 
 def load_like(
@@ -66,7 +70,9 @@ def load_like(
         DataError: no text, or one with characters that the run's has not.
     """
     known = same_windows(trained, tokenizer, length)
-    text = read_tokens(path, known.tokenizer, known.length, validation, vocabulary, known)
+    text = read_tokens(
+        path, tokenizer=known.tokenizer, length=known.length, validation=validation, vocabulary=vocabulary, known=known
+    )
     return _splits(text, known.tokenizer, known.length)
 
 

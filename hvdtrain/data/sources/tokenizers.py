@@ -147,7 +147,7 @@ def described(name: str, tokenizer: Tokenizer, length: int, *, masked: bool = Fa
     """Return the description of windows of `length` tokens that the tokenizer `name` makes."""
     alphabet = tokenizer.alphabet if isinstance(tokenizer, CharTokenizer) else ""
     model = str(tokenizer.model) if isinstance(tokenizer, SentencePieceTokenizer) else ""
-    return TextInputs(name, length, masked, alphabet, model)
+    return TextInputs(tokenizer=name, length=length, masked=masked, alphabet=alphabet, model=model)
 
 
 def tokenizer_of(text: TextInputs) -> Tokenizer:

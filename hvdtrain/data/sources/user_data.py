@@ -35,7 +35,9 @@ def user_splits(config: DataConfig, seed: int) -> DataSplits:
         DataError: it returns something else, or data that cannot be used.
     """
     function = load_function(OPTION, config.data)
-    arguments = arguments_for(OPTION, config.data, function, {"seed": seed}, config.data_args)
+    arguments = arguments_for(
+        OPTION, name=config.data, function=function, offered={"seed": seed}, given=config.data_args
+    )
     keras.utils.set_random_seed(seed)
     splits = splits_of(function(**arguments), config.data, held=config.cache == "memory")
     names = getattr(function, "__dict__", {}).get("classes")

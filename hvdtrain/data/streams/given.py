@@ -55,7 +55,7 @@ def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: s
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         if other != first:
-            raise DataError(_difference(first, other, rank, what, cure))
+            raise DataError(_difference(first, other=other, rank=rank, what=what, cure=cure))
     return everyone
 
 
@@ -112,7 +112,7 @@ class AsMany:
         for rank, other in enumerate(counts):
             if other != counts[0]:
                 if ended:
-                    raise DataError(_sizes(self._what, "batches", counts[0], other, rank))
+                    raise DataError(_sizes(self._what, unit="batches", first=counts[0], other=other, rank=rank))
                 fewest = min(counts)
                 raise DataError(
                     f"The {self._what} data have {fewest} batches on rank {counts.index(fewest)} and more on rank "
@@ -132,7 +132,7 @@ def _difference(first: Given, other: Given, rank: int, what: str, cure: str) -> 
         return f"The {what} batches of rank {rank} hold {other.batch} samples, and those of rank 0 {first.batch}."
     arrays = first.kind == "arrays"
     if other.size != first.size:
-        return _sizes(what, "samples" if arrays else "batches", first.size, other.size, rank)
+        return _sizes(what, unit="samples" if arrays else "batches", first=first.size, other=other.size, rank=rank)
     if arrays:
         return (
             f"The {what} samples of rank {rank} are not those of rank 0. {WHOLE}: a slice for each rank, such as "

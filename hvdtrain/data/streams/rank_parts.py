@@ -118,7 +118,10 @@ def agree_on_parts(first: Batch | None, steps: int, backend: Backend, what: str)
         sent = backend.gather_bytes(b"" if row is None else _encoded(row), timeout=None, among="data_parallel")
         row = _decoded(sent[giver]) if row is None else row
     assert row is not None, "some rank has samples"
-    placeholder = Batch(*row, tf.constant(0.0), tf.constant(1), None, nominal=True)
+    inputs, targets, sample_weight = row
+    placeholder = Batch(
+        inputs, targets, sample_weight, has_samples=tf.constant(0.0), global_samples=tf.constant(1), nominal=True
+    )
     return Agreed(max(other["steps"] for other in everyone), max(other["rows"] for other in everyone), placeholder)
 
 

@@ -44,7 +44,7 @@ class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
         if exchange is None:
             return super()._moments(inputs, reduction_axes, keep_dims, mask=mask)
         name = numbered(f"sync_batch_norm/{self.name}")
-        mean, variance = moments_of_all(inputs, reduction_axes, mask, exchange, name)
+        mean, variance = moments_of_all(inputs, axes=reduction_axes, mask=mask, exchange=exchange, name=name)
         if keep_dims:
             shape = [1 if dim in reduction_axes else size for dim, size in enumerate(inputs.shape)]
             mean, variance = tf.reshape(mean, shape), tf.reshape(variance, shape)

@@ -31,7 +31,9 @@ class Distributed(HorovodNames):
         `experimental_aggregate_gradients=False`. Returns the count of calls.
         """
         plain = super().apply_gradients  # type: ignore[misc]
-        return _reduced_first(self, self.distribution, plain, grads_and_vars, args, kwargs)
+        return _reduced_first(
+            self, distribution=self.distribution, plain=plain, grads_and_vars=grads_and_vars, args=args, kwargs=kwargs
+        )
 
     def _local_gradients(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> tuple[Any, Any]:
         own: Any = super(HorovodNames, self)
@@ -134,7 +136,12 @@ def _reducing_first(plain: Any) -> Any:
         if not isinstance(inner, Distributed):
             return plain(self, grads_and_vars, *args, **kwargs)
         return _reduced_first(
-            self, inner.distribution, lambda pairs, *a, **k: plain(self, pairs, *a, **k), grads_and_vars, args, kwargs
+            self,
+            distribution=inner.distribution,
+            plain=lambda pairs, *a, **k: plain(self, pairs, *a, **k),
+            grads_and_vars=grads_and_vars,
+            args=args,
+            kwargs=kwargs,
         )
 
     apply_gradients.reduces_first = True  # type: ignore[attr-defined]

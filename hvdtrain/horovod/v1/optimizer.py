@@ -67,15 +67,15 @@ class SessionOptimizer(horovod._DistributedOptimizer):
         name = name or f"Distributed{type(optimizer).__name__}"
         super().__init__(optimizer, name, use_locking, process_set=process_set)
         self._reduction = Reduction(
-            name,
-            op,
-            compression,
-            groups,
-            sparse_as_dense,
-            gradient_predivide_factor,
-            process_set,
-            scale_local_gradients,
-            device_dense or device_sparse,
+            role=name,
+            op=op,
+            compression=compression,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            predivide=gradient_predivide_factor,
+            process_set=process_set,
+            scale_local=scale_local_gradients,
+            device_dense=device_dense or device_sparse,
         )
         self._allreduce_grads = self._reduction.reduce
         self._has_reduced = False

@@ -64,7 +64,11 @@ class ShardedEmbedding(ExchangingLayer):
         self.ranks = ranks
         self.built_in_session = has_session() or ranks is not None
         self.partition = Partition(
-            self.input_dim, self.output_dim, self.sharding, 1 if ranks is None else ranks.size, self.owner
+            rows=self.input_dim,
+            dim=self.output_dim,
+            sharding=self.sharding,
+            ranks=1 if ranks is None else ranks.size,
+            owner=self.owner,
         )
         if self.seed is None:
             self.seed = random.randint(1, 2**31 - 1)  # as Keras' own layers, by what keras.utils.set_random_seed sets

@@ -168,7 +168,7 @@ class MixtureOfExperts(ExchangingLayer):
         load = load_of(routes.experts, self.experts)
         name = numbered("experts")
         if training:
-            self._count(logits, probabilities, routes, load, name)
+            self._count(logits, probabilities=probabilities, routes=routes, load=load, name=name)
         slots = self._slots(capacity, load, bool(training), name)
         places = slots_of(routes, slots)
         buffers = self._unless_placeholder(to_experts(tokens, places, self.experts, slots))

@@ -72,14 +72,19 @@ def build_sharded(
         raise ConfigError(f"dlrm tells clicks from others: its labels are 0 and 1. The data have {classes} classes.")
     numbers = keras.Input(shape["numeric"], name="numeric")
     categories = keras.Input(shape["categorical"], dtype="int32", name="categorical")
-    dense = _mlp(numbers, depth, width, seed, "numbers")
+    dense = _mlp(numbers, depth=depth, width=width, seed=seed, name="numbers")
     dense = _dense(dense, dim, seed, "numbers_out", activation="relu")
     if sharding == "none" or ranks_along("ep") is None:
-        fields = [_looked_up(categories, field, rows, dim, seed) for field in range(shape["categorical"][0])]
+        fields = [
+            _looked_up(categories, field=field, rows=rows, dim=dim, seed=seed)
+            for field in range(shape["categorical"][0])
+        ]
     else:
-        fields = _looked_up_together(categories, shape["categorical"][0], rows, dim, seed, sharding)
+        fields = _looked_up_together(
+            categories, fields=shape["categorical"][0], rows=rows, dim=dim, seed=seed, sharding=sharding
+        )
     x = keras.layers.Concatenate(name="features")([dense, _products([dense, *fields])])
-    x = _mlp(x, depth, width, seed, "features")
+    x = _mlp(x, depth=depth, width=width, seed=seed, name="features")
     odds = _dense(x, 1, seed, "log_odds", dtype="float32")
     return keras.Model({"numeric": numbers, "categorical": categories}, odds, name="dlrm")
 

@@ -78,7 +78,17 @@ def build(
             name=name,
         )(x)
 
-    return language_model(shape, classes, seed, mlp, "moe_transformer", depth, width, heads, dropout)
+    return language_model(
+        shape,
+        classes=classes,
+        seed=seed,
+        mlp=mlp,
+        name="moe_transformer",
+        depth=depth,
+        width=width,
+        heads=heads,
+        dropout=dropout,
+    )
 
 
 def rules(classes: int, ranks: int, *, depth: int = 4, every: int = 2, **arguments: Any) -> Rules:

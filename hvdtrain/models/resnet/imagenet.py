@@ -43,23 +43,34 @@ def build(
             f"Received: depth={depth}, width={width}."
         )
     images = keras.Input(shape, name="images")
-    x = conv_norm(images, width, 7, 2, seed, "stem")
+    x = conv_norm(images, channels=width, kernel=7, stride=2, seed=seed, name="stem")
     x = keras.layers.ReLU(name="stem_relu")(x)
     x = keras.layers.MaxPooling2D(3, 2, padding="same", name="stem_pool")(x)
     for stage, blocks in enumerate(BLOCKS[depth]):
         for block in range(blocks):
             stride = 2 if stage > 0 and block == 0 else 1
-            x = _bottleneck(x, width * 2**stage, stride, seed, f"stage{stage}_block{block}", zero_gamma)
+            x = _bottleneck(
+                x,
+                channels=width * 2**stage,
+                stride=stride,
+                seed=seed,
+                name=f"stage{stage}_block{block}",
+                zero_gamma=zero_gamma,
+            )
     return keras.Model(images, pooled_logits(x, classes, seed), name=f"resnet{depth}")
 
 
 def _bottleneck(x: Any, channels: int, stride: int, seed: int, name: str, zero_gamma: bool) -> Any:
-    y = keras.layers.ReLU(name=f"{name}_a_relu")(conv_norm(x, channels, 1, 1, seed, f"{name}_a"))
-    y = keras.layers.ReLU(name=f"{name}_b_relu")(conv_norm(y, channels, 3, stride, seed, f"{name}_b"))
+    y = keras.layers.ReLU(name=f"{name}_a_relu")(
+        conv_norm(x, channels=channels, kernel=1, stride=1, seed=seed, name=f"{name}_a")
+    )
+    y = keras.layers.ReLU(name=f"{name}_b_relu")(
+        conv_norm(y, channels=channels, kernel=3, stride=stride, seed=seed, name=f"{name}_b")
+    )
     gamma = "zeros" if zero_gamma else "ones"
-    y = conv_norm(y, EXPANSION * channels, 1, 1, seed, f"{name}_c", gamma=gamma)
+    y = conv_norm(y, channels=EXPANSION * channels, kernel=1, stride=1, seed=seed, name=f"{name}_c", gamma=gamma)
     if stride != 1 or x.shape[-1] != EXPANSION * channels:
-        x = conv_norm(x, EXPANSION * channels, 1, stride, seed, f"{name}_skip")
+        x = conv_norm(x, channels=EXPANSION * channels, kernel=1, stride=stride, seed=seed, name=f"{name}_skip")
     return added(x, y, name)
 
 

@@ -25,21 +25,21 @@ def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 20, w
     if depth < 8 or (depth - 2) % 6:
         raise ConfigError(f"A ResNet for small images has 6n + 2 layers: 8, 14, 20, 32 … Received: depth={depth}.")
     images = keras.Input(shape, name="images")
-    x = conv_norm(images, width, 3, 1, seed, "stem")
+    x = conv_norm(images, channels=width, kernel=3, stride=1, seed=seed, name="stem")
     x = keras.layers.ReLU(name="stem_relu")(x)
     for stage in range(3):
         for block in range((depth - 2) // 6):
             stride = 2 if stage > 0 and block == 0 else 1
-            x = _block(x, width * 2**stage, stride, seed, f"stage{stage}_block{block}")
+            x = _block(x, channels=width * 2**stage, stride=stride, seed=seed, name=f"stage{stage}_block{block}")
     return keras.Model(images, pooled_logits(x, classes, seed), name=f"resnet{depth}")
 
 
 def _block(x: Any, channels: int, stride: int, seed: int, name: str) -> Any:
-    y = conv_norm(x, channels, 3, stride, seed, f"{name}_a")
+    y = conv_norm(x, channels=channels, kernel=3, stride=stride, seed=seed, name=f"{name}_a")
     y = keras.layers.ReLU(name=f"{name}_a_relu")(y)
-    y = conv_norm(y, channels, 3, 1, seed, f"{name}_b")
+    y = conv_norm(y, channels=channels, kernel=3, stride=1, seed=seed, name=f"{name}_b")
     if stride != 1 or x.shape[-1] != channels:
-        x = conv_norm(x, channels, 1, stride, seed, f"{name}_skip")
+        x = conv_norm(x, channels=channels, kernel=1, stride=stride, seed=seed, name=f"{name}_skip")
     return added(x, y, name)
 
 

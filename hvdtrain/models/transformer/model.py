@@ -49,7 +49,18 @@ def build(
     Raises:
         ConfigError: sizes that are not positive or do not divide, or a dropout outside [0, 1).
     """
-    return language_model(shape, classes, seed, dense_mlp, "transformer", depth, width, heads, dropout, causal)
+    return language_model(
+        shape,
+        classes=classes,
+        seed=seed,
+        mlp=dense_mlp,
+        name="transformer",
+        depth=depth,
+        width=width,
+        heads=heads,
+        dropout=dropout,
+        causal=causal,
+    )
 
 
 def language_model(
@@ -70,7 +81,7 @@ def language_model(
     x = _embedded(tokens, shape[0], classes, width)
     x = _dropped(x, dropout, seed, "embedding")
     for number in range(depth):
-        x = _block(x, width, heads, dropout, seed, number, causal, mlp)
+        x = _block(x, width=width, heads=heads, dropout=dropout, seed=seed, number=number, causal=causal, mlp=mlp)
     x = keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm")(x)
     logits = keras.layers.Dense(classes, dtype="float32", name="logits")(x)
     model = keras.Model(tokens, logits, name=name)

@@ -82,8 +82,8 @@ def cut_model(model: Any, stages: int, first_layers: Sequence[str] = (), *, spli
     if first_layers:
         bounds = tuple(_named_bounds(model, graph, stages, first_layers))
     else:
-        bounds = tuple(_equal_bounds(model, graph, costs, stages, sliced))
-    cut = Cut(graph, bounds, costs, slices, masks_at(graph, bounds[1:]))
+        bounds = tuple(_equal_bounds(model, graph=graph, costs=costs, stages=stages, sliced=sliced))
+    cut = Cut(graph=graph, bounds=bounds, costs=costs, slices=slices, masks=masks_at(graph, bounds[1:]))
     if first_layers:
         _refuse_slices(cut, sliced)
     return cut

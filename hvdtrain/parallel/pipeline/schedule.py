@@ -55,8 +55,8 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Schedu
     for a `chunks`-th of the time of 1F1B, and exchange `chunks` times as many messages.
     """
     numbers = range(microbatches * chunks)
-    forward = [_turn("forward", number, rank, ranks, chunks) for number in numbers]
-    backward = [_turn("backward", number, rank, ranks, chunks) for number in numbers]
+    forward = [_turn("forward", number=number, rank=rank, ranks=ranks, chunks=chunks) for number in numbers]
+    backward = [_turn("backward", number=number, rank=rank, ranks=ranks, chunks=chunks) for number in numbers]
     return _alternate(forward, backward, warm_up=2 * (ranks - rank - 1) + (chunks - 1) * ranks)
 
 

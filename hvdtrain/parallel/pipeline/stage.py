@@ -19,7 +19,7 @@ from hvdtrain.state.structure import Structure, seed_states, structure_of
 from hvdtrain.state.variables import unwrap
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TiedWeight:
     """A weight that stages on several ranks use, such as an embedding that is the output layer too."""
 
@@ -221,6 +221,10 @@ def _tied_weights(whole: WholeModel, ranks: int) -> dict[str, TiedWeight]:
             placement = placement_of(variable)
             held_apart = placement is not None and bool(placement.held_by)
             tied[whole.structure.path(variable)] = TiedWeight(
-                tuple(places), shape, str(variable.dtype), bool(variable.trainable), held_apart
+                places=tuple(places),
+                shape=shape,
+                dtype=str(variable.dtype),
+                trainable=bool(variable.trainable),
+                held_apart=held_apart,
             )
     return dict(sorted(tied.items()))

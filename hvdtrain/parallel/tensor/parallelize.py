@@ -92,7 +92,7 @@ class Parallelization:
             )
         if self._group.sequence:
             flow.partial |= {paths[id(variable)] for _, sliced in layers for variable in sliced.shared()}
-        _note_what_follows(model, flow, wholes[True], layers, self._exchange)
+        _note_what_follows(model, flow=flow, whole=wholes[True], layers=layers, exchange=self._exchange)
         refuse_files_of_slices(model)
 
     def _output_layers(self, model: Any) -> list[tuple[Any, bool]]:
@@ -166,7 +166,9 @@ class Parallelization:
                 f"TensorFlow says: {error}"
             ) from error
         variables = structure_of(model).by_path(model.variables)
-        return follow(sliced, whole, self._exchange.size, self._exchange.index, variables, cut)
+        return follow(
+            sliced, whole=whole, ranks=self._exchange.size, index=self._exchange.index, variables=variables, cut=cut
+        )
 
 
 def check_model(model: Any) -> None:

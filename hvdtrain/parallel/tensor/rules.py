@@ -68,7 +68,9 @@ class LayoutRules:
                 f"Received: {layout}."
             )
         dim = next((dim for dim, entry in enumerate(layout) if entry is not None), None)
-        return None if dim is None else cut_along(path, shape, dim, index, ranks, layout[dim])
+        return (
+            None if dim is None else cut_along(path, shape=shape, dim=dim, index=index, ranks=ranks, entry=layout[dim])
+        )
 
     def output_of(self, path: str) -> bool | None:
         """Return whether a rule cuts the output of the layer at `path` (True) or makes it whole (False); else None.
@@ -121,7 +123,7 @@ def cut_along(path: str, shape: Sequence[int], dim: int, index: int, ranks: int,
     """
     whole = tuple(int(n) for n in shape)
     if isinstance(entry, FusedHeads):
-        return fused_cut(path, whole, dim, index, ranks, entry)
+        return fused_cut(path, whole=whole, dim=dim, index=index, ranks=ranks, fused=entry)
     if whole[dim] % ranks and not (_may_be_uneven(path, whole, dim) and whole[dim] >= ranks):
         raise ConfigError(
             f"tp={ranks} does not divide the {_noun(path, dim, len(whole))} of {path!r}, which has the shape {whole}. "

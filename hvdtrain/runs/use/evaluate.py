@@ -73,9 +73,11 @@ def evaluate(
     if description is None and options.other_data:
         raise CheckpointError(_no_description(folder))
     splits = _splits(config, description, options, backend)
-    split, batches = _batches(config.data, splits, options, backend, config.training.validation_steps)
+    split, batches = _batches(
+        config.data, splits=splits, options=options, backend=backend, steps=config.training.validation_steps
+    )
     shape = splits.sample_shape if description is None else description.sample_shape
-    trainer = trainer_for(config, shape, splits.classes, backend, ANY_STEPS)
+    trainer = trainer_for(config, shape=shape, classes=splits.classes, backend=backend, steps=ANY_STEPS)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     trainer.build_on(next(iter(batches)))
     trainer.restore(folder.checkpoints, options.checkpoint)

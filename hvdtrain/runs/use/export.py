@@ -124,7 +124,7 @@ def _model_of_run(session: Session, run: RunFolder, path: Path) -> Any:
     description = described(run, "checkpoint export")
     config = places.located(config, places.start_folder(run))
     zeros = map_signature(lambda leaf: np.zeros([1, *leaf["shape"]], leaf["dtype"]), description.inputs)
-    like = Batch(zeros, None, None, 1.0, 1)
+    like = Batch(inputs=zeros, targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
     return trained_model(config, description, path, "newest", backend_for(session), like)
 
 

@@ -49,7 +49,13 @@ def generate(
     """
     check_language_model(description, str(folder.path))
     backend = backend_for(session)
-    like = Batch(tf.zeros([1, *description.sample_shape], tf.int32), None, None, 1.0, 1)
+    like = Batch(
+        inputs=tf.zeros([1, *description.sample_shape], tf.int32),
+        targets=None,
+        sample_weight=None,
+        has_samples=1.0,
+        global_samples=1,
+    )
     with trained_model(config, description, folder.checkpoints, checkpoint, backend, like) as model:
         generator = TextGenerator(model, description)
         given = generator.encoded(prompt)

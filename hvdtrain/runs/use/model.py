@@ -33,7 +33,9 @@ def trained_model(
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the configuration.
     """
-    trainer = trainer_for(config, description.sample_shape, description.classes, backend, ANY_STEPS)
+    trainer = trainer_for(
+        config, shape=description.sample_shape, classes=description.classes, backend=backend, steps=ANY_STEPS
+    )
     build_for(trainer.model, [like])
     trainer.restore(folder, which)
     trainer.broadcast_state()

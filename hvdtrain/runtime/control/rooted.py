@@ -193,12 +193,12 @@ class RootedChannel:
 
             if self.rank == 0:
                 return self._lead(sequence, payload, timeout, waits)
-            return self._follow(sequence, payload, timeout, refuse_stale, waits)
+            return self._follow(sequence, payload=payload, timeout=timeout, refuse_stale=refuse_stale, on_wait=waits)
 
     def _lead(self, sequence: int, payload: bytes, timeout: float, on_wait: OnWait) -> list[bytes]:
         deadline = time.monotonic() + timeout
         try:
-            parts = self._gather(sequence, payload, timeout, deadline, on_wait)
+            parts = self._gather(sequence, payload=payload, timeout=timeout, deadline=deadline, on_wait=on_wait)
         except LaunchError as error:
             late = isinstance(error, MissingRankError)
             self._publish(sequence, _Answer("failed", text=error.message, late=late).encode(), range(1, self.size))

@@ -117,7 +117,14 @@ class ProgressWatch:
         else:
             self._stays(unanswered)
         stays = self._position
-        return Report(stays.state, doing[0], doing[1], self._idle, stays.collectives, activity.exit or position.where)
+        return Report(
+            state=stays.state,
+            phase=doing[0],
+            step=doing[1],
+            idle=self._idle,
+            collectives=stays.collectives,
+            where=activity.exit or position.where,
+        )
 
     def _stays(self, unanswered: float) -> None:
         """Count the time since the look before, at which this rank stood at the same place."""

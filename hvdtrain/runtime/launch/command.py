@@ -196,7 +196,14 @@ class LaunchPlanner:
         if as_root and mpi.family == "open_mpi":
             self.notes.append("Open MPI as root, which it has to be told")
         python = self.tools.absolute_python if hosts else self.tools.python
-        job = MpiJob(request.program(python), ranks, hosts, oversubscribe, as_root, request.extra)
+        job = MpiJob(
+            program=request.program(python),
+            ranks=ranks,
+            hosts=hosts,
+            oversubscribe=oversubscribe,
+            as_root=as_root,
+            extra=request.extra,
+        )
         return mpi_command(mpi, job, self.environ)
 
     def _alone(self) -> bool:

@@ -25,5 +25,5 @@ def exchange_places(control: ControlChannel, environment: Environment, *, timeou
     Raises:
         LaunchError: a rank did not come within `timeout` seconds.
     """
-    mine = json.dumps([environment.hostname, list(own_addresses())])
-    return [Place(*json.loads(theirs)) for theirs in control.exchange(mine.encode(), timeout=timeout)]
+    mine = json.dumps({"host": environment.hostname, "addresses": list(own_addresses())})
+    return [Place(**json.loads(theirs)) for theirs in control.exchange(mine.encode(), timeout=timeout)]

@@ -66,7 +66,9 @@ def read_settings(environment: Environment, environ: Mapping[str, str], timeout:
         )
     ports = _ports(secret, environment.job_id, environ.get(PORT))
     seconds = _seconds(environ.get(TIMEOUT), timeout)
-    return Settings(secret, environment.job_id, ports, environ.get(HOST) or None, seconds)
+    return Settings(
+        secret=secret, job_id=environment.job_id, ports=ports, host=environ.get(HOST) or None, timeout=seconds
+    )
 
 
 def _ports(secret: bytes, job_id: str, given: str | None) -> tuple[int, ...]:

@@ -155,7 +155,14 @@ class AsynchronousStep:
         recent = self._recent.results()
         self._recent.reset()
         so_far = None if self._epoch is None else self._epoch.results()
-        return Measured(found["rate"], found["norm"], None, recent, np.isfinite(found["finite"]), so_far)
+        return Measured(
+            learning_rate=found["rate"],
+            grad_norm=found["norm"],
+            loss_scale=None,
+            metrics=recent,
+            finite=np.isfinite(found["finite"]),
+            so_far=so_far,
+        )
 
 
 class _TotalsOf:

@@ -38,10 +38,20 @@ class AsynchronousStepFactory(CompiledStepFactory):
         self, state: TrainState, metrics: MetricSet, rule: UpdateRule, microbatch: int | None, epoch_metrics: bool
     ) -> CompiledStep:
         passes = ForwardBackward(self._backend, state, self._loss)
-        return AsynchronousStep(self._backend, self._workers, state, passes, metrics, rule, epoch_metrics=epoch_metrics)
+        return AsynchronousStep(
+            backend=self._backend,
+            workers=self._workers,
+            state=state,
+            passes=passes,
+            metrics=metrics,
+            rule=rule,
+            epoch_metrics=epoch_metrics,
+        )
 
     def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
-        return AsynchronousEvaluator(self._backend, self._workers, self._model, self._loss, metrics)
+        return AsynchronousEvaluator(
+            backend=self._backend, workers=self._workers, model=self._model, loss=self._loss, metrics=metrics
+        )
 
     def predictor(self) -> Predict:
         """See `StepFactory`."""

@@ -10,7 +10,7 @@ from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.hooks import EvaluationHooks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Actions:
     """What the trainer does for its loop; every rank calls each of them at the same steps."""
 

@@ -19,7 +19,7 @@ class Outcome(IntEnum):
     """The step is undone: no later hook sees it, and training goes on from the last snapshot."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepEnd:
     """A finished step, as hooks see it."""
 

@@ -1,5 +1,6 @@
 """Keras callbacks in the training loop, through Keras' own CallbackList."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -48,8 +49,14 @@ def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
     flat = tf.nest.flatten(list(callbacks))
     for callback in flat:
         check_callback(callback)
-    mine = bytes([bool(flat), any(map(_asks_for_batches, flat)), any(map(_asks_for_test_batches, flat))])
-    return CallbackNeeds(*map(any, zip(*backend.gather_bytes(mine, timeout=AGREEMENT_TIMEOUT_S), strict=True)))
+    mine = CallbackNeeds(
+        anything=bool(flat),
+        batches=any(map(_asks_for_batches, flat)),
+        test_batches=any(map(_asks_for_test_batches, flat)),
+    )
+    gathered = backend.gather_bytes(json.dumps(mine._asdict()).encode(), timeout=AGREEMENT_TIMEOUT_S)
+    everyone = [json.loads(needs) for needs in gathered]
+    return CallbackNeeds(**{name: any(needs[name] for needs in everyone) for name in CallbackNeeds._fields})
 
 
 def callbacks_of_all(
@@ -83,7 +90,9 @@ def callbacks_of_all(
         return None
     prepare()
     params = {"epochs": epochs, "steps": steps, "verbose": verbose if backend.primary else 0}
-    return KerasCallbacks(callbacks, needs, model, backend, params, averaged_weights=averaged_weights)
+    return KerasCallbacks(
+        callbacks=callbacks, needs=needs, model=model, backend=backend, params=params, averaged_weights=averaged_weights
+    )
 
 
 def that_change_training(callbacks: Sequence[Any]) -> str:

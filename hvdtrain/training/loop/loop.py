@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
@@ -23,6 +23,7 @@ class Plan:
     """When the loop ends, logs and saves, in optimizer steps."""
 
     total_steps: int
+    _: KW_ONLY
     log_every: int = 10
     checkpoint_every: int | None = None
     """None: at the end of every epoch."""
@@ -165,7 +166,13 @@ class TrainingLoop:
         ends_epoch = last or place + 1 == steps_per_epoch
         stops = self._stopping is not None and self._stopping.begin(number)
         step = StepEnd(
-            number, scalars.epoch + self._epoch_offset, place, number == self._first, ends_epoch, last, stops
+            number=number,
+            epoch=scalars.epoch + self._epoch_offset,
+            place=place,
+            first=number == self._first,
+            ends_epoch=ends_epoch,
+            last=last,
+            stops=stops,
         )
         step.measured = any(when.due(step) for when in self._measured)
         return step

@@ -105,7 +105,7 @@ class StepTimer:
 TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlowRank:
     """A rank for which the others wait."""
 
@@ -146,7 +146,9 @@ def slowest_rank(times: Sequence[RankTimes]) -> SlowRank | None:
     own = _own_times(whole, shares)
     others = _others(own, rank)
     share = (own[rank] - others) / _step_seconds(whole)
-    return SlowRank(rank, times[rank].host, 1000.0 * own[rank], 1000.0 * others, min(1.0, share))
+    return SlowRank(
+        rank=rank, host=times[rank].host, own_ms=1000.0 * own[rank], others_ms=1000.0 * others, share=min(1.0, share)
+    )
 
 
 def _believable_shares(times: Sequence[RankTimes]) -> list[float] | None:

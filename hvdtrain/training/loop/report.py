@@ -50,15 +50,15 @@ class TrainingReport:
         if self._step.returns_logs:
             losses = (metrics.pop("loss", None), so_far.get("loss"))
         record = StepRecord(
-            step.number,
-            step.epoch,
-            losses[0],
-            float(measured.learning_rate),
-            self._clock.samples_per_second(),
-            float(measured.grad_norm),
-            None if measured.loss_scale is None else float(measured.loss_scale),
-            metrics,
-            {"loss": losses[1], **so_far},
+            step=step.number,
+            epoch=step.epoch,
+            loss=losses[0],
+            learning_rate=float(measured.learning_rate),
+            samples_per_second=self._clock.samples_per_second(),
+            grad_norm=float(measured.grad_norm),
+            loss_scale=None if measured.loss_scale is None else float(measured.loss_scale),
+            metrics=metrics,
+            so_far={"loss": losses[1], **so_far},
         )
         self._observers.on_step(record)
 
@@ -72,7 +72,9 @@ class TrainingReport:
 
     def evaluated(self, step: StepEnd, outcome: Evaluation) -> dict[str, Any]:
         """Report an evaluation, and return its figures with `val_` before their names."""
-        record = EvaluationRecord(step.number, step.epoch, outcome.loss, outcome.seconds, outcome.metrics)
+        record = EvaluationRecord(
+            step=step.number, epoch=step.epoch, loss=outcome.loss, seconds=outcome.seconds, metrics=outcome.metrics
+        )
         self._evaluations.append(record)
         self._observers.on_evaluation(record)
         return {f"val_{name}": value for name, value in outcome.as_dict().items()}

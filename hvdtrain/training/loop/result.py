@@ -9,7 +9,7 @@ from hvdtrain.observability.wording import with_loss
 from hvdtrain.training.loop.rank_times import SlowRank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FitResult:
     """What a training run came to; all but the times is the same on every rank."""
 

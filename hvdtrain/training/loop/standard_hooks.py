@@ -60,6 +60,7 @@ class StandardTraining:
 
     def __init__(
         self,
+        *,
         backend: Backend,
         state: TrainState,
         factory: StepFactory,
@@ -68,7 +69,6 @@ class StandardTraining:
         plan: Plan,
         actions: Actions,
         observers: Observer,
-        *,
         validation: Iterable[Batch] | None = None,
         callbacks: Sequence[Any] = (),
         verbose: str | int = 0,
@@ -127,12 +127,19 @@ class StandardTraining:
         self._saves = None
         if actions.save is not None or actions.commit is not None:
             self._saves = SavingHooks(
-                plan, state, rule, self._step, actions, self._callbacks, self._activity, speaks=backend.primary
+                plan=plan,
+                state=state,
+                rule=rule,
+                step=self._step,
+                actions=actions,
+                callbacks=self._callbacks,
+                activity=self._activity,
+                speaks=backend.primary,
             )
         self._report = TrainingReport(self._step, self._monitor, self.loop.clock, observers)
         self._waiting = WaitingWatch(backend, self.loop.clock, data.remedy)
         self._bad_steps = BadStepPolicy(bad_steps or BadStepConfig(), backend, state, observers.on_message)
-        self._desync = DesyncCheck(backend, state, rule, scalars.step, desync_every)
+        self._desync = DesyncCheck(backend=backend, state=state, rule=rule, first_step=scalars.step, every=desync_every)
         self._add_hooks(plan)
 
     def _add_hooks(self, plan: Plan) -> None:

@@ -53,7 +53,13 @@ def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = 
     def loss_sum(targets: Any, outputs: Any, sample_weight: Any) -> LossSum:
         if callable(known) and loss_weights is None and not isinstance(outputs, dict | list | tuple):
             return known(targets, outputs, sample_weight)
-        return _several(known, loss_weights, outputs_by_name(outputs, names()), targets, sample_weight)
+        return _several(
+            known,
+            loss_weights=loss_weights,
+            by_name=outputs_by_name(outputs, names()),
+            targets=targets,
+            sample_weight=sample_weight,
+        )
 
     return loss_sum
 

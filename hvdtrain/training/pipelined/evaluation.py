@@ -63,4 +63,6 @@ class PipelinedPredictor(Predictor):
         outputs = self._forward.whole(self._forward(batch.inputs, "prediction"))
         if outputs is not None:
             outputs = self._of_all_replicas(batch, outputs)
-        return share_outputs(self._forward, batch.inputs, outputs, self._pipeline.all_gather, "prediction")
+        return share_outputs(
+            self._forward, inputs=batch.inputs, outputs=outputs, gather=self._pipeline.all_gather, label="prediction"
+        )

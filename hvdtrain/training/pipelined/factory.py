@@ -71,7 +71,13 @@ class PipelineStepFactory(CompiledStepFactory):
     def _shared_outputs(self, batch: Batch) -> Any:
         def call() -> Any:
             outputs = self._stage_forward.whole(self._stage_forward(batch.inputs, "build"))
-            return share_outputs(self._stage_forward, batch.inputs, outputs, self._pipeline.all_gather, "build")
+            return share_outputs(
+                self._stage_forward,
+                inputs=batch.inputs,
+                outputs=outputs,
+                gather=self._pipeline.all_gather,
+                label="build",
+            )
 
         return tf.function(call, autograph=False)()
 
@@ -84,21 +90,27 @@ class PipelineStepFactory(CompiledStepFactory):
     ) -> CompiledStep:
         assert microbatch is not None, "a pipeline's batches are always cut"
         options = PipelineOptions(
-            self._options.pipeline_schedule,
-            self._options.virtual_stages,
-            self._options.accumulate,
-            microbatch,
-            self._options.recompute,
+            schedule=self._options.pipeline_schedule,
+            chunks=self._options.virtual_stages,
+            microbatches=self._options.accumulate,
+            length=microbatch,
+            recompute=self._options.recompute,
         )
         passes = PipelinedForwardBackward(
-            self._backend, self._pipeline, self._exchange, state, self._loss, options, rule.parameters
+            backend=self._backend,
+            pipeline=self._pipeline,
+            exchange=self._exchange,
+            state=state,
+            loss=self._loss,
+            options=options,
+            parameters_of=rule.parameters,
         )
         return TrainStep(
-            self._backend,
-            state,
-            self._loss,
-            metrics,
-            rule,
+            backend=self._backend,
+            state=state,
+            loss=self._loss,
+            metrics=metrics,
+            rule=rule,
             epoch_metrics=epoch_metrics,
             passes=passes,
             counts=self._model.is_last,
@@ -108,7 +120,13 @@ class PipelineStepFactory(CompiledStepFactory):
 
     def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
         regularization = Regularization(self._model)
-        return PipelinedEvaluator(self._figures, self._stage_forward, regularization, self._loss, metrics)
+        return PipelinedEvaluator(
+            backend=self._figures,
+            forward=self._stage_forward,
+            regularization=regularization,
+            loss=self._loss,
+            metrics=metrics,
+        )
 
     def predictor(self) -> Predict:
         """See `StepFactory`."""

@@ -35,7 +35,7 @@ class StageForward:
         known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
         outputs: Any = None
         for number in stage.stages:
-            received = receive_forward(stage, self._exchange, known, number, label)
+            received = receive_forward(stage, exchange=self._exchange, known=known, number=number, label=label)
             made = stage.run_stage(number, known, received, training=False)
             if number + 1 < cut.stages:
                 sent = with_masks(cut, number, made)

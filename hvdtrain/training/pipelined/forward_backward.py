@@ -63,7 +63,9 @@ class PipelinedForwardBackward:
         self._backend = backend
         self._pipeline = pipeline
         self._stages = {
-            number: StageTraining(self.stage, number, state.trainable, options, parameters_of)
+            number: StageTraining(
+                stage=self.stage, number=number, trainable=state.trainable, options=options, parameters_of=parameters_of
+            )
             for number in self.stage.stages
         }
         self._parameters = parameters_of(state.trainable)
@@ -76,7 +78,9 @@ class PipelinedForwardBackward:
         number = self._microbatches(parts.count)
         run = ScheduledRun(self, self._stages, [parts.take(place) for place in range(number)], count)
         ranks, chunks = self.stage.ranks, self.options.chunks
-        for action in schedule_of(self.options.schedule, self.stage.place, ranks, number, chunks):
+        for action in schedule_of(
+            self.options.schedule, rank=self.stage.place, ranks=ranks, microbatches=number, chunks=chunks
+        ):
             run.take(action)
         local = self._local(run)
         self.exchange.finish()
@@ -188,14 +192,18 @@ class ScheduledRun:
         owner, part = self._owner, self._parts[microbatch]
         known = owner.stage.model_inputs(inputs_for(owner.stage.whole.model, part.inputs))
         with self._after(2):
-            received = receive_forward(owner.stage, owner.exchange, known, stage.number, str(microbatch))
+            received = receive_forward(
+                owner.stage, exchange=owner.exchange, known=known, number=stage.number, label=str(microbatch)
+            )
         received, inputs = self._gated(received), self._gated(list(known.values()))
         known = dict(zip(known, inputs, strict=True))
         with tf.GradientTape() as tape:
             tape.watch([tensor for tensor in received if tensor.dtype.is_floating])
             outputs, added = stage.forward(known, received, part.has_samples)
             summed = self._loss(stage, part, outputs, added) if stage.is_last else None
-        self._tapes[stage.number, microbatch] = _Taped(tape, known, received, outputs, added, summed)
+        self._tapes[stage.number, microbatch] = _Taped(
+            tape=tape, known=known, received=received, outputs=outputs, added=added, summed=summed
+        )
         if summed is None:
             check_shapes(stage.cut, known, stage.number, outputs)
             owner.exchange.send(outputs, stage.number, stage.number + 1, str(microbatch), "forward")
@@ -279,7 +287,7 @@ class ScheduledRun:
         return exchange.receive(specs, rows_of(dict(taped.known)), stage.number + 1, label, "backward")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Taped:
     """What a backward pass needs of its forward pass."""
 

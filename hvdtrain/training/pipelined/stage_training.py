@@ -23,7 +23,7 @@ from hvdtrain.training.step.placeholder import unmoved
 ParametersOf: TypeAlias = Callable[[Mapping[str, tf.Variable]], Parameters]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """How microbatches pass the stages."""
 

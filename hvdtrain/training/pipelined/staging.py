@@ -71,7 +71,9 @@ def _check_options(options: StepOptions, ranks: int) -> None:
             "--reduce-op=adasum": options.reduce_op == "adasum",
         },
     )
-    schedule_of(options.pipeline_schedule, 0, ranks, options.accumulate, options.virtual_stages)
+    schedule_of(
+        options.pipeline_schedule, rank=0, ranks=ranks, microbatches=options.accumulate, chunks=options.virtual_stages
+    )
 
 
 def _check_model(model: Any) -> None:

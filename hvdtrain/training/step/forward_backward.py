@@ -85,7 +85,8 @@ class ForwardBackward:
         uniform: list[bool] = []
 
         def compiled(*parts: Any) -> tuple[Any, ...]:
-            local, outputs = self._both(Batch(*parts, batch.finite, batch.nominal), within)  # type: ignore[call-arg]
+            given = dict(zip(Batch._fields, parts, strict=False))
+            local, outputs = self._both(batch._replace(**given), within)
             uniform.append(local.uniform)
             return local.gradients, local.totals, local.expected_weight, outputs
 
@@ -130,4 +131,10 @@ class ForwardBackward:
         gradients, poison_by_gradient = passes.collected(tape.gradient(part.total, sources, output_gradients=seed))
         totals = counted(tf.stack([part.total, part.weight, tf.cast(poison, dtype)]), batch.has_samples)
         uniform = part.uniform and not batch.nominal
-        return LocalGradients(gradients, totals, expected_weight, uniform, poison_by_gradient), outputs
+        return LocalGradients(
+            gradients=gradients,
+            totals=totals,
+            expected_weight=expected_weight,
+            uniform=uniform,
+            poison=poison_by_gradient,
+        ), outputs

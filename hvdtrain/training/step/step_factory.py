@@ -144,7 +144,9 @@ class CompiledStepFactory:
         """
         metrics = self._spec.resolve(batch.targets, outputs, figures, self._names)
         if splits_sequences(self._model):
-            check_positions(self._loss, metrics, batch.targets, outputs, self._backend.axes["cp"])
+            check_positions(
+                self._loss, metrics=metrics, targets=batch.targets, outputs=outputs, ranks=self._backend.axes["cp"]
+            )
         return metrics
 
     def _outputs_of(self, inputs: Any) -> Any:
@@ -180,7 +182,9 @@ class CompiledStepFactory:
             self._composition = state.composition
         if key not in self._known:
             assert self._metrics is not None, "build comes first"
-            self._known[key] = self._new_step(state, self._metrics, rule, length, epoch_metrics)
+            self._known[key] = self._new_step(
+                state, metrics=self._metrics, rule=rule, microbatch=length, epoch_metrics=epoch_metrics
+            )
         return self._known[key]
 
     def _microbatch_length(self, batch: int) -> int | None:
@@ -193,11 +197,11 @@ class CompiledStepFactory:
         self, state: TrainState, metrics: MetricSet, rule: UpdateRule, microbatch: int | None, epoch_metrics: bool
     ) -> CompiledStep:
         return TrainStep(
-            self._backend,
-            state,
-            self._loss,
-            metrics,
-            rule,
+            backend=self._backend,
+            state=state,
+            loss=self._loss,
+            metrics=metrics,
+            rule=rule,
             forward=self._forward,
             microbatch=microbatch,
             epoch_metrics=epoch_metrics,
@@ -212,7 +216,9 @@ class CompiledStepFactory:
         return self._evaluator
 
     def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
-        return Evaluator(self._backend, self._model, self._loss, metrics, lambda: self._rule)
+        return Evaluator(
+            backend=self._backend, model=self._model, loss=self._loss, metrics=metrics, rule=lambda: self._rule
+        )
 
     def predictor(self) -> Predict:
         """See `StepFactory`."""

@@ -110,7 +110,9 @@ class TrainStep:
         """Compile the step for batches that have `share`, the fields behind the tensors, in common."""
 
         def run(*parts: Any) -> StepResult:
-            batch = Batch(parts[0], parts[1], parts[2] if parts[2:] else None, *share)
+            inputs, targets, *weights = parts
+            shared = dict(zip(Batch._fields[3:], share, strict=True))
+            batch = Batch(inputs, targets, weights[0] if weights else None, **shared)
             return self._run(batch, measure=measure)
 
         return tf.function(run, autograph=False).get_concrete_function(*parts)
@@ -131,7 +133,13 @@ class TrainStep:
         recent |= routing_figures(self._expert_layers, self._figures)
         finite = self._rule.finite_parameters(self._state)
         scale = loss_scale_of(self._state.optimizer) if has_dynamic_scale(self._state.optimizer) else None
-        return StepResult(totals, Measured(rate, norm, scale, recent, finite, so_far), here)
+        return StepResult(
+            totals,
+            Measured(
+                learning_rate=rate, grad_norm=norm, loss_scale=scale, metrics=recent, finite=finite, so_far=so_far
+            ),
+            here,
+        )
 
     def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
         """Train on the batch; where the step is bad, no variable of model, optimizer or metrics is left changed."""

@@ -48,7 +48,7 @@ def classifier(seed: int, *middle: Any) -> keras.Model:
 def another(world: World, name: Any) -> StrategyBackend:
     """A backend over the devices that this process has."""
     session = world.session
-    config = RuntimeConfig(name)
+    config = RuntimeConfig(backend=name)
     return StrategyBackend(session, open_strategy(config, session.environment, session.control, timeout=10))
 
 
@@ -348,6 +348,6 @@ def check_devices_that_are_not_there_are_not_made_up(world: World) -> None:
     if world.backend.name == "multi_worker_mirrored":
         return
     session = world.session
-    config = replace(RuntimeConfig("mirrored"), replicas=3)
+    config = replace(RuntimeConfig(backend="mirrored"), replicas=3)
     with pytest.raises(LaunchError, match="needs 3 devices"):
         open_strategy(config, session.environment, session.control, timeout=10)

@@ -27,7 +27,16 @@ ENVIRONMENT = {
 
 def rounds(*times, foreign=0.05, parts=None):
     """A round for each step time, whose windows lie around it."""
-    return [Round([t, 0.9 * t, 1.2 * t], 2.2 * t / 1000, [500.0, 510.0], foreign, parts) for t in times]
+    return [
+        Round(
+            windows_ms=[t, 0.9 * t, 1.2 * t],
+            cpu_s=2.2 * t / 1000,
+            peak_rss_mib=[500.0, 510.0],
+            foreign_cores=foreign,
+            breakdown_ms=parts,
+        )
+        for t in times
+    ]
 
 
 def cell(side, *times, ranks=2, batch=64, foreign=0.05, **fields):
@@ -63,13 +72,17 @@ def collectives():
         for size in (1000, 1_000_000)
     ]
     series += [Series("memory", "add", size, [size / 1e7] * 3) for size in (1000, 1_000_000)]
-    runs = [EngineRun(name, f"mpirun -np 2 {name}") for name in ("horovod-mpi", "mpi4py", "memory")]
-    runs.append(EngineRun("tf-ring", "mpirun -np 2 tf-ring", skipped={"all": "it did not start"}))
-    return CollectivesResults("python -m hvdtrain bench collectives", {}, 2, runs, series)
+    runs = [EngineRun(engine=name, command=f"mpirun -np 2 {name}") for name in ("horovod-mpi", "mpi4py", "memory")]
+    runs.append(EngineRun(engine="tf-ring", command="mpirun -np 2 tf-ring", skipped={"all": "it did not start"}))
+    return CollectivesResults(
+        command="python -m hvdtrain bench collectives", options={}, ranks=2, engines=runs, series=series
+    )
 
 
 def results():
-    return Results("2026-11-21", "2-cores", ENVIRONMENT, suite=suite(), collectives=collectives())
+    return Results(
+        date="2026-11-21", host_class="2-cores", environment=ENVIRONMENT, suite=suite(), collectives=collectives()
+    )
 
 
 def with_times(known, side, *times):

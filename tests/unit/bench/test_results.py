@@ -91,14 +91,20 @@ def test_a_report_is_made_anew_from_what_an_interrupted_comparison_left(tmp_path
 
 def test_a_report_of_nothing_measured():
     nothing = [replace(c, rounds=[], skipped="no") for c in suite().cells]
-    blocks = list(report(Results("2026-11-21", "2-cores", ENVIRONMENT, suite=replace(suite(), cells=nothing))))
+    blocks = list(
+        report(
+            Results(
+                date="2026-11-21", host_class="2-cores", environment=ENVIRONMENT, suite=replace(suite(), cells=nothing)
+            )
+        )
+    )
     assert Heading("Not measured", 3) in blocks
 
 
 def test_a_report_of_what_memory_allows_alone():
     alone = collectives()
     alone = replace(alone, series=[one for one in alone.series if one.engine == "memory"])
-    blocks = list(report(Results("2026-11-21", "2-cores", ENVIRONMENT, collectives=alone)))
+    blocks = list(report(Results(date="2026-11-21", host_class="2-cores", environment=ENVIRONMENT, collectives=alone)))
     assert Heading("add", 3) in blocks
     assert not any(isinstance(block, Figure) for block in blocks)
 

@@ -39,7 +39,9 @@ class Machine:
 
 
 def run(machine, rounds=3):
-    todo, refused = points(Matrix(["horovod-mpi", "plain-mpi", "single"], ["mlp"], [2], scalings=["strong"]))
+    todo, refused = points(
+        Matrix(sides=["horovod-mpi", "plain-mpi", "single"], models=["mlp"], ranks=[2], scalings=["strong"])
+    )
     logged, kept = [], []
     cells = run_suite(todo, refused, Launching(rounds=rounds), log=logged.append, keep=kept.append, ask_for=machine)
     return {cell.side: cell for cell in cells}, logged, kept

@@ -251,10 +251,10 @@ def test_resume_needs_a_run(tmp_path):
 
 
 def test_evaluate_reads_the_run_but_not_where_it_was_trained(run_dir):
-    config = replace(DIGITS, runtime=RuntimeConfig("horovod", threads=7, pin=False))
+    config = replace(DIGITS, runtime=RuntimeConfig(backend="horovod", threads=7, pin=False))
     (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     request = evaluate.parse([str(run_dir), "--backend", "single"])
-    assert request == evaluate.Request(replace(DIGITS, runtime=RuntimeConfig("single")), run_dir)
+    assert request == evaluate.Request(replace(DIGITS, runtime=RuntimeConfig(backend="single")), run_dir)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ OTHER = Config(
         metrics_host="0.0.0.0",
     ),
     RuntimeConfig(
-        "multi_worker_mirrored",
+        backend="multi_worker_mirrored",
         communication="ring",
         threads=2,
         pin=False,
@@ -113,9 +113,9 @@ THIRD = dataclasses.replace(
     optim=OptimConfig(schedule="step", decay_at=(0.25, 0.5), decay_factor=0.5, clip_value=2.0),
     training=TrainingConfig(sync_batch_norm=True),
     update=UpdateConfig(zero=3, zero_prefetch=1),
-    runtime=RuntimeConfig("mirrored", replicas=3),
+    runtime=RuntimeConfig(backend="mirrored", replicas=3),
 )
-FOURTH = dataclasses.replace(THIRD, runtime=RuntimeConfig("parameter_server", parameter_servers=2))
+FOURTH = dataclasses.replace(THIRD, runtime=RuntimeConfig(backend="parameter_server", parameter_servers=2))
 
 
 def leaves(config):

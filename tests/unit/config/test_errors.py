@@ -3,7 +3,7 @@
 import ast
 import inspect
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -139,6 +139,6 @@ def test_a_scripts_mistake_is_said_in_its_words(given, text):
 
 
 def test_advice_is_worded_for_the_reader():
-    facts = ("digits", "single", 1, "none", None, 8, 8, 1, 1, 1)
-    assert RunInfo(*facts).wording("a larger --batch") == "a larger batch"
-    assert RunInfo(*facts, wording=on_command_line).wording("a larger --batch") == "a larger --batch"
+    facts = dict.fromkeys(field.name for field in fields(RunInfo) if field.default is field.default_factory is MISSING)
+    assert RunInfo(**facts).wording("a larger --batch") == "a larger batch"
+    assert RunInfo(**facts, wording=on_command_line).wording("a larger --batch") == "a larger --batch"

@@ -35,11 +35,21 @@ def run_info(**changes: object) -> RunInfo:
 
 def step(number: int) -> StepRecord:
     so_far = {"loss": 0.0812, "accuracy": 0.9771}
-    return StepRecord(number, (number - 1) // 23, 0.5, 1e-3, 1024.0, metrics={"accuracy": 0.5}, so_far=so_far)
+    return StepRecord(
+        step=number,
+        epoch=(number - 1) // 23,
+        loss=0.5,
+        learning_rate=1e-3,
+        samples_per_second=1024.0,
+        metrics={"accuracy": 0.5},
+        so_far=so_far,
+    )
 
 
 def evaluation(number: int) -> EvaluationRecord:
-    return EvaluationRecord(number, (number - 1) // 23, 0.0734, 0.1, {"accuracy": 0.9778})
+    return EvaluationRecord(
+        step=number, epoch=(number - 1) // 23, loss=0.0734, seconds=0.1, metrics={"accuracy": 0.9778}
+    )
 
 
 def epoch(number: int) -> EpochRecord:

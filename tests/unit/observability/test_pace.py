@@ -27,7 +27,7 @@ class Run:
 
     def __init__(self, log_every: int = 10, slow: dict[int, float] | None = None, **changes: object) -> None:
         self.info = info(**changes)
-        self.pace = Pace(self.info)
+        self.pace = Pace(info=self.info)
         self.now = 1000.0
         self.step = self.info.start_step
         self._log_every = log_every
@@ -45,7 +45,7 @@ class Run:
 
     def _log(self) -> None:
         rate = 64 * (self.step - self._logged) / (self.now - self._since)
-        self.pace.logged(StepRecord(self.step, 0, 0.0, 0.1, rate))
+        self.pace.logged(StepRecord(step=self.step, epoch=0, loss=0.0, learning_rate=0.1, samples_per_second=rate))
         self._since, self._logged = self.now, self.step
 
     def evaluate(self, seconds: float) -> None:

@@ -57,8 +57,19 @@ def test_the_official_parser_reads_what_was_recorded(exporter):
     assert asked(exporter) == {}
     exporter.on_start(INFO)
     exporter.on_progress(20)
-    exporter.on_step(StepRecord(20, 0, 0.5, 1e-3, 1280.0, 2.5, None, {"accuracy": 0.75, "recall": np.array([1, 0.5])}))
-    exporter.on_evaluation(EvaluationRecord(23, 0, 0.25, 1.5, {"accuracy": 0.5}))
+    exporter.on_step(
+        StepRecord(
+            step=20,
+            epoch=0,
+            loss=0.5,
+            learning_rate=1e-3,
+            samples_per_second=1280.0,
+            grad_norm=2.5,
+            loss_scale=None,
+            metrics={"accuracy": 0.75, "recall": np.array([1, 0.5])},
+        )
+    )
+    exporter.on_evaluation(EvaluationRecord(step=23, epoch=0, loss=0.25, seconds=1.5, metrics={"accuracy": 0.5}))
     exporter.on_epoch(EpochRecord(23, 0, {}))
     exporter.on_progress(24)
     figures = asked(exporter)

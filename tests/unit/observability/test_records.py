@@ -24,12 +24,24 @@ from hvdtrain.observability.summary import median_p90, write_json
 
 def run_info(start_step: int = 0) -> RunInfo:
     return RunInfo(
-        "digits", "horovod", 2, "horovodrun", "gloo", 64, 32, 230, 23, parameters=1000, start_step=start_step
+        recipe="digits",
+        backend="horovod",
+        world_size=2,
+        launcher="horovodrun",
+        controller="gloo",
+        global_batch=64,
+        per_replica_batch=32,
+        total_steps=230,
+        steps_per_epoch=23,
+        parameters=1000,
+        start_step=start_step,
     )
 
 
 def step(number: int, loss: float = 0.5, **metrics: float) -> StepRecord:
-    return StepRecord(number, (number - 1) // 23, loss, 1e-3, 1000.0, metrics=metrics)
+    return StepRecord(
+        step=number, epoch=(number - 1) // 23, loss=loss, learning_rate=1e-3, samples_per_second=1000.0, metrics=metrics
+    )
 
 
 def write(path: Path, *records: StepRecord | EvaluationRecord, start_step: int = 0) -> None:
@@ -42,7 +54,11 @@ def write(path: Path, *records: StepRecord | EvaluationRecord, start_step: int =
 
 def test_each_record_is_one_object_with_its_metrics_beside_its_fields(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, step(10, accuracy=0.25), EvaluationRecord(23, 0, 0.4, 0.1, {"accuracy": 0.5}))
+    write(
+        path,
+        step(10, accuracy=0.25),
+        EvaluationRecord(step=23, epoch=0, loss=0.4, seconds=0.1, metrics={"accuracy": 0.5}),
+    )
     assert read_metrics(path) == [
         {
             "kind": "step",
@@ -96,14 +112,24 @@ def test_values_that_json_does_not_know_become_null(tmp_path: Path, value: float
 
 def test_a_metric_called_like_a_field_does_not_hide_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, StepRecord(1, 0, 0.5, 1e-3, 10.0, metrics=MappingProxyType({"loss": 7.0, "step": 8.0})))
+    write(
+        path,
+        StepRecord(
+            step=1,
+            epoch=0,
+            loss=0.5,
+            learning_rate=1e-3,
+            samples_per_second=10.0,
+            metrics=MappingProxyType({"loss": 7.0, "step": 8.0}),
+        ),
+    )
     (record,) = read_metrics(path)
     assert (record["loss"], record["step"], record["metric_loss"], record["metric_step"]) == (0.5, 1, 7.0, 8.0)
 
 
 def test_resuming_cuts_off_the_steps_that_are_taken_again_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, step(10), step(20), EvaluationRecord(23, 0, 0.4, 0.1), step(30))
+    write(path, step(10), step(20), EvaluationRecord(step=23, epoch=0, loss=0.4, seconds=0.1), step(30))
     with path.open("a") as stream:
         stream.write('{"kind": "step", "st')
     assert len(read_metrics(path)) == 4
@@ -238,7 +264,7 @@ def test_tensorboard_holds_training_and_validation_under_the_same_tags(tmp_path:
     writer = TensorBoardWriter(tmp_path)
     writer.on_start(run_info())
     writer.on_step(step(10, accuracy=0.25))
-    writer.on_evaluation(EvaluationRecord(23, 0, 0.4, 0.1, {"accuracy": 0.5}))
+    writer.on_evaluation(EvaluationRecord(step=23, epoch=0, loss=0.4, seconds=0.1, metrics={"accuracy": 0.5}))
     writer.close()
     training, validation = (_scalars(tmp_path / run) for run in ("train", "validation"))
     assert training == {

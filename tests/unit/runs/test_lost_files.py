@@ -143,7 +143,20 @@ def test_records_are_not_written_to_another_runs_file(tmp_path, capsys):
 
     file = tmp_path / "metrics.jsonl"
     writer = JsonlWriter(file)
-    writer.on_start(RunInfo("r", "b", 1, "l", None, 1, 1, 1, 1, 1))
+    writer.on_start(
+        RunInfo(
+            recipe="r",
+            backend="b",
+            world_size=1,
+            launcher="l",
+            controller=None,
+            global_batch=1,
+            per_replica_batch=1,
+            total_steps=1,
+            steps_per_epoch=1,
+            parameters=1,
+        )
+    )
     file.unlink()
     file.write_text("of another run\n")
     for _ in range(2):

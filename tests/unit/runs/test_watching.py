@@ -86,7 +86,16 @@ def recorded(folder, *, start=0):
     return writer
 
 
-STEP = StepRecord(10, 0, 0.5, 1e-3, 1280.0, 2.0, None, {"accuracy": 0.75, "recall": np.array([1.0, 0.5])})
+STEP = StepRecord(
+    step=10,
+    epoch=0,
+    loss=0.5,
+    learning_rate=1e-3,
+    samples_per_second=1280.0,
+    grad_norm=2.0,
+    loss_scale=None,
+    metrics={"accuracy": 0.75, "recall": np.array([1.0, 0.5])},
+)
 
 
 def test_a_follower_shows_each_record_once_as_training_showed_it(tmp_path):
@@ -98,7 +107,7 @@ def test_a_follower_shows_each_record_once_as_training_showed_it(tmp_path):
     writer.on_step(STEP)
     follower.look()
     follower.look()
-    writer.on_evaluation(EvaluationRecord(23, 0, 0.25, 1.5, {"accuracy": 0.5}))
+    writer.on_evaluation(EvaluationRecord(step=23, epoch=0, loss=0.25, seconds=1.5, metrics={"accuracy": 0.5}))
     writer.on_epoch(EpochRecord(23, 0, {"loss": 0.3}))
     follower.look()
     info, step, evaluation, epoch = shown.seen

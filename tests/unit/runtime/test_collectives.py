@@ -33,8 +33,8 @@ class Slow:
 def backend(session, seconds, load_timeout):
     """A backend of two ranks, of which the other one is late."""
     link = replace(session.link, control=Slow(seconds))
-    ranks = AxisCollectives(AxisGroup("dp", (0, 1), 0, None))  # they exchange no tensors
-    world = World(Mesh.data_parallel(0, 2), ("here", "there"), {"dp": ranks})
+    ranks = AxisCollectives(AxisGroup(axis="dp", ranks=(0, 1), index=0, process_set=None))  # they exchange no tensors
+    world = World(mesh=Mesh.data_parallel(0, 2), hosts=("here", "there"), collectives={"dp": ranks})
     return HorovodBackend(replace(session, link=link, world=world, load_timeout=load_timeout))
 
 

@@ -68,6 +68,6 @@ def test_a_session_waits_longer_than_a_slow_disk_takes(carries):
         def close(self):
             waited.append("left")
 
-    Session(Link(), World(), None, None if carries == "horovod" else Strategy()).close()  # type: ignore[arg-type]
+    Session(link=Link(), world=World(), plan=None, strategy=None if carries == "horovod" else Strategy()).close()  # type: ignore[arg-type]
     assert waited == [PATIENCE_S, *(["closed"] if carries == "horovod" else []), "left"]
     assert PATIENCE_S >= 3600

@@ -33,7 +33,7 @@ def given(roles, rank):
     [(3, None, Roles(1, 1)), (4, None, Roles(2, 1)), (4, 2, Roles(1, 2)), (8, 3, Roles(4, 3))],
 )
 def test_the_first_leads_the_last_hold_the_parameters_and_those_between_train(size, servers, roles):
-    found = roles_of(RuntimeConfig("parameter_server", parameter_servers=servers), place(0, size))
+    found = roles_of(RuntimeConfig(backend="parameter_server", parameter_servers=servers), place(0, size))
     assert found == roles
     assert found.tasks[0] == ("chief", 0)
     assert found.tasks[1] == ("worker", 0)
@@ -44,14 +44,14 @@ def test_the_first_leads_the_last_hold_the_parameters_and_those_between_train(si
 @pytest.mark.parametrize(("size", "servers", "least"), [(1, None, 3), (2, None, 3), (2, 1, 3), (4, 3, 5)])
 def test_ranks_that_leave_no_worker_are_refused(size, servers, least):
     with pytest.raises(LaunchError, match=f"start at least {least} ranks .*Received: {size}"):
-        roles_of(RuntimeConfig("parameter_server", parameter_servers=servers), place(0, size))
+        roles_of(RuntimeConfig(backend="parameter_server", parameter_servers=servers), place(0, size))
 
 
 def test_servers_are_for_the_backend_that_has_them():
     with pytest.raises(ConfigError, match=r"parameter_servers is for .*backend='horovod' does not take it"):
-        RuntimeConfig("horovod", parameter_servers=1)
+        RuntimeConfig(backend="horovod", parameter_servers=1)
     with pytest.raises(ConfigError, match=r"parameter_servers must be at least 1\. Received: 0"):
-        RuntimeConfig("parameter_server", parameter_servers=0)
+        RuntimeConfig(backend="parameter_server", parameter_servers=0)
 
 
 def test_tf_config_names_all_three_kinds():
@@ -100,9 +100,16 @@ def test_a_tf_config_of_another_job_is_refused(text, message):
 def test_who_leads_has_nobody_to_agree_with_and_who_serves_has_nothing_to_do():
     channel = object()
     link = Link(place(0, 4), channel, None)  # type: ignore[arg-type]
-    chief = Session(link, None, None, strategy=OpenStrategy("parameter_server", object(), roles=FOUR))  # type: ignore[arg-type]
-    server = Session(link, None, None, strategy=OpenStrategy("parameter_server", None, roles=FOUR, server=object()))  # type: ignore[arg-type]
-    plain = Session(link, None, None, strategy=OpenStrategy("mirrored", object()))  # type: ignore[arg-type]
+    chief = Session(
+        link=link, world=None, plan=None, strategy=OpenStrategy(name="parameter_server", strategy=object(), roles=FOUR)
+    )  # type: ignore[arg-type]
+    server = Session(
+        link=link,
+        world=None,
+        plan=None,
+        strategy=OpenStrategy(name="parameter_server", strategy=None, roles=FOUR, server=object()),
+    )  # type: ignore[arg-type]
+    plain = Session(link=link, world=None, plan=None, strategy=OpenStrategy(name="mirrored", strategy=object()))  # type: ignore[arg-type]
     assert (chief.serves, server.serves, plain.serves) == (False, True, False)
     assert isinstance(chief.control, LocalChannel)
     assert plain.control is channel

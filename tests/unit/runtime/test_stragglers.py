@@ -75,10 +75,10 @@ def test_a_window_without_a_step_says_nothing():
 
 
 def test_a_pace_travels():
-    pace = Pace(3, "a", 0.5, 100, 60.0)
+    pace = Pace(window=3, host="a", working=0.5, steps=100, seconds=60.0)
     assert Pace.decode(pace.encode()) == pace
     assert pace.step_ms == pytest.approx(300.0)
-    assert slowest([pace, Pace(3, "b", 0.9, 100, 60.0)]) == 1
+    assert slowest([pace, Pace(window=3, host="b", working=0.9, steps=100, seconds=60.0)]) == 1
 
 
 def test_a_thread_that_runs_is_seen():

@@ -15,32 +15,32 @@ ALONE = detect_environment({})
 
 
 def opened(backend, **options):
-    return open_strategy(RuntimeConfig(backend, **options), ALONE, LocalChannel(), timeout=1)
+    return open_strategy(RuntimeConfig(backend=backend, **options), ALONE, LocalChannel(), timeout=1)
 
 
 @pytest.mark.parametrize("backend", IN_ONE_PROCESS)
 def test_backends_of_one_process_refuse_more_of_them(backend):
     two = replace(ALONE, launcher="mpirun", size=2)
     with pytest.raises(LaunchError, match=f"backend='{backend}' trains in one process, but mpirun started 2"):
-        wants_horovod(RuntimeConfig(backend), two)
-    assert not wants_horovod(RuntimeConfig(backend), ALONE)
+        wants_horovod(RuntimeConfig(backend=backend), two)
+    assert not wants_horovod(RuntimeConfig(backend=backend), ALONE)
 
 
 @pytest.mark.parametrize("backend", ["horovod", "single", "one_device", "multi_worker_mirrored", "tpu", "auto"])
 def test_replicas_are_for_backends_that_have_them_in_one_process(backend):
     with pytest.raises(ConfigError, match=f"replicas is for .*backend='{backend}' does not take it"):
-        RuntimeConfig(backend, replicas=2)
+        RuntimeConfig(backend=backend, replicas=2)
 
 
 @pytest.mark.parametrize("backend", ["horovod", "mirrored", "auto"])
 def test_what_workers_send_over_is_for_workers(backend):
     with pytest.raises(ConfigError, match=f"communication is for .*backend='{backend}' does not take it"):
-        RuntimeConfig(backend, communication="ring")
+        RuntimeConfig(backend=backend, communication="ring")
 
 
 def test_no_replicas_are_none():
     with pytest.raises(ConfigError, match=r"replicas must be at least 1\. Received: 0"):
-        RuntimeConfig("mirrored", replicas=0)
+        RuntimeConfig(backend="mirrored", replicas=0)
 
 
 def test_a_tpu_that_is_not_there_is_said_not_to_be(monkeypatch):
@@ -80,4 +80,4 @@ def test_one_device_is_one_replica():
 
 
 def test_every_strategy_can_be_named():
-    assert {RuntimeConfig(name).backend for name in OF_TF_DISTRIBUTE} == set(OF_TF_DISTRIBUTE)
+    assert {RuntimeConfig(backend=name).backend for name in OF_TF_DISTRIBUTE} == set(OF_TF_DISTRIBUTE)

@@ -45,7 +45,7 @@ def test_who_asks_horovod_to_fuse_otherwise_is_told(name, value):
 
 def test_asynchronous_workers_are_not_deterministic():
     with pytest.raises(ConfigError, match="deterministic is not for backend='parameter_server'"):
-        RuntimeConfig("parameter_server", deterministic=True)
+        RuntimeConfig(backend="parameter_server", deterministic=True)
 
 
 @pytest.mark.parametrize(

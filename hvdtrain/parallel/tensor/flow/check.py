@@ -67,7 +67,7 @@ def follow(
     for mine, theirs in zip(sliced.operations, whole.operations, strict=True):
         compare_numbers(mine, theirs, place_of(mine))
         for tensor, other in zip(mine.outputs, theirs.outputs, strict=True):
-            _confirm(tensor, other, walk.layout_of(tensor), ranks, index)
+            _confirm(tensor, whole=other, layout=walk.layout_of(tensor), ranks=ranks, index=index)
     return walk.result()
 
 

@@ -45,7 +45,14 @@ def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Tr
     inside = {place for call in record.calls for place in range(call.begin, call.end)}
     operations = [op for place, op in enumerate(graph.get_operations()) if place not in inside]
     flat = [tensor for tensor in tf.nest.flatten(outputs) if tf.is_tensor(tensor)]
-    return Trace(graph, operations, list(record.calls), flat, tf.nest.flatten(given), losses)
+    return Trace(
+        graph=graph,
+        operations=operations,
+        calls=list(record.calls),
+        outputs=flat,
+        inputs=tf.nest.flatten(given),
+        losses=losses,
+    )
 
 
 def of_one_size(specs: Any) -> Any:

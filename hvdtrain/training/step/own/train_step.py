@@ -95,7 +95,17 @@ class KerasTrainStep:
         results = self._logs.results("train_metric")
         finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
         scale = loss_scale_of(exchange.main) if has_dynamic_scale(exchange.main) else None
-        return StepResult(totals, Measured(rate, exchange.norm(), scale, results, finite, so_far=results))
+        return StepResult(
+            totals,
+            Measured(
+                learning_rate=rate,
+                grad_norm=exchange.norm(),
+                loss_scale=scale,
+                metrics=results,
+                finite=finite,
+                so_far=results,
+            ),
+        )
 
     def _totals(self, batch: Batch, watched: list[tf.Tensor], samples: tf.Tensor) -> tf.Tensor:
         """Return [0 or NaN, 0, 0 or NaN] over all replicas: whether figures and data are finite, and no loss."""

@@ -128,7 +128,7 @@ def test_options_that_cannot_work_are_refused(options, message):
 
 @pytest.mark.parametrize(("choice", "said"), [("auto", False), ("never", False), ("always", True)])
 def test_an_option_without_effect_is_named(choice, said):
-    world = World(Mesh.of({}, 0, 4), tuple("aaaa"), {"dp": SimpleNamespace(by_host=None)})
+    world = World(mesh=Mesh.of({}, 0, 4), hosts=tuple("aaaa"), collectives={"dp": SimpleNamespace(by_host=None)})
     remarks = choose_hierarchy(world, choice, LocalChannel(), 1.0).remarks
     expected = (
         "note: --hierarchical-allreduce=always has no effect: it needs several hosts, and several ranks on one of "

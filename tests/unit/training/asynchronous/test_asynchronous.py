@@ -150,7 +150,7 @@ def test_rates_are_those_of_the_steps_number():
         trainer = Trainer(rich_model, falling_adam, CROSSENTROPY, backend=backend)
         data = training_data((X, Y), backend, batch=BATCH, seed=0, shuffle=False, steps_per_epoch=None)
         trainer.build(data)
-        trainer.train(data, Plan(12, 3), observers=seen)
+        trainer.train(data, Plan(12, log_every=3), observers=seen)
         rates[count] = seen.rates
         assert int(trainer.optimizer.iterations) == 12
     np.testing.assert_allclose(rates[1], [0.05 * 0.9**step for step in (0, 2, 3, 5, 7, 8, 11)], rtol=1e-5)

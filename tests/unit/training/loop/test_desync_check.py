@@ -72,7 +72,11 @@ def test_ranks_are_compared_at_first_every_so_many_steps_and_at_the_end_of_an_ep
     found = []
     check.look = found.append
     for number in range(first_step + 1, 51):
-        check(StepEnd(number, 0, number - 1, number == 1, number == 50, number == 50))
+        check(
+            StepEnd(
+                number=number, epoch=0, place=number - 1, first=number == 1, ends_epoch=number == 50, last=number == 50
+            )
+        )
     assert found == [f"step {number}" for number in looks]
 
 

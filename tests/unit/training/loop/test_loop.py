@@ -44,7 +44,8 @@ class Notes:
 
 
 def scalars_of(step):
-    return Scalars(step, *divmod(step, STEPS_PER_EPOCH))
+    epoch, within = divmod(step, STEPS_PER_EPOCH)
+    return Scalars(step=step, epoch=epoch, step_in_epoch=within)
 
 
 def looping(plan, start=0, *, saves=False):

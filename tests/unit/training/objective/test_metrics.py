@@ -242,7 +242,11 @@ def test_a_steps_own_loss_is_shown_and_no_other():
     notes, none = Notes(), np.float32(0)
     report = TrainingReport(ReturnsLogs(), LossMonitor(4), StepClock(16), notes)
     for returned in ({"loss": 0.5, "accuracy": 0.25}, {"distance": 0.5}):
-        report.log_step(StepEnd(1, 0, 0, True, False, False), Measured(none, none, None, returned, none), loss=7.0)
+        report.log_step(
+            StepEnd(number=1, epoch=0, place=0, first=True, ends_epoch=False, last=False),
+            Measured(none, none, None, returned, none),
+            loss=7.0,
+        )
     assert [record.loss for record in notes.steps] == [0.5, None]
     assert step_figures(notes.steps[0]) == [("loss", "0.5000"), ("accuracy", "0.2500")]
     assert step_figures(notes.steps[1]) == [("distance", "0.5000")]
