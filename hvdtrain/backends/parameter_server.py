@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Capabilities
 from hvdtrain.config.bad_steps import BadStepConfig
-from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.update import UpdateConfig
 from hvdtrain.runtime.roles import SERVER, WORKER, Roles
@@ -74,8 +74,9 @@ class ParameterServerBackend(NoOpCollectives):
         """
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ConfigError(
-                f"Dynamic loss scaling is not for --backend={self.name}, whose workers would change the scale while "
-                "others have yet to divide by it: use --precision=mixed_bfloat16."
+                f"Dynamic loss scaling is not for {opt('backend', self.name)}, whose workers would change the scale "
+                "while "
+                f"others have yet to divide by it: use {opt('precision', 'mixed_bfloat16')}."
             )
         optimizer._all_reduce_sum_gradients = list
 
@@ -133,7 +134,8 @@ class _Result:
             cause = self._first_error() or error
             if isinstance(cause, tf.errors.UnavailableError):
                 raise LaunchError(
-                    f"--backend=parameter_server lost {lost_process(str(cause.message), self._roles)}: its process has "
+                    f"{opt('backend', 'parameter_server')} lost {lost_process(str(cause.message), self._roles)}: its "
+                    "process has "
                     "ended, or cannot be reached."
                 ) from cause
             raise cause from None

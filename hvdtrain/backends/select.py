@@ -2,7 +2,7 @@
 
 from hvdtrain.backends.planned import PlannedBackend, PlannedWorld
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.session import Session, current
 
 
@@ -37,7 +37,8 @@ def current_exchange() -> Backend:
     backend = backend_for(current())
     if backend.capabilities.asynchronous:
         raise ConfigError(
-            f"The workers of --backend={backend.name} exchange nothing with one another, and only Trainer sends them "
-            "to work: in a loop of your own use --backend=horovod."
+            f"The workers of {opt('backend', backend.name)} exchange nothing with one another, and only Trainer sends "
+            "them "
+            f"to work: in a loop of your own use {opt('backend', 'horovod')}."
         )
     return backend

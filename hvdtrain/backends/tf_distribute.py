@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Among, Capabilities, Collectives, Pair, ReduceOp
 from hvdtrain.config.bad_steps import BadStepConfig
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.update import UpdateConfig
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy
@@ -96,8 +96,9 @@ class StrategyBackend:
         """
         if self.name == "central_storage" and variables:
             raise ConfigError(
-                "--backend=central_storage holds one copy of each variable, which no layer may change in its forward "
-                f"pass, as that of {next(iter(variables))} does. Use --backend=mirrored."
+                f"{opt('backend', 'central_storage')} holds one copy of each variable, which no layer may change in "
+                "its forward "
+                f"pass, as that of {next(iter(variables))} does. Use {opt('backend', 'mirrored')}."
             )
 
     def _context(self, name: str) -> Any:
@@ -105,8 +106,9 @@ class StrategyBackend:
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self._strategy:
             raise ConfigError(
-                f"--backend={self.name} exchanges tensors only within its replicas, which Trainer runs: {name!r} was "
-                "to be exchanged outside of them. In a loop of your own use --backend=horovod."
+                f"{opt('backend', self.name)} exchanges tensors only within its replicas, which Trainer runs: {name!r} "
+                "was "
+                f"to be exchanged outside of them. In a loop of your own use {opt('backend', 'horovod')}."
             )
         return context
 
@@ -115,7 +117,7 @@ class StrategyBackend:
     ) -> tf.Tensor:
         """Reduce over the replicas."""
         if op == "adasum":
-            raise ConfigError(f"--reduce-op=adasum is Horovod's: --backend={self.name} cannot do it.")
+            raise ConfigError(f"{opt('reduce_op', 'adasum')} is Horovod's: {opt('backend', self.name)} cannot do it.")
         after = postscale / self.size if op == "average" else postscale
         total = self._context(name).all_reduce(tf.distribute.ReduceOp.SUM, _times(tensor, prescale))
         return _times(total, after)
@@ -136,7 +138,7 @@ class StrategyBackend:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"tf.distribute has no reduce-scatter: --backend={self.name} cannot exchange {name!r}.")
+        raise ConfigError(f"tf.distribute has no reduce-scatter: {opt('backend', self.name)} cannot exchange {name!r}.")
 
     def grouped_reduce_scatter(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
@@ -159,7 +161,7 @@ class StrategyBackend:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"tf.distribute has no all-to-all: --backend={self.name} cannot exchange {name!r}.")
+        raise ConfigError(f"tf.distribute has no all-to-all: {opt('backend', self.name)} cannot exchange {name!r}.")
 
     @property
     def everyone(self) -> Collectives:

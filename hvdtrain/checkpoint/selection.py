@@ -17,15 +17,15 @@ OnDamaged = Callable[[Path, CheckpointError], object]
 
 def pass_over(path: Path, error: CheckpointError) -> None:
     """Warn of a damaged checkpoint, which stays where it is."""
-    _warn(f"{error.message} It is passed over.")
+    _warn(f"{error} It is passed over.")
 
 
 def put_aside(path: Path, error: CheckpointError) -> None:
     """Warn of a damaged checkpoint and set it aside, so that what is saved from now on does not meet it."""
     try:
-        _warn(f"{error.message} It is set aside as {set_aside(path).name}.")
+        _warn(f"{error} It is set aside as {set_aside(path).name}.")
     except OSError as cause:
-        _warn(f"{error.message} It is passed over; it cannot be set aside: {cause.strerror}.")
+        _warn(f"{error} It is passed over; it cannot be set aside: {cause.strerror}.")
 
 
 def find_checkpoint(folder: Path, which: str = "newest", on_damaged: OnDamaged = pass_over) -> Path:

@@ -10,7 +10,7 @@ from hvdtrain.checkpoint.integrity import verify
 from hvdtrain.checkpoint.manifest import saved_at, scalars_of
 from hvdtrain.checkpoint.naming import checkpoints_at, damaged_ones, numbered
 from hvdtrain.cli.local import run_here
-from hvdtrain.config.errors import CheckpointError
+from hvdtrain.config.errors import CheckpointError, on_command_line
 
 
 def list_main(argv: list[str]) -> int:
@@ -46,7 +46,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(f"{path.name}  good", flush=True)
         except CheckpointError as error:
             damaged += 1
-            print(f"{path.name}  {error.message}", flush=True)
+            print(f"{path.name}  {on_command_line(error.message)}", flush=True)
     print(f"{len(found) - damaged} of {len(found)} checkpoints are good")
     return 1 if damaged else 0
 
@@ -71,7 +71,7 @@ def _row(path: Path) -> list[str]:
     try:
         scalars, saved = scalars_of(path), saved_at(path)
     except CheckpointError as error:
-        return [path.name.removeprefix("step-").lstrip("0"), "", "", _bytes(size), error.message]
+        return [path.name.removeprefix("step-").lstrip("0"), "", "", _bytes(size), on_command_line(error.message)]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved))
     return [str(scalars.get("step", "")), str(scalars.get("epoch", "")), when, _bytes(size), _remark(scalars)]
 

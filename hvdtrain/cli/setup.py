@@ -5,7 +5,7 @@ import os
 import sys
 
 from hvdtrain.cli.signals import ended_by_exceptions
-from hvdtrain.config.errors import UserError
+from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.installation.gpu import CHOICES as GPU_CHOICES
 from hvdtrain.installation.install import install, next_command
 from hvdtrain.installation.mpi import CHOICES
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         with ended_by_exceptions():
             return _setup(mpi, gpu, quiet=options.quiet)
     except UserError as error:
-        print(f"hvdtrain: error: {error.message}", file=sys.stderr)
+        print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("setup: interrupted; the next call goes on from here", file=sys.stderr)

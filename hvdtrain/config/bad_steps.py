@@ -4,7 +4,7 @@ import math
 from dataclasses import KW_ONLY
 from typing import Literal
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.section import section
 
 BadStepName = Literal["raise", "skip", "rollback"]
@@ -28,11 +28,11 @@ class BadStepConfig:
     def __post_init__(self) -> None:
         bound = self.spike_threshold
         if bound is not None and not (math.isfinite(bound) and bound > 0):
-            raise ConfigError(f"--spike-threshold must be a positive number. Received: {bound}.")
+            raise ConfigError(f"{opt('spike_threshold')} must be a positive number. Received: {bound}.")
         if self.max_bad_steps < 1:
-            raise ConfigError(f"--max-bad-steps must be at least 1. Received: {self.max_bad_steps}.")
+            raise ConfigError(f"{opt('max_bad_steps')} must be at least 1. Received: {self.max_bad_steps}.")
         if self.max_bad_steps != MAX_BAD_STEPS and self.on_bad_step == "raise":
-            raise ConfigError("--max-bad-steps has no effect with --on-bad-step=raise: leave it out.")
+            raise ConfigError(f"{opt('max_bad_steps')} has no effect with {opt('on_bad_step', 'raise')}: leave it out.")
 
     @property
     def guarded(self) -> bool:

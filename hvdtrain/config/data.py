@@ -4,7 +4,7 @@ import re
 from dataclasses import field
 from typing import Literal
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.section import section
 
@@ -58,19 +58,19 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("batch", "eval_batch", "data_workers"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1. Received: {getattr(self, name)}.")
+                raise ConfigError(f"{opt(name)} must be at least 1. Received: {getattr(self, name)}.")
         for name in ("data_threads", "data_memory_mb"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must not be negative. Received: {getattr(self, name)}.")
+                raise ConfigError(f"{opt(name)} must not be negative. Received: {getattr(self, name)}.")
         if self.on_bad_record != "raise" and not re.fullmatch(r"skip:[1-9]\d*", self.on_bad_record):
             raise ConfigError(f"--on-bad-record must be raise or skip:N. Received: {self.on_bad_record!r}.")
         if self.data_workers > 1 and self.data_service != "local":
-            raise ConfigError(f"--data-workers is for --data-service=local. Received: {self.data_workers}.")
+            raise ConfigError(f"--data-workers is for {opt('data_service', 'local')}. Received: {self.data_workers}.")
         if len(set(self.augment)) < len(self.augment):
             raise ConfigError(f"--augment names one change twice. Received: {' '.join(self.augment)}.")
         if self.cache != "none" and self.tolerated:
             raise ConfigError(
-                "--cache keeps samples that can be read: it cannot be combined with --on-bad-record=skip:N."
+                "--cache keeps samples that can be read: it cannot be combined with --on-bad-record skip:N."
             )
 
     @property

@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.section import section
 
 DESYNC_EVERY = 100
@@ -20,4 +20,4 @@ class DesyncConfig:
 
     def __post_init__(self) -> None:
         if self.desync_every < 0:
-            raise ConfigError(f"--desync-every must be at least 0. Received: {self.desync_every}.")
+            raise ConfigError(f"{opt('desync_every')} must be at least 0. Received: {self.desync_every}.")

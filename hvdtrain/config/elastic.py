@@ -1,6 +1,6 @@
 """Options of elastic training."""
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.section import section
 
 COMMIT_EVERY = 10
@@ -19,7 +19,7 @@ class ElasticConfig:
     def __post_init__(self) -> None:
         check_commits(self.commit_every)
         if self.commit_every != COMMIT_EVERY and not self.elastic:
-            raise ConfigError("--commit-every has no effect without --elastic: leave it out.")
+            raise ConfigError(f"{opt('commit_every')} has no effect without {opt('elastic')}: leave it out.")
 
 
 def check_commits(every: int) -> int:
@@ -29,5 +29,5 @@ def check_commits(every: int) -> int:
         ConfigError: naming the option.
     """
     if not isinstance(every, int) or every < 1:
-        raise ConfigError(f"--commit-every must be at least 1. Received: {every!r}.")
+        raise ConfigError(f"{opt('commit_every')} must be at least 1. Received: {every!r}.")
     return every

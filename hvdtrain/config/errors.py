@@ -1,12 +1,10 @@
 """Errors that users can fix: messages name the cause, the value received and the option that fixes it."""
 
 import re
+from collections.abc import Mapping
 
-_OPTION = re.compile(
-    # A flag of another program stays as it is.
-    r"(?P<other>\b(?:horovodrun|mpirun|mpiexec|srun|jsrun|tar|docker run) -[^\s,;)]*)"
-    r"|(?<![\w'\"`-])--(?P<name>[a-z][a-z-]*)(?:=(?P<value>\w(?:[\w.:+-]*\w)?))?"
-)
+_OPTION = re.compile("\x02([a-z_]+)(?:=([^\x03]*))?\x03")
+"""An option in a message, as `opt` writes it: in characters that no text of a user's has."""
 ARGUMENTS = frozenset(
     (
         *("accumulate", "precision", "sync_batch_norm", "jit", "recompute", "clip_norm", "clip_value"),
@@ -32,8 +30,9 @@ _UNQUOTED = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?|True|False|None|[A-Z]")
 class UserError(ValueError):
     """A user's mistake, shown as one message without a traceback.
 
-    Messages are written with flags, `--accumulate` or `--precision=mixed_bfloat16`, and worded for whoever reads them:
-    `str()` for a script, which has arguments, and `on_command_line(error.message)` for the command line.
+    Messages name options by `opt("accumulate")` or `opt("precision", "mixed_bfloat16")`, which are worded for whoever
+    reads them: by `str()` for a script, which has arguments, and by `on_command_line(error.message)` for the command
+    line. What else is in a message, such as a user's own text, stays as it is.
     """
 
     _keras_call_info_injected = True
@@ -102,12 +101,24 @@ class SetupError(UserError):
     """Something that building or installing Horovod needs is missing, or a step of it failed."""
 
 
-def in_script(message: str) -> str:
+def opt(name: str, value: object = None) -> str:
+    """Name an option in a message, with a value if there is one, to be worded for whoever reads the message.
+
+    Args:
+        name: of its field in `config`. For a script it is a flag as well, if it is none of `ARGUMENTS`.
+        value: of the option; a capital letter stands for any.
+    """
+    return f"\x02{name}\x03" if value is None else f"\x02{name}={value}\x03"
+
+
+def in_script(message: str, called: Mapping[str, str] | None = None) -> str:
     """Word the options of a message as arguments: `accumulate`, `precision='mixed_bfloat16'`.
 
-    What only the command line has stays a flag.
+    Args:
+        message: as it was written.
+        called: what else options are called, by their name or by `name=value`.
     """
-    return _OPTION.sub(_as_argument, message)
+    return _OPTION.sub(lambda found: _as_argument(found, called or {}), message)
 
 
 def on_command_line(message: str) -> str:
@@ -115,14 +126,19 @@ def on_command_line(message: str) -> str:
     return _OPTION.sub(_as_flag, message)
 
 
-def _as_argument(found: re.Match[str]) -> str:
-    name, value = (found["name"] or "").replace("-", "_"), found["value"]
+def _as_argument(found: re.Match[str], called: Mapping[str, str]) -> str:
+    name, value = found.groups()
     if name not in ARGUMENTS:
         return _as_flag(found)
+    if f"{name}={value}" in called:
+        return called[f"{name}={value}"]
+    argument = called.get(name, name)
     if value is None:
-        return name
-    return f"{name}={value}" if _UNQUOTED.fullmatch(value) else f"{name}={value!r}"
+        return argument
+    return f"{argument}={value}" if _UNQUOTED.fullmatch(value) else f"{argument}={value!r}"
 
 
 def _as_flag(found: re.Match[str]) -> str:
-    return found[0] if found["other"] else found[0].replace("=", " ", 1)
+    name, value = found.groups()
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is None else f"{flag} {value}"

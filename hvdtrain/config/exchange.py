@@ -3,7 +3,7 @@
 import math
 from typing import Literal, get_args
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.section import section
 
 ReduceOpName = Literal["average", "sum", "adasum"]
@@ -27,25 +27,30 @@ class ExchangeConfig:
     """Divide gradients by this before the sum, and the rest after it."""
 
     def __post_init__(self) -> None:
-        choices = {"--reduce-op": (self.reduce_op, ReduceOpName), "--compression": (self.compression, CompressionName)}
+        choices = {
+            opt("reduce_op"): (self.reduce_op, ReduceOpName),
+            opt("compression"): (self.compression, CompressionName),
+        }
         for option, (value, names) in choices.items():
             if value not in get_args(names):
                 raise ConfigError(f"{option} must be one of {', '.join(get_args(names))}. Received: {value!r}.")
         if self.gradient_groups < 0:
-            raise ConfigError(f"--gradient-groups must not be negative. Received: {self.gradient_groups}.")
+            raise ConfigError(f"{opt('gradient_groups')} must not be negative. Received: {self.gradient_groups}.")
         if not (math.isfinite(self.predivide) and self.predivide > 0):
-            raise ConfigError(f"--predivide must be a positive number. Received: {self.predivide}.")
+            raise ConfigError(f"{opt('predivide')} must be a positive number. Received: {self.predivide}.")
         if self.reduce_op == "adasum":
             self._check_adasum()
 
     def _check_adasum(self) -> None:
         """Refuse options that Adasum's formula does not allow."""
         unfit = {
-            "--compression": self.compression != "none",
-            "--gradient-groups": self.gradient_groups > 0,
-            "--predivide": self.predivide != 1.0,
-            "--sparse-gradients=gather": self.sparse_gradients == "gather",
+            opt("compression"): self.compression != "none",
+            opt("gradient_groups"): self.gradient_groups > 0,
+            opt("predivide"): self.predivide != 1.0,
+            opt("sparse_gradients", "gather"): self.sparse_gradients == "gather",
         }
         for option, used in unfit.items():
             if used:
-                raise ConfigError(f"--reduce-op=adasum reduces each whole gradient by itself: leave out {option}.")
+                raise ConfigError(
+                    f"{opt('reduce_op', 'adasum')} reduces each whole gradient by itself: leave out {option}."
+                )

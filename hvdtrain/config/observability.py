@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.section import section
 
 LOOPBACK = "127.0.0.1"
@@ -34,7 +34,7 @@ class ObservabilityConfig:
 
     def __post_init__(self) -> None:
         if self.log_every < 1:
-            raise ConfigError(f"--log-every must be at least 1. Received: {self.log_every}.")
+            raise ConfigError(f"{opt('log_every')} must be at least 1. Received: {self.log_every}.")
         check_metrics_port(self.metrics_port)
         trace_config(self.timeline, self.profile, self.profile_ranks)
         if self.metrics_host != LOOPBACK and self.metrics_port is None:
@@ -72,16 +72,18 @@ def trace_config(
         ConfigError: options that do not fit together, or steps that are none.
     """
     if timeline is None:
-        useless = "--profile" if profile is not None else "--profile-ranks" if profile_ranks else None
+        useless = opt("profile") if profile is not None else opt("profile_ranks") if profile_ranks else None
         if useless is not None:
-            raise ConfigError(f"{useless} has no effect without --timeline, into which it is drawn: name a file.")
+            raise ConfigError(
+                f"{useless} has no effect without {opt('timeline')}, into which it is drawn: name a file."
+            )
         return None
     if profile is None and profile_ranks:
-        raise ConfigError("--profile-ranks has no effect without --profile: leave it out.")
+        raise ConfigError(f"{opt('profile_ranks')} has no effect without {opt('profile')}: leave it out.")
     if Path(timeline).is_dir() or not str(timeline):
-        raise ConfigError(f"--timeline names a file. Received: {str(timeline)!r}, which is a folder.")
+        raise ConfigError(f"{opt('timeline')} names a file. Received: {str(timeline)!r}, which is a folder.")
     if any(rank < 0 for rank in profile_ranks):
-        raise ConfigError(f"--profile-ranks must be numbers of ranks, from 0. Received: {tuple(profile_ranks)}.")
+        raise ConfigError(f"{opt('profile_ranks')} must be numbers of ranks, from 0. Received: {tuple(profile_ranks)}.")
     return TraceConfig(Path(timeline), None if profile is None else _steps(profile), tuple(profile_ranks))
 
 
@@ -93,5 +95,5 @@ def _steps(profile: str | Sequence[int]) -> tuple[int, int]:
     else:
         numbers = tuple(profile)
     if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
-        raise ConfigError(f"--profile is START:STOP, two steps from 1 on, such as 10:12. Received: {profile!r}.")
+        raise ConfigError(f"{opt('profile')} is START:STOP, two steps from 1 on, such as 10:12. Received: {profile!r}.")
     return numbers[0], numbers[1]

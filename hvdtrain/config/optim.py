@@ -5,7 +5,7 @@ import math
 from dataclasses import field
 from typing import Literal
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.section import section
 from hvdtrain.config.step import ClippingConfig
@@ -55,42 +55,47 @@ class OptimConfig(ClippingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive("--learning-rate", self.learning_rate)
+        _check_positive(opt("learning_rate"), self.learning_rate)
         if self.warmup_steps < 0:
-            raise ConfigError(f"--warmup-steps must not be negative. Received: {self.warmup_steps}.")
+            raise ConfigError(f"{opt('warmup_steps')} must not be negative. Received: {self.warmup_steps}.")
         self._check_scaling()
         self._check_schedule()
         self._check_update()
 
     def _check_scaling(self) -> None:
         if self.base_batch is not None and self.base_batch < 1:
-            raise ConfigError(f"--base-batch must be at least 1. Received: {self.base_batch}.")
+            raise ConfigError(f"{opt('base_batch')} must be at least 1. Received: {self.base_batch}.")
         if self.lr_scaling == "none" and self.base_batch is not None:
-            raise ConfigError("--base-batch has no effect with --lr-scaling=none: leave it out.")
+            raise ConfigError(f"{opt('base_batch')} has no effect with {opt('lr_scaling', 'none')}: leave it out.")
         if self.lr_scaling != "none" and self.base_batch is None:
             raise ConfigError(
-                f"--lr-scaling={self.lr_scaling} needs the batch that --learning-rate={self.learning_rate:g} was "
-                "tuned for: add --base-batch."
+                f"{opt('lr_scaling', self.lr_scaling)} needs the batch that "
+                f"{opt('learning_rate', format(self.learning_rate, 'g'))} was "
+                f"tuned for: add {opt('base_batch')}."
             )
 
     def _check_schedule(self) -> None:
         if not 0.0 <= self.final_rate <= 1.0:
-            raise ConfigError(f"--final-rate must lie in [0, 1]. Received: {self.final_rate}.")
-        _check_positive("--decay-power", self.decay_power)
+            raise ConfigError(f"{opt('final_rate')} must lie in [0, 1]. Received: {self.final_rate}.")
+        _check_positive(opt("decay_power"), self.decay_power)
         if not 0.0 < self.decay_factor < 1.0:
-            raise ConfigError(f"--decay-factor must lie in (0, 1). Received: {self.decay_factor}.")
+            raise ConfigError(f"{opt('decay_factor')} must lie in (0, 1). Received: {self.decay_factor}.")
         if not _rises_within_run(self.decay_at):
             raise ConfigError(
-                f"--decay-at must be shares of the run between 0 and 1, in rising order. Received: {self.decay_at}."
+                f"{opt('decay_at')} must be shares of the run between 0 and 1, in rising order. Received: "
+                f"{self.decay_at}."
             )
         for name, schedules in SCHEDULES_OF.items():
             if self.schedule not in schedules and getattr(self, name) != getattr(OptimConfig, name):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} has no effect with --schedule={self.schedule}: leave it out, or use "
-                    f"{' or '.join(f'--schedule={each}' for each in schedules)}."
+                    f"{opt(name)} has no effect with {opt('schedule', self.schedule)}: leave it out, or "
+                    "use "
+                    f"{' or '.join(opt('schedule', each) for each in schedules)}."
                 )
         if self.schedule == "step" and not self.decay_at:
-            raise ConfigError("--schedule=step needs to know where the rate falls: add --decay-at, such as 0.5.")
+            raise ConfigError(
+                f"{opt('schedule', 'step')} needs to know where the rate falls: add {opt('decay_at')}, such as 0.5."
+            )
 
     def _check_update(self) -> None:
         if self.weight_decay is not None and not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):

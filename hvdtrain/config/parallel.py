@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 """Pipeline, data, context, expert and tensor parallel; those that exchange most are last, among neighbouring ranks."""
@@ -31,16 +31,16 @@ def parse_axes(text: str | Mapping[str, int] | None) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for axis, size in pairs:
         if axis not in AXES:
-            raise ConfigError(f"--parallel knows the axes {', '.join(AXES)}. Received: {axis!r}.")
+            raise ConfigError(f"{opt('parallel')} knows the axes {', '.join(AXES)}. Received: {axis!r}.")
         if axis in sizes:
-            raise ConfigError(f"--parallel takes each axis once. Received: {axis} twice.")
+            raise ConfigError(f"{opt('parallel')} takes each axis once. Received: {axis} twice.")
         if size < 1 and size != REST:
             raise ConfigError(
-                f"--parallel needs positive sizes, or -1 for the ranks that are left. Received: {axis}={size}."
+                f"{opt('parallel')} needs positive sizes, or -1 for the ranks that are left. Received: {axis}={size}."
             )
         sizes[axis] = size
     if list(sizes.values()).count(REST) > 1:
-        raise ConfigError(f"--parallel can give the ranks that are left to one axis only. Received: {text}.")
+        raise ConfigError(f"{opt('parallel')} can give the ranks that are left to one axis only. Received: {text}.")
     return sizes
 
 
@@ -49,6 +49,6 @@ def _pairs(text: str | None) -> list[tuple[str, int]]:
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"\s*([a-z]+)\s*=\s*(-?\d+)\s*", part)
         if match is None:
-            raise ConfigError(f"--parallel takes sizes of axes, {_FORM}. Received: {text!r}.")
+            raise ConfigError(f"{opt('parallel')} takes sizes of axes, {_FORM}. Received: {text!r}.")
         found.append((match[1], int(match[2])))
     return found

@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY
 from typing import Literal
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.section import section
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
@@ -23,11 +23,15 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         if self.virtual_stages < 1:
-            raise ConfigError(f"--virtual-stages must be at least 1. Received: {self.virtual_stages}.")
+            raise ConfigError(f"{opt('virtual_stages')} must be at least 1. Received: {self.virtual_stages}.")
         if (self.pipeline_schedule == "interleaved") != (self.virtual_stages > 1):
             raise ConfigError(
-                "--pipeline-schedule=interleaved needs --virtual-stages of 2 or more, which no other schedule takes. "
-                f"Received: --pipeline-schedule={self.pipeline_schedule} --virtual-stages={self.virtual_stages}."
+                f"{opt('pipeline_schedule', 'interleaved')} needs {opt('virtual_stages')} of 2 or more, which no other "
+                "schedule takes. "
+                f"Received: {opt('pipeline_schedule', self.pipeline_schedule)} "
+                f"{opt('virtual_stages', self.virtual_stages)}."
             )
         if len(set(self.pipeline_stages)) != len(self.pipeline_stages):
-            raise ConfigError(f"--pipeline-stages names each layer once. Received: {', '.join(self.pipeline_stages)}.")
+            raise ConfigError(
+                f"{opt('pipeline_stages')} names each layer once. Received: {', '.join(self.pipeline_stages)}."
+            )

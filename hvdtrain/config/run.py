@@ -7,7 +7,7 @@ from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.desync import DesyncConfig
 from hvdtrain.config.elastic import ElasticConfig
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.observability import ObservabilityConfig
@@ -45,7 +45,8 @@ class Config:
         if self.model.embedding_sharding != "none" and axes and "ep" not in axes:
             raise ConfigError(
                 "--embedding-sharding divides tables among the ranks along ep. Received: "
-                f"--parallel={self.runtime.parallel}. Name ep there, or leave it out: then all ranks are along ep."
+                f"{opt('parallel', self.runtime.parallel)}. Name ep there, or leave it out: then all ranks are along "
+                "ep."
             )
 
     @property

@@ -4,7 +4,7 @@ import math
 from dataclasses import KW_ONLY
 from typing import Literal, get_args
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.section import section
 
@@ -74,50 +74,56 @@ class RuntimeConfig:
         parse_axes(self.parallel)
         if self.replicas is not None:
             if self.replicas < 1:
-                raise ConfigError(f"--replicas must be at least 1. Received: {self.replicas}.")
+                raise ConfigError(f"{opt('replicas')} must be at least 1. Received: {self.replicas}.")
             if self.backend not in WITH_REPLICAS:
                 raise ConfigError(
-                    f"--replicas is for {' and '.join(f'--backend={each}' for each in WITH_REPLICAS)}: "
-                    f"--backend={self.backend} does not take it."
+                    f"{opt('replicas')} is for {' and '.join(opt('backend', each) for each in WITH_REPLICAS)}: "
+                    f"{opt('backend', self.backend)} does not take it."
                 )
         if self.communication != "auto" and self.backend != "multi_worker_mirrored":
             raise ConfigError(
-                f"--communication is for --backend=multi_worker_mirrored: --backend={self.backend} does not take it."
+                f"{opt('communication')} is for {opt('backend', 'multi_worker_mirrored')}: "
+                f"{opt('backend', self.backend)} does not take it."
             )
         if self.hierarchical_allreduce not in get_args(HierarchyName):
             raise ConfigError(
-                f"--hierarchical-allreduce must be one of {', '.join(get_args(HierarchyName))}. "
+                f"{opt('hierarchical_allreduce')} must be one of {', '.join(get_args(HierarchyName))}. "
                 f"Received: {self.hierarchical_allreduce!r}."
             )
         if self.hierarchical_allreduce == "always" and self.backend not in ("auto", "horovod"):
             raise ConfigError(
-                f"--hierarchical-allreduce=always is for --backend=horovod: --backend={self.backend} does not take it."
+                f"{opt('hierarchical_allreduce', 'always')} is for {opt('backend', 'horovod')}: "
+                f"{opt('backend', self.backend)} does not take it."
             )
         if self.malloc not in get_args(MallocName):
-            raise ConfigError(f"--malloc must be one of {', '.join(get_args(MallocName))}. Received: {self.malloc!r}.")
+            raise ConfigError(
+                f"{opt('malloc')} must be one of {', '.join(get_args(MallocName))}. Received: {self.malloc!r}."
+            )
         if self.parameter_servers is not None:
             if self.parameter_servers < 1:
-                raise ConfigError(f"--parameter-servers must be at least 1. Received: {self.parameter_servers}.")
+                raise ConfigError(f"{opt('parameter_servers')} must be at least 1. Received: {self.parameter_servers}.")
             if self.backend != "parameter_server":
                 raise ConfigError(
-                    f"--parameter-servers is for --backend=parameter_server: --backend={self.backend} does not take it."
+                    f"{opt('parameter_servers')} is for {opt('backend', 'parameter_server')}: "
+                    f"{opt('backend', self.backend)} does not take it."
                 )
         if self.deterministic and self.backend == "parameter_server":
             raise ConfigError(
-                "--deterministic is not for --backend=parameter_server: the order of its workers' steps is a matter of "
-                "time. Leave it out, or use --backend=horovod."
+                f"{opt('deterministic')} is not for {opt('backend', 'parameter_server')}: the order of its workers' "
+                "steps is a matter of "
+                f"time. Leave it out, or use {opt('backend', 'horovod')}."
             )
         if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"--threads must be at least 1. Received: {self.threads}.")
+            raise ConfigError(f"{opt('threads')} must be at least 1. Received: {self.threads}.")
         if not self.start_timeout > 0:
-            raise ConfigError(f"--start-timeout must be positive. Received: {self.start_timeout}.")
+            raise ConfigError(f"{opt('start_timeout')} must be positive. Received: {self.start_timeout}.")
         if not self.load_timeout > 0:
-            raise ConfigError(f"--load-timeout must be positive. Received: {self.load_timeout}.")
+            raise ConfigError(f"{opt('load_timeout')} must be positive. Received: {self.load_timeout}.")
         if not (self.hang_timeout == 0 or 1 <= self.hang_timeout < math.inf):
             raise ConfigError(
-                f"--hang-timeout must be at least 1 second, or 0 for none. Received: {self.hang_timeout}."
+                f"{opt('hang_timeout')} must be at least 1 second, or 0 for none. Received: {self.hang_timeout}."
             )
         if not (self.link_timeout == 0 or 5 <= self.link_timeout < math.inf):
             raise ConfigError(
-                f"--link-timeout must be at least 5 seconds, or 0 for none. Received: {self.link_timeout}."
+                f"{opt('link_timeout')} must be at least 5 seconds, or 0 for none. Received: {self.link_timeout}."
             )

@@ -3,7 +3,7 @@
 import math
 from dataclasses import KW_ONLY
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.precision import PrecisionName
 from hvdtrain.config.section import section
 
@@ -26,7 +26,7 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
-            raise ConfigError(f"--accumulate must be at least 1. Received: {self.accumulate}.")
+            raise ConfigError(f"{opt('accumulate')} must be at least 1. Received: {self.accumulate}.")
 
 
 @section
@@ -40,8 +40,10 @@ class ClippingConfig:
     """Bound on the size of each of the gradient's elements."""
 
     def __post_init__(self) -> None:
-        for option, bound in (("--clip-norm", self.clip_norm), ("--clip-value", self.clip_value)):
+        for option, bound in ((opt("clip_norm"), self.clip_norm), (opt("clip_value"), self.clip_value)):
             if bound is not None and not (math.isfinite(bound) and bound > 0):
                 raise ConfigError(f"{option} must be a positive number. Received: {bound}.")
         if self.clip_norm is not None and self.clip_value is not None:
-            raise ConfigError("Clip by norm or by value, not both: leave out --clip-norm or --clip-value.")
+            raise ConfigError(
+                f"Clip by norm or by value, not both: leave out {opt('clip_norm')} or {opt('clip_value')}."
+            )

@@ -1,6 +1,6 @@
 """Options of the training loop."""
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.section import section
 from hvdtrain.config.step import StepConfig
 
@@ -23,10 +23,10 @@ class TrainingConfig(StepConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.epochs < 1:
-            raise ConfigError(f"--epochs must be at least 1. Received: {self.epochs}.")
+            raise ConfigError(f"{opt('epochs')} must be at least 1. Received: {self.epochs}.")
         for name in ("max_steps", "steps_per_epoch", "validation_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1. Received: {value}.")
+                raise ConfigError(f"{opt(name)} must be at least 1. Received: {value}.")
         if not 0 <= self.seed < 2**31:
-            raise ConfigError(f"--seed must lie in [0, 2^31). Received: {self.seed}.")
+            raise ConfigError(f"{opt('seed')} must lie in [0, 2^31). Received: {self.seed}.")

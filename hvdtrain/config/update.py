@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.section import section
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -23,14 +23,19 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         if self.zero not in get_args(ZeroStage):
-            raise ConfigError(f"--zero must be 0, 1, 2 or 3. Received: {self.zero}.")
+            raise ConfigError(f"{opt('zero')} must be 0, 1, 2 or 3. Received: {self.zero}.")
         if self.zero_prefetch < 0:
-            raise ConfigError(f"--zero-prefetch must not be negative. Received: {self.zero_prefetch}.")
+            raise ConfigError(f"{opt('zero_prefetch')} must not be negative. Received: {self.zero_prefetch}.")
         if self.zero_prefetch and self.zero != 3:
-            raise ConfigError("--zero-prefetch has no effect without --zero=3: leave it out, or set it to 0.")
+            raise ConfigError(
+                f"{opt('zero_prefetch')} has no effect without {opt('zero', 3)}: leave it out, or set it to 0."
+            )
         if self.local_steps is not None and self.local_steps < 1:
-            raise ConfigError(f"--local-steps must be at least 1. Received: {self.local_steps}.")
+            raise ConfigError(f"{opt('local_steps')} must be at least 1. Received: {self.local_steps}.")
         if self.average_slots and self.local_steps is None:
-            raise ConfigError("--average-slots has no effect without --local-steps: leave it out.")
+            raise ConfigError(f"{opt('average_slots')} has no effect without {opt('local_steps')}: leave it out.")
         if self.zero and self.local_steps is not None:
-            raise ConfigError("--zero needs every rank's gradients in each step: leave out --zero or --local-steps.")
+            raise ConfigError(
+                f"{opt('zero')} needs every rank's gradients in each step: leave out {opt('zero')} or "
+                f"{opt('local_steps')}."
+            )

@@ -108,7 +108,7 @@ def augmentation(names: Sequence[str], *, spec: tuple[Any, ...], classes: int | 
     if tf.nest.is_nested(spec[0]) or spec[0].shape.rank != 3 or not spec[0].shape.is_fully_defined():
         raise ConfigError(f"--augment is for images [height, width, channels] of one size. Received: {spec[0]}.")
     if "mixup" in names and (classes is None or tf.nest.is_nested(spec[1])):
-        raise ConfigError("--augment=mixup needs labels of a known number of classes.")
+        raise ConfigError("--augment mixup needs labels of a known number of classes.")
 
     def apply(elements: tuple[Any, ...], draws: Draws) -> tuple[Any, ...]:
         for name in names:

@@ -93,11 +93,11 @@ class BadRecords:
 
     def _refuse_too_many(self, example: str) -> None:
         if not self.tolerated:
-            raise DataError(f"{example}. --on-bad-record=skip:N leaves out up to N such samples.")
+            raise DataError(f"{example}. --on-bad-record skip:N leaves out up to N such samples.")
         if len(self.found) > self.limit or len(self.found) == self._source.size:
             raise DataError(
                 f"{example}. {len(self.found)} samples of {self._source.name} are bad, more than "
-                f"--on-bad-record=skip:{self.limit} tolerates."
+                f"--on-bad-record skip:{self.limit} tolerates."
             )
 
     def _trouble(self, number: int) -> str:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 
 
 class Batch(NamedTuple):
@@ -56,7 +56,7 @@ def per_replica(batch: int, size: int, *, uneven: bool = False) -> int:
         near = max(1, batch // size) * size
         raise ConfigError(
             f"A batch of {batch} samples does not divide among {size} ranks (batch is the global batch). "
-            f"Use --batch={near} or --batch={near + size}, or another number of ranks."
+            f"Use {opt('batch', near)} or {opt('batch', near + size)}, or another number of ranks."
         )
     return batch // size
 

@@ -39,7 +39,7 @@ class FileOrder:
         file_of = getattr(source, "file_of", None)
         if file_of is None:
             raise ConfigError(
-                f"--shard-by=files is for samples in files. {source.name} is not read from any, or is kept by --cache."
+                f"--shard-by files is for samples in files. {source.name} is not read from any, or is kept by --cache."
             )
         # Number and lengths of the batches do not depend on the order.
         self.counts = Order(samples=source.size, batch=batch, seed=seed, shuffle=shuffle, tail=tail)

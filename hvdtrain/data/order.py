@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.data import Tail
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.batch import slice_bounds
 
 
@@ -28,8 +28,8 @@ class Order:
     def __post_init__(self) -> None:
         if self.tail == "drop" and self.samples < self.batch:
             raise ConfigError(
-                f"--tail=drop would leave nothing of {self.samples} samples in batches of {self.batch}: use a smaller "
-                "--batch, or --tail=pad."
+                f"--tail drop would leave nothing of {self.samples} samples in batches of {self.batch}: use a smaller "
+                f"{opt('batch')}, or --tail pad."
             )
 
     @property

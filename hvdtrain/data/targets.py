@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.config.errors import DataError
+from hvdtrain.config.errors import DataError, opt
 
 Shape = tuple[int | None, ...]
 Kind = Literal["labels", "elements", "either", "unknown"]
@@ -41,7 +41,7 @@ def check_targets(
     if not _alike(output_shape, shape):
         raise DataError(
             f"The model gives outputs{output} of shape {output_shape}; the targets of {source} are "
-            f"{(None, *array.shape[1:])}. See --model, --loss and --data."
+            f"{(None, *array.shape[1:])}. See --model, {opt('loss')} and --data."
         )
 
 

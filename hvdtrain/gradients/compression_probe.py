@@ -7,6 +7,7 @@ from statistics import median
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import opt
 from hvdtrain.config.exchange import CompressionName
 from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
 
@@ -65,6 +66,6 @@ def compression_warning(compression: CompressionName, cost: float) -> str | None
     if cost <= 1.0:
         return None
     return (
-        f"warning: --compression={compression} makes the exchange {cost:.1f}x as slow as none between these ranks; "
-        "it pays where the network is slower than the cores: use --compression=none."
+        f"warning: {opt('compression', compression)} makes the exchange {cost:.1f}x as slow as none between these "
+        f"ranks; it pays where the network is slower than the cores: use {opt('compression', 'none')}."
     )

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.exchange import CompressionName
 from hvdtrain.gradients.reduction import GradientReducer, reduction_options, weighted
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
@@ -164,6 +164,6 @@ def refuse_exchange_of_microbatches(optimizer: Any, within: str) -> None:
         if optimizer.gradient_accumulation_steps:
             raise ConfigError(
                 "Keras' gradient_accumulation_steps would exchange the gradients of every microbatch: use "
-                "--accumulate=K or hvdtrain.GradientAccumulator, which exchange once for K microbatches."
+                f"{opt('accumulate', 'K')} or hvdtrain.GradientAccumulator, which exchange once for K microbatches."
             )
         optimizer = getattr(optimizer, "inner_optimizer", None)

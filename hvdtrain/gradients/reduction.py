@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, cast
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives, ReduceOp
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, in_script, opt
 from hvdtrain.config.exchange import CompressionName, ExchangeConfig, SparseName
 from hvdtrain.config.section import section
 from hvdtrain.gradients.compression import WireFormat, compressed_sums, is_compressible
@@ -41,11 +41,14 @@ class ReductionOptions(ExchangeConfig):
         if twice is not None:  # its gradient would be summed twice
             raise ConfigError(f"groups must not share a variable. Received: {twice!r} more than once.")
         if self.named_groups and self.reduce_op == "adasum":
-            raise ConfigError("--reduce-op=adasum reduces each whole gradient by itself: leave out --gradient-groups.")
+            raise ConfigError(
+                f"{opt('reduce_op', 'adasum')} reduces each whole gradient by itself: leave out "
+                f"{opt('gradient_groups')}."
+            )
 
 
 ARGUMENTS = {
-    "sparse_gradients='gather'": "sparse_as_dense=False",
+    "sparse_gradients=gather": "sparse_as_dense=False",
     "sparse_gradients": "sparse_as_dense",
     "reduce_op": "op",
     "gradient_groups": "groups",
@@ -78,10 +81,7 @@ def reduction_options(
             named_groups=named,
         )
     except ConfigError as error:
-        text = str(error)
-        for name, argument in ARGUMENTS.items():
-            text = text.replace(name, argument)
-        raise ConfigError(text) from None
+        raise ConfigError(in_script(error.message, ARGUMENTS)) from None
 
 
 def scaled(gradient: Gradient, factor: Any) -> Gradient:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 
 _MASK = "_keras_mask"
 """Keras' attribute for the mask of a tensor."""
@@ -78,12 +78,13 @@ def recomputed_model(model: Any) -> Recompute:
     """
     if _graph(model) is None:
         raise ConfigError(
-            "--recompute cuts Functional and Sequential models into segments. Received: "
+            f"{opt('recompute')} cuts Functional and Sequential models into segments. Received: "
             f"{type(model).__name__} {model.name!r}. Wrap its blocks in hvdtrain.Recompute in its own code."
         )
     if len(_segments(model)) < 2:
         raise ConfigError(
-            f"--recompute saves nothing on {type(model).__name__} {model.name!r}: it is too short, or two and more "
+            f"{opt('recompute')} saves nothing on {type(model).__name__} {model.name!r}: it is too short, or two and "
+            "more "
             "tensors lead on everywhere. Leave it out."
         )
     return Recompute(model, name=f"{model.name}_recomputed")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.initial_slice import UniformSlice
 from hvdtrain.runtime.placement import Box, Placement, box_shape, even_slice, place
 from hvdtrain.runtime.session import current, has_session
@@ -86,5 +86,5 @@ def check_divides(size: int, what: str, axis: str, layer: Any) -> None:
     if ranks is not None and size % ranks.size:
         raise ConfigError(
             f"The ranks along {axis} must divide what they share. Received: {size} {what} of the layer {layer.name!r}, "
-            f"{ranks.size} ranks. Choose another number of {what}, or another size of {axis} in --parallel."
+            f"{ranks.size} ranks. Choose another number of {what}, or another size of {axis} in {opt('parallel')}."
         )

@@ -35,8 +35,8 @@ def model_family(config: ModelConfig) -> ModelFamily:
     family = user_family(config) if own else _known_family(config)
     if config.embedding_sharding != "none" and family.build_sharded is None:
         raise ConfigError(
-            "--embedding-sharding divides the tables of --model=dlrm among ranks. Received: "
-            f"--embedding-sharding={config.embedding_sharding}, --model={config.model}. Leave it out, or "
+            "--embedding-sharding divides the tables of --model dlrm among ranks. Received: "
+            f"--embedding-sharding {config.embedding_sharding}, --model {config.model}. Leave it out, or "
             "give a model of your own hvdtrain.ShardedEmbedding layers."
         )
     loss = _loss(config, family) if own else on_logits(_loss(config, family))
@@ -75,7 +75,7 @@ def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int)
         raise ConfigError(
             f"The model {config.model!r} needs the number of classes, which the data do not tell: their targets are no "
             "integer labels, or are streamed. Give --model a function of your own, or let --data return labels, name "
-            "them (FUNCTION.classes = [...]) or hold them with --cache=memory."
+            "them (FUNCTION.classes = [...]) or hold them with --cache memory."
         )
     if config.embedding_sharding == "none":
         return family.build(shape, classes, seed, **config.model_args)

@@ -242,10 +242,10 @@ class _Server(ThreadingHTTPServer):
 def _refusal(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"--metrics-port={port} is taken by another program on this host. Name another port; 0 takes any that is "
+            f"--metrics-port {port} is taken by another program on this host. Name another port; 0 takes any that is "
             "free."
         )
     why = error.strerror or os.strerror(error.errno or errno.EINVAL)
     return (
-        f"--metrics-host={host} --metrics-port={port}: nothing can listen there ({why}). Name another address or port."
+        f"--metrics-host {host} --metrics-port {port}: nothing can listen there ({why}). Name another address or port."
     )

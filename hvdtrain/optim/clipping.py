@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 
 SUMMED_AT_ONCE = 4096
 """Elements that one thread adds up."""
@@ -27,11 +27,13 @@ class Clipping:
     """Bound on the size of each element."""
 
     def __post_init__(self) -> None:
-        for option, bound in (("--clip-norm", self.norm), ("--clip-value", self.value)):
+        for option, bound in ((opt("clip_norm"), self.norm), (opt("clip_value"), self.value)):
             if bound is not None and not (math.isfinite(bound) and bound > 0):
                 raise ConfigError(f"{option} must be a positive number. Received: {bound}.")
         if self.norm is not None and self.value is not None:
-            raise ConfigError("Clip by norm or by value, not both: leave out --clip-norm or --clip-value.")
+            raise ConfigError(
+                f"Clip by norm or by value, not both: leave out {opt('clip_norm')} or {opt('clip_value')}."
+            )
 
     def apply(self, gradients: Sequence[Any], norm: tf.Tensor | None, scale: Any = 1.0) -> list[Any]:
         """Clip `gradients` to the bounds times `scale`; `norm` is their global norm, needed if it is bounded."""

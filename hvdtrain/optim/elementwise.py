@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.optim.averaging import innermost
 
 ELEMENTWISE = (
@@ -41,4 +41,6 @@ def check_updates_slices(optimizer: Any, option: str) -> None:
         )
     for argument in ("clipnorm", "global_clipnorm"):
         if getattr(inner, argument) is not None:
-            raise ConfigError(f"{name}({argument}=…) would see slices under {option}: use --clip-norm in its place.")
+            raise ConfigError(
+                f"{name}({argument}=…) would see slices under {option}: use {opt('clip_norm')} in its place."
+            )

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.registry import check_arguments, suggestion
@@ -18,7 +18,8 @@ NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 """The base class, and wrappers of optimizers."""
 REFUSED = {
     "schedulefreeadamw": "Keras computes it wrongly on TensorFlow: it takes the momentum after a step for the one "
-    "before it, and evaluates other weights than the averaged ones. --optimizer=adamw with --ema comes near it"
+    f"before it, and evaluates other weights than the averaged ones. {opt('optimizer', 'adamw')} with --ema comes near "
+    "it"
 }
 """Keras optimizers that are refused, with the reason."""
 OWN_OPTIONS = {
@@ -77,12 +78,12 @@ def _class(name: str) -> Any:
 def _refuse_twice(config: OptimConfig) -> None:
     """Refuse arguments whose equivalent option is used as well."""
     if "learning_rate" in config.optimizer_args:
-        raise ConfigError("The learning rate is an option of its own: use --learning-rate.")
+        raise ConfigError(f"The learning rate is an option of its own: use {opt('learning_rate')}.")
     for argument in config.optimizer_args:
         option = OWN_OPTIONS.get(argument)
         if option is not None and getattr(config, option) != getattr(OptimConfig, option):
             raise ConfigError(
-                f"--{option.replace('_', '-')} and the argument {argument!r} of the optimizer {config.optimizer!r} "
+                f"{opt(option)} and the argument {argument!r} of the optimizer {config.optimizer!r} "
                 "do the same: leave out one of them."
             )
 

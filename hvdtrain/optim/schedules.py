@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.optim import OptimConfig
 
 
@@ -89,12 +89,15 @@ def learning_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
     """
     warmup = config.warmup_steps
     if warmup >= total_steps:
-        raise ConfigError(f"--warmup-steps={warmup} leaves nothing of the run's {total_steps} steps at the full rate.")
+        raise ConfigError(
+            f"{opt('warmup_steps', warmup)} leaves nothing of the run's {total_steps} steps at the full rate."
+        )
     first = min(decay_steps(config.decay_at, total_steps), default=warmup)
     if first < warmup:
         raise ConfigError(
-            f"--decay-at={config.decay_at[0]:g} is step {first} of {total_steps}, before the warm-up of "
-            f"--warmup-steps={warmup} ends."
+            f"{opt('decay_at', format(config.decay_at[0], 'g'))} is step {first} of {total_steps}, before the warm-up "
+            "of "
+            f"{opt('warmup_steps', warmup)} ends."
         )
     if config.schedule == "constant" and warmup == 0:
         return peak

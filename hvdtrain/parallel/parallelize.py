@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from hvdtrain.backends.select import current_exchange
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.agreement import agree_on_model
 from hvdtrain.parallel.context.rules import AXIS as CONTEXT
 from hvdtrain.parallel.context.rules import separated
@@ -50,7 +50,8 @@ def parallelize(
     along = backend.along(CONTEXT)
     if along.size > 1 and sequence_parallel:
         raise ConfigError(
-            f"--sequence-parallel cuts sequences along tp, and cp={along.size} cuts them too: leave out one of the two."
+            f"{opt('sequence_parallel')} cuts sequences along tp, and cp={along.size} cuts them too: leave out one of "
+            "the two."
         )
     of_layers, of_sequences = separated(rules)
     if of_layers or "tp" in backend.axes:

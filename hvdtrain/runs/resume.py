@@ -99,9 +99,9 @@ def settle_processes(scalars: Scalars, data: TrainingData, processes: int, run: 
     if before not in (None, processes) and within:
         end = scalars.step - within + data.steps_per_epoch
         raise ConfigError(
-            f"--resume {run}: with --shard-by=files an epoch is finished by as many ranks as began it, or samples "
+            f"--resume {run}: with --shard-by files an epoch is finished by as many ranks as began it, or samples "
             f"would be lost and repeated. Received: {plural(processes, 'rank')} within an epoch of "
-            f"{plural(before, 'rank')}, which ends at step {end}: go on with {before} until then (--max-steps={end})."
+            f"{plural(before, 'rank')}, which ends at step {end}: go on with {before} until then (--max-steps {end})."
         )
     scalars.processes = processes
 

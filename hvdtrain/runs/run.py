@@ -241,7 +241,7 @@ def _check_profile(config: Config, trainer: Trainer, plan: Plan) -> None:
         and not done < trace.steps[0] <= trace.steps[1] <= plan.total_steps
     ):
         raise ConfigError(
-            f"--profile={reported.profile} names steps that this run does not take: it goes from step {done + 1} to "
+            f"--profile {reported.profile} names steps that this run does not take: it goes from step {done + 1} to "
             f"{plan.total_steps}. Name some of these."
         )
 

@@ -24,7 +24,7 @@ def stream_training(
     """
     _check_options(source, config.data)
     return training_data(
-        source.batches(config.data.batch, "--batch"),
+        source.batches(config.data.batch, "batch"),
         backend,
         batch=None,
         seed=config.training.seed,
@@ -42,7 +42,7 @@ def stream_evaluation(source: StreamSource, config: DataConfig, steps: int | Non
         DataError: ranks that read other batches.
     """
     samples = config.samples_evaluated
-    data = source.data if source.batched else source.batches(samples, "--eval-batch")
+    data = source.data if source.batched else source.batches(samples, "eval_batch")
     return validation_batches(first_batches(data, steps, samples), backend, batch=samples)
 
 
@@ -61,5 +61,5 @@ def _check_options(source: StreamSource, config: DataConfig) -> None:
         if used:
             raise ConfigError(
                 f"{option} is for samples that are read by their numbers, and {source.name} gives batches in an order "
-                "of its own. Leave it out, or use --cache=memory, which reads all of them once into memory."
+                "of its own. Leave it out, or use --cache memory, which reads all of them once into memory."
             )

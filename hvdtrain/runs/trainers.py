@@ -45,7 +45,7 @@ def check_sequence_parallel(config: Config, backend: Backend) -> None:
     if config.model.sequence_parallel and "tp" not in backend.axes:
         raise ConfigError(
             "--sequence-parallel has no effect without --parallel tp=N: leave it out, or go on with a run that had it "
-            "by --sequence-parallel=False."
+            "by --sequence-parallel False."
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.runtime import HierarchyName, RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.launchers import Environment
@@ -36,8 +36,9 @@ def resolve_hierarchy(config: RuntimeConfig, environment: Environment, environ: 
     if environment.elastic:
         if config.hierarchical_allreduce == "always":
             raise ConfigError(
-                "--hierarchical-allreduce=always needs hosts that stay, and those of an elastic job come and go. "
-                "Received: --elastic hosts from horovodrun. Leave it out."
+                f"{opt('hierarchical_allreduce', 'always')} needs hosts that stay, and those of an elastic job come "
+                "and go. "
+                f"Received: {opt('elastic')} hosts from horovodrun. Leave it out."
             )
         return "never"
     # What is measured may come out otherwise in the next run.

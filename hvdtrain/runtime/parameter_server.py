@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import LaunchError, opt
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.roles import CHIEF, Roles
@@ -33,7 +33,9 @@ def join_cluster(roles: Roles, environment: Environment, control: ControlChannel
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
         return tf.distribute.ParameterServerStrategy(resolver), None
     except tf.errors.OpError as error:
-        raise LaunchError(f"{kind} {index} of --backend=parameter_server cannot start: {error.message}") from error
+        raise LaunchError(
+            f"{kind} {index} of {opt('backend', 'parameter_server')} cannot start: {error.message}"
+        ) from error
 
 
 def _started(kind: str, index: int, roles: Roles) -> Any:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import LaunchError, opt
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.tf_config import Task
@@ -36,9 +36,11 @@ def roles_of(config: RuntimeConfig, environment: Environment) -> Roles:
     if workers >= 1:
         return Roles(workers, servers)
     least = servers + 2
+    fewer = f", or name fewer {opt('parameter_servers')}" if servers > 1 else ""
     raise LaunchError(
-        f"--backend=parameter_server needs a chief, a worker and {_plural(servers)}: start at least {least} ranks "
-        f"(mpirun -np {least} …){', or name fewer --parameter-servers' if servers > 1 else ''}. "
+        f"{opt('backend', 'parameter_server')} needs a chief, a worker and {_plural(servers)}: start at least {least} "
+        "ranks "
+        f"(mpirun -np {least} …){fewer}. "
         f"Received: {environment.size}."
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.config.observability import TraceConfig
 from hvdtrain.config.parallel import REST, parse_axes
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
@@ -102,7 +102,7 @@ class Session:
         except LaunchError as error:
             if timeout is not None:
                 raise
-            advice = "Ranks that load their data for longer need more --load-timeout."
+            advice = f"Ranks that load their data for longer need more {opt('load_timeout')}."
             raise LaunchError(f"{error.message} {advice}") from error
         return everyone if ranks is None else [everyone[rank] for rank in ranks]
 
@@ -132,10 +132,11 @@ class Session:
 def wants_horovod(config: RuntimeConfig, environment: Environment) -> bool:
     """Resolve `--backend`: by itself it is horovod under a launcher and single elsewhere."""
     if config.backend in IN_ONE_PROCESS and environment.size > 1:
-        more = " and --replicas=N" if config.backend in WITH_REPLICAS else ""
+        more = f" and {opt('replicas', 'N')}" if config.backend in WITH_REPLICAS else ""
         raise LaunchError(
-            f"--backend={config.backend} trains in one process, but {environment.launcher} started "
-            f"{environment.size}: each would train a model of its own. Use --backend=horovod, or start one process"
+            f"{opt('backend', config.backend)} trains in one process, but {environment.launcher} started "
+            f"{environment.size}: each would train a model of its own. Use {opt('backend', 'horovod')}, or start one "
+            "process"
             f"{more}."
         )
     wanted = config.backend == "horovod" or (config.backend == "auto" and environment.launcher != "none")
@@ -162,13 +163,16 @@ def check_parallel(config: RuntimeConfig, environment: Environment, *, with_horo
         return
     if environment.elastic:
         raise ConfigError(
-            "--parallel needs ranks that stay, and those of an elastic job come and go: leave it out, or start a job "
+            f"{opt('parallel')} needs ranks that stay, and those of an elastic job come and go: leave it out, or start "
+            "a job "
             f"of a fixed number of ranks. Received: {config.parallel}."
         )
     if not with_horovod:
         raise ConfigError(
-            "--parallel needs Horovod to carry what the ranks exchange: start it with horovodrun or mpirun, and leave "
-            f"out --backend={config.backend}; or let one process have all of the model with --parallel dp=-1. "
+            f"{opt('parallel')} needs Horovod to carry what the ranks exchange: start it with horovodrun or mpirun, "
+            "and leave "
+            f"out {opt('backend', config.backend)}; or let one process have all of the model with {opt('parallel')} "
+            "dp=-1. "
             f"Received: {config.parallel}, started by {environment.launcher}."
         )
     Mesh.of(axes, environment.rank, environment.size)
@@ -275,7 +279,8 @@ def new_trace(config: TraceConfig | None, backend: str) -> Trace | None:
         return None
     if backend in OF_TF_DISTRIBUTE:
         raise ConfigError(
-            f"--timeline records the exchange of Horovod: --backend={backend} does not take it. Leave it out; "
+            f"{opt('timeline')} records the exchange of Horovod: {opt('backend', backend)} does not take it. Leave it "
+            "out; "
             "TensorFlow's own profiler shows that of tf.distribute."
         )
     return Trace(config)

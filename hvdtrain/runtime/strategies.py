@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import LaunchError, opt
 from hvdtrain.config.runtime import WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.launchers import Environment
@@ -46,7 +46,7 @@ def prepare_devices(config: RuntimeConfig) -> None:
     gpus = len(tf.config.list_physical_devices("GPU"))
     if gpus and (config.replicas or 0) > gpus:
         raise LaunchError(
-            f"--replicas must not be more than the {gpus} GPUs of this machine. Received: {config.replicas}."
+            f"{opt('replicas')} must not be more than the {gpus} GPUs of this machine. Received: {config.replicas}."
         )
     if not gpus:
         one = tf.config.LogicalDeviceConfiguration()
@@ -87,7 +87,8 @@ def _devices(config: RuntimeConfig) -> list[str]:
     wanted = config.replicas or (len(known) if kind == "GPU" else DEFAULT_REPLICAS)
     if len(known) < wanted:
         raise LaunchError(
-            f"--backend={config.backend} needs {wanted} devices, and TensorFlow was in use before it could make them: "
+            f"{opt('backend', config.backend)} needs {wanted} devices, and TensorFlow was in use before it could make "
+            "them: "
             "call hvdtrain.init() first."
         )
     return known[:wanted]
@@ -115,7 +116,9 @@ def _multi_worker(config: RuntimeConfig, environment: Environment, control: Cont
     import tensorflow as tf
 
     if config.communication == "nccl" and not tf.config.list_physical_devices("GPU"):
-        raise LaunchError("--communication=nccl needs GPUs, and there is none: use --communication=ring.")
+        raise LaunchError(
+            f"{opt('communication', 'nccl')} needs GPUs, and there is none: use {opt('communication', 'ring')}."
+        )
     tasks = workers_only(environment.size)
     os.environ[VARIABLE] = agreed_tf_config(control, environment, os.environ, tasks, timeout=timeout)
     carriers = tf.distribute.experimental.CommunicationImplementation
@@ -126,7 +129,7 @@ def _multi_worker(config: RuntimeConfig, environment: Environment, control: Cont
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     except RuntimeError as error:
         raise LaunchError(
-            f"--backend=multi_worker_mirrored must be chosen before TensorFlow does any work ({error}): call "
+            f"{opt('backend', 'multi_worker_mirrored')} must be chosen before TensorFlow does any work ({error}): call "
             "hvdtrain.init() first."
         ) from error
 
@@ -138,7 +141,7 @@ def _tpu() -> Any:
     name = os.environ.get("TPU_NAME", "")
     if not name and not tf.config.list_physical_devices("TPU"):
         raise LaunchError(
-            "There is no TPU: this machine holds none, and TPU_NAME does not name one. Use another --backend."
+            f"There is no TPU: this machine holds none, and TPU_NAME does not name one. Use another {opt('backend')}."
         )
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name or "local")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import LaunchError, opt
 from hvdtrain.runtime.network.open_mpi import leave_out_bridges
 
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
@@ -98,7 +98,7 @@ def fuse_nothing(environ: MutableMapping[str, str]) -> None:
     for name, allowed in wanted.items():
         if environ.get(name, allowed[0]) not in allowed:
             raise LaunchError(
-                "--deterministic=True leaves it to nobody which tensors share a message. "
+                f"{opt('deterministic', True)} leaves it to nobody which tensors share a message. "
                 f"Received: {name}={environ[name]}. Take it out of the environment, or leave out one of them."
             )
     environ[FUSION_THRESHOLD] = "0"

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.errors import opt
 from hvdtrain.config.pipeline import PipelineConfig
 from hvdtrain.gradients.compression_probe import compression_cost, compression_warning
 from hvdtrain.observability.events import Observer, RunInfo
@@ -80,7 +81,9 @@ def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narr
 def _tiny(info: RunInfo) -> str | None:
     if info.microbatch >= TINY_BATCH:
         return None
-    remedy = "a smaller --accumulate, a larger --batch" if info.accumulate > 1 else "a larger --batch"
+    remedy = (
+        f"a smaller {opt('accumulate')}, a larger {opt('batch')}" if info.accumulate > 1 else f"a larger {opt('batch')}"
+    )
     return (
         f"warning: {plural(info.microbatch, 'sample')} at a time on each rank are too few to keep it busy: "
         f"overhead and exchange take most of the time. What helps: {remedy}, or fewer ranks."
@@ -92,15 +95,16 @@ def _precision(precision: str | None) -> str | None:
     if precision == "mixed_float16" and not has_gpu:
         return (
             "warning: CPUs compute fp16 by converting each number: a small CNN took 300 times as long. "
-            "Use --precision=mixed_bfloat16."
+            f"Use {opt('precision', 'mixed_bfloat16')}."
         )
     if precision == "float32" and has_gpu:
-        return "note: GPUs with tensor cores multiply 16-bit numbers several times as fast: --precision=mixed_float16."
+        fast = opt("precision", "mixed_float16")
+        return f"note: GPUs with tensor cores multiply 16-bit numbers several times as fast: {fast}."
     return None
 
 
 def _idle(info: RunInfo, options: StepOptions) -> str | None:
-    idle = [f"--{name.replace('_', '-')}" for name in EXCHANGE_OPTIONS if name in options.chosen()]
+    idle = [opt(name) for name in EXCHANGE_OPTIONS if name in options.chosen()]
     if info.world_size > 1 or not idle:
         return None
     return f"note: one process exchanges nothing: {_without_effect(idle)}."
@@ -113,15 +117,15 @@ def _without_effect(flags: list[str]) -> str:
 def _unchecked(options: StepOptions, processes: int) -> list[str]:
     if processes > 1 or "desync_every" not in options.chosen():
         return []
-    return ["note: one process has nobody to compare its weights with: --desync-every has no effect."]
+    return [f"note: one process has nobody to compare its weights with: {opt('desync_every')} has no effect."]
 
 
 def pipeline_notes(model: Any, options: StepOptions) -> list[str]:
     """Return how a pipeline is cut and how long its ranks are idle, or which of its options have no effect."""
     if not isinstance(model, PipelineStage):
         names = [field.name for field in fields(PipelineConfig) if field.name in options.chosen()]
-        flags = [f"--{name.replace('_', '-')}" for name in names]
-        return [f"note: without --parallel pp=N {_without_effect(flags)}."] if flags else []
+        flags = [opt(name) for name in names]
+        return [f"note: without {opt('parallel')} pp=N {_without_effect(flags)}."] if flags else []
     cut, chunks = model.whole.cut, options.virtual_stages
     costs = [cut.cost(stage) for stage in range(cut.stages)]
     shares = ", ".join(
@@ -133,8 +137,8 @@ def pipeline_notes(model: Any, options: StepOptions) -> list[str]:
     ]
     if idle > MOST_IDLE:
         lines.append(
-            f"warning: with --accumulate={options.accumulate} a pipeline of {model.ranks} ranks is busy for "
-            f"{100 - 100 * idle:.0f} % of the time: use --accumulate={4 * model.ranks} or more."
+            f"warning: with {opt('accumulate', options.accumulate)} a pipeline of {model.ranks} ranks is busy for "
+            f"{100 - 100 * idle:.0f} % of the time: use {opt('accumulate', 4 * model.ranks)} or more."
         )
     return lines
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.registry import suggestion
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.layers.convert import with_sync_batch_norm
@@ -70,7 +70,8 @@ def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
     for name, (given, kind) in kinds.items():
         if isinstance(given, kind):
             raise ConfigError(
-                f"--backend={backend} makes variables for its replicas itself: give Trainer a function that builds the "
+                f"{opt('backend', backend)} makes variables for its replicas itself: give Trainer a function that "
+                "builds the "
                 f"{name}, such as lambda: {type(given).__name__}(...). Received: the {name} {given.name!r}."
             )
 
@@ -81,7 +82,7 @@ def converted(model: Any, options: StepOptions) -> Any:
         return model
     if splits_sequences(model) or any(placement_of(variable) is not None for variable in model.variables):
         raise ConfigError(
-            f"--sync-batch-norm copies the model, and {model.name!r} is split among ranks: use "
+            f"{opt('sync_batch_norm')} copies the model, and {model.name!r} is split among ranks: use "
             "hvdtrain.SyncBatchNormalization in its code, and leave the option out."
         )
     return with_sync_batch_norm(model)
@@ -94,23 +95,25 @@ def check_layers(model: Any, options: StepOptions) -> None:
         ConfigError: names the option and the layer.
     """
     if options.jit and any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
-        raise ConfigError("XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out --jit.")
+        raise ConfigError(
+            f"XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out {opt('jit')}."
+        )
     exchanging = next((layer for layer in exchanging_layers(model) if layer.exchanges), None)
     if options.jit and exchanging is not None:
         raise ConfigError(
-            f"XLA cannot hold the exchange of {type(exchanging).__name__} {exchanging.name!r}: leave out --jit."
+            f"XLA cannot hold the exchange of {type(exchanging).__name__} {exchanging.name!r}: leave out {opt('jit')}."
         )
     synchronized = sync_layers(model)
     if not synchronized:
         return
     if options.jit:
         raise ConfigError(
-            f"XLA cannot hold the exchange of SyncBatchNormalization {synchronized[0].name!r}: leave out --jit."
+            f"XLA cannot hold the exchange of SyncBatchNormalization {synchronized[0].name!r}: leave out {opt('jit')}."
         )
     if options.reduce_op == "adasum":
         raise ConfigError(
             "Adasum combines gradients of one rank each, and SyncBatchNormalization "
-            f"{synchronized[0].name!r} gives every rank a part of the others': leave out --reduce-op=adasum."
+            f"{synchronized[0].name!r} gives every rank a part of the others': leave out {opt('reduce_op', 'adasum')}."
         )
 
 
@@ -131,7 +134,8 @@ def check_split(model: Any, axes: Mapping[str, int]) -> None:
     for axis, size in axes.items():
         if axis not in used:
             raise ConfigError(
-                f"--parallel names an axis along which nothing of the model {model.name!r} is split: its {size} ranks "
+                f"{opt('parallel')} names an axis along which nothing of the model {model.name!r} is split: its {size} "
+                "ranks "
                 f"would all do the same work. Received: {axis}={size}. Leave the axis out; docs/parallel.md has what "
                 "splits a model."
             )
@@ -145,14 +149,14 @@ def check_held_apart(model: Any, options: StepOptions) -> None:
     """
     held = next((v for v in model.trainable_variables if (p := placement_of(v)) is not None and p.held_by), None)
     unfit = {
-        f"--local-steps={options.local_steps}": options.local_steps is not None,
-        "--reduce-op=adasum": options.reduce_op == "adasum",
+        opt("local_steps", options.local_steps): options.local_steps is not None,
+        opt("reduce_op", "adasum"): options.reduce_op == "adasum",
     }
     for option, used in unfit.items():
         if held is not None and used:
             raise ConfigError(
                 f"{option} exchanges every variable with all ranks, and those along ep hold different slices of "
-                f"{held.path}: leave out {option}, or ep in --parallel."
+                f"{held.path}: leave out {option}, or ep in {opt('parallel')}."
             )
 
 
@@ -166,13 +170,15 @@ def check_slices(model: Any, optimizer: Any, options: StepOptions) -> None:
     axes = {axis for placement in placements if placement is not None for axis in placement.axes}
     if not axes:
         return
-    check_updates_slices(optimizer, f"--parallel {','.join(sorted(axes))}=N")
+    check_updates_slices(optimizer, f"{opt('parallel')} {','.join(sorted(axes))}=N")
     if options.jit:
-        raise ConfigError("XLA cannot hold the exchanges of a model that is split among ranks: leave out --jit.")
+        raise ConfigError(
+            f"XLA cannot hold the exchanges of a model that is split among ranks: leave out {opt('jit')}."
+        )
     if options.reduce_op == "adasum":
         raise ConfigError(
             "Adasum combines whole gradients, and ranks of a model that is split hold slices: leave out "
-            "--reduce-op=adasum."
+            f"{opt('reduce_op', 'adasum')}."
         )
 
 
@@ -188,15 +194,15 @@ def check_sequences(model: Any, options: StepOptions) -> None:
         ConfigError: naming the option.
     """
     unfit = {
-        "--jit": options.jit,
-        "--reduce-op=adasum": options.reduce_op == "adasum",
-        f"--local-steps={options.local_steps}": options.local_steps is not None,
+        opt("jit"): options.jit,
+        opt("reduce_op", "adasum"): options.reduce_op == "adasum",
+        opt("local_steps", options.local_steps): options.local_steps is not None,
     }
     for option, used in unfit.items():
         if used and splits_sequences(model):
             raise ConfigError(
                 f"Ranks along cp compute one gradient together, and exchange positions within each step: leave out "
-                f"{option}, or cp in --parallel."
+                f"{option}, or cp in {opt('parallel')}."
             )
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.data import Sharding
-from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.control.agreement import check_same_call, encode_call
 from hvdtrain.runtime.elastic.hosts import HostsChangedError
@@ -128,7 +128,7 @@ class Commits:
         if [world.step for world in self.worlds[-MOST_IN_VAIN:]] == MOST_IN_VAIN * [newest]:
             raise LaunchError(
                 f"Each of {MOST_IN_VAIN} worlds in a row has lost a rank before it got further than step {newest}: "
-                "look for the reason on the hosts, or use a smaller --commit-every."
+                f"look for the reason on the hosts, or use a smaller {opt('commit_every')}."
             )
         return True
 
@@ -181,12 +181,12 @@ def check_elastic(session: Session, backend: str, options: StepOptions, shard_by
     """
     if not session.elastic:
         raise ConfigError(
-            "--elastic needs a launcher that replaces ranks: horovodrun with a host discovery script. "
+            f"{opt('elastic')} needs a launcher that replaces ranks: horovodrun with a host discovery script. "
             f"Received: {_launcher(session)}. Elsewhere `python -m hvdtrain supervise` starts a job again from its "
             "last checkpoint, on any number of ranks."
         )
     if backend != "horovod":
-        raise ConfigError(f"--elastic is for --backend=horovod. Received: --backend={backend}.")
+        raise ConfigError(f"{opt('elastic')} is for {opt('backend', 'horovod')}. Received: {opt('backend', backend)}.")
     check_undivided(options, shard_by)
 
 
@@ -199,12 +199,14 @@ def check_undivided(options: StepOptions, shard_by: Sharding) -> None:
     rule = chosen_rule(options)
     if rule != DEFAULT:
         raise ConfigError(
-            f"--{rule.replace('_', '-')} does not go with --elastic: every rank must hold all of the state. Leave "
+            f"{opt(rule)} does not go with {opt('elastic')}: every rank must hold all of the state. "
+            "Leave "
             "out one of them."
         )
     if shard_by == "files":
         raise ConfigError(
-            "--shard-by=files does not go with --elastic: within an epoch its files cannot be divided among other "
+            f"--shard-by files does not go with {opt('elastic')}: within an epoch its files cannot be divided among "
+            "other "
             "ranks. Leave out one of them."
         )
 

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
+from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
@@ -58,7 +58,7 @@ def training_data(
     if isinstance(data, tf.data.Dataset | WeightedDataset):
         return _dataset(data, backend=backend, batch=batch, steps_per_epoch=steps_per_epoch, service=service)
     if service:
-        raise ConfigError("--data-service is for a tf.data.Dataset. Received: data of another kind.")
+        raise ConfigError(f"{opt('data_service')} is for a tf.data.Dataset. Received: data of another kind.")
     if is_stream(data):
         return _stream(data, backend=backend, batch=batch, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
     if batch is None:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.desync import DesyncConfig
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.exchange import ExchangeConfig, SparseName
 from hvdtrain.config.pipeline import PipelineConfig
 from hvdtrain.config.precision import PrecisionName
@@ -47,9 +47,13 @@ class StepOptions(
         ):
             part.__post_init__(self)
         if self.jit and self.sync_batch_norm:
-            raise ConfigError("--jit cannot hold the exchange of --sync-batch-norm: leave out one of them.")
+            raise ConfigError(
+                f"{opt('jit')} cannot hold the exchange of {opt('sync_batch_norm')}: leave out one of them."
+            )
         if self.jit and self.recompute:
-            raise ConfigError("XLA merges the second forward pass of --recompute with the first: leave out --jit.")
+            raise ConfigError(
+                f"XLA merges the second forward pass of {opt('recompute')} with the first: leave out {opt('jit')}."
+            )
 
     def refuse_with(self, rule: str, unfit: Mapping[str, bool]) -> None:
         """Refuse options that an update rule has no use for.
@@ -74,9 +78,9 @@ class StepOptions(
         if self.reduce_op != "adasum" or size == 1:
             return
         if controller != "mpi":
-            raise ConfigError("--reduce-op=adasum needs MPI: start with mpirun, or horovodrun --mpi.")
+            raise ConfigError(f"{opt('reduce_op', 'adasum')} needs MPI: start with mpirun, or horovodrun --mpi.")
         if size & (size - 1):
-            raise ConfigError(f"--reduce-op=adasum needs 2, 4, 8 … ranks. Received: {size}.")
+            raise ConfigError(f"{opt('reduce_op', 'adasum')} needs 2, 4, 8 … ranks. Received: {size}.")
 
     def check_backend(self, name: str, lacks: Collection[str]) -> None:
         """Refuse what the backend `name` cannot do: options that it `lacks`, and Adasum where one is compression.
@@ -86,10 +90,11 @@ class StepOptions(
         """
         given = next((option for option in self.chosen() if option in lacks), None)
         if given is None and lacks and self.reduce_op == "adasum":
-            given = "reduce_op=adasum"
+            given = "reduce_op"
         if given is not None:
+            option = opt(given, self.reduce_op if given == "reduce_op" else None)
             raise ConfigError(
-                f"--{given.replace('_', '-')} is not for --backend={name}: leave it out, or use --backend=horovod."
+                f"{option} is not for {opt('backend', name)}: leave it out, or use {opt('backend', 'horovod')}."
             )
 
     def chosen(self) -> dict[str, Any]:

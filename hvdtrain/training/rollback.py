@@ -5,7 +5,7 @@ from collections.abc import Callable
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.restore import restore
-from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.config.errors import CheckpointError, ConfigError, opt
 from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import StepOptions
@@ -20,8 +20,9 @@ def check_rollback(options: StepOptions, *, saves: bool) -> None:
     """
     if options.on_bad_step == "rollback" and not saves:
         raise ConfigError(
-            "--on-bad-step=rollback goes back to the newest checkpoint of the training. Received: a training that "
-            "saves none. Pass fit(…, checkpoint=FOLDER), or use --on-bad-step=skip."
+            f"{opt('on_bad_step', 'rollback')} goes back to the newest checkpoint of the training. Received: a "
+            "training that "
+            f"saves none. Pass fit(…, checkpoint=FOLDER), or use {opt('on_bad_step', 'skip')}."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.elastic import COMMIT_EVERY, check_commits
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.optim.precision import precision
 from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch
 from hvdtrain.training.evaluation.evaluate import Evaluation
@@ -158,7 +158,7 @@ class Trainer(FittingTrainer):
         if elastic:
             return self._fit_elastically(request, check_commits(commit_every))
         if commit_every != COMMIT_EVERY:
-            raise ConfigError("--commit-every has no effect without --elastic: leave it out.")
+            raise ConfigError(f"{opt('commit_every')} has no effect without {opt('elastic')}: leave it out.")
         return self._fit(request)
 
     def evaluate(

@@ -122,7 +122,7 @@ def _splits(found: Found, validation: int) -> dict[str, np.ndarray]:
 
 def _shard_counts(found: Found, splits: dict[str, np.ndarray], shards: int, shard_mb: int) -> dict[str, int]:
     if shards > len(splits["train"]):
-        raise ConfigError(f"--shards={shards} is more than the {len(splits['train'])} training images.")
+        raise ConfigError(f"--shards {shards} is more than the {len(splits['train'])} training images.")
     if shards:
         share = shards / len(splits["train"])
         return {name: shards if name == "train" else max(1, round(share * len(n))) for name, n in splits.items()}

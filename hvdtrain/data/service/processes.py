@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import DataError
+from hvdtrain.config.errors import DataError, opt
 from hvdtrain.data.service.served import distributed
 from hvdtrain.runtime.launchers.inherited import without_launcher
 
@@ -53,7 +53,9 @@ def _address_of(child: "subprocess.Popen[bytes]") -> str:
     timer.cancel()
     if not line.startswith("grpc://"):
         said = child.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-        raise DataError(f"--data-service=local: its process did not start: {' '.join(said) or 'it said nothing'}.")
+        raise DataError(
+            f"{opt('data_service', 'local')}: its process did not start: {' '.join(said) or 'it said nothing'}."
+        )
     threading.Thread(target=_outlast, args=(child,), daemon=True).start()
     return line
 
@@ -79,7 +81,7 @@ def check_address(address: str, timeout: float = REACH_TIMEOUT_S, answer_timeout
     if not reachable(address, timeout):
         raise DataError(
             f"The service {address} cannot be reached within {timeout:g} s. Start it there with "
-            "`python -m hvdtrain data serve`, or use --data-service=local."
+            f"`python -m hvdtrain data serve`, or use {opt('data_service', 'local')}."
         )
     found: list[int] = []
     probe = threading.Thread(target=lambda: found.append(_workers(address)), daemon=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import ConfigError, DataError, opt
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.service.processes import check_address, start_local, watch
 from hvdtrain.runtime.control.channel import end_process
@@ -15,9 +15,9 @@ from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import current, has_session
 
 PYTHON = (
-    "--data-service runs no Python code of this process, and the data call some for their samples (py_function, "
-    "numpy_function, from_generator, --shard-by files, or a source that reads in Python). Leave --data-service out, or "
-    "use TensorFlow's own operations."
+    f"{opt('data_service')} runs no Python code of this process, and the data call some for their samples "
+    "(py_function, numpy_function, from_generator, --shard-by files, or a source that reads in Python). Leave "
+    f"{opt('data_service')} out, or use TensorFlow's own operations."
 )
 
 
@@ -51,7 +51,8 @@ def addresses_in(option: str) -> list[str]:
         host, _, port = address.removeprefix("grpc://").rpartition(":")
         if not (address.startswith("grpc://") and host and port.isdigit()):
             raise ConfigError(
-                f"--data-service is local, or grpc://HOST:PORT, several separated by commas. Received: {option!r}."
+                f"{opt('data_service')} is local, or grpc://HOST:PORT, several separated by commas. Received: "
+                f"{option!r}."
             )
     return addresses
 

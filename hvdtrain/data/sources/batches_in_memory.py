@@ -44,7 +44,7 @@ def in_memory(data: Any, name: str) -> ArraySource:
 
 
 def _batches(data: Any, name: str) -> Iterator[Any]:
-    endless = f"{name} never ends and cannot be held: use take(), or leave out --cache and pass --steps-per-epoch=N."
+    endless = f"{name} never ends and cannot be held: use take(), or leave out --cache and pass --steps-per-epoch N."
     if isinstance(data, tf.data.Dataset):
         if data.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise DataError(endless)

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError, NoSamplesError
+from hvdtrain.config.errors import ConfigError, NoSamplesError, opt
 from hvdtrain.data.batch import Batch, as_batch, per_replica
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
 from hvdtrain.data.service.served import distributed
@@ -128,7 +128,7 @@ def known_length(dataset: tf.data.Dataset) -> int | None:
     """
     count = int(dataset.cardinality())
     if count == tf.data.INFINITE_CARDINALITY:
-        raise ConfigError("The dataset never ends: pass --steps-per-epoch=N.")
+        raise ConfigError(f"The dataset never ends: pass {opt('steps_per_epoch', 'N')}.")
     return None if count == tf.data.UNKNOWN_CARDINALITY else count
 
 
@@ -137,7 +137,7 @@ def evaluation_of_dataset(
 ) -> tf.data.Dataset:
     """Return this replica's slice of every batch of a user's finite dataset; see `DatasetTraining`."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ConfigError("The validation dataset never ends: use take(), or pass --validation-steps=N.")
+        raise ConfigError(f"The validation dataset never ends: use take(), or pass {opt('validation_steps', 'N')}.")
     if shards is not None:
         return shards.slices(index, size).prefetch(PREFETCH)
     return sliced(dataset, index, size).prefetch(PREFETCH)

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
+from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.order import Order
 from hvdtrain.data.streams.ahead import ahead
@@ -104,7 +104,7 @@ class PyDatasetTraining:
         per_replica(batch, size, uneven=uneven)
         count = dataset.num_batches
         if count is None and steps_per_epoch is None:
-            raise ConfigError(f"{_name(dataset)} never ends (num_batches is None): pass --steps-per-epoch=N.")
+            raise ConfigError(f"{_name(dataset)} never ends (num_batches is None): pass {opt('steps_per_epoch', 'N')}.")
         if count is not None and steps_per_epoch is not None:
             raise ConfigError(f"steps_per_epoch is for data that do not end; {_name(dataset)} has {count} batches.")
         self.batch = batch
@@ -232,7 +232,7 @@ class StreamEvaluation:
 
     def __init__(self, data: Any, *, index: int, size: int) -> None:
         if isinstance(data, keras.utils.PyDataset) and data.num_batches is None:
-            raise ConfigError(f"{_name(data)} never ends (num_batches is None): pass --validation-steps=N.")
+            raise ConfigError(f"{_name(data)} never ends (num_batches is None): pass {opt('validation_steps', 'N')}.")
         self._data = data
         self._cut = Cut(0, index, size, _name(data))
 

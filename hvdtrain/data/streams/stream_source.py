@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import ConfigError, DataError, opt
 from hvdtrain.data.streams.given import content_of
 from hvdtrain.data.streams.global_batches import standard
 from hvdtrain.data.streams.python_batches import opened
@@ -76,8 +76,8 @@ class StreamSource:
             return self.data if batch_size_of(self.data) == batch else self.data.rebatch(batch)
         if self.rows != batch:
             raise ConfigError(
-                f"The batches of {self.name} are global batches, of {self.rows} samples. Received: {option} {batch}. "
-                f"Use {option}={self.rows}, or --cache=memory to read them once into memory."
+                f"The batches of {self.name} are global batches, of {self.rows} samples. Received: {opt(option)} "
+                f"{batch}. Use {opt(option, self.rows)}, or --cache memory to read them once into memory."
             )
         return self.data
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.differentiable import exchange_parts, gather_to
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.group import Group
 from hvdtrain.parallel.context.positions import POSITION_DIM
 from hvdtrain.parallel.tensor.layers.attention import KINDS
@@ -65,7 +65,7 @@ def _check(layer: Any, ranks: int) -> None:
     if tuple(axes) != (POSITION_DIM,):
         raise ConfigError(
             f"{described(layer)} attends along the dims {tuple(axes)}, and cp={ranks} cuts dim {POSITION_DIM} of "
-            "[batch, positions, features]: leave cp out of --parallel, or attention_axes out of the layer."
+            f"[batch, positions, features]: leave cp out of {opt('parallel')}, or attention_axes out of the layer."
         )
     heads = int(layer._query_dense._kernel.shape[1])
     if heads % ranks:
@@ -118,7 +118,7 @@ def _note(layer: Any, group: Group) -> None:
         if options.get("return_attention_scores"):
             raise ConfigError(
                 f"{described(layer)} computes some heads on each rank along cp, and none has the scores of all: leave "
-                "out return_attention_scores=True, or cp in --parallel."
+                f"out return_attention_scores=True, or cp in {opt('parallel')}."
             )
         with group.record.call(described(layer)) as flow:
             inputs = [x for x in (query, value, key) if x is not None]

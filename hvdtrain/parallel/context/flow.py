@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.positions import POSITION_DIM
 from hvdtrain.parallel.tensor.flow.check import place_of
 from hvdtrain.parallel.tensor.flow.constants import of_constants
@@ -45,7 +45,7 @@ def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]
     if not same_operations(whole.operations, sliced.operations):
         raise ConfigError(
             "The model computes something else from a slice of a sequence than from all of it, as its code looks at "
-            "the length: leave cp out of --parallel."
+            f"the length: leave cp out of {opt('parallel')}."
         )
     for mine, theirs in zip(sliced.operations, whole.operations, strict=True):
         _compare_constants(mine, theirs)
@@ -141,7 +141,7 @@ class _Walk:
             raise ConfigError(
                 f"{place_of(op)} {what}, of which each rank along cp has a slice ({op.type}). Each position must be "
                 "computed from itself alone, but for MultiHeadAttention and GroupQueryAttention: leave the layer out, "
-                "or cp in --parallel."
+                f"or cp in {opt('parallel')}."
             )
         whole = self._whole.get(id(op))
         self.draws.meet_slice(op, inputs, whole if whole is not None and whole.type == op.type else op, place_of(op))
@@ -164,7 +164,7 @@ class _Walk:
                 raise ConfigError(
                     f"cp={ranks} cuts sequences, and each output must have one value for each position, [batch, "
                     f"positions, …]. Received: an output of the shape {tuple(tensor.shape)} that is no slice. Leave cp "
-                    "out of --parallel for a model that puts sequences together."
+                    f"out of {opt('parallel')} for a model that puts sequences together."
                 )
 
 
@@ -183,7 +183,7 @@ def _confirm(tensor: Any, whole: Any, layout: Layout, ranks: int) -> None:
     raise ConfigError(
         f"{place_of(tensor.op)} gives the shape {tuple(tensor.shape)} of a slice of a sequence, and "
         f"{tuple(whole.shape)} of all of it: it does not compute each position from itself alone. Leave the layer out, "
-        "or cp in --parallel."
+        f"or cp in {opt('parallel')}."
     )
 
 
@@ -200,7 +200,7 @@ def _compare_constants(mine: Any, theirs: Any) -> None:
     place = place_of(users[0]) if users else place_of(mine)
     raise ConfigError(
         f"{place} computes with the length of the sequence, of which each rank along cp has a slice: {whole} for "
-        f"all of it, and {value} for a slice. Leave the layer out, or cp in --parallel."
+        f"all of it, and {value} for a slice. Leave the layer out, or cp in {opt('parallel')}."
     )
 
 
@@ -215,5 +215,5 @@ def _unlike(layer: str, layout: Layout, tensor: Any, place: int | None) -> str:
     wanted = "whole sequences" if place is None else f"slices along dim {place}"
     return (
         f"{layer} needs {wanted}, and is given a slice along dim {layout.dim} of {shape} by {layout.origin}: it does "
-        "not compute each position from itself alone. Leave the layer out, or cp in --parallel."
+        f"not compute each position from itself alone. Leave the layer out, or cp in {opt('parallel')}."
     )

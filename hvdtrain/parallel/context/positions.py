@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.differentiable import gather_to
 from hvdtrain.backends.protocol import Collectives
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.compiled import numbered
 
 POSITION_DIM = 1
@@ -162,6 +162,6 @@ def _of_positions(tensor: Any, output: Any, positions: Positions, what: str) -> 
         whole = None if length is None else length * positions.ranks
         raise ConfigError(
             f"cp={positions.ranks} cuts {what} along the sequence, [batch, {whole}, …], as it does the outputs. "
-            f"Received: {what} of the shape {tuple(tensor.shape)}. Leave cp out of --parallel."
+            f"Received: {what} of the shape {tuple(tensor.shape)}. Leave cp out of {opt('parallel')}."
         )
     return positions.of(tensor, what=what)

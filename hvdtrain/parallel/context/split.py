@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.exchanging import ExchangingLayer
 from hvdtrain.parallel.context.attention import is_attention, split_attention
 from hvdtrain.parallel.context.cuts import cut_lookups, cut_output, is_embedding
@@ -92,7 +92,7 @@ def _length_of(model: Any, specs: Any, ranks: int) -> int:
     if first is None:
         raise ConfigError(
             f"cp={ranks} cuts sequences, inputs [batch, positions, …], and {model.name!r} has none. Leave cp out of "
-            "--parallel."
+            f"{opt('parallel')}."
         )
     length = first.shape[POSITION_DIM]
     if length is None:
@@ -123,7 +123,7 @@ def _traced(model: Any, specs: Any, group: Group, *, training: bool) -> Trace:
     if other is not None:
         raise ConfigError(
             f"{described(other)} adds a loss, which would be that of a slice of each sequence: leave it out, or cp in "
-            "--parallel."
+            f"{opt('parallel')}."
         )
     return trace
 
@@ -137,10 +137,10 @@ def _refuse_unfit(layer: Any) -> None:
     if isinstance(layer, ExchangingLayer) and not is_experts(layer):
         raise ConfigError(
             f"{described(layer)} counts the tokens of whole samples for their way to other ranks, and along cp a rank "
-            "has slices of samples: leave the layer out, or cp in --parallel."
+            f"has slices of samples: leave the layer out, or cp in {opt('parallel')}."
         )
     if getattr(layer, "activity_regularizer", None) is not None:
         raise ConfigError(
             f"The activity regularizer of {described(layer)} would look at a slice of each sequence: leave it out, or "
-            "cp in --parallel."
+            f"cp in {opt('parallel')}."
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.registry import suggestion
 from hvdtrain.parallel.pipeline.cost import flops
 from hvdtrain.parallel.pipeline.graph import Graph, graph_of, is_float, masks_at, sliced_tensors, variables_of
@@ -94,9 +94,10 @@ def _refuse_slices(cut: Cut, sliced: AbstractSet[int]) -> None:
         tensor = next((tensor for tensor in cut.incoming(stage) if id(tensor) in sliced), None)
         if tensor is not None:
             raise ConfigError(
-                "Stages exchange whole tensors, and --pipeline-stages names a layer that takes a slice on each rank "
+                f"Stages exchange whole tensors, and {opt('pipeline_stages')} names a layer that takes a slice on each "
+                "rank "
                 f"along tp. Received: {cut.first_names()[stage]}, which takes {tensor.name!r}. Name a layer before or "
-                "behind it, and leave out --sequence-parallel."
+                f"behind it, and leave out {opt('sequence_parallel')}."
             )
 
 
@@ -117,12 +118,12 @@ def _equal_bounds(model: Any, graph: Graph, costs: Sequence[float], stages: int,
     if sliced and _smallest_largest(graph, costs, list(range(len(graph.nodes) + 1)), stages) is not None:
         raise ConfigError(
             f"{type(model).__name__} {model.name!r} is split along tp so that it cannot be cut into {stages} stages: "
-            "they exchange whole tensors. Use fewer ranks along pp, and leave out --sequence-parallel."
+            f"they exchange whole tensors. Use fewer ranks along pp, and leave out {opt('sequence_parallel')}."
         )
     raise ConfigError(
         f"{type(model).__name__} {model.name!r} cannot be cut into {stages} stages that each have weights to train. "
         f"Received: {trained} layer{'s' if trained != 1 else ''} with such weights. Use fewer ranks along pp, or fewer "
-        f"--virtual-stages.{_advice_on_nested(graph)}"
+        f"{opt('virtual_stages')}.{_advice_on_nested(graph)}"
     )
 
 
@@ -183,19 +184,21 @@ def _smallest_largest(
 def _named_bounds(model: Any, graph: Graph, stages: int, names: Sequence[str]) -> list[int]:
     if len(names) != stages - 1:
         raise ConfigError(
-            f"--pipeline-stages names the first layer of each stage but the first: {stages - 1} for {stages} stages. "
+            f"{opt('pipeline_stages')} names the first layer of each stage but the first: {stages - 1} for {stages} "
+            "stages. "
             f"Received: {', '.join(names)}."
         )
     bounds = [0, *(_place(model, graph, name) for name in names), len(graph.nodes)]
     for stage, (begin, end) in enumerate(pairwise(bounds)):
         if begin >= end:
             raise ConfigError(
-                "--pipeline-stages names layers in the order in which the model calls them, and not its first. "
+                f"{opt('pipeline_stages')} names layers in the order in which the model calls them, and not its first. "
                 f"Received: {', '.join(names)}."
             )
         if not _trained(graph.nodes[begin:end]):
             raise ConfigError(
-                f"Stage {stage} of --pipeline-stages has no weights to train. Received: {', '.join(names)}. Name "
+                f"Stage {stage} of {opt('pipeline_stages')} has no weights to train. Received: {', '.join(names)}. "
+                "Name "
                 "layers that are farther apart."
             )
     return bounds
@@ -205,7 +208,7 @@ def _place(model: Any, graph: Graph, name: str) -> int:
     names = [node.operation.name for node in graph.nodes]
     if name not in names:
         raise ConfigError(
-            f"{type(model).__name__} {model.name!r} calls no layer {name!r}, which --pipeline-stages names."
+            f"{type(model).__name__} {model.name!r} calls no layer {name!r}, which {opt('pipeline_stages')} names."
             f"{suggestion(name, dict.fromkeys(names, ''))}"
         )
     return names.index(name)

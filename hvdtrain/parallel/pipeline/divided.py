@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.pipeline.graph import variables_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.variables import unwrap
@@ -59,7 +59,7 @@ def _places(stage: PipelineStage) -> dict[str, int]:
 def _refusal(name: str, method: str, instead: str) -> Any:
     def refuse(*args: Any, **options: Any) -> None:
         raise ConfigError(
-            f"--parallel pp=… has cut {name!r} into stages, and each rank trains the layers of its own: "
+            f"{opt('parallel')} pp=… has cut {name!r} into stages, and each rank trains the layers of its own: "
             f"model.{method}() would use those of other ranks as they were before the training. Use {instead}."
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 
 MASK = "_keras_mask"
 """Keras' attribute for the mask of a tensor."""
@@ -43,7 +43,8 @@ def graph_of(model: Any) -> Graph:
     """
     if not _is_graph(model):
         raise ConfigError(
-            "--parallel pp=… cuts Functional and Sequential models, whose layers are known, into stages. Received: "
+            f"{opt('parallel')} pp=… cuts Functional and Sequential models, whose layers are known, into stages. "
+            "Received: "
             f"{type(model).__name__} {model.name!r}{_advice(model)}"
         )
     functional = functional_of(model)

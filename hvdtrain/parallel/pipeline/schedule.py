@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.pipeline import ScheduleName
 
 PassKind = Literal["forward", "backward"]
@@ -94,14 +94,15 @@ def schedule_of(name: ScheduleName, rank: int, ranks: int, microbatches: int, ch
         if microbatches % ranks:
             near = max(1, microbatches // ranks) * ranks
             raise ConfigError(
-                f"--pipeline-schedule=interleaved passes microbatches on in groups of {ranks}, one for each rank. "
-                f"Received: --accumulate={microbatches}. Use --accumulate={near} or {near + ranks}."
+                f"{opt('pipeline_schedule', 'interleaved')} passes microbatches on in groups of {ranks}, one for each "
+                "rank. "
+                f"Received: {opt('accumulate', microbatches)}. Use {opt('accumulate', near)} or {near + ranks}."
             )
         return interleaved(rank, ranks, microbatches, chunks)
     plain: dict[str, Callable[[int, int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
     if name not in plain:
         raise ConfigError(
-            f"--pipeline-schedule must be one of {', '.join(get_args(ScheduleName))}. Received: {name!r}."
+            f"{opt('pipeline_schedule')} must be one of {', '.join(get_args(ScheduleName))}. Received: {name!r}."
         )
     return plain[name](rank, ranks, microbatches)
 

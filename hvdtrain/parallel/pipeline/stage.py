@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.experts.mixture import MixtureOfExperts, expert_layers
 from hvdtrain.parallel.outputs import marked_outputs, whole_outputs
 from hvdtrain.parallel.pipeline.cut import Cut, shared_variables
@@ -182,7 +182,7 @@ class PipelineStage(keras.Model):
                 raise ConfigError(
                     f"{type(layer).__name__} {layer.name!r} adds a loss of its activations (by add_loss or "
                     "activity_regularizer), which a pipeline counts of layers of experts only: train without "
-                    "--parallel pp=…, or leave that loss out."
+                    f"{opt('parallel')} pp=…, or leave that loss out."
                 )
 
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.inputs import built, input_specs
 from hvdtrain.parallel.tensor.agreement import agree_on_slices
 from hvdtrain.parallel.tensor.building import Building, Made, cut_in_place
@@ -70,7 +70,7 @@ class Parallelization:
         if not cuts:
             raise ConfigError(
                 f"No rule cuts a variable of {model.name!r}, and tp={self._exchange.size} ranks would do the same "
-                "work. Leave tp out of --parallel, or write a layout with 'tp'."
+                f"work. Leave tp out of {opt('parallel')}, or write a layout with 'tp'."
             )
         layers = sliced_layers(model, cuts)
         self._follow_kernels(layers, cuts)
@@ -104,7 +104,7 @@ class Parallelization:
                 found.append((layer, cut))
         if self._group.sequence and not any(cut for _, cut in found) and self._exchange.size > 1:
             raise ConfigError(
-                "--sequence-parallel needs a rule for where the sequence is cut first, such as "
+                f"{opt('sequence_parallel')} needs a rule for where the sequence is cut first, such as "
                 '{"embeddings/output": (None, "tp", None)} for a layer of that name.'
             )
         if not self._group.sequence:

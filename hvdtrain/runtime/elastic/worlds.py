@@ -53,7 +53,7 @@ class Worlds:
             try:
                 take_next_place(self._environ, RuntimeConfig.load_timeout)
             except NoPlaceError as error:
-                print(f"hvdtrain: {error.message}", file=sys.stderr)
+                print(f"hvdtrain: {error}", file=sys.stderr)
                 end_process(_NO_PLACE)
         self.entered += 1
         self._hosts.listen()

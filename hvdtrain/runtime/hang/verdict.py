@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.config.errors import opt
 from hvdtrain.runtime.control.channel import name_ranks
 from hvdtrain.runtime.hang.progress import Report
 
@@ -68,7 +69,10 @@ def describe_hang(verdict: Verdict, ranks: Mapping[int, Seen], timeout: float) -
     lines = [first, *_lines(verdict, ranks)]
     if not verdict.silent and not verdict.stuck:
         lines.append("  They wait in different collectives, or in one that another rank has left out or called twice.")
-    lines.append("Where ranks may be apart for longer, use a larger --hang-timeout; --hang-timeout=0 never ends a job.")
+    lines.append(
+        f"Where ranks may be apart for longer, use a larger {opt('hang_timeout')}; {opt('hang_timeout', 0)} never ends "
+        "a job."
+    )
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from hvdtrain.config.errors import opt
 from hvdtrain.runtime.control.channel import name_ranks
 from hvdtrain.runtime.network.sockets import heard, probe_when_idle, remote_address, shared, sockets
 
@@ -99,5 +100,5 @@ def describe_broken_link(hosts: Sequence[str], ranks: Mapping[str, Sequence[int]
     return (
         f"The link to {named} is broken: no packet has come from there for {seconds:.0f} s. The network or the "
         f"{'machine' if len(hosts) == 1 else 'machines'} must be down, or this host's own network. Mend it and start "
-        "the job again; where a network may be away for longer, use a larger --link-timeout (0: wait for it)."
+        f"the job again; where a network may be away for longer, use a larger {opt('link_timeout')} (0: wait for it)."
     )

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.observability import TraceConfig
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.hang.activity import Activity, Phase
@@ -74,7 +74,7 @@ class Trace:
         beyond = [rank for rank in self.config.profile_ranks if rank >= place.size]
         if beyond:
             raise ConfigError(
-                f"--profile-ranks names ranks of the job, of which there are {place.size}, from 0. "
+                f"{opt('profile_ranks')} names ranks of the job, of which there are {place.size}, from 0. "
                 f"Received: {beyond[0]}."
             )
         first, self._place = self._place is None, place
@@ -84,7 +84,7 @@ class Trace:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"--timeline={self.config.timeline} cannot be written: {error.strerror}. Name another file."
+                f"{opt('timeline', self.config.timeline)} cannot be written: {error.strerror}. Name another file."
             ) from error
         if self._theirs in (None, DYNAMIC):
             self._horovod = self._folder / f"horovod-{place.world}-{os.getpid()}.json"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from hvdtrain.backends.parameter_server import ParameterServerBackend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.asynchronous.evaluate import AsynchronousEvaluator, AsynchronousPredictor
@@ -30,7 +30,8 @@ class AsynchronousStepFactory(CompiledStepFactory):
         super().__init__(backend, model, optimizer, objective, options)
         if any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
             raise ConfigError(
-                f"hvdtrain.Recompute is not for --backend={backend.name}: leave it out, or use --backend=horovod."
+                f"hvdtrain.Recompute is not for {opt('backend', backend.name)}: leave it out, or use "
+                f"{opt('backend', 'horovod')}."
             )
         self._workers = backend.workers
 

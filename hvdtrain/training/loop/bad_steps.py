@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.bad_steps import BadStepConfig
-from hvdtrain.config.errors import BadStepError, NonFiniteError
+from hvdtrain.config.errors import BadStepError, NonFiniteError, opt
 from hvdtrain.observability.wording import plural
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.loss_monitor import BadStep
@@ -16,7 +16,7 @@ from hvdtrain.training.loop.loss_monitor import BadStep
 NAMED = 3
 """Bad steps that are named one by one each time that totals are read."""
 TIMEOUT_S = 600.0
-ADVICE = "A lower --learning-rate, a warm-up or --clip-norm may help."
+ADVICE = f"A lower {opt('learning_rate')}, a warm-up or {opt('clip_norm')} may help."
 
 
 class BadStepPolicy:
@@ -95,7 +95,8 @@ class BadStepPolicy:
             return
         last = f"{bad[0].where}: {causes[0]}" if bad else "the parameters are NaN or infinite"
         raise _error(
-            bad[0] if bad else None, f"{what} ({last}). {ADVICE} --max-bad-steps={most} is the most that is tolerated."
+            bad[0] if bad else None,
+            f"{what} ({last}). {ADVICE} {opt('max_bad_steps', most)} is the most that is tolerated.",
         )
 
     def _causes(self, bad: Sequence[BadStep]) -> list[str]:

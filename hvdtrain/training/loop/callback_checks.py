@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 
 _callbacks = keras.callbacks
 
@@ -40,7 +40,8 @@ def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
     for callback in tf.nest.flatten(list(callbacks)):
         if isinstance(callback, _callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise ConfigError(
-                f"ModelCheckpoint(save_freq={callback.save_freq}) would save rank 0's own weights, which --local-steps "
+                f"ModelCheckpoint(save_freq={callback.save_freq}) would save rank 0's own weights, which "
+                f"{opt('local_steps')} "
                 'averages later: use save_freq="epoch".'
             )
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import DesyncError
+from hvdtrain.config.errors import DesyncError, opt
 from hvdtrain.state.hashes import TensorHashes
 from hvdtrain.state.holders import TIMEOUT_S, Holders
 from hvdtrain.state.train_state import TrainState
@@ -138,13 +138,14 @@ def _other_causes(threads: Sequence[int]) -> str:
     return (
         f"Or ranks round differently: rank {threads.index(fewest)} computes with {fewest} threads and rank "
         f"{threads.index(most)} with {most}, and an optimizer that adds up whole weights, as Lamb, Adafactor, Muon and "
-        "clipnorm do, needs --threads the same on all."
+        f"clipnorm do, needs {opt('threads')} the same on all."
     )
 
 
 def _message_of_gradients(where: str, deviations: Mapping[str, float]) -> str:
     return (
-        f"After {where} ranks that hold slices of the same layers (tp in --parallel) must have computed the same "
+        f"After {where} ranks that hold slices of the same layers (tp in {opt('parallel')}) must have computed the "
+        "same "
         "gradients of what each of them holds whole, but for rounding. Received: gradients that differ by "
         f"{max(deviations.values()):.1%} of the norm of all of them, of {_named(list(deviations))}. These ranks see "
         "the same samples: a layer draws its own numbers on each rank, as by NumPy in a tf.numpy_function, or depends "

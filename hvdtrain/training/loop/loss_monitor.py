@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.config.errors import NonFiniteError
+from hvdtrain.config.errors import NonFiniteError, opt
 from hvdtrain.training.step.guard import GOOD, SPIKE, GuardedTotals
 from hvdtrain.training.step.result import Totals
 
@@ -163,7 +163,8 @@ class LossMonitor:
         if loss_scale is not None and loss_scale < MIN_LOSS_SCALE:
             raise NonFiniteError(
                 f"The loss scale fell to {loss_scale:g} by {self._place(self._read - 1)}, and gradients overflow "
-                "still: a lower --learning-rate, --clip-norm or --precision=mixed_bfloat16 may help."
+                f"still: a lower {opt('learning_rate')}, {opt('clip_norm')} or {opt('precision', 'mixed_bfloat16')} "
+                "may help."
             )
 
     def _cause(self, bad_loss: int | None) -> str:
@@ -172,11 +173,11 @@ class LossMonitor:
         if bad_loss is not None:
             return (
                 f"The loss became NaN or infinite at {self._place(bad_loss)}, with sound data: a lower "
-                "--learning-rate or a warm-up may help."
+                f"{opt('learning_rate')} or a warm-up may help."
             )
         return (
             f"Parameters became NaN or infinite by {self._place(self._read - 1)}, with sound data and a finite "
-            "loss: a lower --learning-rate may help, and --log-every=1 shows the step."
+            f"loss: a lower {opt('learning_rate')} may help, and {opt('log_every', 1)} shows the step."
         )
 
     def _place(self, step: int) -> str:

@@ -70,6 +70,6 @@ class Saving:
             if best is not None and best["step"] == step:
                 self._state.scalars.best = self._best_before.get(step)
             if self._speaks:
-                what = error.message.rstrip(".")
+                what = str(error).rstrip(".")
                 text = f"hvdtrain: warning: {what}. Checkpoints that are there stay, and training goes on."
                 say(text)

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.positions import POSITION_DIM, Positions, with_positions
 from hvdtrain.training.objective.losses import LossFunction
 from hvdtrain.training.objective.metrics import MetricSet
@@ -34,13 +34,13 @@ def check_positions(loss: LossFunction, metrics: MetricSet, targets: Any, output
     if not _alike(tf.add_n(parts), whole):
         raise ConfigError(
             f"The loss looks at several positions, of which each rank along cp={ranks} has a slice: it must have a "
-            "value for each position. Use another loss, or leave cp out of --parallel."
+            f"value for each position. Use another loss, or leave cp out of {opt('parallel')}."
         )
     for number, bound in enumerate(metrics.bound):
         if not _adds_up(metrics, number, (targets, outputs), slices):
             raise ConfigError(
                 f"The metric {bound.name!r} looks at several positions, of which each rank along cp={ranks} has a "
-                "slice: it must have a value for each position. Leave it out, or cp in --parallel."
+                f"slice: it must have a value for each position. Leave it out, or cp in {opt('parallel')}."
             )
 
 

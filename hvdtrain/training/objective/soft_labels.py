@@ -32,7 +32,7 @@ def soft_label_loss(config: DataConfig, loss: Any) -> Any:
         return loss
     loss = keras.losses.get(loss)
     if not isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
-        raise ConfigError(f"--augment=mixup blends labels: it needs the cross-entropy of labels. Received: {loss}.")
+        raise ConfigError(f"--augment mixup blends labels: it needs the cross-entropy of labels. Received: {loss}.")
     return keras.losses.CategoricalCrossentropy(from_logits=loss.get_config()["from_logits"])
 
 

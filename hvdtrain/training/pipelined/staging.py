@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.experts.mixture import expert_layers
 from hvdtrain.layers.sync_batch_norm import sync_layers
@@ -62,13 +62,13 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
 def _check_options(options: StepOptions, ranks: int) -> None:
     """Refuse what the stages of a pipeline do not do yet, or cannot."""
     options.refuse_with(
-        "--parallel pp=…",
+        f"{opt('parallel')} pp=…",
         {
-            "--jit": options.jit,
-            "--sync-batch-norm": options.sync_batch_norm,
-            "--local-steps": options.local_steps is not None,
-            f"--zero={options.zero}": options.zero > 2,
-            "--reduce-op=adasum": options.reduce_op == "adasum",
+            opt("jit"): options.jit,
+            opt("sync_batch_norm"): options.sync_batch_norm,
+            opt("local_steps"): options.local_steps is not None,
+            opt("zero", options.zero): options.zero > 2,
+            opt("reduce_op", "adasum"): options.reduce_op == "adasum",
         },
     )
     schedule_of(
@@ -82,18 +82,19 @@ def _check_model(model: Any) -> None:
     if divided is not None:
         raise ConfigError(
             f"{type(divided).__name__} {divided.name!r} is divided among the ranks along ep, which does not go with "
-            "--parallel pp=…: layers of experts alone do. Leave pp out, or let each rank hold the whole table."
+            f"{opt('parallel')} pp=…: layers of experts alone do. Leave pp out, or let each rank hold the whole table."
         )
     synchronized = sync_layers(model)
     if synchronized:
         raise ConfigError(
-            f"SyncBatchNormalization {synchronized[0].name!r} does not go with --parallel pp=…: microbatches pass a "
+            f"SyncBatchNormalization {synchronized[0].name!r} does not go with {opt('parallel')} pp=…: microbatches "
+            "pass a "
             "stage at different times on each rank. Use BatchNormalization."
         )
     if has_own_step(model):
         raise ConfigError(
             f"{type(model).__name__} {model.name!r} has a train_step of its own, which calls the whole model: it does "
-            "not go with --parallel pp=…."
+            f"not go with {opt('parallel')} pp=…."
         )
 
 
@@ -107,7 +108,7 @@ def _refuse_shared_state(stage: PipelineStage) -> None:
             raise ConfigError(
                 f"{variable.path!r} changes whenever its layer is called, and several stages of the pipeline would "
                 f"each change a copy. Received: a layer that stages {stages} call. Use a layer for each call, or cut "
-                "the model elsewhere with --pipeline-stages."
+                f"the model elsewhere with {opt('pipeline_stages')}."
             )
 
 
@@ -116,8 +117,10 @@ def _refuse_rounding_by_stage(stage: PipelineStage, options: StepOptions) -> Non
     tied = next((path for path, weight in stage.tied.items() if weight.trainable), None)
     if tied is not None and options.compression == "fp16":
         raise ConfigError(
-            f"--compression=fp16 does not go with a weight that several stages of a pipeline use. Received: {tied!r}. "
-            "Its scale is that of each stage's message, and the stages would drift apart: use --compression=bf16."
+            f"{opt('compression', 'fp16')} does not go with a weight that several stages of a pipeline use. Received: "
+            f"{tied!r}. "
+            "Its scale is that of each stage's message, and the stages would drift apart: use "
+            f"{opt('compression', 'bf16')}."
         )
 
 
@@ -131,7 +134,7 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
     if isinstance(model, PipelineStage) and inner.global_clipnorm is not None:
         raise ConfigError(
             f"{type(inner).__name__}(global_clipnorm=…) would clip each stage of a pipeline by its own norm: use "
-            f"--clip-norm={inner.global_clipnorm}, which takes the norm over all stages."
+            f"{opt('clip_norm', inner.global_clipnorm)}, which takes the norm over all stages."
         )
 
 

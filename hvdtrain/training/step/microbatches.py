@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.batch import Batch
 from hvdtrain.runtime.guarded import guarded
 
@@ -23,7 +23,7 @@ def per_microbatch(batch: int, replicas: int, accumulate: int, *, uneven: bool =
         ConfigError: it does not divide.
     """
     if accumulate < 1:
-        raise ConfigError(f"--accumulate must be at least 1. Received: {accumulate}.")
+        raise ConfigError(f"{opt('accumulate')} must be at least 1. Received: {accumulate}.")
     if uneven:
         return -(-batch // (replicas * accumulate))
     mine = batch // replicas
@@ -32,7 +32,7 @@ def per_microbatch(batch: int, replicas: int, accumulate: int, *, uneven: bool =
         near = max(1, batch // unit) * unit
         raise ConfigError(
             f"The {mine} samples that a rank takes of a batch of {batch} do not divide into {accumulate} microbatches. "
-            f"Use --batch={near} or --batch={near + unit}, or another --accumulate."
+            f"Use {opt('batch', near)} or {opt('batch', near + unit)}, or another {opt('accumulate')}."
         )
     return mine // accumulate
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.optim.averaging import innermost
@@ -46,23 +46,24 @@ class LocalUpdate(UpdateRule):
     def check(cls, options: StepOptions, optimizer: Any) -> None:
         """See `UpdateRule`."""
         unfit = {
-            f"--reduce-op={options.reduce_op}": options.reduce_op != "average",
-            "--compression": options.compression != "none",
-            "--gradient-groups": options.gradient_groups > 0,
-            "--predivide": options.predivide != 1.0,
-            f"--sparse-gradients={options.sparse_gradients}": options.sparse_gradients != "auto",
+            opt("reduce_op", options.reduce_op): options.reduce_op != "average",
+            opt("compression"): options.compression != "none",
+            opt("gradient_groups"): options.gradient_groups > 0,
+            opt("predivide"): options.predivide != 1.0,
+            opt("sparse_gradients", options.sparse_gradients): options.sparse_gradients != "auto",
             # Ranks owe one another gradients of the shared statistics, which nobody adds up between two averages.
-            "--sync-batch-norm": options.sync_batch_norm,
+            opt("sync_batch_norm"): options.sync_batch_norm,
             # Ranks that take steps by themselves cannot agree on those to leave out.
-            f"--on-bad-step={options.on_bad_step}": options.on_bad_step != "raise",
-            "--spike-threshold": options.spike_threshold is not None,
-            "--desync-every": "desync_every" in options.chosen(),  # ranks differ until the next average
+            opt("on_bad_step", options.on_bad_step): options.on_bad_step != "raise",
+            opt("spike_threshold"): options.spike_threshold is not None,
+            opt("desync_every"): "desync_every" in options.chosen(),  # ranks differ until the next average
         }
-        options.refuse_with("--local-steps", unfit)
+        options.refuse_with(opt("local_steps"), unfit)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ConfigError(
-                "--local-steps leaves each rank a loss scale of its own, which an average of the weights cannot mend: "
-                "use --precision=mixed_bfloat16 in place of mixed_float16."
+                f"{opt('local_steps')} leaves each rank a loss scale of its own, which an average of the weights "
+                "cannot mend: "
+                f"use {opt('precision', 'mixed_bfloat16')} in place of mixed_float16."
             )
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:

@@ -10,7 +10,7 @@ from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.desync import DesyncConfig
 from hvdtrain.config.elastic import ElasticConfig
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, on_command_line
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.files import apply_values, digest, read_values, to_yaml
 from hvdtrain.config.model import ModelConfig
@@ -200,8 +200,8 @@ def test_a_file_that_holds_no_options_is_refused_by_name(tmp_path, content, caus
     file.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
         read_values(file)
-    assert raised.value.message.startswith(f"The configuration {file} ")
-    assert cause in raised.value.message
+    assert on_command_line(raised.value.message).startswith(f"The configuration {file} ")
+    assert cause in on_command_line(raised.value.message)
 
 
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
@@ -285,7 +285,7 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path):
 def test_what_does_not_fit_is_named_with_its_path(values, line):
     with pytest.raises(ConfigError) as raised:
         apply_values(BASE, values, "--config run.yaml")
-    head, *lines = raised.value.message.splitlines()
+    head, *lines = on_command_line(raised.value.message).splitlines()
     assert head == "--config run.yaml does not fit:"
     assert lines[0].startswith(f"  {line}")
 
@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_named_with_its_path(values, line):
 def test_all_mistakes_are_told_at_once():
     with pytest.raises(ConfigError) as raised:
         apply_values(BASE, {"training": {"epochs": 0}, "optim": {"x": 1}, "y": 2}, "file")
-    text = raised.value.message
+    text = on_command_line(raised.value.message)
     assert "optim.x: there is no such option" in text
     assert "y: there is no such option" in text
     assert "--epochs must be at least 1. Received: 0." in text
@@ -384,9 +384,9 @@ def test_every_number_among_the_options_has_limits():
 def test_a_number_out_of_range_is_refused_by_its_flag(option, value):
     with pytest.raises(ConfigError) as raised:
         apply_values(BASE, {NUMBERS[option]: {**BESIDE.get(option, {}), option: value}}, "file")
-    assert f"--{option.replace('_', '-')} must" in raised.value.message
+    assert f"--{option.replace('_', '-')} must" in on_command_line(raised.value.message)
     shown = {str(value), str(value if isinstance(value, tuple) else float(value))}
-    assert any(f"Received: {text}" in raised.value.message for text in shown)
+    assert any(f"Received: {text}" in on_command_line(raised.value.message) for text in shown)
 
 
 @pytest.mark.parametrize(("option", "value"), [(name, value) for name, (_, good) in LIMITS.items() for value in good])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.config.errors import ARGUMENTS, ConfigError, in_script, on_command_line
+from hvdtrain.config.errors import ARGUMENTS, ConfigError, LaunchError, in_script, on_command_line, opt
 from hvdtrain.config.run import Config
 from hvdtrain.observability.events import RunInfo
 from hvdtrain.runtime.failures import describe
@@ -22,27 +22,54 @@ COMMAND_LINE_ONLY = (
 )
 """Rooms whose errors no script of a user's own meets."""
 FLAG = re.compile(r"(?<![\w'\"`-])--([a-z][a-z-]*)")
-OTHER_PROGRAM = re.compile(r"\b(horovodrun|mpirun|srun|docker run) -[^\s,;)]*|^--?[\w-]+(=[\w,.-]+)?$")
+NOT_OF_ERRORS = ("runtime/diagnosis/", "runtime/hierarchy_choice.py")
+"""What doctor says, and notes of a job's start, which are worded for the command line alone."""
 
 
 @pytest.mark.parametrize(
     ("message", "script", "command_line"),
     [
-        ("--accumulate must be", "accumulate must be", "--accumulate must be"),
-        ("use --precision=mixed_bfloat16.", "use precision='mixed_bfloat16'.", "use --precision mixed_bfloat16."),
-        ("Use --batch=60 or --batch=66, or", "Use batch=60 or batch=66, or", "Use --batch 60 or --batch 66, or"),
-        ("--learning-rate=1e-05 was", "learning_rate=1e-05 was", "--learning-rate 1e-05 was"),
-        ("and --replicas=N", "and replicas=N", "and --replicas N"),
-        ("leave out --jit", "leave out jit", "leave out --jit"),
-        ("see --resume RUN, --max-steps=3", "see --resume RUN, --max-steps 3", "see --resume RUN, --max-steps 3"),
+        (f"{opt('accumulate')} must be", "accumulate must be", "--accumulate must be"),
+        (
+            f"use {opt('precision', 'mixed_bfloat16')}.",
+            "use precision='mixed_bfloat16'.",
+            "use --precision mixed_bfloat16.",
+        ),
+        (f"Use {opt('batch', 60)} or {opt('batch', 66)}", "Use batch=60 or batch=66", "Use --batch 60 or --batch 66"),
+        (f"{opt('learning_rate', 1e-05)} was", "learning_rate=1e-05 was", "--learning-rate 1e-05 was"),
+        (f"and {opt('replicas', 'N')}", "and replicas=N", "and --replicas N"),
+        (f"use {opt('parallel', 'tp=2')}", "use parallel='tp=2'", "use --parallel tp=2"),
+        (
+            f"see --resume RUN, {opt('max_steps', 3)}",
+            "see --resume RUN, --max-steps 3",
+            "see --resume RUN, --max-steps 3",
+        ),
         ("start with srun --mpi=pmix, or", "start with srun --mpi=pmix, or", "start with srun --mpi=pmix, or"),
-        ("Received: '--batch'.", "Received: '--batch'.", "Received: '--batch'."),
     ],
 )
 def test_options_are_worded_for_the_reader(message, script, command_line):
     error = ConfigError(message)
     assert str(error) == in_script(message) == describe(error) == script
     assert on_command_line(error.message) == describe(error, on_command_line) == command_line
+
+
+@pytest.mark.parametrize("users", ["/data/my --batch=3 run", "--jit", "'--batch'", "Use --precision=mixed_bfloat16."])
+def test_a_users_own_text_stays_as_it_is(users):
+    error = ConfigError(f"{opt('batch')} does not fit. Received: {users}")
+    assert str(error) == f"batch does not fit. Received: {users}"
+    assert describe(error, on_command_line) == f"--batch does not fit. Received: {users}"
+
+
+def test_an_error_that_becomes_part_of_another_is_worded_with_it():
+    error = LaunchError(f"{ConfigError(opt('jit')).message} and {opt('batch', 3)}")
+    assert str(error) == "jit and batch=3"
+    assert describe(error, on_command_line) == "--jit and --batch 3"
+
+
+def test_options_may_be_called_otherwise():
+    called = {"reduce_op": "op", "sparse_gradients=gather": "sparse_as_dense=False"}
+    message = f"{opt('reduce_op', 'adasum')}, {opt('sparse_gradients', 'gather')}, {opt('jit')}: reduce_op"
+    assert in_script(message, called) == "op='adasum', sparse_as_dense=False, jit: reduce_op"
 
 
 def test_the_arguments_are_those_that_scripts_have():
@@ -68,67 +95,33 @@ def messages(path):
             yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node.value
 
 
-ELSEWHERE = {
-    # What cannot happen outside of a run, or is worded by who shows it.
-    "augment": "options of a run's data",
-    "cache": "options of a run's data",
-    "data": "options of a run's data",
-    "data-args": "options of a run's data",
-    "data-workers": "options of a run's data",
-    "on-bad-record": "options of a run's data",
-    "shard-by": "options of a run's data",
-    "tail": "options of a run's data",
-    "model": "a run's model",
-    "model-args": "a run's model",
-    "embedding-sharding": "a run's model",
-    "resume": "a run that goes on",
-    "ema": "the optimizer of a run",
-    "max-steps": "a run's length",
-    "eval-batch": "a run's data",
-    "keep": "a run's checkpoints",
-    "keep-best": "a run's checkpoints",
-    "keep-best-mode": "a run's checkpoints",
-    "keep-every-hours": "a run's checkpoints",
-    "grace-seconds": "a run's checkpoints",
-    "checkpoint-every": "a run's checkpoints",
-    "metrics-host": "what a run reports",
-    "metrics-port": "what a run reports",
-    "weight-decay": "the optimizer of a run",
-    "query-gpu": "nvidia-smi",
-    "format": "nvidia-smi",
-    "bind-to": "mpirun",
-    "version": "mpirun",
-    "gloo": "horovodrun",
-    "network-interfaces": "horovodrun",
-    "mpi": "horovodrun",
-    "shm-size": "docker",
-    "gpu": "python -m hvdtrain setup",
-}
-
-
-def test_every_message_that_a_script_may_meet_names_arguments():
-    """In rooms that scripts reach, a flag is an argument of scripts too, or one that only a run can be about."""
-    strange = {
+def test_messages_that_a_script_may_meet_name_options_by_opt():
+    """A flag in the text itself would read as a flag in a script, too."""
+    flags = {
         f"{place}: --{flag}"
         for path in files(*COMMAND_LINE_ONLY)
         for place, text in messages(path)
         for flag in FLAG.findall(text)
-        if flag.replace("-", "_") not in ARGUMENTS and flag not in ELSEWHERE
+        if flag.replace("-", "_") in ARGUMENTS and not place.startswith(NOT_OF_ERRORS)
     }
-    assert not strange
+    assert not flags
 
 
-def test_no_value_follows_its_flag_after_a_space():
-    """`--precision mixed_bfloat16` would read `precision mixed_bfloat16` in a script: it is written with `=`."""
-    values = re.compile(
-        r"(?<![\w'\"`-])--(?!data|model|resume|run|config)[a-z-]+ (\d|adasum|horovod|single|mixed_|N\b)"
-    )
-    assert not [
-        place
-        for path in files("cli", "installation", "bench")
-        for place, text in messages(path)
-        if values.search(text) and not OTHER_PROGRAM.search(text)
+def test_opt_names_options():
+    """By their fields, or by a variable."""
+    known = {
+        option.name for section in vars(Config("")).values() if is_dataclass(section) for option in fields(section)
+    }
+    named = [
+        (path, ast.literal_eval(node.args[0]))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "opt"
+        and isinstance(node.args[0], ast.Constant)
     ]
+    assert len(named) > 200
+    assert not [(path.name, name) for path, name in named if name not in known | ARGUMENTS]
 
 
 @pytest.mark.parametrize(("given", "text"), [({"accumulate": 0}, "accumulate must be at least 1. Received: 0.")])
@@ -140,5 +133,6 @@ def test_a_scripts_mistake_is_said_in_its_words(given, text):
 
 def test_advice_is_worded_for_the_reader():
     facts = dict.fromkeys(field.name for field in fields(RunInfo) if field.default is field.default_factory is MISSING)
-    assert RunInfo(**facts).wording("a larger --batch") == "a larger batch"
-    assert RunInfo(**facts, wording=on_command_line).wording("a larger --batch") == "a larger --batch"
+    advice = f"a larger {opt('batch')}"
+    assert RunInfo(**facts).wording(advice) == "a larger batch"
+    assert RunInfo(**facts, wording=on_command_line).wording(advice) == "a larger --batch"

@@ -4,6 +4,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
+from hvdtrain.config.errors import in_script
 from hvdtrain.gradients.compression import compressed_sum, compressed_sums, decode, encode, is_compressible
 from hvdtrain.gradients.compression_probe import MOST_ELEMENTS, REPETITIONS, compression_cost, compression_warning
 from hvdtrain.gradients.reduction import COMPRESSED_BYTES
@@ -251,9 +252,9 @@ def test_the_probe_sends_nothing_where_there_is_nothing_to_compare():
 
 
 def test_the_warning_says_how_slow_it_is():
-    assert compression_warning("bf16", 2.44) == (
-        "warning: --compression=bf16 makes the exchange 2.4x as slow as none between these ranks; "
-        "it pays where the network is slower than the cores: use --compression=none."
+    assert in_script(compression_warning("bf16", 2.44)) == (
+        "warning: compression='bf16' makes the exchange 2.4x as slow as none between these ranks; "
+        "it pays where the network is slower than the cores: use compression='none'."
     )
     assert compression_warning("fp16", 1.0) is None
     assert compression_warning("fp16", 0.6) is None

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError
+from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError, on_command_line
 from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.training import TrainingConfig
 from hvdtrain.gradients.accumulator import GradientAccumulator
@@ -639,26 +639,27 @@ def said_of(options, outputs=False, cost=1.0, **run):
     given = {"recipe": "r", "backend": "b", "world_size": 2, "launcher": "l", "controller": None, "parameters": 1}
     given |= {"global_batch": 64, "per_replica_batch": 32, "total_steps": 9, "steps_per_epoch": 3}
     info = RunInfo(**{**given, **run})
-    return "\n".join(advice(info, StepOptions(**options), compression_cost=cost, narrow_outputs=outputs))
+    lines = advice(info, StepOptions(**options), compression_cost=cost, narrow_outputs=outputs)
+    return on_command_line("\n".join(lines))
 
 
 def test_what_is_slow_or_does_nothing_is_said():
     assert said_of({}) == ""
     assert said_of({}, per_replica_batch=4).startswith("warning: 4 samples at a time on each rank are too few")
     assert "What helps: a smaller --accumulate, a larger --batch" in said_of({}, accumulate=8)
-    assert "--compression=bf16 makes the exchange 2.5x as slow" in said_of({"compression": "bf16"}, cost=2.5)
+    assert "--compression bf16 makes the exchange 2.5x as slow" in said_of({"compression": "bf16"}, cost=2.5)
     alone = {"compression": "bf16", "predivide": 2.0, "sync_batch_norm": True, "clip_norm": 1.0}
     assert said_of(alone, world_size=1) == (
         "note: one process exchanges nothing: --compression, --predivide, --sync-batch-norm have no effect."
     )
     assert "outputs have 16 bits" in said_of({}, outputs=True)
-    assert "Use --precision=mixed_bfloat16." in said_of({"precision": "mixed_float16"})
+    assert "Use --precision mixed_bfloat16." in said_of({"precision": "mixed_float16"})
     assert said_of({"precision": "mixed_bfloat16"}) == ""
 
 
 def test_16_bits_are_advised_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: ["/GPU:0"])
-    assert said_of({"precision": "float32"}).endswith("several times as fast: --precision=mixed_float16.")
+    assert said_of({"precision": "float32"}).endswith("several times as fast: --precision mixed_float16.")
     assert said_of({"precision": "mixed_float16"}) == ""
 
 

@@ -8,7 +8,7 @@ import keras
 
 from hvdtrain.backends.differentiable import copy_to, gather_to, sum_from, sum_slices_from
 from hvdtrain.backends.protocol import Collectives
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
 from hvdtrain.runtime.compiled import numbered
@@ -55,7 +55,8 @@ class Group:
         """Return the dim of the sequence, counted from the last."""
         if x.shape.rank is None or x.shape.rank < 3 or getattr(x, "_keras_mask", None) is not None:
             raise ConfigError(
-                "--sequence-parallel cuts activations of the shape [batch, sequence, features], without a mask. "
+                f"{opt('sequence_parallel')} cuts activations of the shape [batch, sequence, features], without a "
+                "mask. "
                 f"Received: {x.shape} at {name!r}. Leave the option out."
             )
         return SEQUENCE_DIM - int(x.shape.rank)

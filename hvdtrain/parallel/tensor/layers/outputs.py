@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.differentiable import gather_from, slice_to
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.tensor.flow.record import BY_OUTPUT_RULE, FlowRecord
 from hvdtrain.parallel.tensor.flow.trace import shown
 from hvdtrain.parallel.tensor.layers.base import SEQUENCE_DIM, Group, described, replace_call
@@ -53,6 +53,7 @@ def _check_length(layer: Any, outputs: Any, ranks: int) -> None:
     length = outputs.shape[SEQUENCE_DIM] if outputs.shape.rank == 3 else None
     if length is None or length % ranks:
         raise ConfigError(
-            f"--sequence-parallel cuts the output of {described(layer)} along the sequence, which tp={ranks} must "
+            f"{opt('sequence_parallel')} cuts the output of {described(layer)} along the sequence, which tp={ranks} "
+            "must "
             f"divide. Received: the shape {shown(outputs.shape)} [batch, sequence, features]."
         )

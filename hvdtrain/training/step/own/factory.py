@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.source import Source
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer, refuse_exchange_of_microbatches
@@ -157,13 +157,15 @@ def _refuse_unfit(backend: Backend, model: Any, options: StepOptions) -> None:
         # Samples that a rank holds in place of its own would count in the others' gradients.
         **{f"{type(layer).__name__} along ep": layer.divided for layer in exchanging_layers(model)},
         # Of some gradients each rank has a part, which its step would not add up.
-        "the axis cp of --parallel": splits_sequences(model),
-        "the axis tp of --parallel": any("tp" in placed.axes for v in model.variables if (placed := placement_of(v))),
+        f"the axis cp of {opt('parallel')}": splits_sequences(model),
+        f"the axis tp of {opt('parallel')}": any(
+            "tp" in placed.axes for v in model.variables if (placed := placement_of(v))
+        ),
     }
     if backend.capabilities.needs_builders:
         raise ConfigError(
-            f"{type(model).__name__} has a step of its own, which --backend={backend.name} cannot run: use "
-            "--backend=horovod, or --backend=single."
+            f"{type(model).__name__} has a step of its own, which {opt('backend', backend.name)} cannot run: use "
+            f"{opt('backend', 'horovod')}, or {opt('backend', 'single')}."
         )
     for name, used in unfit.items():
         if used:

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.state.initial_values import keras_variable, repeats
 from hvdtrain.state.memory import free_memory
 from hvdtrain.state.structure import structure_of
@@ -150,7 +150,8 @@ def _draw_as_first(initial: InitialSlice, checksum: int, seed: int | None) -> No
         initial.keep(initial.draw())
     if seed is None or initial.checksum != checksum:
         raise ConfigError(
-            f"The ranks gave {initial.variable.path} other values while they built the model, and --zero=3 keeps "
+            f"The ranks gave {initial.variable.path} other values while they built the model, and {opt('zero', 3)} "
+            "keeps "
             "slices of them: load them on every rank, seed what is drawn alike (hvdtrain.init(seed=…)), or give "
             "Trainer the built model in place of a function, which takes those of rank 0."
         )

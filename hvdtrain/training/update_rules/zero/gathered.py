@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.runtime.compiled import numbered, outermost_graph
 from hvdtrain.state.variables import unwrap
@@ -62,8 +62,9 @@ class GatheredParameters(Parameters):
         """
         if tf.executing_eagerly():
             raise ConfigError(
-                "--zero=3 gathers parameters within compiled functions. Received: a step that runs eagerly. Leave out "
-                "tf.config.run_functions_eagerly(True), or use --zero=2."
+                f"{opt('zero', 3)} gathers parameters within compiled functions. Received: a step that runs eagerly. "
+                "Leave out "
+                f"tf.config.run_functions_eagerly(True), or use {opt('zero', 2)}."
             )
         microbatch = _Microbatch(has_samples, self.sources(), list(self._trainable), self._guarded)
         gathers = GatheringPass(self._backend, self._shards, microbatch, self._prefetch)
@@ -111,9 +112,9 @@ class GatheringPass(Pass):
         if id(variable) not in gathers:
             if _is_vectorized(self._graph):
                 raise ConfigError(
-                    f"--zero=3 gathers parameters where layers read them. Received: {shard.path}, read within "
+                    f"{opt('zero', 3)} gathers parameters where layers read them. Received: {shard.path}, read within "
                     "tf.vectorized_map (keras.ops.vectorized_map, keras.layers.TimeDistributed), which copies the "
-                    "exchange without its gradient. Use --zero=2, or call the layer on the whole batch."
+                    f"exchange without its gradient. Use {opt('zero', 2)}, or call the layer on the whole batch."
                 )
             # A loop or a branch within a layer has a graph of its own, which not all ranks may run as often.
             with self._graph.as_default(), tf.control_dependencies(self._readers_before()):
@@ -218,9 +219,11 @@ def _check_of_slice(gradient: Gradient, source: tf.Variable, path: str) -> None:
     """Refuse a gradient that is not of the slice, which did not come by the gathered parameter."""
     if not source.shape.is_compatible_with(gradient.shape):
         raise ConfigError(
-            "--zero=3 takes the gradients of slices through the parameters that are gathered. Received: a gradient of "
+            f"{opt('zero', 3)} takes the gradients of slices through the parameters that are gathered. Received: a "
+            "gradient of "
             f"shape {tuple(gradient.shape)} for {path}, as from a tf.custom_gradient function that returns gradients "
-            "of the variables that it reads. Use --zero=2, or let the function take the parameter as an argument."
+            f"of the variables that it reads. Use {opt('zero', 2)}, or let the function take the parameter as an "
+            "argument."
         )
 
 
@@ -276,8 +279,9 @@ def _reading(kind: type, read: Callable[[Any], tf.Tensor]) -> type:
 
     def assign(variable: Any, value: Any) -> None:
         raise ConfigError(
-            "--zero=3 keeps slices of the parameters, which layers can read but not assign to. Received: an assignment "
-            f"to {variable.path} in the forward pass. Use --zero=2."
+            f"{opt('zero', 3)} keeps slices of the parameters, which layers can read but not assign to. Received: an "
+            "assignment "
+            f"to {variable.path} in the forward pass. Use {opt('zero', 2)}."
         )
 
     return type(kind.__name__, (kind,), {"value": property(value), "assign": assign})
@@ -293,7 +297,8 @@ def refuse_other_reads(shards: Mapping[str, Shard]) -> None:
     for path, shard in shards.items():
         if id(shard.variable.handle) in captured:
             raise ConfigError(
-                "--zero=3 gathers the parameters that layers read as Keras variables while their call is traced. "
+                f"{opt('zero', 3)} gathers the parameters that layers read as Keras variables while their call is "
+                "traced. "
                 f"Received: {path}, whose memory is read directly, as by a tf.function that was traced before, or by "
-                "variable.value.handle. Use --zero=2, or call the function without tf.function."
+                f"variable.value.handle. Use {opt('zero', 2)}, or call the function without tf.function."
             )

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.state.initial_values import checksum, drawn
 from hvdtrain.state.memory import fill_memory, free_memory
 from hvdtrain.state.variables import unwrap
@@ -81,7 +81,8 @@ class DrawnWhenRead(keras.Variable):
             return super().value
         if initial.assigned:
             raise ConfigError(
-                "--zero=3 keeps slices of the parameters while a function builds the model: what it assigns to a "
+                f"{opt('zero', 3)} keeps slices of the parameters while a function builds the model: what it assigns "
+                "to a "
                 f"variable cannot be read again. Received: a look at {self.path} after an assignment to it. Read it "
                 "before, or give Trainer the built model in place of the function."
             )

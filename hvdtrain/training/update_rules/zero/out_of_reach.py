@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 
 
 def out_of_reach(kind: type) -> type:
@@ -13,7 +13,8 @@ def out_of_reach(kind: type) -> type:
 
     def refuse(variable: Any, *arguments: Any, **named: Any) -> Any:
         raise ConfigError(
-            "Before the first step and between two steps --zero=3 keeps slices of the parameters. Received: a look at, "
+            f"Before the first step and between two steps {opt('zero', 3)} keeps slices of the parameters. Received: a "
+            "look at, "
             f"or an assignment to, all of {variable.path}, as after a training that ended with an error. Call "
             "trainer.consolidate() on every rank before."
         )

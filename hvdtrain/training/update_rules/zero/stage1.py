@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.registry import resolve
 from hvdtrain.gradients.reduction import Gradient, ReductionOptions
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
@@ -62,14 +62,14 @@ class ZeroUpdate(UpdateRule):
     def check(cls, options: StepOptions, optimizer: Any) -> None:
         """See `UpdateRule`."""
         unfit = {
-            "--reduce-op=adasum": options.reduce_op == "adasum",
-            "--compression": options.compression != "none",
-            "--gradient-groups": options.gradient_groups > 0,
-            "--predivide": options.predivide != 1.0,
-            "--sparse-gradients=gather": options.sparse_gradients == "gather",
+            opt("reduce_op", "adasum"): options.reduce_op == "adasum",
+            opt("compression"): options.compression != "none",
+            opt("gradient_groups"): options.gradient_groups > 0,
+            opt("predivide"): options.predivide != 1.0,
+            opt("sparse_gradients", "gather"): options.sparse_gradients == "gather",
         }
-        options.refuse_with("--zero", unfit)
-        check_updates_slices(optimizer, "--zero")
+        options.refuse_with(opt("zero"), unfit)
+        check_updates_slices(optimizer, opt("zero"))
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         _refuse_slots(optimizer)
@@ -142,7 +142,8 @@ class ZeroUpdate(UpdateRule):
         before, now = {id(v) for v in self._variables}, {id(v) for v in self.model.trainable_variables}
         if before != now:
             raise ConfigError(
-                "Layers were frozen or unfrozen since the slots were made, and --zero keeps slices of them: give a new "
+                f"Layers were frozen or unfrozen since the slots were made, and {opt('zero')} keeps slices of them: "
+                "give a new "
                 f"Trainer a new optimizer. Received: {len(now)} trainable variables, {len(before)} before."
             )
 
@@ -218,15 +219,17 @@ class ZeroUpdate(UpdateRule):
         others = [f"{axis}={size}" for axis, size in axes.items() if axis not in ("dp", *cls._goes_with)]
         if others:
             raise ConfigError(
-                f"--zero={cls._stage} does not go with this axis of --parallel: a pipeline's stage would gather its "
+                f"{opt('zero', cls._stage)} does not go with this axis of {opt('parallel')}: a pipeline's stage would "
+                "gather its "
                 "parameters anew for both passes of each microbatch. "
-                f"Received: {', '.join(others)}. Use --zero=2, or leave the axis out."
+                f"Received: {', '.join(others)}. Use {opt('zero', 2)}, or leave the axis out."
             )
 
 
 def _refuse_slots(optimizer: Any) -> None:
     if optimizer.built:
         raise ConfigError(
-            f"The optimizer {innermost(optimizer).name!r} has slots for whole variables already, and --zero keeps "
+            f"The optimizer {innermost(optimizer).name!r} has slots for whole variables already, and {opt('zero')} "
+            "keeps "
             "slices of them: give a new optimizer, its name, or a function that builds one."
         )

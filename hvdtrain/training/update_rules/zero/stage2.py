@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvdtrain.config.errors import opt
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.runtime.compiled import numbered
@@ -33,7 +34,7 @@ class ScatteredGradientsUpdate(ZeroUpdate):
     def check(cls, options: StepOptions, optimizer: Any) -> None:
         """See `UpdateRule`."""
         # XLA cannot hold the exchange of a gradient within the passes.
-        options.refuse_with(f"--zero={options.zero}", {"--jit": options.jit})
+        options.refuse_with(opt("zero", options.zero), {opt("jit"): options.jit})
         super().check(options, optimizer)
 
     def _scattered_in_passes(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.cli.main import main
-from hvdtrain.config.errors import ConfigError, UserError
+from hvdtrain.config.errors import ConfigError, UserError, on_command_line
 from hvdtrain.runtime.launch.command import LaunchPlanner
 from hvdtrain.runtime.launch.gpus import count_gpus
 from hvdtrain.runtime.launch.hosts import Host, parse_hosts, read_hostfile
@@ -172,7 +172,7 @@ def test_a_script_of_the_users_own(place):
 def test_mistakes_are_named(place, request_, message):
     with pytest.raises(UserError) as raised:
         place.command(**request_)
-    assert re.search(message, raised.value.message), raised.value.message
+    assert re.search(message, on_command_line(raised.value.message)), on_command_line(raised.value.message)
 
 
 def test_more_ranks_than_slots_where_they_are_wanted(place):
