@@ -31,7 +31,14 @@ def main() -> int:
         parser.error("--pdb needs a world under mpirun: horovodrun does not pass the terminal's input on")
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")
-        script = [str(Path(__file__).with_name("battery.py")), str(results), folder, launch.backend, *names]
+        script = [
+            str(Path(__file__).with_name("battery.py")),
+            str(results),
+            folder,
+            f"{folder}/references",
+            launch.backend,
+            *names,
+        ]
         words = launcher(launch.controller, launch.size)
         if given.pdb is not None:
             script.append(f"--pdb={given.pdb}")

@@ -1,6 +1,6 @@
 """Run checks on all ranks of one launch; rank 0 writes the outcome of each to a file.
 
-Usage: (launcher) python battery.py RESULTS_JSON FOLDER BACKEND [--pdb RANK] MODULE.CHECK ...
+Usage: (launcher) python battery.py RESULTS_JSON FOLDER REFERENCES BACKEND [--pdb RANK] MODULE.CHECK ...
 """
 
 import argparse
@@ -20,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 A_DAY_S = 86400.0
 
 
-def main(results_path: Path, folder: Path, backend: Any, names: Sequence[str], *, debugged: int | None) -> None:
+def main(
+    *, results: Path, folder: Path, references: Path, backend: Any, names: Sequence[str], debugged: int | None
+) -> None:
     # Process sets may then be made by the checks that need them.
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     import hvdtrain
@@ -35,45 +37,49 @@ def main(results_path: Path, folder: Path, backend: Any, names: Sequence[str], *
 
     # Each check traces functions of its own; TensorFlow takes that for an accident.
     tf.get_logger().setLevel("ERROR")
-    from world import TIMEOUT_S, World
+    from world import TIMEOUT_S, World, grappler
 
     from hvdtrain.backends.select import backend_for
     from hvdtrain.runtime.session import current
 
     session = current()
-    world = World(session, backend_for(session), folder, TIMEOUT_S if debugged is None else A_DAY_S)
+    references.mkdir(exist_ok=True)
+    world = World(session, backend_for(session), folder, references, TIMEOUT_S if debugged is None else A_DAY_S)
     if debugged not in {None, world.rank}:
         sys.breakpointhook = lambda *_, **__: None
-    results: dict[str, dict[str, object]] = {}
-    for name in names:
-        module, function = name.split(".")
-        begin = time.perf_counter()
-        try:
-            getattr(importlib.import_module(f"checks.{module}"), function)(world)
-            failure = ""
-        except BaseException as error:
-            failure = f"rank {world.rank}:\n{traceback.format_exc()}"
-            if debugged == world.rank:
-                print(failure, file=sys.stderr, flush=True)
-                pdb.post_mortem(error.__traceback__)
-        # A check that failed on one rank before it exchanged something leaves the others' bytes here.
-        failures = [text.decode(errors="replace") for text in world.gather(failure.encode())]
-        seconds = time.perf_counter() - begin
-        results[name] = {"failure": "\n".join(filter(None, failures)), "seconds": round(seconds, 2)}
-        if world.rank == 0:
-            results_path.write_text(json.dumps(results), encoding="utf-8")
+    outcomes: dict[str, dict[str, object]] = {}
+    with grappler(on=False):
+        for name in names:
+            module, function = name.split(".")
+            begin = time.perf_counter()
+            try:
+                getattr(importlib.import_module(f"checks.{module}"), function)(world)
+                failure = ""
+            except BaseException as error:
+                failure = f"rank {world.rank}:\n{traceback.format_exc()}"
+                if debugged == world.rank:
+                    print(failure, file=sys.stderr, flush=True)
+                    pdb.post_mortem(error.__traceback__)
+                if debugged is not None:
+                    raise  # nothing else would end ranks that wait for this one
+            # A check that failed on one rank before it exchanged something leaves the others' bytes here.
+            failures = [text.decode(errors="replace") for text in world.gather(failure.encode())]
+            seconds = time.perf_counter() - begin
+            outcomes[name] = {"failure": "\n".join(filter(None, failures)), "seconds": round(seconds, 2)}
+            if world.rank == 0:
+                results.write_text(json.dumps(outcomes), encoding="utf-8")
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("references", type=Path)
     parser.add_argument("backend")
-    parser.add_argument("--pdb", type=int)
+    parser.add_argument("--pdb", type=int, dest="debugged")
     parser.add_argument("names", nargs="+")
     return parser.parse_args(words)
 
 
 if __name__ == "__main__":
-    arguments = parsed(sys.argv[1:])
-    main(arguments.results, arguments.folder, arguments.backend, arguments.names, debugged=arguments.pdb)
+    main(**vars(parsed(sys.argv[1:])))

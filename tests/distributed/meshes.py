@@ -42,7 +42,7 @@ def on_mesh(world: World, axes: str) -> Iterator[World]:
     session = replace(before, world=laid_out, config=replace(before.config, parallel=axes))
     set_current(session)
     try:
-        yield World(session, HorovodBackend(session), world.folder)
+        yield replace(world, session=session, backend=HorovodBackend(session))
     finally:
         set_current(before)
         for ranks in added:  # other checks add the same

@@ -35,7 +35,14 @@ def battery(request, tmp_path_factory):
         results = folder / "results.json"
         names = [name for name in selected[world] if name != END]
         script = [sys.executable, str(Path(__file__).with_name("battery.py"))]
-        command = [*launcher(launch.controller, launch.size), *script, str(results), str(folder), launch.backend]
+        command = [
+            *launcher(launch.controller, launch.size),
+            *script,
+            str(results),
+            str(folder),
+            str(references),
+            launch.backend,
+        ]
         begin = time.perf_counter()
         job = run([*command, *names], cwd=folder, timeout=TIMEOUT_S, **launch.environ)
         outcomes = json.loads(results.read_text()) if results.exists() else {}
@@ -43,7 +50,8 @@ def battery(request, tmp_path_factory):
         rest = time.perf_counter() - begin - sum(each["seconds"] for each in outcomes.values())
         return job, {**outcomes, END: {"seconds": rest, "failure": ""}}
 
-    tmp_path_factory.getbasetemp()  # made once, not by each of the threads that ask for a folder in it
+    # Both are made here, not by each of the threads that ask for them.
+    references = tmp_path_factory.mktemp("references")
     with ThreadPoolExecutor() as pool:
 
         @functools.cache

@@ -39,7 +39,7 @@ def test_decorators_add_up(read):
         ('worlds("gloo-2")\n@worlds("gloo-2")', "the world 'gloo-2' is named twice"),
         ('worlds("gloo-2", extend=True)', "unexpected keyword argument 'extend'"),
         ("worlds(WORLD)", "malformed node"),
-        ("functools.cache", "the decorator of a check is worlds(…). Received: functools.cache"),
+        ("worlds", "use worlds(…), called by this name. Received: worlds"),
     ],
 )
 def test_a_malformed_decorator_is_an_error_that_names_its_check(read, decorator, message):

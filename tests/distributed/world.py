@@ -1,10 +1,16 @@
 """What a distributed check is given, and the plain single-process loop that it is compared with."""
 
-from collections.abc import Callable, Sequence
+import fcntl
+import hashlib
+import inspect
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -12,6 +18,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.runtime.session import Session
 
 TIMEOUT_S = 120.0
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,8 @@ class World:
     backend: Backend
     folder: Path
     """A folder of this launch that all ranks see."""
+    references: Path
+    """A folder of all launches of a test run, with what one process computed."""
     timeout: float = TIMEOUT_S
     """Seconds that a rank waits for the others' bytes."""
 
@@ -40,6 +49,47 @@ class World:
 
     def same_everywhere(self, payload: bytes) -> bool:
         return len(set(self.gather(payload))) == 1
+
+    def reference(self, compute: Callable[..., Result], *arguments: Any) -> Result:
+        """Return `compute(*arguments)`, computed by the first rank of a test run that asks for it, and kept.
+
+        The key is the function's name, the source of its file, the arguments, and the versions of TensorFlow and Keras.
+        `compute` and arguments that are functions must be found by their names; other arguments by their `repr`.
+        """
+        source = Path(inspect.getfile(compute)).read_bytes()
+        words = [_named(compute), *map(_named, arguments), tf.__version__, keras.__version__]
+        digest = hashlib.sha256(repr(words).encode() + source).hexdigest()[:32]
+        file = self.references / f"{digest}.pickle"
+        with (self.references / f"{digest}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                result = compute(*arguments)
+                part = file.with_suffix(".part")
+                part.write_bytes(pickle.dumps(result))
+                part.rename(file)
+        return pickle.loads(file.read_bytes())
+
+
+def _named(argument: Any) -> str:
+    if not callable(argument):
+        return repr(argument)
+    assert "<" not in argument.__qualname__, f"{argument} has no name of its own"
+    return f"{argument.__module__}.{argument.__qualname__}"
+
+
+@contextmanager
+def grappler(on: bool = True) -> Iterator[None]:
+    """Run TensorFlow's graph optimizer on what is compiled in this context or in the function that this decorates.
+
+    The battery leaves it off, since it takes a tenth of the time. Users' programs run it: where it could merge, fold or
+    prune something, a check turns it on.
+    """
+    before = tf.config.optimizer.get_experimental_options()
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not on})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False, **before})
 
 
 Loss = Callable[[Any, Any], tf.Tensor]

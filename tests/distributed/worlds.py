@@ -65,8 +65,10 @@ def read_checks(file: Path) -> Iterator[Check]:
 def _worlds_of(check: ast.FunctionDef) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for decorator in check.decorator_list:
+        if "worlds" not in ast.unparse(decorator):
+            continue
         if not (isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "worlds"):
-            raise ValueError(f"the decorator of a check is worlds(…). Received: {ast.unparse(decorator)}")
+            raise ValueError(f"use worlds(…), called by this name. Received: {ast.unparse(decorator)}")
         names = [ast.literal_eval(argument) for argument in decorator.args]
         options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in decorator.keywords}
         worlds(*names, **options)  # a TypeError for unknown options

@@ -5,17 +5,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.parity import (
-    MODELS,
-    SAMPLES,
-    TOLERANCE,
-    Sabotaged,
-    assert_parity,
-    dense_data,
-    dense_model,
-    parity_error,
-    per_sample,
-)
+from builders import MODELS, SAMPLES, TOLERANCE, dense_data, dense_model, per_sample
+from checks.parity import Sabotaged, assert_parity, parity_error
 from world import World, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
 

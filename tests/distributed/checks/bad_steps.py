@@ -7,10 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from builders import EPOCHS, per_sample, trained_alone, wide_data, wide_model
 from checks.calls import refusal
-from checks.parity import EPOCHS
 from checks.training import CROSSENTROPY, classifier, samples
-from checks.update_rules import reference, wide_data, wide_model
 from world import World, flat_bytes, relative_error
 from worlds import worlds
 
@@ -22,10 +21,6 @@ FIT = {"batch": BATCH, "shuffle": False, "verbose": 0, "log_every": 1}
 """All steps are logged: what is compiled is compiled once."""
 BAD_STEP = 2
 """Counted from 1."""
-
-
-def per_sample(targets: Any, outputs: Any) -> tf.Tensor:
-    return keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
 
 
 def with_bad(world: World, x: np.ndarray, value: float) -> np.ndarray:
@@ -93,8 +88,8 @@ def check_skipping_is_what_one_process_does_without_the_batch(world: World) -> N
     doubled = np.concatenate([x[: (BAD_STEP - 1) * BATCH], x[:BATCH], x[(BAD_STEP - 1) * BATCH :]])
     labels = np.concatenate([y[: (BAD_STEP - 1) * BATCH], y[:BATCH], y[(BAD_STEP - 1) * BATCH :]])
     result = trainer.fit((with_bad(world, doubled, np.nan), labels), epochs=EPOCHS, **FIT)
-    expected = reference("wide", keras.optimizers.Adam(0.01), "float64")
-    assert relative_error(trainer.model.get_weights(), expected.get_weights()) <= 1e-9
+    expected = world.reference(trained_alone, "wide", "adam", "float64")
+    assert relative_error(trainer.model.get_weights(), expected) <= 1e-9
     assert result.bad_steps["non_finite"] == EPOCHS
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
 
@@ -171,8 +166,6 @@ def check_all_ranks_roll_back_to_the_same_checkpoint(world: World) -> None:
 
 
 def check_ranks_that_disagree_on_bad_steps_are_refused(world: World) -> None:
-    if world.size == 1:
-        return
     mine = "skip" if world.rank else "raise"
     trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, backend=world.backend, on_bad_step=mine)
     said = refusal(world, lambda: trainer.fit(samples(), epochs=1, **FIT), ConfigError)

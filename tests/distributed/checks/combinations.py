@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.parity import per_sample
+from builders import per_sample
 from keras import layers
-from world import World, flat_bytes, moved, relative_error
+from world import World, flat_bytes, grappler, moved, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -100,6 +100,7 @@ def trained(world: World, name: str, **options: Any) -> list[np.ndarray]:
 
 
 @worlds("mpirun-2", extended=True)
+@grappler()
 def check_synchronized_accumulated_and_recomputed_in_float64(world: World) -> None:
     """Weights and moving statistics are those of one process."""
     for options in IN_64_BITS:

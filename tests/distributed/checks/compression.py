@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from checks.exchange import optimized_collectives
-from world import World
+from world import World, grappler
 from worlds import worlds
 
 import hvdtrain
@@ -140,6 +140,7 @@ def check_one_scatter_and_one_gather_and_no_sum(world: World) -> None:
 
 @worlds("mpirun-2", "gloo-2", "gloo-1")
 @worlds("gloo-4", extended=True)
+@grappler()
 def check_equal_messages_are_not_merged_and_constants_not_folded(world: World) -> None:
     @tf.function(autograph=False)
     def exchange(x: tf.Tensor) -> list[tf.Tensor]:

@@ -89,9 +89,6 @@ def gpt_error(mesh: World, **options: Any) -> float:
 @worlds("mpirun-2")
 @worlds("gloo-4", extended=True)
 def check_our_transformer_trains_as_in_one_process(world: World) -> None:
-    """On two ranks it does so with everything around it, below."""
-    if world.size < 4:
-        return
     with on_mesh(world, "cp=2,dp=2") as mesh:
         error = gpt_error(mesh)
         assert error <= 1e-6, f"{error:.2e}"
@@ -100,8 +97,6 @@ def check_our_transformer_trains_as_in_one_process(world: World) -> None:
 @worlds("mpirun-2")
 @worlds("gloo-4", extended=True)
 def check_sequences_and_layers_are_split_at_once(world: World) -> None:
-    if world.size < 4:
-        return
     x, y = tokens()
     with on_mesh(world, "cp=2,tp=2") as mesh:
         model = hvdtrain.parallelize(gpt, transformer.rules(WORDS, 2))
@@ -239,8 +234,6 @@ def refused(act: Any, words: str) -> None:
 @worlds("mpirun-2")
 @worlds("gloo-4", extended=True)
 def check_axes_and_samples_that_do_not_go_together_are_refused(world: World) -> None:
-    if world.size < 4:
-        return
     x, y = tokens()
     with on_mesh(world, "cp=2,dp=2") as mesh:
         trainer = hvdtrain.Trainer(hvdtrain.parallelize(gpt), sgd(), LOSS, backend=mesh.backend)

@@ -2,7 +2,7 @@
 
 import keras
 import tensorflow as tf
-from checks.parity import BATCH, dense_data, dense_model, per_sample
+from builders import BATCH, dense_data, dense_model, per_sample
 from world import World, flat_bytes
 from worlds import worlds
 

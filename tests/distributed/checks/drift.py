@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from world import World, flat_bytes
+from world import World, flat_bytes, grappler
 
 import hvdtrain
 import hvdtrain.horovod as hvd
@@ -144,6 +144,7 @@ def check_ranks_with_other_models_do_not_wait_for_one_another(world: World) -> N
         assert message.startswith(expected), message
 
 
+@grappler()
 def check_gradients_applied_in_loops_conditions_and_functions(world: World) -> None:
     """Each of them is exchanged once, also where the graph is traced elsewhere than the step."""
 

@@ -9,8 +9,8 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from builders import per_sample
 from checks.long_pipelines import slice_of
-from checks.parity import per_sample
 from meshes import alone, on_mesh
 from world import World, moved, relative_error
 from worlds import worlds

@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.parity import OPTIMIZERS, TOLERANCE, per_sample
+from builders import OPTIMIZERS, TOLERANCE, assert_moved, per_sample
 from meshes import alone, on_mesh
-from world import World, flat_bytes, moved, plain_training, relative_error
+from world import World, flat_bytes, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -67,18 +67,18 @@ def trained(
     return trainer
 
 
-def reference(dtype: str, optimizer: Any, **options: Any) -> tuple[keras.Model, list[np.ndarray]]:
-    """Train a process by itself on whole batches, with the losses that the layer adds; return start and weights too."""
+def trained_alone(dtype: str, optimizer: str) -> list[np.ndarray]:
+    """Train a process by itself on whole batches, with the losses that the layer adds."""
     with alone():
-        model = model_of(dtype, **options)
+        model = model_of(dtype)
 
         def loss(targets: Any, outputs: Any) -> tf.Tensor:
             return per_sample(targets, outputs) + tf.add_n(model.losses)
 
         start = [np.array(w) for w in model.get_weights()]
-        weights = plain_training(model, optimizer, loss, batches(dtype))
-    assert moved(weights, start) >= 1e-2
-    return model, weights
+        weights = plain_training(model, OPTIMIZERS[optimizer](), loss, batches(dtype))
+    assert_moved(weights, start)
+    return weights
 
 
 def layouts(world: World) -> list[str]:
@@ -88,7 +88,10 @@ def layouts(world: World) -> list[str]:
 def check_experts_train_as_in_one_process(world: World) -> None:
     # Four ranks add up what two have, and the stricter precision shows that.
     for dtype, optimizer in (("float64", "adam"), ("float32", "sgd"))[: 1 if world.size == 4 else 2]:
-        model, expected = reference(dtype, OPTIMIZERS[optimizer]())
+        expected = world.reference(trained_alone, dtype, optimizer)
+        with alone():
+            model = model_of(dtype)
+            model.set_weights(expected)
         for axes in layouts(world) if dtype == "float64" else layouts(world)[:1]:
             with on_mesh(world, axes) as mesh:
                 options = {"recompute": dtype == "float32"}
@@ -150,7 +153,7 @@ def check_experts_that_were_built_before_init_are_refused(world: World) -> None:
 
 
 def check_the_comparison_notices_what_is_missing(world: World) -> None:
-    _, expected = reference("float64", OPTIMIZERS["sgd"]())
+    expected = world.reference(trained_alone, "float64", "sgd")
 
     def error_of(change: Any) -> float:
         with on_mesh(world, "ep=-1") as mesh:

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from world import World
+from world import World, grappler
 from worlds import worlds
 
 import hvdtrain.horovod as hvd
@@ -203,6 +203,7 @@ def check_gradients_are_those_that_horovod_documents(world: World) -> None:
 
 @worlds("mpirun-2", "gloo-2", "gloo-1")
 @worlds("gloo-4", "mpirun-4", extended=True)
+@grappler()
 def check_a_constant_on_one_rank_is_exchanged_every_time(world: World) -> None:
     """TensorFlow would fold it and run the op once, and the other ranks would wait for ever."""
 
@@ -305,8 +306,6 @@ def check_keras_values(world: World) -> None:
 @worlds("gloo-4", "mpirun-4", extended=True)
 def check_process_sets(world: World) -> None:
     """Sets of some ranks; the others take no part, and the root counts among all."""
-    if world.size < 2:
-        return
     expect(ValueError, "duplicate process set", lambda: hvd.add_process_set(list(range(world.size))))
     odd = [rank for rank in range(world.size) if rank % 2]
     among = hvd.add_process_set(odd)

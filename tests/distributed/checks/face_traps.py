@@ -40,8 +40,6 @@ def fitted(world: World, optimizer: Any) -> bytes:
 @worlds("mpirun-2", "gloo-2")
 @worlds("gloo-4", extended=True)
 def check_the_optimizer_reduces(world: World) -> None:
-    if world.size == 1:
-        return
     drifted = fitted(world, plain_keras.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     assert not world.same_everywhere(drifted)
     assert world.same_everywhere(fitted(world, hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1))))
@@ -91,8 +89,6 @@ def check_rows_come_back_once(world: World) -> None:
 @worlds("mpirun-2", "gloo-2")
 @worlds("gloo-4", extended=True)
 def check_state_is_synchronized(world: World) -> None:
-    if world.size == 1:
-        return
     variable = tf.Variable([1.0])
     for state_of, expected in ((plain.elastic.TensorFlowState, world.rank), (hvd.elastic.TensorFlowState, 0)):
         state = state_of([variable])

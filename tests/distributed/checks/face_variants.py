@@ -17,7 +17,7 @@ from checks.face_cases import (
     model_of,
     part,
 )
-from checks.face_training import adam, agree, alone, in_fit, mean_square, momentum
+from checks.face_training import adam, agree, alone, in_fit, mean_square, momentum, momentum_of_sums
 from world import World
 from worlds import worlds
 
@@ -51,7 +51,7 @@ def in_own_loop(world: World, optimizer: Any, compiled: bool, way: str = "apply_
 
 @worlds("mpirun-2", extended=True)
 def check_own_loops_are_training_in_one_process(world: World) -> None:
-    expected = alone(adam())
+    expected = world.reference(alone, adam)
     for compiled in (False, True):
         agree(world, in_own_loop(world, hvd_keras.DistributedOptimizer(adam()), compiled), expected)
     agree(world, in_own_loop(world, hvd_keras.DistributedOptimizer(adam()), True, "apply"), expected)
@@ -61,7 +61,7 @@ def check_own_loops_are_training_in_one_process(world: World) -> None:
 @worlds("mpirun-2", extended=True)
 def check_ways_that_gradients_travel(world: World) -> None:
     """Groups, dense rows and factors change nothing; a sum is an average times the ranks; 16 bits are close."""
-    expected = alone(momentum())
+    expected = world.reference(alone, momentum)
     ways: list[tuple[dict[str, Any], float]] = [
         ({"groups": 2}, TOLERANCE),
         ({"sparse_as_dense": True}, TOLERANCE),
@@ -99,7 +99,7 @@ def check_backward_passes_per_step(world: World) -> None:
     def averaging() -> Any:
         return hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2, average_aggregated_gradients=True)
 
-    averaged, summed = alone(momentum(), 2 * BATCH), alone(keras.optimizers.SGD(0.1, momentum=0.9), 2 * BATCH)
+    averaged, summed = (world.reference(alone, make, 2 * BATCH) for make in (momentum, momentum_of_sums))
     summing = hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2)
     for optimizer, expected in ((averaging(), averaged), (summing, summed)):
         agree(world, in_own_loop(world, optimizer, True), expected)

@@ -2,7 +2,8 @@
 
 import keras
 import numpy as np
-from checks.parity import assert_parity, dense_data, per_sample
+from builders import dense_data, per_sample
+from checks.parity import assert_parity
 from world import World, flat_bytes, moved
 from worlds import worlds
 

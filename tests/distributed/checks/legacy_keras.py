@@ -18,10 +18,26 @@ import hvdtrain.horovod.keras as hvd_keras
 
 keras = tf.keras
 legacy = keras.optimizers.legacy
-KINDS: list[Callable[[], Any]] = [
-    lambda: keras.optimizers.SGD(0.05, momentum=0.9),
-    lambda: legacy.SGD(0.05, momentum=0.9),
-]
+
+
+def momentum() -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def momentum_of_sums() -> Any:
+    """Return what `momentum` with the sum of two gradients is with their average."""
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def legacy_momentum() -> Any:
+    return legacy.SGD(0.05, momentum=0.9)
+
+
+def legacy_adam() -> Any:
+    return legacy.Adam(0.01)
+
+
+KINDS = [momentum, legacy_momentum]
 
 
 def adam() -> Any:
@@ -36,9 +52,9 @@ def weights_of(model: Any) -> list[np.ndarray]:
     return [np.array(weight) for weight in model.get_weights()]
 
 
-def alone(optimizer: Any, size: int = BATCH) -> list[np.ndarray]:
+def alone(make: Callable[[], Any], size: int = BATCH) -> list[np.ndarray]:
     """One process, whole batches, nothing of Horovod."""
-    model = model_of()
+    model, optimizer = model_of(), make()
     for x, y in batches(size):
         with tf.GradientTape() as tape:
             loss = mean_square(y, model(x, training=True))
@@ -99,22 +115,22 @@ def check_tf_keras_is_the_keras_of_this_process(world: World) -> None:
 
 @worlds("tf_keras")
 def check_fit_is_training_in_one_process(world: World) -> None:
-    for kind in (*KINDS, adam, lambda: legacy.Adam(0.01)):
-        agree(world, in_fit(world, hvd_keras.DistributedOptimizer(kind())), alone(kind()))
+    for kind in (*KINDS, adam, legacy_adam):
+        agree(world, in_fit(world, hvd_keras.DistributedOptimizer(kind())), world.reference(alone, kind))
 
 
 @worlds("tf_keras")
 def check_a_rank_that_trains_alone_differs(world: World) -> None:
     """The comparison notices an optimizer that does not reduce."""
     weights = in_fit(world, KINDS[0]())
-    assert relative_error(weights, alone(KINDS[0]())) > 1e-3
+    assert relative_error(weights, world.reference(alone, momentum)) > 1e-3
     assert not world.same_everywhere(flat_bytes(weights))
 
 
 @worlds("tf_keras")
 def check_own_loops_are_training_in_one_process(world: World) -> None:
     for kind in KINDS:
-        expected = alone(kind())
+        expected = world.reference(alone, kind)
         for way in ("apply_gradients", "compute_gradients", "minimize"):
             agree(world, in_own_loop(world, hvd.DistributedOptimizer(kind()), way), expected)
         agree(world, in_own_loop(world, kind(), "tape"), expected)
@@ -123,7 +139,7 @@ def check_own_loops_are_training_in_one_process(world: World) -> None:
 @worlds("tf_keras")
 def check_ways_that_gradients_travel(world: World) -> None:
     """Groups, dense rows and factors change nothing; a sum is an average times the ranks; 16 bits are close."""
-    expected = alone(KINDS[0]())
+    expected = world.reference(alone, momentum)
     ways: list[tuple[dict[str, Any], float]] = [
         ({"groups": 2, "gradient_predivide_factor": 2.0}, TOLERANCE),
         ({"sparse_as_dense": True}, TOLERANCE),
@@ -141,9 +157,9 @@ def check_backward_passes_per_step(world: World) -> None:
     """Two batches and one update are a batch twice as large, or their sum; the calls are all counted."""
     for kind in KINDS:
         averaging = hvd.DistributedOptimizer(kind(), backward_passes_per_step=2, average_aggregated_gradients=True)
-        agree(world, in_fit(world, averaging), alone(kind(), 2 * BATCH))
+        agree(world, in_fit(world, averaging), world.reference(alone, kind, 2 * BATCH))
         assert int(averaging.iterations) == STEPS
-    summed = alone(keras.optimizers.SGD(0.1, momentum=0.9), 2 * BATCH)
+    summed = world.reference(alone, momentum_of_sums, 2 * BATCH)
     for way in ("apply_gradients", "compute_gradients"):
         summing = hvd.DistributedOptimizer(KINDS[0](), backward_passes_per_step=2)
         agree(world, in_own_loop(world, summing, way), summed)

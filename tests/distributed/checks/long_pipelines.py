@@ -6,8 +6,8 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from builders import OPTIMIZERS, per_sample
 from checks import tensor_parallel as tensors
-from checks.parity import OPTIMIZERS, per_sample
 from checks.pipelines import TOLERANCE, assert_parity, batches, data, error_of, model_of, trained
 from meshes import on_mesh
 from world import World, plain_training, relative_error
@@ -30,7 +30,7 @@ def check_four_stages_and_replicas_of_two_train_as_one_process_does(world: World
         assert_parity(mesh, "float64", "sgd", tied=True)
     folder = world.folder / "stages_of_replicas"
     with on_mesh(world, "pp=2") as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
-        trainer = assert_parity(mesh, "float64", "sgd", clipped, accumulate=2, tied=True, clip_norm=BOUND, zero=1)
+        trainer = assert_parity(mesh, "float64", "sgd", accumulate=2, tied=True, clip_norm=BOUND, zero=1)
         trainer.save(folder)
         world.gather(b"")
     with on_mesh(world, "dp=-1") as mesh:
@@ -80,11 +80,11 @@ def error_of_split(mesh: World, name: str, dtype: str, transform: Any, **options
     trainer.fit((x, y), batch=tensors.BATCH, epochs=tensors.EPOCHS, shuffle=False, verbose=False, log_every=1)
     reference = tensors.built(name, dtype)
     batches = [(x[i : i + tensors.BATCH], y[i : i + tensors.BATCH]) for i in range(0, len(x), tensors.BATCH)]
-    plain_training(reference, optimizers[1], tensors.per_sample, batches * tensors.EPOCHS, transform)
+    plain_training(reference, optimizers[1], per_sample, batches * tensors.EPOCHS, transform)
     expected = reference(x).numpy()
     assert np.abs(trainer.predict(x) - expected).max() <= 10 * TOLERANCE[dtype] * np.abs(expected).max(), name
     scores = trainer.evaluate((x, y), verbose=0)
-    assert abs(float(scores) - float(tf.reduce_mean(tensors.per_sample(y, expected)))) <= 1e-6
+    assert abs(float(scores) - float(tf.reduce_mean(per_sample(y, expected)))) <= 1e-6
     assert abs(scores["accuracy"] - np.mean(expected.argmax(-1) == y)) <= 1e-6
     whole = structure_of(reference).by_path(reference.weights)
     mine = structure_of(trainer.model).by_path(trainer.model.weights)

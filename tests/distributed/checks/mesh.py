@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.parity import OPTIMIZERS, batches_of, dense_data, per_sample
+from builders import OPTIMIZERS, assert_moved, batches_of, dense_data, per_sample
 from meshes import on_mesh
-from world import World, flat_bytes, moved, plain_training, relative_error
+from world import World, flat_bytes, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -96,16 +96,19 @@ def gathered(trainer: hvdtrain.Trainer) -> list[np.ndarray]:
     return [value.numpy() for value in whole]
 
 
-def error_of(mesh: World, dtype: str, optimizer: str, *, transform: Any = None, **more: Any) -> float:
-    weights = gathered(trained(mesh, dtype, OPTIMIZERS[optimizer](), **more))
-    reference = whole_model(dtype)
-    start = [np.array(w) for w in reference.get_weights()]
+def trained_alone(dtype: str, optimizer: str, clip_norm: float | None) -> list[np.ndarray]:
+    clip = lambda gradients: tf.clip_by_global_norm(gradients, clip_norm)[0] if clip_norm else gradients  # noqa: E731
     batches = batches_of(*dense_data(dtype))
-    result = plain_training(reference, OPTIMIZERS[optimizer](), per_sample, batches, transform)
-    assert moved(result, start) >= 1e-2
+    weights = plain_training(whole_model(dtype), OPTIMIZERS[optimizer](), per_sample, batches, clip)
+    assert_moved(weights, whole_weights(dtype))
+    return weights
+
+
+def error_of(mesh: World, dtype: str, optimizer: str, *, expected_clip_norm: float | None = None, **more: Any) -> float:
+    weights = gathered(trained(mesh, dtype, OPTIMIZERS[optimizer](), **more))
     if not more.get("drop"):
         assert mesh.same_everywhere(flat_bytes(weights)), "the ranks hold different models"
-    return relative_error(weights, result)
+    return relative_error(weights, mesh.reference(trained_alone, dtype, optimizer, expected_clip_norm))
 
 
 def layouts(world: World) -> list[str]:
@@ -144,10 +147,9 @@ def check_the_comparison_notices_a_collective_that_is_missing(world: World) -> N
 
 def check_clipping_is_by_the_norm_of_the_whole_gradient(world: World) -> None:
     bound = 1 / 16  # exact in the precision of a loss scale
-    clip = lambda gradients: tf.clip_by_global_norm(gradients, bound)[0]  # noqa: E731
     for axes in layouts(world):
         with on_mesh(world, axes) as mesh:
-            error = error_of(mesh, "float64", "sgd", transform=clip, clip_norm=bound)
+            error = error_of(mesh, "float64", "sgd", expected_clip_norm=bound, clip_norm=bound)
             assert error <= 1e-9, f"{axes}: {error:.2e}"
             assert error_of(mesh, "float64", "sgd", clip_norm=bound) > 1e-3, "nothing was clipped"
 

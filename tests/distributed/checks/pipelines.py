@@ -9,17 +9,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from checks.parity import OPTIMIZERS, per_sample
+from builders import BATCH, EPOCHS, OPTIMIZERS, SAMPLES, TOLERANCE, assert_moved, per_sample
 from meshes import on_mesh
-from world import World, moved, plain_training, relative_error
+from world import World, plain_training, relative_error
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.averaging import average_of, innermost
 
-SAMPLES, BATCH, EPOCHS = 70, 16, 4  # four full batches and one of 6 samples: 20 steps
 LENGTH, VOCABULARY = 5, 11
-TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
 
 
 def model_of(dtype: str, *, tied: bool = False, dropout: float = 0.0) -> keras.Model:
@@ -89,21 +87,21 @@ def error_of(mesh: World, trainer: Any, expected: Sequence[np.ndarray], model: k
     return max(float(text) for text in mesh.gather(str(error).encode()))
 
 
-def reference(model: keras.Model, optimizer: Any, transform: Any = None) -> list[np.ndarray]:
+def trained_alone(dtype: str, optimizer: str, tied: bool, clip_norm: float | None) -> list[np.ndarray]:
+    model = model_of(dtype, tied=tied)
     start = [np.array(w) for w in model.get_weights()]
-    weights = plain_training(model, optimizer, per_sample, batches(), transform)
-    assert moved(weights, start) >= 1e-2, "the weights hardly moved: the comparison says nothing"
+    clip = lambda gradients: tf.clip_by_global_norm(gradients, clip_norm)[0] if clip_norm else gradients  # noqa: E731
+    weights = plain_training(model, OPTIMIZERS[optimizer](), per_sample, batches(), clip)
+    assert_moved(weights, start)
     return weights
 
 
-def assert_parity(mesh: World, dtype: str, optimizer: str, transform: Any = None, **options: Any) -> Any:
+def assert_parity(mesh: World, dtype: str, optimizer: str, *, tied: bool = False, **options: Any) -> Any:
     """Return the trainer, which has trained as one process does."""
-    of_model = {name: options.pop(name) for name in ("tied",) if name in options}
-    build = partial(model_of, dtype, **of_model)
-    trainer = trained(mesh, build, OPTIMIZERS[optimizer](), **options)
-    plain = model_of(dtype, **of_model)
-    error = error_of(mesh, trainer, reference(plain, OPTIMIZERS[optimizer](), transform), plain)
-    assert error <= TOLERANCE[dtype], f"{dtype} {optimizer} {of_model} {options}: {error:.2e}"
+    trainer = trained(mesh, partial(model_of, dtype, tied=tied), OPTIMIZERS[optimizer](), **options)
+    expected = mesh.reference(trained_alone, dtype, optimizer, tied, options.get("clip_norm"))
+    error = error_of(mesh, trainer, expected, model_of(dtype, tied=tied))
+    assert error <= TOLERANCE[dtype], f"{dtype} {optimizer} tied: {tied} {options}: {error:.2e}"
     return trainer
 
 
@@ -115,11 +113,9 @@ def check_stages_train_as_one_process_does(world: World) -> None:
 
 
 def check_tied_weights_and_clipping_by_the_norm_of_all_stages(world: World) -> None:
-    bound = 0.05
-    clip = lambda gradients: tf.clip_by_global_norm(gradients, bound)[0]  # noqa: E731
     with on_mesh(world, "pp=2") as mesh:
         # The last stage has no weight but the tied one, whose gradient counts on the first.
-        assert_parity(mesh, "float64", "sgd", clip, tied=True, clip_norm=bound, pipeline_stages=("head",))
+        assert_parity(mesh, "float64", "sgd", tied=True, clip_norm=0.05, pipeline_stages=("head",))
 
 
 def check_figures_are_those_of_one_process(world: World) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.parity import per_sample
+from builders import per_sample
 from world import World, flat_bytes, moved, relative_error
 from worlds import worlds
 

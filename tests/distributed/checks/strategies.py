@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from checks.parity import BATCH, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, batches_of, per_sample
+from builders import BATCH, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, per_sample, trained_alone
 from checks.training import CROSSENTROPY, samples
-from world import World, flat_bytes, moved, plain_training, relative_error
+from world import World, flat_bytes, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -66,13 +66,8 @@ def trained(backend: Any, kind: str, optimizer: str, dtype: str, seed: int = 0, 
     return trainer
 
 
-def error_of(trainer: hvdtrain.Trainer, kind: str, optimizer: str, dtype: str) -> float:
-    build, data = MODELS[kind]
-    reference = build(dtype, seed=0)
-    start = [np.array(w) for w in reference.get_weights()]
-    result = plain_training(reference, OPTIMIZERS[optimizer](), per_sample, batches_of(*data(dtype)))
-    assert moved(result, start) >= 1e-2, "the weights hardly moved: the comparison says nothing"
-    return relative_error(trainer.model.get_weights(), result)
+def error_of(world: World, trainer: hvdtrain.Trainer, kind: str, optimizer: str, dtype: str) -> float:
+    return relative_error(trainer.model.get_weights(), world.reference(trained_alone, kind, optimizer, dtype))
 
 
 def assert_parity(
@@ -81,7 +76,7 @@ def assert_parity(
     for backend in backends:
         trainer = trained(backend, kind, optimizer, dtype, **options)
         assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), "the ranks' weights differ"
-        error = error_of(trainer, kind, optimizer, dtype)
+        error = error_of(world, trainer, kind, optimizer, dtype)
         assert error <= TOLERANCE[dtype], f"{backend.name} {kind} {optimizer} {dtype}: {error:.2e}"
         for variable in trainer.model.weights:
             first, *others = [local.numpy() for local in local_values(backend, variable)]
@@ -96,7 +91,7 @@ def local_values(backend: Any, variable: Any) -> Sequence[Any]:
 @worlds("multi_worker_mirrored", extended=True)
 def check_dense_sgd_float32(world: World) -> None:
     trainer = trained(world.backend, "dense", "sgd", "float32")
-    assert error_of(trainer, "dense", "sgd", "float32") <= TOLERANCE["float32"]
+    assert error_of(world, trainer, "dense", "sgd", "float32") <= TOLERANCE["float32"]
 
 
 @worlds("mirrored")
@@ -116,7 +111,7 @@ def check_embedding_adam_float32(world: World) -> None:
 @worlds("multi_worker_mirrored", extended=True)
 def check_embedding_sgd_made_dense(world: World) -> None:
     trainer = trained(world.backend, "embedding", "sgd", "float64", sparse_gradients="dense")
-    assert error_of(trainer, "embedding", "sgd", "float64") <= TOLERANCE["float64"]
+    assert error_of(world, trainer, "embedding", "sgd", "float64") <= TOLERANCE["float64"]
 
 
 @worlds("mirrored")

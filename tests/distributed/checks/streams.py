@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.parity import SAMPLES, dense_data, dense_model, per_sample
+from builders import SAMPLES, dense_data, dense_model, per_sample
 from world import World, flat_bytes, moved, relative_error
 
 import hvdtrain

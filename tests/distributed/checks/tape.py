@@ -5,8 +5,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.parity import BATCH, SAMPLES, dense_data, dense_model, per_sample
-from world import World, flat_bytes, moved, plain_training, relative_error
+from builders import BATCH, SAMPLES, dense_data, dense_model, per_sample
+from world import World, flat_bytes, grappler, moved, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -131,8 +131,7 @@ def adasum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 @worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
 @worlds("gloo-4", "mpirun-4", extended=True)
 def check_adasum_follows_its_formula(world: World) -> None:
-    if world.controller != "mpi" or world.size != 2:
-        return  # Horovod has Adasum on MPI only; the formula here is for two
+    """For two ranks; Horovod has Adasum on MPI only."""
     vectors = [np.array([1.0, 2.0, -1.0], "float32"), np.array([0.5, 1.0, 3.0], "float32")]
     variable = tf.Variable(tf.zeros(3), name="adasum")
     with tf.GradientTape() as tape:
@@ -175,6 +174,7 @@ def check_broadcast_of_every_dtype(world: World) -> None:
 
 @worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
 @worlds("gloo-4", extended=True)
+@grappler()
 def check_a_loop_of_ones_own(world: World) -> None:
     """The tape and a Keras optimizer in a compiled step keep the ranks equal."""
     keras.utils.set_random_seed(100 + world.rank)

@@ -7,8 +7,22 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.parity import BATCH, EPOCHS, batches_of, per_sample
-from world import Transform, World, flat_bytes, moved, plain_step, plain_training, relative_error
+from builders import (
+    BATCH,
+    EPOCHS,
+    MODELS,
+    OPTIMIZERS,
+    SAMPLES,
+    TOLERANCE,
+    WIDTH,
+    assert_moved,
+    batches_of,
+    per_sample,
+    trained_alone,
+    wide_data,
+    wide_model,
+)
+from world import World, flat_bytes, moved, plain_step, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -16,83 +30,34 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES
 
-TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
-SAMPLES, WIDTH = 70, 131  # neither 2 nor 4 ranks divide the elements of the kernels
-
-
-def wide_model(dtype: str, seed: int) -> keras.Model:
-    """Two kernels that are sharded, biases that stay whole."""
-    keras.utils.set_random_seed(seed)
-    model = keras.Sequential(
-        [
-            keras.Input((WIDTH,), dtype=dtype),
-            keras.layers.Dense(WIDTH, activation="tanh", dtype=dtype),
-            keras.layers.Dense(WIDTH, activation="tanh", dtype=dtype),
-            keras.layers.Dense(3, dtype=dtype),
-        ]
-    )
-    assert sum(v.value.dtype.size * int(np.prod(v.shape)) > SMALL_BYTES for v in model.trainable_variables) == 2
-    return model
-
-
-def table_model(dtype: str, seed: int) -> keras.Model:
-    """A sharded table with sparse gradients, whose rows are looked up several times."""
-    keras.utils.set_random_seed(seed)
-    return keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            keras.layers.Embedding(1201, 17, dtype=dtype),
-            keras.layers.Flatten(dtype=dtype),
-            keras.layers.Dense(3, dtype=dtype),
-        ]
-    )
-
-
-def wide_data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(3)
-    return rng.standard_normal((SAMPLES, WIDTH)).astype(dtype), rng.integers(0, 3, SAMPLES)
-
-
-def table_data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(4)
-    return rng.integers(0, 40, (SAMPLES, 5)).astype("int32"), rng.integers(0, 3, SAMPLES)
-
-
-MODELS = {"wide": (wide_model, wide_data), "table": (table_model, table_data)}
-
 
 def trained(world: World, kind: str, optimizer: Any, dtype: str, **options: Any) -> Any:
     build, data = MODELS[kind]
     # Each rank starts from values of its own: the broadcast must undo that, in the master slices too.
     model = build(dtype, world.rank)
+    sharded = [v for v in model.trainable_variables if v.value.dtype.size * int(np.prod(v.shape)) > SMALL_BYTES]
+    assert len(sharded) == {"wide": 2, "table": 1}[kind]
     trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=world.backend, **options)
     trainer.fit(data(dtype), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), "the ranks' weights differ"
     return trainer
 
 
-def reference(kind: str, optimizer: Any, dtype: str, transform: Transform | None = None) -> keras.Model:
-    build, data = MODELS[kind]
-    model = build(dtype, 0)
-    start = [np.array(w) for w in model.get_weights()]
-    plain_training(model, optimizer, per_sample, batches_of(*data(dtype)), transform)
-    assert moved(model.get_weights(), start) >= 1e-2, "the weights hardly moved: the comparison says nothing"
-    return model
-
-
-def assert_equal(trainer: Any, expected: keras.Model, dtype: str, what: str = "") -> None:
-    error = relative_error(trainer.model.get_weights(), expected.get_weights())
+def assert_equal(trainer: Any, expected: Sequence[np.ndarray], dtype: str, what: str = "") -> None:
+    error = relative_error(trainer.model.get_weights(), expected)
     assert error <= TOLERANCE[dtype], f"{what} {dtype}: {error:.2e}"
 
 
 @worlds("mpirun-2", "gloo-2")
 @worlds("mpirun-4", extended=True)
 def check_sharded_slots_train_like_one_process(world: World) -> None:
-    sgd = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
-    adam = lambda: keras.optimizers.Adam(0.01)  # noqa: E731
-    for kind, make, dtype in (("wide", sgd, "float32"), ("wide", adam, "float64"), ("table", adam, "float64")):
-        trainer = trained(world, kind, make(), dtype, zero=1)
-        assert_equal(trainer, reference(kind, make(), dtype), dtype, kind)
+    for kind, optimizer, dtype in (
+        ("wide", "sgd", "float32"),
+        ("wide", "adam", "float64"),
+        ("table", "adam", "float64"),
+    ):
+        trainer = trained(world, kind, OPTIMIZERS[optimizer](), dtype, zero=1)
+        assert_equal(trainer, world.reference(trained_alone, kind, optimizer, dtype), dtype, kind)
 
 
 @worlds("mpirun-2", "gloo-2")
@@ -107,24 +72,34 @@ def check_slots_are_a_share_of_the_whole(world: World) -> None:
     assert mine <= (all_of_them - 2 * small) / world.size + 2 * small + 8, (mine, all_of_them, small)
 
 
+def decaying_and_averaging() -> Any:
+    made = keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.75)
+    return hvdtrain.decaying_weights_only(made)
+
+
+CLIP_NORM = 0.25
+
+
+def averaged_alone() -> tuple[list[np.ndarray], np.ndarray, float]:
+    """Train the wide model in one process; return its weights, and outputs and loss of their averages."""
+    model, optimizer, (x, y) = wide_model("float64", 0), decaying_and_averaging(), wide_data("float64")
+    clip = lambda gradients: tf.clip_by_global_norm(gradients, CLIP_NORM)[0]  # noqa: E731
+    weights = plain_training(model, optimizer, per_sample, batches_of(x, y), clip)
+    assert_moved(weights, wide_model("float64", 0).get_weights())
+    optimizer.finalize_variable_values(model.trainable_variables)  # the averages take the weights' place
+    outputs = np.array(model(x))
+    return weights, outputs, float(tf.reduce_mean(per_sample(y, outputs)))
+
+
 def check_sharded_slots_with_everything_else(world: World) -> None:
     """Bounds on the global norm, decay of weights only, averages of weights, microbatches: as in one process."""
-
-    def optimizer() -> Any:
-        made = keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.75)
-        return hvdtrain.decaying_weights_only(made)
-
-    trainer = trained(world, "wide", optimizer(), "float64", zero=1, clip_norm=0.25, accumulate=2)
-    plain = optimizer()
-    clip = lambda gradients: tf.clip_by_global_norm(gradients, 0.25)[0]  # noqa: E731
-    expected = reference("wide", plain, "float64", clip)
+    options = {"zero": 1, "clip_norm": CLIP_NORM, "accumulate": 2}
+    trainer = trained(world, "wide", decaying_and_averaging(), "float64", **options)
+    expected, _, mean = world.reference(averaged_alone)
     assert_equal(trainer, expected, "float64", "clipped, decayed, accumulated")
-    x, y = wide_data("float64")
     weights = trainer.model.get_weights()
-    figures = trainer.evaluate((x, y), batch=16)
+    figures = trainer.evaluate(wide_data("float64"), batch=16)
     assert flat_bytes(trainer.model.get_weights()) == flat_bytes(weights), "the weights are no longer there"
-    plain.finalize_variable_values(expected.trainable_variables)  # the averages take the weights' place
-    mean = float(tf.reduce_mean(per_sample(y, expected(x))))
     assert abs(figures.loss - mean) <= 1e-6 * mean, (figures.loss, mean)
 
 
@@ -153,7 +128,7 @@ def check_slots_go_on_from_a_checkpoint_sharded_or_not(world: World) -> None:
         assert second.evaluate(data).loss == first.evaluate(data).loss, name
         second.fit(data, epochs=2, **fit)
         assert world.same_everywhere(flat_bytes(second.model.get_weights()))
-        assert_equal(second, whole.model, "float64", name)
+        assert_equal(second, whole.model.get_weights(), "float64", name)
         losses = [trainer.evaluate(data).loss for trainer in (second, whole)]
         assert abs(losses[0] - losses[1]) <= 1e-6 * losses[1], (name, losses)
 
@@ -205,8 +180,8 @@ def check_an_overflow_in_one_slice_is_skipped_by_all(world: World) -> None:
 @worlds("mpirun-4", extended=True)
 def check_one_local_step_of_sgd_is_a_step_of_data_parallelism(world: World) -> None:
     for kind, dtype in (("wide", "float64"), ("table", "float32")):
-        trainer = trained(world, kind, keras.optimizers.SGD(0.1), dtype, local_steps=1)
-        assert_equal(trainer, reference(kind, keras.optimizers.SGD(0.1), dtype), dtype, kind)
+        trainer = trained(world, kind, OPTIMIZERS["plain sgd"](), dtype, local_steps=1)
+        assert_equal(trainer, world.reference(trained_alone, kind, "plain sgd", dtype), dtype, kind)
 
 
 def local_reference(world: World, optimizer: Any, period: int, average_slots: bool) -> list[np.ndarray]:

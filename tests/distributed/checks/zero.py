@@ -5,9 +5,20 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.parity import BATCH, EPOCHS, batches_of, per_sample
-from checks.update_rules import TOLERANCE, assert_equal, reference, trained, wide_data, wide_model
-from world import World, flat_bytes, moved, plain_training, relative_error
+from builders import (
+    BATCH,
+    EPOCHS,
+    OPTIMIZERS,
+    TOLERANCE,
+    assert_moved,
+    batches_of,
+    per_sample,
+    trained_alone,
+    wide_data,
+    wide_model,
+)
+from checks.update_rules import CLIP_NORM, assert_equal, averaged_alone, decaying_and_averaging, trained
+from world import World, flat_bytes, grappler, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -50,55 +61,48 @@ def tied_data() -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, WORDS, (SAMPLES, 6)), rng.integers(0, WORDS, SAMPLES)
 
 
-def tied_losses(y: Any, outputs: Any, model: keras.Model) -> Any:
-    """Return the loss of each sample, with the regularization that a step adds once for the whole batch."""
-    return per_sample(y, outputs) + tf.add_n(model.losses)
+def tied_alone() -> list[np.ndarray]:
+    """Train in one process, with the regularization that a step adds once for the whole batch."""
+    model = tied_model("float64", 0)
+
+    def losses(y: Any, outputs: Any) -> Any:
+        return per_sample(y, outputs) + tf.add_n(model.losses)
+
+    start = model.get_weights()
+    weights = plain_training(model, keras.optimizers.Adam(0.01), losses, batches_of(*tied_data()))
+    assert_moved(weights, start)
+    return weights
 
 
 @worlds("mpirun-2", "gloo-4")
+@grappler()
 def check_stages_2_and_3_train_like_one_process(world: World) -> None:
-    sgd = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
-    adam = lambda: keras.optimizers.Adam(0.01)  # noqa: E731
-    for kind, make, dtype in (("wide", sgd, "float32"), ("table", adam, "float64")):
-        expected = reference(kind, make(), dtype)
-        for options in ({"zero": 2}, {"zero": 3}):
-            assert_equal(trained(world, kind, make(), dtype, **options), expected, dtype, f"{kind} {options}")
+    for kind, optimizer, dtype in (("wide", "sgd", "float32"), ("table", "adam", "float64")):
+        expected = world.reference(trained_alone, kind, optimizer, dtype)
+        for stage in (2, 3):
+            trainer = trained(world, kind, OPTIMIZERS[optimizer](), dtype, zero=stage)
+            assert_equal(trainer, expected, dtype, f"{kind} stage {stage}")
 
 
 def check_shared_weights_and_attention_train_like_one_process(world: World) -> None:
     """Microbatches in a loop, a rank without samples, weights that are used twice, and a regularizer."""
-    plain = tied_model("float64", 0)
-    start = plain.get_weights()
-    optimizer = keras.optimizers.Adam(0.01)
-    plain_training(plain, optimizer, lambda y, z: tied_losses(y, z, plain), batches_of(*tied_data()))
-    assert moved(plain.get_weights(), start) >= 1e-2
+    expected = world.reference(tied_alone)
     for options in ({"zero": 3, "accumulate": 2}, {"zero": 3, "zero_prefetch": 1}):
         model = tied_model("float64", world.rank)
         trainer = hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), per_sample, backend=world.backend, **options)
         trainer.fit(tied_data(), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
         assert world.same_everywhere(flat_bytes(model.get_weights()))
-        error = relative_error(model.get_weights(), plain.get_weights())
+        error = relative_error(model.get_weights(), expected)
         assert error <= TOLERANCE["float64"], f"{options}: {error:.2e}"
 
 
 def check_stages_with_everything_else(world: World) -> None:
     """Bounds on the global norm, decay, averages, microbatches, evaluation and predictions: as in one process."""
-
-    def optimizer() -> Any:
-        made = keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.75)
-        return hvdtrain.decaying_weights_only(made)
-
     x, y = wide_data("float64")
-    clip = lambda gradients: tf.clip_by_global_norm(gradients, 0.25)[0]  # noqa: E731
-    plain = optimizer()
-    expected = reference("wide", plain, "float64", clip)
-    weights = expected.get_weights()
-    plain.finalize_variable_values(expected.trainable_variables)  # the averages take the weights' place
-    outputs = expected(x)
-    mean = float(tf.reduce_mean(per_sample(y, outputs)))
-    expected.set_weights(weights)
+    expected, outputs, mean = world.reference(averaged_alone)
     for stage in (2, 3):
-        trainer = trained(world, "wide", optimizer(), "float64", zero=stage, clip_norm=0.25, accumulate=2)
+        options = {"zero": stage, "clip_norm": CLIP_NORM, "accumulate": 2}
+        trainer = trained(world, "wide", decaying_and_averaging(), "float64", **options)
         assert_equal(trainer, expected, "float64", f"stage {stage}: clipped, decayed, accumulated")
         figures = trainer.evaluate((x, y), batch=16)
         assert abs(figures.loss - mean) <= 1e-6 * mean, (figures.loss, mean)
@@ -222,7 +226,7 @@ def check_a_bad_gradient_is_named_with_its_rank(world: World) -> None:
 
 
 def check_the_comparison_notices_a_gradient_that_is_not_exchanged(world: World) -> None:
-    expected = reference("wide", keras.optimizers.SGD(0.1, momentum=0.9), "float32")
+    expected = world.reference(trained_alone, "wide", "sgd", "float32")
     exchanged = gathered.scattered
 
     def own(gradient: Any, shard: Any, name: str) -> Any:
@@ -234,7 +238,7 @@ def check_the_comparison_notices_a_gradient_that_is_not_exchanged(world: World) 
         trainer = trained(world, "wide", keras.optimizers.SGD(0.1, momentum=0.9), "float32", zero=3)
     finally:
         gathered.scattered = exchanged
-    assert relative_error(trainer.model.get_weights(), expected.get_weights()) > 1e-4
+    assert relative_error(trainer.model.get_weights(), expected) > 1e-4
 
 
 class OwnGradient(keras.layers.Layer):
@@ -288,9 +292,10 @@ def memory_of(variable: Any) -> int:
 
 
 @worlds("mpirun-2", "gloo-4")
+@grappler()
 def check_a_model_that_a_function_builds_is_slices_from_the_start(world: World) -> None:
     """Never whole: as it is built, trained, evaluated between epochs, saved, and restored from a file of any stage."""
-    data, expected = wide_data("float64"), reference("wide", keras.optimizers.Adam(0.01), "float64")
+    data, expected = wide_data("float64"), world.reference(trained_alone, "wide", "adam", "float64")
     folder = world.folder / "from_the_start"
     fit = {"validation_data": data, "validation_batch": BATCH, "batch": BATCH, "shuffle": False, "verbose": False}
 
