@@ -41,7 +41,7 @@ trap 'exit 143' TERM
 # section NAME COMMAND...: a section that fails is noted, and the others still run
 section() {
     printf '\n== %s\n' "$1"
-    "${@:2}" || printf '%s\n' "$1" >>"$report/failed"
+    "${@:2}" || fail "$1"
 }
 
 # tests NAME PYTEST_ARGUMENT...: a hang shows where it hangs, by every thread's stack after so many seconds in one test
@@ -55,6 +55,39 @@ static() {
     section "format" ruff format --check --config launch/ruff.toml hvdtrain tests benchmarks
     section "import contracts" lint-imports --config setup.cfg
     section "types" mypy
+}
+
+fail() { printf '%s\n' "$1" >>"$report/failed"; }
+
+skip() { printf '%s\n' "$1" >>"$report/skipped"; }
+
+# with_keras REQUIREMENT: the unit tests with the Keras that pip finds for it
+with_keras() {
+    local folder="$report/keras"
+    rm -rf "$folder"
+    if ! python -m pip install --quiet --no-deps --target "$folder" "$1"; then
+        fail "installing $1"
+    elif ! compgen -G ".venv/lib/python3*/site-packages/$(basename "$folder"/keras-*.dist-info)" >/dev/null; then
+        PYTHONPATH="$folder" tests "unit tests with $1" -n 2 tests/unit
+    fi # else the unit tests ran with it
+}
+
+# The unit tests on Python 3.13, in a venv of its own without Horovod.
+on_python_3_13() {
+    local python venv=build/python3.13
+    for python in python3.13 ~/.pyenv/versions/3.13.*/bin/python; do
+        if "$python" -c 'import venv, ensurepip' 2>/dev/null; then break; fi
+        python=''
+    done
+    if [ -z "$python" ]; then
+        skip "python3.13 is not installed, and the unit tests did not run on it"
+    elif "$python" -m venv "$venv" && "$venv/bin/pip" install --quiet --no-deps --only-binary :all: \
+        -r launch/requirements.txt -r launch/requirements-test.txt &&
+        "$venv/bin/pip" install --quiet --no-deps --no-build-isolation -e .; then
+        PATH="$PWD/$venv/bin:$PATH" tests "unit tests on Python 3.13" -n 2 tests/unit
+    else
+        fail "setting up Python 3.13"
+    fi
 }
 
 finish() {
@@ -87,5 +120,12 @@ cat "$report/static.log"
 battery=(tests/distributed/test_battery.py tests/distributed/test_worlds.py)
 tests "distributed checks" "${which[@]}" "${battery[@]}"
 tests "commands and scripts" "${which[@]}" -n 3 --dist loadgroup tests/entry tests/chaos tests/distributed "${battery[@]/#/--ignore=}"
-[ -n "${which[*]}" ] || tests "several hosts" tests/clusters
+if [ -z "${which[*]}" ]; then
+    tests "several hosts" tests/clusters
+    section "exact resume" python -m tests.exact_resume
+    allowed="$(sed -n 's/^ *\(keras>=.*\)/\1/p' setup.cfg)"
+    with_keras "$(sed 's/>=\([0-9.]*\).*/==\1.*/' <<<"$allowed")"
+    with_keras "$allowed"
+    on_python_3_13
+fi
 finish

@@ -14,19 +14,21 @@ import hvdtrain
 from hvdtrain.optim.precision import precision
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_trainer_dense_and_sparse(world: World) -> None:
     """A batch of 16 in two or four microbatches on each rank, with a tail of 6 that does not divide."""
     assert_parity(world, "dense", "adam", "float64", accumulate=4)
     assert_parity(world, "embedding", "sgd", "float32", accumulate=2)
 
 
+@worlds("mpirun-2", extended=True)
 def check_trainer_sgd_and_adam_the_other_way_round(world: World) -> None:
     assert_parity(world, "embedding", "adam", "float64", accumulate=4)
     assert_parity(world, "dense", "sgd", "float32", accumulate=2)
 
 
+@worlds("mpirun-2", extended=True)
 def check_the_comparison_notices(world: World) -> None:
     backend = Sabotaged(world.backend, 2.0)
     error = parity_error(world, "dense", "sgd", "float32", backend=backend, accumulate=2)
@@ -35,6 +37,7 @@ def check_the_comparison_notices(world: World) -> None:
     assert error > 1e3 * TOLERANCE["float32"], f"{error:.2e}"
 
 
+@worlds("mpirun-2", extended=True)
 def check_sparse_gradients_either_way(world: World) -> None:
     for way, accumulate in (("gather", 2), ("dense", 2), ("gather", 1)):
         assert_parity(world, "embedding", "adam", "float64", sparse_gradients=way, accumulate=accumulate)
@@ -60,10 +63,12 @@ def large_table(world: World, rows: int, touched: int) -> float:
     )
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_large_table_with_few_rows_touched(world: World) -> None:
     assert large_table(world, rows=5000, touched=40) <= 1e-9
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_large_table_with_most_rows_touched(world: World) -> None:
     assert large_table(world, rows=600, touched=600) <= 1e-9
 
@@ -113,18 +118,18 @@ def own_loop(world: World, *, compiled: bool, sparse: bool) -> None:
     assert error <= TOLERANCE["float64"], f"{error:.2e}"
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_own_loop_compiled(world: World) -> None:
     own_loop(world, compiled=True, sparse=False)
 
 
+@worlds("mpirun-2", extended=True)
 def check_own_loop_eager(world: World) -> None:
     own_loop(world, compiled=False, sparse=False)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_own_loop_sparse(world: World) -> None:
     own_loop(world, compiled=True, sparse=True)
 
@@ -207,6 +212,7 @@ def check_k_microbatches_are_exchanged_once(world: World) -> None:
         assert int(backend.count) == 5 * messages, f"{int(backend.count)} exchanges in 5 steps"
 
 
+@worlds("mpirun-2", extended=True)
 def check_batch_norm_sees_microbatches(world: World) -> None:
     """Statistics are those of one microbatch after another: moving averages move K times in a step."""
     x, y = dense_data("float32")

@@ -68,8 +68,7 @@ def axes_of(world: World) -> str:
     return "tp=2" if world.size == 2 else "dp=2,tp=2"
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_rounding_does_not_let_ranks_drift_apart(world: World) -> None:
     """In the last bits of each rank's gradients: the check between steps, which compares bits, finds nothing."""
     variants: tuple[dict[str, Any], ...] = (
@@ -99,8 +98,7 @@ class Figures(keras.callbacks.Callback):
         self.seen.append(repr(logs))
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_callbacks_are_given_the_same_figures(world: World) -> None:
     """By which they decide: a metric that is rounded in its own way on each rank, and one with several values."""
     with on_mesh(world, axes_of(world)) as mesh:

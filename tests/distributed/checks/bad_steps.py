@@ -56,6 +56,7 @@ def said_by(world: World, trainer: Any, *data: Any, **options: Any) -> tuple[Any
     return result, world.gather(printed.getvalue().encode())[0].decode()
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_bad_sample_on_one_rank_is_skipped_by_all(world: World) -> None:
     """Every way of exchanging and updating comes, to the last bit, to what it does without the batch."""
     x, y = (each[: 4 * BATCH] for each in wide_data("float32"))
@@ -78,7 +79,8 @@ def check_a_bad_sample_on_one_rank_is_skipped_by_all(world: World) -> None:
         assert_same(world, *trainers, way)
 
 
-@worlds("mpirun-2", "gloo-4")
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
 def check_skipping_is_what_one_process_does_without_the_batch(world: World) -> None:
     """Against a plain loop in this process, in float64 and with a short last batch."""
     x, y = wide_data("float64")
@@ -94,6 +96,7 @@ def check_skipping_is_what_one_process_does_without_the_batch(world: World) -> N
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
 
 
+@worlds("mpirun-2", extended=True)
 def check_statistics_of_normalization_are_those_of_good_steps(world: World) -> None:
     x, y = samples(3 * BATCH)
     for synchronized in (False, True):
@@ -132,6 +135,7 @@ def check_the_rank_and_the_variable_of_a_bad_gradient_are_named(world: World) ->
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_spike_is_one_on_all_ranks(world: World) -> None:
     x, y = (np.concatenate([each] * 8)[: 24 * BATCH] for each in samples(50))
     x[20 * BATCH + BATCH - 1] *= 1e4
@@ -165,6 +169,7 @@ def check_all_ranks_roll_back_to_the_same_checkpoint(world: World) -> None:
     assert_same(world, rolled, never, "rolled back")
 
 
+@worlds("mpirun-2", extended=True)
 def check_ranks_that_disagree_on_bad_steps_are_refused(world: World) -> None:
     mine = "skip" if world.rank else "raise"
     trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, backend=world.backend, on_bad_step=mine)

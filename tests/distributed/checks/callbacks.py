@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from checks.keras_models import CROSSENTROPY, LABELS, X, sequential, sgd
 from world import World, flat_bytes
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
@@ -28,6 +29,7 @@ def check_early_stopping_stops_all_at_one_step(world: World) -> None:
     assert world.same_everywhere(str(result.steps).encode())
 
 
+@worlds("mpirun-2", extended=True)
 def check_one_rank_may_stop_all(world: World) -> None:
     """A callback of a user's own, which decides by something that only one rank knows."""
 
@@ -41,6 +43,7 @@ def check_one_rank_may_stop_all(world: World) -> None:
     assert result.steps == 3, result.steps  # at the next logged step
 
 
+@worlds("mpirun-2", extended=True)
 def check_rates_and_history(world: World) -> None:
     reduce = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=0, min_delta=10.0, factor=0.5)
     seen: list[dict[str, float]] = []
@@ -71,6 +74,7 @@ def two_outputs() -> keras.Model:
     return keras.Model(inputs, outputs)
 
 
+@worlds("mpirun-2", extended=True)
 def check_figures_are_those_of_keras_in_one_process(world: World) -> None:
     """Losses of several outputs, a metric with a value for each class; `batch_size` is that of each rank."""
     x, labels = X[:64], LABELS[:64] % 3
@@ -110,6 +114,7 @@ def check_writers_write_once(world: World) -> None:
     keras.models.load_model(folder / "best-0.keras", compile=False)
 
 
+@worlds("mpirun-2", extended=True)
 def check_batches_show_figures_of_all_samples_so_far(world: World) -> None:
     """With a rate of zero: those that one process finds in the same samples. The callback is on the last rank only."""
     seen: dict[str, list[dict[str, float]]] = {"train": [], "test": []}
@@ -131,6 +136,7 @@ def check_batches_show_figures_of_all_samples_so_far(world: World) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@worlds("mpirun-2", extended=True)
 def check_what_cannot_work_is_refused(world: World) -> None:
     try:
         fit(world, [print])

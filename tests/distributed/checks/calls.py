@@ -82,7 +82,7 @@ def check_objects_travel_between_the_ranks(world: World) -> None:
     assert hvdtrain.is_initialized()
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_objects_are_refused_by_all_ranks_where_one_is_wrong(world: World) -> None:
     trainer, last = trainer_of(world), world.rank == world.size - 1
 
@@ -119,7 +119,7 @@ def check_calls_that_differ_by_rank_are_refused(world: World) -> None:
     assert "None on rank" in said, said
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_trainers_that_differ_by_rank_are_refused(world: World) -> None:
     last = world.rank == world.size - 1
     decay = keras.optimizers.schedules.ExponentialDecay
@@ -145,7 +145,7 @@ def uncounted(batches: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(DATA).batch(8).filter(lambda x, y: True).take(batches)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_one_rank_with_more_batches_is_noticed_by_those_who_look_at_each(world: World) -> None:
     seen: list[int] = []
 
@@ -174,7 +174,7 @@ def check_one_rank_with_more_batches_is_noticed_by_those_who_look_at_each(world:
     assert seen == [0, 1, 0, 1, 2, 3]
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_weights_that_rank_0_alone_loaded_are_evaluated(world: World) -> None:
     x, y = DATA
     model = classifier(world.rank)
@@ -190,7 +190,7 @@ def check_weights_that_rank_0_alone_loaded_are_evaluated(world: World) -> None:
     np.testing.assert_allclose(outputs, other(x), rtol=1e-5, atol=1e-6)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_a_model_that_each_rank_builds_by_itself_predicts_alike(world: World) -> None:
     keras.utils.clear_session()
     keras.utils.set_random_seed(world.rank)
@@ -202,7 +202,7 @@ def check_a_model_that_each_rank_builds_by_itself_predicts_alike(world: World) -
     np.testing.assert_allclose(outputs, trainer.model(DATA[0]), rtol=1e-5, atol=1e-6)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_averages_that_rank_0_alone_has_are_evaluated(world: World) -> None:
     def averaging(seed: int) -> Any:
         return trainer_of(world, classifier(seed), keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5))
@@ -224,7 +224,7 @@ def first_batches(trainer: Any) -> Any:
     return data.batches(0)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_fit_goes_on_from_what_rank_0_alone_restored(world: World) -> None:
     trainer = trainer_of(world)
     data = training_data(DATA, world.backend, batch=16, seed=0, shuffle=False, steps_per_epoch=None)
@@ -236,7 +236,8 @@ def check_fit_goes_on_from_what_rank_0_alone_restored(world: World) -> None:
     trainer.state.agreed_hash(world.backend)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_weights_that_a_callback_sets_on_one_rank_are_refused(world: World) -> None:
     def of_last_rank(**hooks: Callable[..., None]) -> list[Any]:
         return [keras.callbacks.LambdaCallback(**hooks if world.rank == world.size - 1 else {})]

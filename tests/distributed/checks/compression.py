@@ -55,8 +55,8 @@ def flat(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_errors_stay_within_their_bound(world: World) -> None:
     for dtype in ("float32", "float64"):
         parts = [flat(values_of(rank, dtype)) for rank in range(world.size)]
@@ -78,6 +78,7 @@ def check_errors_stay_within_their_bound(world: World) -> None:
                     assert world.same_everywhere(flat(results).tobytes()), role
 
 
+@worlds("mpirun-2", extended=True)
 def check_groups_and_predivide_change_no_more_than_rounding(world: World) -> None:
     parts = [flat(values_of(rank, "float32")) for rank in range(world.size)]
     exact, allowed = sum(part.astype(np.float64) for part in parts), bound(world, parts)
@@ -95,8 +96,7 @@ def check_groups_and_predivide_change_no_more_than_rounding(world: World) -> Non
             assert np.all(np.abs(flat(results) - exact) <= allowed[wire])
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_large_values_survive(world: World) -> None:
     """In half precision alone 1e30 is infinite, and so is the sum of two times 60000."""
     arrays = [np.full(5, 60000, "float32"), np.full(3, 1e30, "float32")]
@@ -109,8 +109,8 @@ def check_large_values_survive(world: World) -> None:
                 np.testing.assert_allclose(small, 60000 * factor, rtol=2**-10 if op == "sum" else 0)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_what_is_not_finite_reaches_every_rank(world: World) -> None:
     for bad in (np.nan, np.inf, -np.inf):
         for wire in ("fp16", "bf16"):
@@ -124,8 +124,8 @@ def check_what_is_not_finite_reaches_every_rank(world: World) -> None:
             np.testing.assert_array_equal(np.delete(result, 5), [1, 2, 3, 4, 5, 7, 8])
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_one_scatter_and_one_gather_and_no_sum(world: World) -> None:
     reducer = GradientReducer(world.backend, reduction_options("sum", "bf16"))
     variables = [tf.Variable(tf.ones([3])), tf.Variable(tf.ones([4]))]
@@ -138,8 +138,8 @@ def check_one_scatter_and_one_gather_and_no_sum(world: World) -> None:
     assert kinds == (["HorovodAllreduce"] * 2 if world.size == 1 else ["HorovodAlltoall"] * 2), kinds
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 @grappler()
 def check_equal_messages_are_not_merged_and_constants_not_folded(world: World) -> None:
     @tf.function(autograph=False)
@@ -158,6 +158,7 @@ def check_equal_messages_are_not_merged_and_constants_not_folded(world: World) -
         np.testing.assert_array_equal(constant, np.full(world.size, 3.0))
 
 
+@worlds("mpirun-2", extended=True)
 def check_tape_in_16_bits(world: World) -> None:
     variable = tf.Variable(tf.ones(3), name="in16bits")
     for wire in ("fp16", "bf16"):
@@ -171,8 +172,7 @@ def check_tape_in_16_bits(world: World) -> None:
             np.testing.assert_array_equal(value, np.array([1, 2, 4]) * (world.size + 1) / 2)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_the_probe_answers_on_every_rank(world: World) -> None:
     for wire in ("none", "fp16", "bf16"):
         cost = compression_cost(world.backend, 1000, wire)

@@ -72,7 +72,7 @@ def clip(gradients: Any) -> Any:
     return tf.clip_by_global_norm(gradients, BOUND)[0]
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_stages_of_slices_train_as_one_process_does(world: World) -> None:
     """Tied weights, bounds on the norm, microbatches, divided slots, and a short last batch; and what is around."""
     folder = world.folder / "stages_of_slices"
@@ -90,7 +90,7 @@ def check_stages_of_slices_train_as_one_process_does(world: World) -> None:
     compare_restored(world, folder, stacked, reference)
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_experts_of_slices_train_as_one_process_does(world: World) -> None:
     """Where no token is dropped, with the losses of the router over the tokens of all ranks."""
     folder = world.folder / "experts_of_slices"

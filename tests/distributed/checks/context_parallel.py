@@ -86,7 +86,6 @@ def gpt_error(mesh: World, **options: Any) -> float:
     return error_of(mesh, model, start, plain_training(reference, sgd(), values, batches_of(x, y)))
 
 
-@worlds("mpirun-2")
 @worlds("gloo-4", extended=True)
 def check_our_transformer_trains_as_in_one_process(world: World) -> None:
     with on_mesh(world, "cp=2,dp=2") as mesh:
@@ -94,7 +93,6 @@ def check_our_transformer_trains_as_in_one_process(world: World) -> None:
         assert error <= 1e-6, f"{error:.2e}"
 
 
-@worlds("mpirun-2")
 @worlds("gloo-4", extended=True)
 def check_sequences_and_layers_are_split_at_once(world: World) -> None:
     x, y = tokens()
@@ -157,6 +155,7 @@ class Deaf:
         return heard * 0 + tensor if self._dropped in name else heard
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_collective_that_is_missing_is_noticed(world: World) -> None:
     x, y = tokens()
     with on_mesh(world, "cp=2") as mesh:
@@ -206,6 +205,7 @@ def gpt_of(weights: list[np.ndarray]) -> Any:
     return model
 
 
+@worlds("mpirun-2", extended=True)
 def check_what_does_not_fit_is_refused(world: World) -> None:
     x, y = tokens()
     with on_mesh(world, "cp=2") as mesh:
@@ -231,7 +231,6 @@ def refused(act: Any, words: str) -> None:
         raise AssertionError(f"not refused: {words}")
 
 
-@worlds("mpirun-2")
 @worlds("gloo-4", extended=True)
 def check_axes_and_samples_that_do_not_go_together_are_refused(world: World) -> None:
     x, y = tokens()

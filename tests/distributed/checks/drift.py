@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from world import World, flat_bytes, grappler
+from worlds import worlds
 
 import hvdtrain
 import hvdtrain.horovod as hvd
@@ -44,6 +45,7 @@ def refusal(world: World, model: keras.Model, batch: int = 8, desync_every: int 
     return said
 
 
+@worlds("mpirun-2", extended=True)
 def check_an_optimizer_that_is_no_attribute_is_refused(world: World) -> None:
     elsewhere = keras.optimizers.Adam(0.1, name="elsewhere")
 
@@ -117,6 +119,7 @@ def check_what_is_assigned_from_a_ranks_samples_is_named(world: World) -> None:
     assert refusal(world, GatheredQueue(), epochs=2) == ""
 
 
+@worlds("mpirun-2", extended=True)
 def check_statistics_of_layers_and_a_ranks_own_variables_are_exempt(world: World) -> None:
     class Norm(Base):
         def __init__(self) -> None:
@@ -131,6 +134,7 @@ def check_statistics_of_layers_and_a_ranks_own_variables_are_exempt(world: World
     assert refusal(world, Norm(), epochs=2) == ""
 
 
+@worlds("mpirun-2", extended=True)
 def check_ranks_with_other_models_do_not_wait_for_one_another(world: World) -> None:
     class Differing(Base):
         def __init__(self) -> None:
@@ -144,6 +148,7 @@ def check_ranks_with_other_models_do_not_wait_for_one_another(world: World) -> N
         assert message.startswith(expected), message
 
 
+@worlds("mpirun-2", extended=True)
 @grappler()
 def check_gradients_applied_in_loops_conditions_and_functions(world: World) -> None:
     """Each of them is exchanged once, also where the graph is traced elsewhere than the step."""

@@ -67,8 +67,7 @@ def layouts(world: World) -> list[str]:
     return ["dp=2,ep=2"] if world.size == 4 else ["ep=2"]
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_divided_tables_train_as_whole_ones(world: World) -> None:
     # Four ranks add up what two have, and the stricter precision shows that.
     for dtype, optimizer in (("float64", "adam"), ("float32", "sgd"))[: 1 if world.size == 4 else 2]:
@@ -86,6 +85,7 @@ def check_divided_tables_train_as_whole_ones(world: World) -> None:
                     assert relative_error([predicted], [np.array(model(data()[0]))]) <= 10 * TOLERANCE[dtype]
 
 
+@worlds("mpirun-2", extended=True)
 def check_the_comparison_notices_gradients_that_stay(world: World) -> None:
     expected = world.reference(trained_alone, "float64", "sgd")
     send = lookups.send_rows
@@ -112,6 +112,7 @@ def click_loss(targets: Any, odds: Any) -> tf.Tensor:
     return keras.losses.binary_crossentropy(targets, odds, from_logits=True)
 
 
+@worlds("mpirun-2", extended=True)
 def check_dlrm_with_divided_tables_is_dlrm(world: World) -> None:
     """Three tables on two ranks; and what was saved goes on by rows, and whole."""
     shape, sizes = {"numeric": (4,), "categorical": (3,)}, {"rows": 9, "dim": 8, "width": 6, "depth": 1}

@@ -19,8 +19,8 @@ from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.data.sources.images import ImageSource
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 @grappler()
 def check_equal_inputs_are_not_merged_and_constants_not_folded(world: World) -> None:
     exchange = world.backend
@@ -46,8 +46,8 @@ def check_equal_inputs_are_not_merged_and_constants_not_folded(world: World) -> 
         np.testing.assert_allclose(constant, 3.0 * world.size)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_messages_of_any_size_add_up(world: World) -> None:
     """Integers, which add up exactly; the largest take another way (see `openmpi-allreduce.conf`)."""
     for count in (1, 1000, 1_100_003, 5_000_011):
@@ -57,8 +57,8 @@ def check_messages_of_any_size_add_up(world: World) -> None:
         np.testing.assert_array_equal(total, world.size * (np.arange(count) % 1000) + ranks)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 @grappler()
 def check_what_is_constant_on_one_rank_is_exchanged_every_time(world: World) -> None:
     """Folded into its first result, it would leave the other ranks waiting at the second call."""
@@ -96,8 +96,8 @@ def optimized_collectives(function: tf.types.experimental.PolymorphicFunction, x
     ]
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_every_sample_once_in_an_order_that_ignores_the_world(world: World) -> None:
     samples, batch = 53, 8  # a tail of 5 samples: with 4 ranks uneven
     source = ArraySource((np.arange(samples), np.zeros(samples)))
@@ -115,6 +115,7 @@ def check_every_sample_once_in_an_order_that_ignores_the_world(world: World) -> 
     assert resumed == part[3:7]
 
 
+@worlds("mpirun-2", extended=True)
 def check_images_in_files_are_read_once_in_either_order_and_from_the_cache(world: World) -> None:
     folder = world.folder / "images"
     if world.rank == 0:
@@ -146,8 +147,8 @@ def read(batch) -> list[int]:
     return [int(sample) for sample in batch.inputs] if float(batch.has_samples) else []
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2", "gloo-4")
+@worlds("gloo-1", extended=True)
 def check_a_rank_without_samples(world: World) -> None:
     """One sample in the last batch: the other ranks hold a placeholder that counts for nothing."""
     x = np.arange(9, dtype="float32").reshape(9, 1)
@@ -157,8 +158,7 @@ def check_a_rank_without_samples(world: World) -> None:
     np.testing.assert_allclose(outcome.loss, np.mean(np.arange(9.0) ** 2), rtol=1e-6)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2", "gloo-4", extended=True)
 def check_datasets_that_ranks_read_in_different_orders_are_refused(world: World) -> None:
     x = np.arange(64, dtype="float32").reshape(64, 1)
     y = np.zeros(64, "float32")
@@ -173,6 +173,7 @@ def check_datasets_that_ranks_read_in_different_orders_are_refused(world: World)
         raise AssertionError("different orders were accepted")
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_dataset_trains_like_arrays(world: World) -> None:
     rng = np.random.default_rng(1)
     x, y = rng.standard_normal((20, 3)).astype("float32"), rng.standard_normal((20, 1)).astype("float32")

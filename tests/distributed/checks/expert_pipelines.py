@@ -122,7 +122,7 @@ def trained(mesh: World, samples: int, of_model: dict[str, Any], *, epochs: int 
     return trainer
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_experts_of_stages_train_as_one_process_does(world: World) -> None:
     """Of the last batch one replica has a sample less than the other, and both have one microbatch for two ranks."""
     samples, folder = 39, world.folder / "expert_pipelines"
@@ -146,7 +146,7 @@ def check_experts_of_stages_train_as_one_process_does(world: World) -> None:
         shutil.rmtree(folder)
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_dropped_tokens_of_all_stages_are_counted(world: World) -> None:
     """Of the last batch one replica has nothing, and its stages serve the other's tokens alone.
 
@@ -170,7 +170,7 @@ def check_dropped_tokens_of_all_stages_are_counted(world: World) -> None:
     assert all(abs(figures[f"expert_load_experts{n}"].sum() - 4) < 1e-5 for figures in seen for n in (1, 2))
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_recomputed_experts_without_samples_count_nothing(world: World) -> None:
     """Of the last batch one replica has nothing: its placeholder takes no part in the balance of the load."""
     reference = Reference(33, 1, together=True, **BALANCED)

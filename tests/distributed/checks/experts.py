@@ -85,6 +85,7 @@ def layouts(world: World) -> list[str]:
     return ["dp=2,ep=2", "ep=2,tp=2"] if world.size == 4 else ["ep=2", "dp=2"]
 
 
+@worlds("mpirun-2", extended=True)
 def check_experts_train_as_in_one_process(world: World) -> None:
     # Four ranks add up what two have, and the stricter precision shows that.
     for dtype, optimizer in (("float64", "adam"), ("float32", "sgd"))[: 1 if world.size == 4 else 2]:
@@ -110,6 +111,7 @@ def check_experts_train_as_in_one_process(world: World) -> None:
                     assert abs(float(outcome) - mean) < 1e-9 * mean
 
 
+@worlds("mpirun-2", extended=True)
 def check_capacity_is_that_of_each_ranks_tokens(world: World) -> None:
     """The reference gives each part of a batch its own capacity, as ranks do theirs."""
     options = {"capacity_factor": 0.5, "balance_weight": 0.0, "top_k": 1}
@@ -137,6 +139,7 @@ def check_capacity_is_that_of_each_ranks_tokens(world: World) -> None:
         assert trainer is not None
 
 
+@worlds("mpirun-2", extended=True)
 def check_experts_that_were_built_before_init_are_refused(world: World) -> None:
     """They hold all weights, and know of no ranks to balance their load with."""
     for axes, shared in (("ep=-1", "ep"), ("dp=-1", "dp, cp, ep")):
@@ -152,6 +155,7 @@ def check_experts_that_were_built_before_init_are_refused(world: World) -> None:
                 raise AssertionError(f"not refused: {axes}")
 
 
+@worlds("mpirun-2", extended=True)
 def check_the_comparison_notices_what_is_missing(world: World) -> None:
     expected = world.reference(trained_alone, "float64", "sgd")
 
@@ -194,7 +198,8 @@ def check_the_comparison_notices_what_is_missing(world: World) -> None:
         assert error > 1e-4, f"{change.__name__}: {error:.2e}"
 
 
-@worlds("mpirun-2", "gloo-4")
+@worlds("gloo-4")
+@worlds("mpirun-2", extended=True)
 def check_experts_are_saved_and_restored_in_any_layout(world: World) -> None:
     folder = world.folder / "experts"
     with on_mesh(world, layouts(world)[0]) as mesh:
@@ -213,6 +218,7 @@ def check_experts_are_saved_and_restored_in_any_layout(world: World) -> None:
         shutil.rmtree(folder)
 
 
+@worlds("mpirun-2", extended=True)
 def check_experts_that_ranks_do_not_divide_are_refused(world: World) -> None:
     with on_mesh(world, "ep=-1"):
         try:

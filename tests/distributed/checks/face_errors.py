@@ -40,7 +40,7 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
 OF_ONE_SHAPE = set(COLLECTIVES) - {"sparse allreduce"}
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_tensors_that_differ_between_ranks(world: World) -> None:
     def shapes() -> tf.Tensor:
         return tf.ones([2, world.rank + 1])
@@ -57,7 +57,7 @@ def check_tensors_that_differ_between_ranks(world: World) -> None:
     refused(DIFFERENT, "prescale and/or postscale", lambda: hvd.allreduce(tf.ones(2), prescale_factor=1.0 + world.rank))
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_arguments_that_no_rank_can_use(world: World) -> None:
     rows = tf.ones([world.size + 1])
     refused(INVALID, "splits", lambda: hvd.alltoall(rows * 1.0), ["eager"])
@@ -73,7 +73,7 @@ def check_arguments_that_no_rank_can_use(world: World) -> None:
     refused(NotImplementedError, "Pre/postscale", lambda: hvd.allreduce(slices[0], prescale_factor=2.0), ["eager"])
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_process_sets_of_others_and_unknown_ones(world: World) -> None:
     sets = [hvd.add_process_set([rank]) for rank in range(world.size)]
     other = sets[(world.rank + 1) % world.size]
@@ -97,7 +97,7 @@ def reduced_gradient(variable: tf.Variable, group: Any) -> Any:
     return hvd.DistributedGradientTape(tape, process_set=group).gradient(loss, [variable])
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_process_sets_that_were_removed_or_never_added(world: World) -> None:
     """Horovod's own ops would take them for all ranks."""
     removed = hvd.add_process_set([world.size - 1])
@@ -119,7 +119,7 @@ def check_process_sets_that_were_removed_or_never_added(world: World) -> None:
             refused(ValueError, words, call, ["eager"])
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_objects_in_a_session(world: World) -> None:
     """Of different types, too, and so large that TensorFlow's optimizer keeps no constant of them."""
     root = world.size - 1
@@ -145,7 +145,7 @@ def check_objects_in_a_session(world: World) -> None:
     assert hvd.broadcast_object(world.rank, root, session="ignored, as in Horovod") == root
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_reference_variables(world: World) -> None:
     """TensorFlow 1's variables without a resource, alone and not beside others."""
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:

@@ -83,7 +83,7 @@ def ramp(rows: int, rank: int) -> np.ndarray:
     return (np.arange(rows * 2).reshape(rows, 2) % 4 + 1.0) * (rank + 1)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_gradients(world: World) -> None:
     with process_sets(world) as sets:
         run([case for group, ranks in sets for case in gradient_cases(world.rank, group, ranks)])
@@ -132,7 +132,7 @@ def gradient_cases(me: int, group: Any, ranks: list[int]) -> Iterator[Case]:
             yield Case(label, sent, [np.mean(upstream, 0) * (me == root)], [dtype])
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_ranks_whose_incoming_gradients_differ_in_dtype(world: World) -> None:
     """They travel in the dtype of the input; sent as they are they would not match, and neither rank would go on."""
     x = tf.constant([[1.0], [2.0]], tf.float64)
@@ -145,7 +145,7 @@ def check_ranks_whose_incoming_gradients_differ_in_dtype(world: World) -> None:
         np.testing.assert_array_equal(gradient, np.zeros((2, 1)) + (function.__name__ != "<lambda>" or world.rank == 0))
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_a_gradient_of_a_few_rows(world: World) -> None:
     """Rows picked from a result send a sparse gradient back; on another rank it may be dense."""
     x = tf.reshape(tf.range(8.0), [4, 2])

@@ -107,7 +107,7 @@ def scaled_sum(ranks: list[int], dtype: str) -> np.ndarray:
     return whole(sum(parts) * FACTORS["postscale_factor"], dtype)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_allreduce(world: World) -> None:
     with process_sets(world) as sets:
         run([case for group, ranks in sets for case in allreduce_cases(world.rank, group, ranks)])
@@ -166,7 +166,7 @@ def divided(dtype: str) -> str:
     return dtype if dtype in FLOATS else "float64" if dtype in ("int32", "int64") else "float32"
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_sparse_allreduce(world: World) -> None:
     """Integers average to floats, alone and in groups with dense tensors, whose average is an integer."""
     with process_sets(world) as sets:
@@ -201,7 +201,7 @@ def sparse_cases(me: int, group: Any, ranks: list[int]) -> Iterator[Case]:
         )
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_moves(world: World) -> None:
     """Gathers of unequal parts, broadcasts from every root, and alltoall in equal and unequal parts."""
     with process_sets(world) as sets:
@@ -260,7 +260,7 @@ def move_cases(me: int, group: Any, ranks: list[int]) -> Iterator[Case]:
     )
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_reducescatter(world: World) -> None:
     """Rows that the ranks cannot share equally: the first ranks have one more, and of a single row the others none."""
     with process_sets(world) as sets:

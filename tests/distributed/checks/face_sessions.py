@@ -95,7 +95,8 @@ def agree(world: World, weights: list[np.ndarray], reference: list[np.ndarray]) 
     assert world.same_everywhere(flat_bytes(weights))
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_sessions_train_as_one_process(world: World) -> None:
     expected = trained(world, lambda optimizer: optimizer, alone=True)
     agree(world, trained(world, hvd.DistributedOptimizer), expected)
@@ -107,7 +108,7 @@ def momentum() -> Any:
     return v1.train.MomentumOptimizer(RATE, 0.5)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_sessions_train_as_with_plain_horovod(world: World) -> None:
     for options in (
         {"op": hvd.Sum},
@@ -119,7 +120,7 @@ def check_sessions_train_as_with_plain_horovod(world: World) -> None:
         agree(world, found, expected)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_gradients_are_aggregated_locally(world: World) -> None:
     """K sums of a mean each, on every rank's own samples; a mean of all of them is what one process steps with."""
     passes = 2
@@ -136,7 +137,7 @@ def check_gradients_are_aggregated_locally(world: World) -> None:
     agree(world, trained(world, lambda each: hvd.DistributedOptimizer(each, **options), optimizer=momentum), expected)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_two_optimizers_of_one_graph_do_not_share_their_sums(world: World) -> None:
     """Two models of equal shapes, one learning from targets of another sign."""
     part = slice(world.rank, None, world.size)
@@ -159,7 +160,7 @@ def check_two_optimizers_of_one_graph_do_not_share_their_sums(world: World) -> N
     assert relative_error(both[len(single) :], single) > 1e-3
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_graphs_may_differ_between_ranks(world: World) -> None:
     """Rank 0 looks at gradients of its own; the names of all later ops differ."""
 
@@ -172,7 +173,7 @@ def check_graphs_may_differ_between_ranks(world: World) -> None:
     agree(world, trained(world, wrap), trained(world, lambda optimizer: optimizer, alone=True))
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_constant_gradients_are_exchanged_in_every_step(world: World) -> None:
     class Constant(v1.train.GradientDescentOptimizer):
         def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +194,7 @@ def check_constant_gradients_are_exchanged_in_every_step(world: World) -> None:
                     np.testing.assert_allclose(session.run(v1.trainable_variables()[0]), [expected])
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_local_variables_keep_their_own_gradients(world: World) -> None:
     for passes in (1, 2):
         with tf.Graph().as_default():
@@ -211,7 +212,7 @@ def check_local_variables_keep_their_own_gradients(world: World) -> None:
                 assert np.isclose(session.run(own), -2 * (world.rank + 1) / world.size)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_optimizers_of_tensorflow_1_without_sessions(world: World) -> None:
     samples, targets = np.random.default_rng(4).standard_normal((2, 8, 2))
 
@@ -232,7 +233,7 @@ def check_optimizers_of_tensorflow_1_without_sessions(world: World) -> None:
         agree(world, run(hvd.DistributedOptimizer, slice(world.rank, None, world.size), compiled), expected)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_monitored_sessions_begin_alike_and_resume(world: World) -> None:
     """Rank 0 alone has the checkpoint; the hook sends what it has read, the step too."""
     folder = str(world.folder / "monitored") if world.rank == 0 else None
@@ -252,7 +253,7 @@ def check_monitored_sessions_begin_alike_and_resume(world: World) -> None:
                 assert session.should_stop()
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_ranks_must_broadcast_the_same_variables(world: World) -> None:
     with tf.Graph().as_default():
         v1.get_variable("everywhere", [2])
@@ -269,7 +270,7 @@ def check_ranks_must_broadcast_the_same_variables(world: World) -> None:
                 raise AssertionError("ranks broadcast different variables")
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_variables_are_broadcast_in_sessions(world: World) -> None:
     for inplace in (False, True):
         with tf.Graph().as_default():
@@ -282,7 +283,7 @@ def check_variables_are_broadcast_in_sessions(world: World) -> None:
                 assert session.run([count, each[2]]) == [world.size - 1, world.size - 1]
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", extended=True)
 def check_adasum_combines_the_steps_of_optimizers_of_tensorflow_1(world: World) -> None:
     """For two ranks; Horovod has Adasum on MPI only."""
 
@@ -310,7 +311,7 @@ def check_adasum_combines_the_steps_of_optimizers_of_tensorflow_1(world: World) 
                 assert world.same_everywhere(session.run(w).tobytes())
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_collectives_run_in_sessions_with_their_gradients(world: World) -> None:
     with tf.Graph().as_default():
         own = v1.placeholder(tf.float64, [world.size])
@@ -350,7 +351,7 @@ def check_collectives_run_in_sessions_with_their_gradients(world: World) -> None
         np.testing.assert_allclose(one, other)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_aggregation_by_hand_in_a_graph(world: World) -> None:
     with tf.Graph().as_default():
         x, y = (v1.get_variable(name, [2], tf.float64, v1.zeros_initializer()) for name in "xy")
@@ -376,7 +377,7 @@ def check_aggregation_by_hand_in_a_graph(world: World) -> None:
             np.testing.assert_allclose(session.run(y), [-world.size * (1.5 + 3.5), -2 * ranks])
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_aggregation_by_hand_eagerly(world: World) -> None:
     """On Keras variables and a Keras optimizer, of which Horovod's own helper knows nothing."""
     x, y = tf.keras.Variable(tf.zeros(2)), tf.keras.Variable(tf.zeros(2))

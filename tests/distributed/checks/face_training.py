@@ -61,7 +61,6 @@ def agree(world: World, weights: list[np.ndarray], reference: list[np.ndarray], 
 
 
 @worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
 def check_fit_is_training_in_one_process(world: World) -> None:
     agree(world, in_fit(world, hvd.DistributedOptimizer(momentum())), world.reference(alone, momentum))
 
@@ -91,8 +90,8 @@ def one_rank_overflows(world: World, wrap: Any, passes: int) -> None:
     np.testing.assert_allclose(variable.numpy(), 1.0 - passes * average)
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_loss_scaling_inside_and_outside(world: World) -> None:
     def inside(optimizer: Any, passes: int) -> Any:
         scaling = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1024.0)
@@ -107,8 +106,7 @@ def check_loss_scaling_inside_and_outside(world: World) -> None:
             one_rank_overflows(world, wrap, passes)
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_layers_that_stay_local(world: World) -> None:
     """Their gradients are divided by the ranks, or left alone."""
     model = model_of()
@@ -147,8 +145,7 @@ def check_layers_that_stay_local(world: World) -> None:
     np.testing.assert_allclose(kernel.numpy(), before - world.rank)
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2", "gloo-4", extended=True)
 def check_an_optimizer_of_a_process_set(world: World) -> None:
     """Ranks outside of the set apply their own gradients."""
     first_two = hvd.add_process_set([0]) if world.size == 2 else hvd.add_process_set([0, 1])
@@ -162,8 +159,8 @@ def check_an_optimizer_of_a_process_set(world: World) -> None:
     assert kept == -expected, kept
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_tapes_in_every_shape(world: World) -> None:
     """One that is used as `with`, two that share names in one function, generic names, and a structure."""
     a, b = (tf.Variable([1.0, 2.0], name="same") for _ in range(2))
@@ -191,8 +188,8 @@ def check_tapes_in_every_shape(world: World) -> None:
         np.testing.assert_allclose(tape.gradient(loss, [a])[0], [expected] * 2)
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_the_callbacks(world: World) -> None:
     """Figures are averages, rates go up to what they should and down again, and momentum follows."""
     seen: list[dict[str, float]] = []
@@ -212,8 +209,7 @@ def check_the_callbacks(world: World) -> None:
     assert world.same_everywhere(repr([logs["loss"] for logs in seen]).encode())
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_synchronized_batch_normalization(world: World) -> None:
     """Outputs and moving averages are those of plain layers with the whole batch."""
     whole = np.random.default_rng(2).standard_normal((4 * world.size, 3)) * 3 + 1
@@ -228,8 +224,8 @@ def check_synchronized_batch_normalization(world: World) -> None:
     assert again.momentum == 0.5
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_elastic_states(world: World) -> None:
     """What rank 0 has is synchronized; what was committed comes back."""
     variable = tf.Variable([float(world.rank)])

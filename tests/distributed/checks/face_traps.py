@@ -37,8 +37,8 @@ def fitted(world: World, optimizer: Any) -> bytes:
     return flat_bytes(model.get_weights())
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_the_optimizer_reduces(world: World) -> None:
     drifted = fitted(world, plain_keras.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     assert not world.same_everywhere(drifted)
@@ -51,8 +51,8 @@ def rows(world: World) -> tf.IndexedSlices:
     return tf.IndexedSlices(tf.ones([3, 2]), indices, tf.constant([8, 2]))
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_dense_before_sparse_in_a_group(world: World) -> None:
     mixed = [tf.ones(3), rows(world), tf.ones(2, tf.float64), rows(world)]
     assert fails(lambda: plain.grouped_allreduce(mixed[:2], op=plain.Sum))
@@ -64,8 +64,8 @@ def check_dense_before_sparse_in_a_group(world: World) -> None:
         np.testing.assert_allclose(tf.convert_to_tensor(result)[2], 1)
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_rows_come_back_once(world: World) -> None:
     """Keras' Adam takes a row that stands twice for two steps."""
     repeated = plain.allreduce(rows(world))
@@ -86,8 +86,8 @@ def check_rows_come_back_once(world: World) -> None:
     assert np.abs(applied(repeated) - reference).max() > 1e-2
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_state_is_synchronized(world: World) -> None:
     variable = tf.Variable([1.0])
     for state_of, expected in ((plain.elastic.TensorFlowState, world.rank), (hvd.elastic.TensorFlowState, 0)):
@@ -97,8 +97,8 @@ def check_state_is_synchronized(world: World) -> None:
         assert float(variable[0]) == expected, state_of
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_bfloat16(world: World) -> None:
     """Moved exactly; reduced in float32 and rounded once."""
     mine = tf.cast(tf.fill([3], 1.0 + world.rank / 128), tf.bfloat16)
@@ -117,8 +117,8 @@ def check_bfloat16(world: World) -> None:
         np.testing.assert_allclose(tf.cast(gradient, tf.float32), (world.size + 1) / 2)
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_keras_variables(world: World) -> None:
     variable = keras.Variable(np.ones(2, "float32"))
 
@@ -131,8 +131,8 @@ def check_keras_variables(world: World) -> None:
     np.testing.assert_allclose(gradient(hvd.DistributedGradientTape), 1.0)
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_what_broke_with_keras_3(world: World) -> None:
     """Plain Horovod's callbacks, layer, states and loading, each in the smallest use there is."""
     model = small_model()

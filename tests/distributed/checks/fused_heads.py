@@ -142,8 +142,7 @@ def plain() -> tuple[GPT, keras.optimizers.Optimizer, list[np.ndarray]]:
     return model, optimizer, start
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_a_model_with_fused_heads_trains_as_in_one_process(world: World) -> None:
     """And is saved whole, whatever the layout: parameters and slots."""
     x = tokens_and_next()[0]
@@ -189,6 +188,7 @@ def compare_with_one_process(weights: list[np.ndarray], slots: list[np.ndarray],
         assert error <= 1e-9, f"{error:.2e}"
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_collective_of_fused_heads_that_is_missing_is_noticed(world: World) -> None:
     with on_mesh(world, f"tp={world.size}") as mesh:
         # Left on, the check for ranks that drift apart would end the training before the comparison.

@@ -33,8 +33,7 @@ class Drift(keras.callbacks.Callback):
             variable.assign(value)
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_a_part_that_drifts_is_named(world: World) -> None:
     """Slices are compared among those that hold the same ones, and what is whole among all."""
     cases = {
@@ -56,6 +55,7 @@ def check_a_part_that_drifts_is_named(world: World) -> None:
             assert path.rpartition("/")[2] in said or usual is None, said
 
 
+@worlds("mpirun-2", extended=True)
 def check_no_file_is_written_of_slices(world: World) -> None:
     """Neither by the user nor by a callback, also where experts or tables are all that is split."""
 
@@ -98,8 +98,7 @@ def refused(act: Any, words: str) -> None:
         raise AssertionError(f"not refused: {words}")
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_what_would_copy_slices_is_refused_before_the_first_step(world: World) -> None:
     callbacks = keras.callbacks
     with on_mesh(world, "ep=2") as mesh:
@@ -115,8 +114,7 @@ def check_what_would_copy_slices_is_refused_before_the_first_step(world: World) 
         trainer.fit(TABLE_ROWS, labels(), batch=4, epochs=2, verbose=False, callbacks=[best])
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_optimizers_of_whole_weights_are_refused_once_a_model_is_built(world: World) -> None:
     """By its first batch, after the trainer was made."""
     x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
@@ -127,8 +125,7 @@ def check_optimizers_of_whole_weights_are_refused_once_a_model_is_built(world: W
             refused(lambda trainer=trainer: trainer.fit(x, y, batch=4, verbose=False), "parallel ep=N")
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_streams_of_other_lengths_are_named(world: World) -> None:
     """In an evaluation in which ranks wait for one another in each batch."""
     with on_mesh(world, "ep=2") as mesh:
@@ -144,8 +141,7 @@ def check_streams_of_other_lengths_are_named(world: World) -> None:
             raise AssertionError("nobody noticed")
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_an_overflow_in_a_table_is_skipped_by_ranks_without_it(world: World) -> None:
     """All others hold slices of it without rows, whose gradients are empty."""
     with on_mesh(world, "ep=2") as mesh:
@@ -171,6 +167,7 @@ class StopsOneRank(keras.callbacks.Callback):
         self.model.stop_training = self.here
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_callback_of_any_rank_stops_all(world: World) -> None:
     """Also one of a rank that shares its samples with another, which would wait for it."""
     with on_mesh(world, "tp=2") as mesh:

@@ -46,8 +46,7 @@ def on_hosts(world: World, hosts: str) -> Iterator[World]:
             assert hvd.remove_process_set(process_set)
 
 
-@worlds("gloo-4")
-@worlds("mpirun-4", extended=True)
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_sums_of_every_dtype_on_hosts_of_any_shape(world: World) -> None:
     dtypes = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64, tf.uint8)
     for hosts in (EVEN, IN_TURN, UNEVEN, THREE_HOSTS):
@@ -65,8 +64,7 @@ def sums_of(world: World, dtypes: Sequence[tf.DType], name: str) -> list[tf.Tens
     return [world.backend.all_reduce(x, name=f"{name}/{x.dtype.name}") for x in mine]
 
 
-@worlds("gloo-4")
-@worlds("mpirun-4", extended=True)
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_factors_groups_and_averages(world: World) -> None:
     with on_hosts(world, EVEN) as there:
         mine = tf.range(12.0) + world.rank
@@ -77,8 +75,7 @@ def check_factors_groups_and_averages(world: World) -> None:
         np.testing.assert_allclose(second, first[:5])
 
 
-@worlds("gloo-4")
-@worlds("mpirun-4", extended=True)
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_a_slice_crosses_and_nothing_else(world: World) -> None:
     """All ranks at once exchange nothing, and each exchanges half of the gradients with the other host."""
     with on_hosts(world, EVEN) as there:
@@ -101,31 +98,27 @@ def check_a_slice_crosses_and_nothing_else(world: World) -> None:
             np.testing.assert_array_equal(result, np.full(variable.shape, world.size))
 
 
-@worlds("gloo-4")
-@worlds("mpirun-4", extended=True)
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_training_by_host_is_training_on_one(world: World) -> None:
     with on_hosts(world, EVEN) as there:
         assert_parity(there, "dense", "adam", "float64", backend=there.backend)
         assert_parity(there, "dense", "sgd", "float32", backend=there.backend, gradient_groups=2, accumulate=2)
 
 
-@worlds("gloo-4")
-@worlds("mpirun-4", extended=True)
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_training_on_uneven_hosts_is_training_on_one(world: World) -> None:
     with on_hosts(world, UNEVEN) as there:
         assert_parity(there, "embedding", "adam", "float64", backend=there.backend)
         assert_parity(there, "dense", "adam", "float32", backend=there.backend, zero=1)
 
 
-@worlds("gloo-4")
-@worlds("mpirun-4", extended=True)
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_16_bits_between_hosts_stay_within_their_bound(world: World) -> None:
     with on_hosts(world, EVEN) as there:
         compression.check_errors_stay_within_their_bound(there)
 
 
-@worlds("gloo-4")
-@worlds("mpirun-4", extended=True)
+@worlds("gloo-4", "mpirun-4", extended=True)
 def check_what_is_faster_is_chosen_alike_on_all_ranks(world: World) -> None:
     with on_hosts(world, EVEN) as there:
         opened = replace(world.session.world, hosts=tuple(EVEN), collectives={"dp": there.backend})

@@ -121,7 +121,7 @@ class Reference:
             self.later = [np.array(w) for w in model.get_weights()]
 
 
-@worlds("gloo-4", "mpirun-8")
+@worlds("gloo-4", "mpirun-8", extended=True)
 def check_hybrids_train_as_one_process_does(world: World) -> None:
     """Bounds on the norm, microbatches, averages of weights, evaluation, prediction, callbacks, and an uneven tail."""
     expected = Reference()
@@ -195,7 +195,7 @@ def without(key: str, part: str) -> Iterator[None]:
         AxisCollectives.all_reduce, AxisCollectives.grouped_all_reduce = one, several
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_parameters_of_split_layers_are_slices_among_replicas(world: World) -> None:
     """Stage 3 of ZeRO: a rank keeps half of its half of a kernel, and shows the half to a callback."""
     expected = Reference()
@@ -229,7 +229,7 @@ def check_a_hybrid_with_a_collective_left_out_is_another_model(world: World) -> 
             assert error > 1e-6, f"{axes} without {key} {part}: {error:.2e}"
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_an_overflow_on_one_rank_is_skipped_by_all(world: World) -> None:
     """In fp16, of a sample that no other replica sees, or whose loss only the last stage computes."""
     x, y = data("float32")

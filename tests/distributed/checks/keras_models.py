@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from world import World, flat_bytes, moved, relative_error
+from worlds import worlds
 
 import hvdtrain
 
@@ -114,6 +115,7 @@ class Subclassed(keras.Model):
         return self.out(self.frozen(hidden))
 
 
+@worlds("mpirun-2", extended=True)
 def check_sequential_with_sample_and_class_weights(world: World) -> None:
     compare(world, sequential, (X, LABELS, WEIGHTS))
     compare(world, sequential, (X, LABELS), class_weight={0: 1.0, 1: 3.0, 2: 0.5}, accumulate=(2,))
@@ -122,17 +124,20 @@ def check_sequential_with_sample_and_class_weights(world: World) -> None:
     compare(world, sequential, (X, one_hot), loss=crossentropy, class_weight={1: 2.0}, accumulate=(1,))
 
 
+@worlds("mpirun-2", extended=True)
 def check_two_outputs_by_name(world: World) -> None:
     losses = {"label": CROSSENTROPY, "value": SQUARES}
     targets = {"label": LABELS, "value": VALUES}
     compare(world, functional_with_two_heads, (X, targets), loss=losses, loss_weights={"label": 1.0, "value": 0.2})
 
 
+@worlds("mpirun-2", extended=True)
 def check_two_inputs_and_outputs_in_lists(world: World) -> None:
     data = ([X[:, :3], X[:, 3:]], [LABELS, VALUES])
     compare(world, functional_with_two_inputs, data, loss=[CROSSENTROPY, SQUARES], loss_weights=[1.0, 0.2])
 
 
+@worlds("mpirun-2", extended=True)
 def check_added_losses_and_frozen_layers(world: World) -> None:
     # An added mean over the batch is one over each microbatch with accumulation: equal parts add up to the same,
     # the short one of an uneven tail counts as much as it has samples.
@@ -165,6 +170,7 @@ class OwnStep(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_train_step_of_its_own(world: World) -> None:
     compare(world, OwnStep, (X, LABELS), accumulate=(1,))
     model = OwnStep()
@@ -175,6 +181,7 @@ def check_a_train_step_of_its_own(world: World) -> None:
     assert abs(result.evaluations[-1].loss - expected) <= 1e-6 * expected, (result.evaluations[-1].loss, expected)
 
 
+@worlds("mpirun-2", extended=True)
 def check_dropout_differs_by_rank_and_is_reproducible(world: World) -> None:
     def trained() -> list[np.ndarray]:
         keras.utils.set_random_seed(0)
@@ -224,6 +231,7 @@ def hvdtrain_data(trainer: Any) -> Any:
     return training_data((X[:16], LABELS[:16]), backend, batch=16, seed=0, shuffle=False, steps_per_epoch=None)
 
 
+@worlds("mpirun-2", extended=True)
 def check_metrics_of_two_outputs_over_all_ranks(world: World) -> None:
     model = functional_with_two_heads()
     losses = {"label": CROSSENTROPY, "value": "mse"}
@@ -253,6 +261,7 @@ def check_metrics_of_two_outputs_over_all_ranks(world: World) -> None:
     )
 
 
+@worlds("mpirun-2", extended=True)
 def check_predictions_are_in_order(world: World) -> None:
     model = functional_with_two_heads()
     trainer = hvdtrain.Trainer(model, sgd(), {"label": CROSSENTROPY, "value": "mse"}, backend=world.backend)
@@ -267,6 +276,7 @@ def check_predictions_are_in_order(world: World) -> None:
     )
 
 
+@worlds("mpirun-2", extended=True)
 def check_statistics_are_averaged_though_nothing_is_validated(world: World) -> None:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
@@ -275,6 +285,7 @@ def check_statistics_are_averaged_though_nothing_is_validated(world: World) -> N
     assert world.same_everywhere(flat_bytes(model.get_weights()))
 
 
+@worlds("mpirun-2", extended=True)
 def check_predictions_in_16_bits(world: World) -> None:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, dtype="bfloat16")])
@@ -302,6 +313,7 @@ class SummedStep(keras.Model):
         return {"loss": loss}
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_train_step_of_its_own_may_sum(world: World) -> None:
     """Three samples: on four ranks one holds a placeholder, on two the parts differ."""
     weights = []

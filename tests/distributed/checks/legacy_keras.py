@@ -107,19 +107,19 @@ def agree(world: World, weights: list[np.ndarray], reference: list[np.ndarray], 
     assert world.same_everywhere(flat_bytes(weights))
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_tf_keras_is_the_keras_of_this_process(world: World) -> None:
     assert keras.Model.__module__.startswith("tf_keras.")
     assert issubclass(hvd.SyncBatchNormalization, keras.layers.BatchNormalization)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_fit_is_training_in_one_process(world: World) -> None:
     for kind in (*KINDS, adam, legacy_adam):
         agree(world, in_fit(world, hvd_keras.DistributedOptimizer(kind())), world.reference(alone, kind))
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_a_rank_that_trains_alone_differs(world: World) -> None:
     """The comparison notices an optimizer that does not reduce."""
     weights = in_fit(world, KINDS[0]())
@@ -127,7 +127,7 @@ def check_a_rank_that_trains_alone_differs(world: World) -> None:
     assert not world.same_everywhere(flat_bytes(weights))
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_own_loops_are_training_in_one_process(world: World) -> None:
     for kind in KINDS:
         expected = world.reference(alone, kind)
@@ -136,7 +136,7 @@ def check_own_loops_are_training_in_one_process(world: World) -> None:
         agree(world, in_own_loop(world, kind(), "tape"), expected)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_ways_that_gradients_travel(world: World) -> None:
     """Groups, dense rows and factors change nothing; a sum is an average times the ranks; 16 bits are close."""
     expected = world.reference(alone, momentum)
@@ -152,7 +152,7 @@ def check_ways_that_gradients_travel(world: World) -> None:
     agree(world, in_own_loop(world, hvd.DistributedOptimizer(summed, op=hvd.Sum), "minimize"), expected)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_backward_passes_per_step(world: World) -> None:
     """Two batches and one update are a batch twice as large, or their sum; the calls are all counted."""
     for kind in KINDS:
@@ -195,7 +195,7 @@ def one_rank_overflows(world: World, optimizer: Any, passes: int) -> None:
     np.testing.assert_allclose(variable.numpy(), before - passes * average)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_loss_scaling_inside_and_outside(world: World) -> None:
     scaling = keras.mixed_precision.LossScaleOptimizer
     for kind in (keras.optimizers.SGD, legacy.SGD):
@@ -206,7 +206,7 @@ def check_loss_scaling_inside_and_outside(world: World) -> None:
             one_rank_overflows(world, scaling(reducing, initial_scale=1024.0), passes)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_fit_with_16_bits(world: World) -> None:
     """Keras puts a LossScaleOptimizer around the optimizer; rank 0's state of it is taken over."""
     keras.mixed_precision.set_global_policy("mixed_float16")
@@ -227,7 +227,7 @@ def check_fit_with_16_bits(world: World) -> None:
     assert world.same_everywhere(flat_bytes(weights_of(model)))
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_layers_that_stay_local(world: World) -> None:
     """Their gradients are divided by the ranks, or left alone."""
     model = model_of()
@@ -251,7 +251,7 @@ def check_layers_that_stay_local(world: World) -> None:
         np.testing.assert_allclose(local.kernel.numpy(), before - world.rank)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_an_optimizer_of_a_process_set(world: World) -> None:
     """Ranks outside of the set apply their own gradients; what is given as reduced is applied as it is."""
     first = hvd.add_process_set([0])
@@ -270,7 +270,7 @@ def check_an_optimizer_of_a_process_set(world: World) -> None:
     assert kept == [-float(world.rank)] * 3, kept
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_the_callbacks(world: World) -> None:
     """Figures are averages, and rates go up to what they should and down again."""
     for kind in (keras.optimizers.SGD, legacy.SGD):
@@ -290,7 +290,7 @@ def check_the_callbacks(world: World) -> None:
         assert world.same_everywhere(repr([logs["loss"] for logs in seen]).encode())
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_momentum_is_corrected(world: World) -> None:
     """Velocities follow the rate: v <- momentum (new / old) v - new g."""
     weight = velocity = 0.0
@@ -306,7 +306,7 @@ def check_momentum_is_corrected(world: World) -> None:
         np.testing.assert_allclose(model.get_weights()[0], weight, rtol=1e-5)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_broadcast_leaves_local_variables(world: World) -> None:
     leaves_local_variables(world, hvd.DistributedOptimizer(legacy.SGD(0.0)), mean_square)
 
@@ -315,7 +315,7 @@ def scaled(optimizer: Any) -> Any:
     return keras.mixed_precision.LossScaleOptimizer(optimizer)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_models_that_are_built_in_the_first_step(world: World) -> None:
     sequential, subclassed = broadcast_cases.sequential, broadcast_cases.Subclassed
     kinds = [(sequential, adam), (subclassed, legacy.Adam), (sequential, lambda: scaled(legacy.SGD(0.1, momentum=0.9)))]
@@ -337,20 +337,20 @@ class Adding(legacy.Optimizer):
         return dict(super().get_config())
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_what_scripts_call_on_a_wrapped_optimizer(world: World) -> None:
     wrapped_cases.aggregates_computed_gradients(world, Adding())
     wrapped_cases.reduces_a_computed_gradient_once(world, Adding())
     wrapped_cases.reduces_gradients_of_its_own(world, Adding())
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_broadcasts_that_would_hang_or_send_nothing(world: World) -> None:
     broadcast_cases.refuses_variables_that_differ(world)
     broadcast_cases.warns_of_broadcasts_without_weights(world)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_synchronized_batch_normalization(world: World) -> None:
     """Outputs, moving averages and gradients are those of plain layers with the whole batch; masks and axes count."""
     whole = np.random.default_rng(2).standard_normal((4 * world.size, 3, 2)) * 3 + 1
@@ -378,7 +378,7 @@ def check_synchronized_batch_normalization(world: World) -> None:
         assert (again.momentum, again.fused) == (0.5, False)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_fit_with_synchronized_batch_normalization(world: World) -> None:
     """Training is that of a plain layer with the whole batch, and the layer is saved with its model."""
 
@@ -407,7 +407,7 @@ def check_fit_with_synchronized_batch_normalization(world: World) -> None:
     np.testing.assert_array_equal(loaded.predict(mine[0][0], verbose=0), model.predict(mine[0][0], verbose=0))
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_a_saved_model_goes_on(world: World) -> None:
     """Loaded wrapped, with as much of its optimizer's state as tf_keras saves: with SavedModels, and of legacy
     optimizers in `.keras` files, there is none. Without Horovod it is an ordinary model."""
@@ -431,7 +431,7 @@ def check_a_saved_model_goes_on(world: World) -> None:
             agree(world, weights_of(loaded), weights_of(model))
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_best_model_checkpoint(world: World) -> None:
     model = model_of()
     model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError())
@@ -443,7 +443,7 @@ def check_best_model_checkpoint(world: World) -> None:
         (model.load_weights if weights_only else keras.models.load_model)(best.filepath)
 
 
-@worlds("tf_keras")
+@worlds("tf_keras", extended=True)
 def check_elastic_states(world: World) -> None:
     """What rank 0 has is synchronized; what was committed comes back, slots too."""
     for kind in KINDS:

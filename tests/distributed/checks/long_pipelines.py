@@ -24,7 +24,7 @@ BOUND = 0.05
 """On the norm of the gradient."""
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_four_stages_and_replicas_of_two_train_as_one_process_does(world: World) -> None:
     with on_mesh(world, "pp=4") as mesh:
         assert_parity(mesh, "float64", "sgd", tied=True)
@@ -56,7 +56,7 @@ def assert_slices(mine: dict[str, NamedTensor], whole: dict[str, NamedTensor]) -
         assert np.array_equal(np.ravel(tensor.value.numpy()), np.ravel(wanted)), path
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_stages_of_split_layers_train_as_one_process_does(world: World) -> None:
     """Two stages of two ranks each, with logits and embeddings of which each rank has a slice, and weights tied."""
     clip = lambda gradients: tf.clip_by_global_norm(gradients, 1 / 16)[0]  # noqa: E731
@@ -97,7 +97,7 @@ def slice_of(whole: np.ndarray, placement: Any) -> np.ndarray:
     return whole if placement is None else whole[placement.box]
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_gradients_of_stages_are_slices_among_replicas(world: World) -> None:
     """ZeRO 2, with tied weights and penalties: each microbatch's gradients are added up as slices."""
     plain = penalized_model()
@@ -128,7 +128,7 @@ def clipped(gradients: Any) -> Any:
     return tf.clip_by_global_norm(gradients, BOUND)[0]
 
 
-@worlds("gloo-4")
+@worlds("gloo-4", extended=True)
 def check_a_pipeline_without_samples_adds_nothing(world: World) -> None:
     """The last batch has one sample, and one of two pipelines has none: its stages pass on what does not count."""
     x, y = (array[:17] for array in data())

@@ -115,6 +115,7 @@ def layouts(world: World) -> list[str]:
     return ["tp=2", "tp=4"] if world.size == 4 else [f"tp={world.size}"]
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_model_split_by_hand_trains_as_one_process_does(world: World) -> None:
     for axes in layouts(world):
         with on_mesh(world, axes) as mesh:
@@ -123,7 +124,7 @@ def check_a_model_split_by_hand_trains_as_one_process_does(world: World) -> None
                 assert error <= TOLERANCE[dtype], f"{axes} {optimizer} {dtype}: {error:.2e}"
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-4")
+@worlds("mpirun-2", "gloo-2", "gloo-4", extended=True)
 def check_the_comparison_notices_a_collective_that_is_missing(world: World) -> None:
     with on_mesh(world, layouts(world)[0]) as mesh:
         # Left on, the check for ranks that drift apart would end the training before the comparison.
@@ -145,6 +146,7 @@ def check_the_comparison_notices_a_collective_that_is_missing(world: World) -> N
         assert np.abs(gradients[1] - right).max() > 1e-3
 
 
+@worlds("mpirun-2", extended=True)
 def check_clipping_is_by_the_norm_of_the_whole_gradient(world: World) -> None:
     bound = 1 / 16  # exact in the precision of a loss scale
     for axes in layouts(world):

@@ -120,7 +120,7 @@ def gan() -> keras.Model:
     return model
 
 
-@worlds("mpirun-2", "mpirun-1")
+@worlds("mpirun-2", "mpirun-1", extended=True)
 def check_a_gan_with_two_optimizers(world: World) -> None:
     # A short batch of one sample: on two ranks one of them holds a placeholder.
     trainer = compare(world, gan, dataset(X[:65]), figures=False)
@@ -130,6 +130,7 @@ def check_a_gan_with_two_optimizers(world: World) -> None:
     compare(world, gan, (X[:64],))
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_conditional_gan(world: World) -> None:
     def build() -> keras.Model:
         model = ConditionalGAN(net(FEATURES + CLASSES, 1), net(LATENT + CLASSES, FEATURES))
@@ -165,7 +166,7 @@ def check_a_cycle_gan_with_four_optimizers(world: World) -> None:
     compare(world, build, dataset(X, OTHERS))
 
 
-@worlds("mpirun-2", "mpirun-1")
+@worlds("mpirun-2", extended=True)
 def check_a_variational_autoencoder(world: World) -> None:
     def build() -> keras.Model:
         model = VAE(net(FEATURES, 2 * LATENT), net(LATENT, FEATURES))
@@ -175,7 +176,6 @@ def check_a_variational_autoencoder(world: World) -> None:
     compare(world, build, X, figures=False)
 
 
-@worlds("mpirun-1")
 @worlds("mpirun-2", extended=True)
 def check_a_diffusion_model_with_averaged_weights(world: World) -> None:
     def build() -> keras.Model:
@@ -187,7 +187,7 @@ def check_a_diffusion_model_with_averaged_weights(world: World) -> None:
     compare(world, build, X[:64], validation=dataset(OTHERS[:32]))
 
 
-@worlds("mpirun-2", "mpirun-1")
+@worlds("mpirun-2", extended=True)
 def check_a_contrastive_model_with_a_probe(world: World) -> None:
     def build(kind: type = Contrastive) -> keras.Model:
         model = kind()
@@ -221,6 +221,7 @@ def check_knowledge_distillation(world: World) -> None:
     compare(world, build, (X, LABELS), validation=(OTHERS, LABELS))
 
 
+@worlds("mpirun-2", extended=True)
 def check_sample_weights_in_a_step_of_its_own(world: World) -> None:
     def build() -> keras.Model:
         model = Weighted()
@@ -244,7 +245,7 @@ def check_a_siamese_network_of_triplets(world: World) -> None:
     compare(world, build, triplets, validation=triplets.take(2))
 
 
-@worlds("mpirun-2", "mpirun-1")
+@worlds("mpirun-2", extended=True)
 def check_a_slow_copy_of_the_network(world: World) -> None:
     def build() -> keras.Model:
         model = BYOL()

@@ -53,47 +53,54 @@ def assert_parity(world: World, kind: str, optimizer: str, dtype: str, **options
     assert error <= TOLERANCE[dtype], f"{kind} {optimizer} {dtype} {options}: {error:.2e}"
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "gloo-4")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "gloo-2", "gloo-4")
+@worlds("gloo-1", "mpirun-4", extended=True)
 @grappler()
 def check_dense_sgd_float64(world: World) -> None:
     assert_parity(world, "dense", "sgd", "float64")
 
 
+@worlds("mpirun-2", extended=True)
 def check_dense_sgd_float32(world: World) -> None:
     assert_parity(world, "dense", "sgd", "float32")
 
 
+@worlds("mpirun-2", extended=True)
 def check_dense_adam_float64(world: World) -> None:
     assert_parity(world, "dense", "adam", "float64")
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "gloo-4")
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_dense_adam_float32(world: World) -> None:
     assert_parity(world, "dense", "adam", "float32")
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "gloo-4")
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_embedding_sgd_float64(world: World) -> None:
     assert_parity(world, "embedding", "sgd", "float64")
 
 
+@worlds("mpirun-2", extended=True)
 def check_embedding_sgd_float32(world: World) -> None:
     assert_parity(world, "embedding", "sgd", "float32")
 
 
+@worlds("mpirun-2", extended=True)
 def check_embedding_adam_float64(world: World) -> None:
     assert_parity(world, "embedding", "adam", "float64")
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "gloo-4")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", "mpirun-4", extended=True)
 @grappler()
 def check_embedding_adam_float32(world: World) -> None:
     assert_parity(world, "embedding", "adam", "float32")
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "gloo-4")
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_batches_with_fewer_samples_than_ranks(world: World) -> None:
     """Ranks without a sample hold one that does not count, at the end of every epoch."""
     x, y = (array[:18] for array in dense_data("float64"))
@@ -144,7 +151,8 @@ def check_parity_fails_when_a_sample_is_dropped(world: World) -> None:
     assert error > 1e3 * TOLERANCE["float32"], f"the comparison did not notice: {error:.2e}"
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "gloo-4")
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_sample_weights_and_masks(world: World) -> None:
     """A loss that is divided by the sum of the weights, which differs by rank, and masked positions."""
     rng = np.random.default_rng(5)

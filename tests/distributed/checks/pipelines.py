@@ -12,6 +12,7 @@ import tensorflow as tf
 from builders import BATCH, EPOCHS, OPTIMIZERS, SAMPLES, TOLERANCE, assert_moved, per_sample
 from meshes import on_mesh
 from world import World, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
@@ -108,16 +109,23 @@ def assert_parity(mesh: World, dtype: str, optimizer: str, *, tied: bool = False
 def check_stages_train_as_one_process_does(world: World) -> None:
     with on_mesh(world, "pp=2") as mesh:
         assert_parity(mesh, "float64", "adam")
+
+
+@worlds("mpirun-2", extended=True)
+def check_every_schedule_trains_as_one_process_does(world: World) -> None:
+    with on_mesh(world, "pp=2") as mesh:
         assert_parity(mesh, "float32", "sgd", pipeline_schedule="gpipe", recompute=True)
         assert_parity(mesh, "float64", "sgd", pipeline_schedule="interleaved", virtual_stages=2, accumulate=2)
 
 
+@worlds("mpirun-2", extended=True)
 def check_tied_weights_and_clipping_by_the_norm_of_all_stages(world: World) -> None:
     with on_mesh(world, "pp=2") as mesh:
         # The last stage has no weight but the tied one, whose gradient counts on the first.
         assert_parity(mesh, "float64", "sgd", tied=True, clip_norm=0.05, pipeline_stages=("head",))
 
 
+@worlds("mpirun-2", extended=True)
 def check_figures_are_those_of_one_process(world: World) -> None:
     """Loss and metrics of training, evaluation and prediction, with regularizers, masks, weights and dropout.
 
@@ -166,6 +174,7 @@ def regularized_model() -> keras.Model:
     return keras.Model(tokens, layers.Dense(VOCABULARY, activation="softmax", kernel_regularizer=penalty)(x))
 
 
+@worlds("mpirun-2", extended=True)
 def check_training_goes_wrong_without_one_of_the_messages(world: World) -> None:
     """A gradient that is not passed on is noticed by the comparison, and so is one activation of many."""
     from unittest.mock import patch
@@ -187,6 +196,7 @@ def check_training_goes_wrong_without_one_of_the_messages(world: World) -> None:
             assert error > 1e-3, f"{lost}: {error:.2e}"
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_bad_step_is_skipped_by_all_stages(world: World) -> None:
     """The last stage alone sees a loss that is not finite, and the first one alone a gradient that is not."""
     x, y = data()
@@ -242,6 +252,7 @@ def averages_of(optimizer: Any, model: Any) -> dict[str, np.ndarray]:
     return {path: np.array(average_of(innermost(optimizer), weight)) for path, weight in weights.items()}
 
 
+@worlds("mpirun-2", extended=True)
 def check_loss_scale_and_averages_are_those_of_one_process(world: World) -> None:
     """The first stage alone sees a gradient that overflows: both skip the step, halve the scale and keep averages."""
     rng = np.random.default_rng(8)
@@ -284,6 +295,7 @@ def check_loss_scale_and_averages_are_those_of_one_process(world: World) -> None
         shutil.rmtree(folder)
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_built_model_goes_on_in_another_trainer_and_is_used_by_nobody_else(world: World) -> None:
     """Its layers are trained on either rank, first in front of one cut, then in front of another."""
     x, _ = data()
@@ -301,6 +313,7 @@ def check_a_built_model_goes_on_in_another_trainer_and_is_used_by_nobody_else(wo
                 use()
 
 
+@worlds("mpirun-2", extended=True)
 def check_stages_are_saved_and_restored_in_any_layout(world: World) -> None:
     folder = world.folder / "stages"
     x, y = data()

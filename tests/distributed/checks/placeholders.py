@@ -29,6 +29,7 @@ def spreading() -> keras.Model:
     return keras.Model(inputs, outputs)
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_placeholder_that_overflows_counts_for_nothing(world: World) -> None:
     """In microbatches of four the last rank has five samples, and the second microbatch of the others none."""
     count = 4 * world.size + 1
@@ -63,8 +64,8 @@ class Calls(keras.layers.Layer):
         return inputs
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_statistics_are_those_of_samples(world: World) -> None:
     """The last batch has one sample: moving averages of the ranks without one stay where they are.
 
@@ -98,6 +99,7 @@ class WithOwnStep(keras.Sequential):
         return super().train_step(data)
 
 
+@worlds("mpirun-2", extended=True)
 def check_synchronized_statistics_move_on_every_rank(world: World) -> None:
     """A rank without samples takes part in them, and hands on no gradient of its placeholder."""
     x = np.random.default_rng(2).standard_normal((4 * world.size + 1, 5)).astype("float32")

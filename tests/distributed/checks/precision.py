@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from builders import per_sample
 from world import World, flat_bytes, moved, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.optim.precision import precision
@@ -39,6 +40,7 @@ def trained(world: World, name: str, x: np.ndarray, epochs: int, **options: Any)
     return trainer
 
 
+@worlds("mpirun-2", extended=True)
 def check_master_weights_are_float32_and_training_follows_float32(world: World) -> None:
     weights = {}
     for name in ("float32", "mixed_float16", "mixed_bfloat16"):
@@ -81,6 +83,7 @@ def deep(seed: int) -> keras.Model:
     return keras.Sequential([keras.Input((6,)), *hidden, keras.layers.Dense(3, dtype="float32")])
 
 
+@worlds("mpirun-2", extended=True)
 def check_an_overflow_in_an_earlier_microbatch_skips_the_whole_group(world: World) -> None:
     """On the last rank only, and not in its last microbatch; also where activations are recomputed."""
     weights = []
@@ -120,6 +123,7 @@ def in_fp16(seed: int) -> keras.Model:
         return build(seed)
 
 
+@worlds("mpirun-2", extended=True)
 def check_own_loop_with_loss_scaling(world: World) -> None:
     model = in_fp16(0)
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.2), initial_scale=1024.0)

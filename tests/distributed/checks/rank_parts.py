@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from builders import dense_data, dense_model, per_sample
 from world import World, flat_bytes, moved, plain_training, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import DataError, UserError
@@ -93,6 +94,7 @@ def check_parts_of_any_length_train_as_one_process_does(world: World) -> None:
             np.testing.assert_allclose(found.loss, alike.loss, rtol=1e-9, err_msg=name)
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_rank_without_samples_takes_part(world: World) -> None:
     """With accumulation, weights of the samples, and in both dtypes."""
     for dtype, bound in (("float64", 1e-9), ("float32", 1e-6)):
@@ -107,6 +109,7 @@ def check_a_rank_without_samples_takes_part(world: World) -> None:
             assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
 
 
+@worlds("mpirun-2", extended=True)
 def check_predictions_are_those_of_the_own_inputs(world: World) -> None:
     trainer = trainer_of(world)
     for empty in (False, True):
@@ -119,6 +122,7 @@ def check_predictions_are_those_of_the_own_inputs(world: World) -> None:
     assert len(same) == 10, "inputs that are the same on every rank are each rank's own, too"
 
 
+@worlds("mpirun-2", extended=True)
 def check_validation_parts_count_each_sample_once(world: World) -> None:
     held = parts(world)
     mine = held[world.rank]
@@ -133,6 +137,7 @@ def check_validation_parts_count_each_sample_once(world: World) -> None:
     np.testing.assert_allclose(losses, losses[0], rtol=1e-9)
 
 
+@worlds("mpirun-2", extended=True)
 def check_endless_parts_need_steps(world: World) -> None:
     mine = parts(world)[world.rank]
     endless = dataset(mine).repeat().batch(ROWS)
@@ -144,6 +149,7 @@ def check_endless_parts_need_steps(world: World) -> None:
     assert "pass steps_per_epoch" in refused
 
 
+@worlds("mpirun-2", extended=True)
 def check_parts_that_do_not_go_together_are_refused_on_every_rank(world: World) -> None:
     x, y = parts(world)[world.rank]
     other = (x, y.astype("float32") if world.rank == 1 else y)

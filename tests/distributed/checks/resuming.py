@@ -166,6 +166,7 @@ def check_a_full_disk_leaves_the_last_good_checkpoint(world: World) -> None:
         assert flat_bytes(again.model.get_weights()) == expected
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_model_without_variables_is_restored_when_it_has_them(world: World) -> None:
     with in_a_folder_of_its_own(world, "unbuilt"):
 
@@ -219,6 +220,7 @@ def check_a_model_with_its_own_step_goes_on(world: World) -> None:
         assert again.state.scalars.best["metric"] == "val_accuracy"
 
 
+@worlds("mpirun-2", extended=True)
 def check_what_ranks_cannot_save_is_refused_before_the_first_step(world: World) -> None:
     with in_a_folder_of_its_own(world, "refused") as folder:
         trainer = trainer_of(world)

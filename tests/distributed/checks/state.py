@@ -30,6 +30,7 @@ def model_after_others(seed: int, others: int, *middle: Any) -> keras.Model:
     return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(3)])
 
 
+@worlds("mpirun-2", extended=True)
 def check_ranks_that_built_other_models_before_train_together(world: World) -> None:
     model = model_after_others(0, 2 * world.rank, keras.layers.Dropout(0.1))
     names = world.gather(model.weights[0].path.encode())
@@ -52,6 +53,7 @@ def check_ranks_that_built_other_models_before_train_together(world: World) -> N
     ]
 
 
+@worlds("mpirun-2", extended=True)
 def check_own_loops_match_variables_whatever_keras_calls_them(world: World) -> None:
     model = model_after_others(world.rank, 3 * world.rank)
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
@@ -137,8 +139,8 @@ def holds_its_slices(tensors: dict[str, NamedTensor]) -> bool:
     return alike.tolist() == [1.0, 2.0] and all((parts[name] == expected[name]).all() for name in parts)
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_slices_are_saved_by_all_and_restored_by_any_number(world: World) -> None:
     files = Checkpointer(world.folder / "slices", backend=world.backend)
     path = files.save(3, slices_of(world.rank, world.size, filled=True), {"step": 3})
@@ -158,8 +160,8 @@ def check_slices_are_saved_by_all_and_restored_by_any_number(world: World) -> No
     assert holds_its_slices(sent)
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_a_failure_on_one_rank_is_that_of_all(world: World) -> None:
     files = Checkpointer(world.folder / "failing", keep=1, backend=world.backend)
     files.save(1, slices_of(world.rank, world.size, filled=True), {})
@@ -178,8 +180,8 @@ def check_a_failure_on_one_rank_is_that_of_all(world: World) -> None:
     assert holds_its_slices(restored)
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_all_ranks_go_on_from_the_newest_good_checkpoint(world: World) -> None:
     files = Checkpointer(world.folder / "damaged", backend=world.backend)
     for step in (1, 2):

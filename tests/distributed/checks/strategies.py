@@ -87,35 +87,30 @@ def local_values(backend: Any, variable: Any) -> Sequence[Any]:
     return backend._strategy.experimental_local_results(variable.value)
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_dense_sgd_float32(world: World) -> None:
     trainer = trained(world.backend, "dense", "sgd", "float32")
     assert error_of(world, trainer, "dense", "sgd", "float32") <= TOLERANCE["float32"]
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_dense_adam_float64_from_the_chiefs_weights(world: World) -> None:
     """Each worker draws weights of its own, and all train those of the first; others have one process alone."""
     assert_parity([world.backend], world, "dense", "adam", "float64", seed=world.rank)
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_embedding_adam_float32(world: World) -> None:
     assert_parity(backends_of(world), world, "embedding", "adam", "float32")
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_embedding_sgd_made_dense(world: World) -> None:
     trainer = trained(world.backend, "embedding", "sgd", "float64", sparse_gradients="dense")
     assert error_of(world, trainer, "embedding", "sgd", "float64") <= TOLERANCE["float64"]
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_a_recipe_trains_to_the_loss_of_one_process(world: World) -> None:
     """The loss, not the weights: ReLU and max pooling turn rounding into other gradients, under Horovod just so."""
     loss = recipe_loss(SingleBackend(world.session))
@@ -139,8 +134,7 @@ class Unreduced(StrategyBackend):
         return list(tensors)
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_the_comparison_notices(world: World) -> None:
     backend = Unreduced(world.session, world.session.strategy)
     try:
@@ -151,8 +145,7 @@ def check_the_comparison_notices(world: World) -> None:
         assert error > 1e3 * TOLERANCE["float32"], f"the comparison did not notice: {error:.2e}"
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_the_steps_options(world: World) -> None:
     """Bounds, averages of weights, sums, XLA and recomputation, against one process without the last two."""
 
@@ -175,8 +168,7 @@ def check_the_steps_options(world: World) -> None:
         assert relative_error(got, expected) <= 1e-5, f"{options}: {relative_error(got, expected):.2e}"
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_an_overflow_is_skipped_by_all(world: World) -> None:
     x, y = samples(32)
     x[20] = 1e30  # infinite in fp16, on the last of two replicas only
@@ -190,8 +182,7 @@ def check_an_overflow_is_skipped_by_all(world: World) -> None:
     assert float(tf.convert_to_tensor(trainer.optimizer.dynamic_scale)) == scale / 2
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_evaluation_and_prediction_are_those_of_one_process(world: World) -> None:
     x, y = samples(101)
     for backend in backends_of(world):
@@ -214,8 +205,7 @@ def check_evaluation_and_prediction_are_those_of_one_process(world: World) -> No
             np.testing.assert_allclose(trainer.predict(x, batch=batch), logits, rtol=1e-5, atol=1e-6)
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_callbacks_see_figures_over_all_replicas(world: World) -> None:
     seen: list[dict[str, float]] = []
     note = keras.callbacks.LambdaCallback(
@@ -236,8 +226,7 @@ def check_callbacks_see_figures_over_all_replicas(world: World) -> None:
         assert flat_bytes(again.get_weights()) == flat_bytes(trainer.model.get_weights())
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_statistics_are_averaged_and_replicas_draw_differently(world: World) -> None:
     """With a rate of zero BatchNorm's statistics are the means of those of each replica's samples."""
 
@@ -278,8 +267,7 @@ class Drawn(keras.layers.Layer):
         return inputs
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_a_checkpoint_reaches_every_replica(world: World) -> None:
     trainer = trained(world.backend, "dense", "adam", "float32")
     expected = flat_bytes(trainer.model.get_weights())
@@ -297,8 +285,7 @@ def check_a_checkpoint_reaches_every_replica(world: World) -> None:
         assert all((first == other).all() for other in others)
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_what_is_refused(world: World) -> None:
     name, build = world.backend.name, lambda: classifier(0)
     for option, given in REFUSED.items():
@@ -324,8 +311,7 @@ def check_what_is_refused(world: World) -> None:
         trainer.fit(samples(50), batch=15, verbose=False)
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_central_storage_refuses_layers_that_change_variables(world: World) -> None:
     if world.backend.name == "multi_worker_mirrored":
         return
@@ -336,8 +322,7 @@ def check_central_storage_refuses_layers_that_change_variables(world: World) -> 
             trainer.fit(samples(50), batch=16, verbose=False)
 
 
-@worlds("mirrored")
-@worlds("multi_worker_mirrored", extended=True)
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
 def check_devices_that_are_not_there_are_not_made_up(world: World) -> None:
     """The CPU was cut into two when TensorFlow started."""
     if world.backend.name == "multi_worker_mirrored":

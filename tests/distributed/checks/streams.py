@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from builders import SAMPLES, dense_data, dense_model, per_sample
 from world import World, flat_bytes, moved, relative_error
+from worlds import worlds
 
 import hvdtrain
 from hvdtrain.config.errors import DataError
@@ -30,6 +31,7 @@ class Batches(keras.utils.PyDataset):
         return tuple(array[number * BATCH : (number + 1) * BATCH] for array in self.arrays)
 
 
+@worlds("mpirun-2", extended=True)
 def check_batches_made_in_python(world: World) -> None:
     x, y = dense_data("float64")
     batches = Batches(x, y)
@@ -88,6 +90,7 @@ def check_data_that_differ_by_rank_are_refused(world: World) -> None:
         assert world.same_everywhere(refused.encode()), name
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_dataset_is_mapped_by_the_rank_that_trains_on_it(world: World) -> None:
     """Each rank decodes its own samples, and the ranks train as one process does on the whole batches."""
     x, y = dense_data("float64")

@@ -53,8 +53,8 @@ def passes(model: keras.Model, x: tf.Tensor, slope: tf.Tensor) -> dict[str, tf.T
     return {"output": output, **gradients}
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_passes_equal_one_process(world: World) -> None:
     """Forward and backward, eagerly and compiled, with parts of unequal size and with a rank that has none."""
     for dtype in dtypes(world):
@@ -64,6 +64,7 @@ def check_passes_equal_one_process(world: World) -> None:
                 assert error < TOLERANCE[dtype], (dtype, compiled, holders, error)
 
 
+@worlds("mpirun-2", extended=True)
 def check_passes_of_each_rank_alone_are_not_equal(world: World) -> None:
     if world.size > 1:
         error = passes_error(world, "float64", True, world.size, convert=lambda model: model)
@@ -118,8 +119,8 @@ def train(model: keras.Model, dtype: str, world: World | None) -> list[np.ndarra
     return [v.numpy() for v in model.weights if v.path != WITHOUT_GRADIENT]
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_training_equals_one_process(world: World) -> None:
     """Weights and moving statistics after 21 steps of a loop of one's own."""
     for dtype in dtypes(world):
@@ -133,6 +134,7 @@ def check_training_equals_one_process(world: World) -> None:
         assert world.same_everywhere(flat_bytes(weights))
 
 
+@worlds("mpirun-2", extended=True)
 def check_training_with_plain_layers_does_not(world: World) -> None:
     if world.size > 1:
         error = relative_error(
@@ -141,6 +143,7 @@ def check_training_with_plain_layers_does_not(world: World) -> None:
         assert error > 1e-3, error
 
 
+@worlds("mpirun-2", extended=True)
 def check_microbatches_in_a_loop(world: World) -> None:
     """Each iteration has the statistics of all ranks' microbatches; gradients add up over iterations and ranks."""
     count, length = 4, 3
@@ -170,6 +173,7 @@ def check_microbatches_in_a_loop(world: World) -> None:
     assert world.same_everywhere(flat_bytes(statistics))
 
 
+@worlds("mpirun-2", extended=True)
 def check_layer_in_two_branches(world: World) -> None:
     """Two calls of one layer, and another layer of the same path, are under way at once over the session's ranks."""
     layer, other = SyncBatchNormalization(name="twin"), SyncBatchNormalization(name="twin")

@@ -30,8 +30,8 @@ def both_ways(function: Any, *arguments: Any, **options: Any) -> list[Any]:
     return [function(*arguments, **options), tf.function(lambda: function(*arguments, **options), autograph=False)()]
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", "mpirun-4", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", "mpirun-4", extended=True)
 def check_average_and_sum_on_both_kinds_of_variable(world: World) -> None:
     kinds = [tf.Variable(tf.ones(3), name="plain"), keras.Variable(np.ones(3, "float32"), name="kept")]
     for variable in kinds:
@@ -40,8 +40,8 @@ def check_average_and_sum_on_both_kinds_of_variable(world: World) -> None:
                 np.testing.assert_allclose(value, expected * np.array([1, 2, 3]), rtol=1e-6)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", "mpirun-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", extended=True)
 def check_structures_none_and_float64(world: World) -> None:
     a, b, unused = (tf.Variable(tf.ones(2, tf.float64), name=name) for name in "abc")
 
@@ -56,8 +56,8 @@ def check_structures_none_and_float64(world: World) -> None:
         assert value["more"][1] is None
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", "mpirun-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", extended=True)
 def check_groups_and_predivide(world: World) -> None:
     variables = [tf.Variable(tf.ones(3) * i, name=f"v{i}") for i in range(5)]
     variables.append(tf.Variable(tf.ones(3, tf.float64), name="wide"))
@@ -81,8 +81,8 @@ def check_groups_and_predivide(world: World) -> None:
                 np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", "mpirun-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", extended=True)
 def check_half_precision_on_the_wire_does_not_overflow(world: World) -> None:
     variable = tf.Variable(tf.ones(3), name="large")
 
@@ -97,8 +97,8 @@ def check_half_precision_on_the_wire_does_not_overflow(world: World) -> None:
             np.testing.assert_allclose(value, 60000.0 * factor, rtol=2**-10)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", "mpirun-4", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", "mpirun-4", extended=True)
 def check_sparse_gradients_sum_duplicates(world: World) -> None:
     table = tf.Variable(tf.zeros([6, 2]), name="table")
     rows = tf.constant([1, 1, 2 + world.rank % 2])
@@ -128,8 +128,6 @@ def adasum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (1 - dot / (2 * float(a @ a))) * a + (1 - dot / (2 * float(b @ b))) * b
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", "mpirun-4", extended=True)
 def check_adasum_follows_its_formula(world: World) -> None:
     """For two ranks; Horovod has Adasum on MPI only."""
     vectors = [np.array([1.0, 2.0, -1.0], "float32"), np.array([0.5, 1.0, 3.0], "float32")]
@@ -140,8 +138,6 @@ def check_adasum_follows_its_formula(world: World) -> None:
     np.testing.assert_allclose(value, adasum(*vectors), rtol=1e-5)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", "mpirun-4", extended=True)
 def check_options_that_exclude_one_another(world: World) -> None:
     for options in (
         {"op": "mean"},
@@ -158,8 +154,8 @@ def check_options_that_exclude_one_another(world: World) -> None:
         raise AssertionError(f"{options} were accepted")
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", "mpirun-4", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_broadcast_of_every_dtype(world: World) -> None:
     root = world.size - 1
     dtypes = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "uint32", "bool"]
@@ -172,8 +168,8 @@ def check_broadcast_of_every_dtype(world: World) -> None:
     np.testing.assert_array_equal(variables[-1].numpy(), [root, root])
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 @grappler()
 def check_a_loop_of_ones_own(world: World) -> None:
     """The tape and a Keras optimizer in a compiled step keep the ranks equal."""
@@ -197,8 +193,8 @@ def check_a_loop_of_ones_own(world: World) -> None:
     assert world.same_everywhere(weights)
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-1", "mpirun-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "mpirun-1", "gloo-4", extended=True)
 def check_a_loop_on_a_sharded_dataset_trains_as_one_process_does(world: World) -> None:
     """`hvdtrain.shard` and `ShardedOrder` with the tape: the same steps on every rank, and those of whole batches."""
     x, y = dense_data("float64")

@@ -291,12 +291,14 @@ def check_our_models_train_split_as_in_one_process(world: World) -> None:
             assert error <= TOLERANCE["float32"], f"{name}: {error:.2e}"
 
 
+@worlds("mpirun-2", extended=True)
 def check_slices_of_the_sequence_train_as_in_one_process(world: World) -> None:
     with on_mesh(world, layouts(world)[0]) as mesh:
         error = error_of(mesh, "transformer", "float32", sequence=True)
         assert error <= TOLERANCE["float32"], f"{error:.2e}"
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_collective_that_is_missing_is_noticed(world: World) -> None:
     with on_mesh(world, layouts(world)[0]) as mesh:
         for dropped in ("input/back", "/output"):
@@ -304,8 +306,7 @@ def check_a_collective_that_is_missing_is_noticed(world: World) -> None:
             assert error_of(mesh, "perceptron", "float64", deaf=dropped, desync_every=0) > 1e-3, dropped
 
 
-@worlds("mpirun-2")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-4", extended=True)
 def check_what_is_around_a_split_model(world: World) -> None:
     """Bounds, microbatches, averages of weights, evaluation, prediction, and checkpoints that are restored whole."""
     x, y = data_of("perceptron", "float64")

@@ -25,7 +25,7 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.training.update_rules.zero import shards
 
 
-@worlds("mpirun-8")
+@worlds("mpirun-8", extended=True)
 def check_split_layers_and_experts_of_stages_train_as_one_process_does(world: World) -> None:
     """With averages of weights, microbatches, a bound on the norm, and divided slots and gradients."""
     expected = hybrids.Reference()
@@ -78,7 +78,7 @@ def check_slices_of_sequences_in_split_layers_train_as_one_process_does(world: W
             assert error <= 1e-6, f"{axes}: {error:.2e}"
 
 
-@worlds("gloo-8")
+@worlds("gloo-8", extended=True)
 def check_tied_weights_of_stages_stay_equal_with_many_replicas(world: World) -> None:
     """To the last bit, with their slots: three addends or more are rounded in the order in which they are added up.
 

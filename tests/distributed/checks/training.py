@@ -33,8 +33,8 @@ def samples(count: int = 50) -> tuple[np.ndarray, np.ndarray]:
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_evaluation_is_that_of_one_process(world: World) -> None:
     x, y = samples(101)
     model = classifier(0)
@@ -77,6 +77,7 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_metric_that_is_no_sum_is_refused_by_name(world: World) -> None:
     trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, [Largest()], backend=world.backend)
     try:
@@ -87,8 +88,7 @@ def check_a_metric_that_is_no_sum_is_refused_by_name(world: World) -> None:
         raise AssertionError("a maximum was added up")
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2", "gloo-1", "gloo-4", extended=True)
 def check_batchnorm_statistics_are_averaged(world: World) -> None:
     model = classifier(world.rank, keras.layers.BatchNormalization(momentum=0.5, name="norm"))
     trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.1), CROSSENTROPY, backend=world.backend)
@@ -111,7 +111,7 @@ def check_batchnorm_statistics_are_averaged(world: World) -> None:
     trainer.state.agreed_hash(world.backend)
 
 
-@worlds("mpirun-2", "gloo-1")
+@worlds("mpirun-2")
 @worlds("gloo-4", extended=True)
 def check_the_hash_notices_a_rank_that_drifted(world: World) -> None:
     trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, backend=world.backend)
@@ -144,6 +144,7 @@ class Drawn(keras.layers.Layer):
         return outputs
 
 
+@worlds("mpirun-2", extended=True)
 def check_dropout_differs_by_rank_and_is_reproducible(world: World) -> None:
     def mask_after(steps: int) -> bytes:
         layer = Drawn()
@@ -172,6 +173,7 @@ def check_a_nan_is_named_with_its_step(world: World) -> None:
         raise AssertionError("a NaN went unnoticed")
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_diverging_loss_is_named_with_its_step(world: World) -> None:
     x, y = samples(64)
     trainer = hvdtrain.Trainer(classifier(0), keras.optimizers.SGD(1e38), CROSSENTROPY, backend=world.backend)
@@ -184,6 +186,7 @@ def check_a_diverging_loss_is_named_with_its_step(world: World) -> None:
         raise AssertionError("a loss of NaN went unnoticed")
 
 
+@worlds("mpirun-2", extended=True)
 def check_parameters_that_an_activation_hides_are_noticed(world: World) -> None:
     """A NaN in the data that ReLU turns into zeros: the loss stays finite, the first layer is lost."""
     x, y = samples(64)
@@ -198,8 +201,8 @@ def check_parameters_that_an_activation_hides_are_noticed(world: World) -> None:
         raise AssertionError("parameters of NaN went unnoticed")
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
     """Nine steps, a checkpoint, a fresh trainer on every rank, nine more: the weights of eighteen at a stretch."""
 
@@ -236,8 +239,7 @@ def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
         assert sorted(p.name for p in (world.folder / "resume").iterdir()) == ["step-00000006", "step-00000009"]
 
 
-@worlds("mpirun-2", "mpirun-1")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "mpirun-1", "mpirun-4", extended=True)
 def check_digits_reaches_its_accuracy(world: World) -> None:
     """Over five seeds in one process; more ranks train the same model, which one seed shows."""
     from hvdtrain.models.registry import build_model

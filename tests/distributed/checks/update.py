@@ -15,6 +15,7 @@ import hvdtrain
 from hvdtrain.optim.averaging import averaged_weights
 
 
+@worlds("mpirun-2", extended=True)
 def check_groups_and_predivision(world: World) -> None:
     assert_parity(world, "dense", "adam", "float64", gradient_groups=2, predivide=4.0)
     assert_parity(world, "embedding", "adam", "float64", gradient_groups=1, sparse_gradients="gather")
@@ -35,8 +36,7 @@ def compare(world: World, transform: Transform | None, rule: Any = None, **optio
     return trainer.model.get_weights()
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "gloo-1", "mpirun-4", extended=True)
 def check_a_sum_is_the_average_times_the_ranks(world: World) -> None:
     compare(world, None, keras.optimizers.SGD(0.125 / world.size, momentum=0.5), reduce_op="sum")
 
@@ -63,8 +63,7 @@ def adasum(vectors: Sequence[np.ndarray]) -> np.ndarray:
     return (1 - dot / (2 * float(np.vdot(a, a)))) * a + (1 - dot / (2 * float(np.vdot(b, b)))) * b
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "mpirun-4", extended=True)
 def check_adasum_follows_its_formula(world: World) -> None:
     """One step of the trainer: the mean gradients of the ranks' own samples, combined tensor by tensor.
 
@@ -98,8 +97,8 @@ def check_adasum_follows_its_formula(world: World) -> None:
         assert moved(expected, mean) > 1e-3, "the average would have passed as well"
 
 
-@worlds("mpirun-2", "gloo-1")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "mpirun-4", extended=True)
 def check_averages_of_weights_are_evaluated(world: World) -> None:
     """The averages are those of one process, evaluation is of them, and training goes on with the weights."""
     rule = keras.optimizers.SGD(0.125, use_ema=True, ema_momentum=0.75)

@@ -60,8 +60,7 @@ def check_sharded_slots_train_like_one_process(world: World) -> None:
         assert_equal(trainer, world.reference(trained_alone, kind, optimizer, dtype), dtype, kind)
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "gloo-2", "mpirun-4", extended=True)
 def check_slots_are_a_share_of_the_whole(world: World) -> None:
     trainer = trained(world, "wide", keras.optimizers.Adam(0.01), "float32", zero=1)
     whole = keras.optimizers.Adam(0.01)
@@ -91,6 +90,7 @@ def averaged_alone() -> tuple[list[np.ndarray], np.ndarray, float]:
     return weights, outputs, float(tf.reduce_mean(per_sample(y, outputs)))
 
 
+@worlds("mpirun-2", extended=True)
 def check_sharded_slots_with_everything_else(world: World) -> None:
     """Bounds on the global norm, decay of weights only, averages of weights, microbatches: as in one process."""
     options = {"zero": 1, "clip_norm": CLIP_NORM, "accumulate": 2}
@@ -103,6 +103,7 @@ def check_sharded_slots_with_everything_else(world: World) -> None:
     assert abs(figures.loss - mean) <= 1e-6 * mean, (figures.loss, mean)
 
 
+@worlds("mpirun-2", extended=True)
 def check_slots_go_on_from_a_checkpoint_sharded_or_not(world: World) -> None:
     """Saved with slices and restored whole, and the other way round: the weights of a run that was never stopped."""
 
@@ -133,6 +134,7 @@ def check_slots_go_on_from_a_checkpoint_sharded_or_not(world: World) -> None:
         assert abs(losses[0] - losses[1]) <= 1e-6 * losses[1], (name, losses)
 
 
+@worlds("mpirun-2", extended=True)
 def check_exclusions_by_variable_hold_for_slices(world: World) -> None:
     def train(spare: bool, make: Callable[[Any], Any]) -> Any:
         model = wide_model("float64", 0)
@@ -154,8 +156,8 @@ def check_exclusions_by_variable_hold_for_slices(world: World) -> None:
     assert moved(spared[:1], decayed[:1]) > 1e-3, "the first kernel decayed all the same"
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "mpirun-4", extended=True)
 def check_an_overflow_in_one_slice_is_skipped_by_all(world: World) -> None:
     """fp16: the whole gradient overflows in one step on one rank's slice; all ranks skip it and halve the scale."""
     for stage in (1, 2, 3):
@@ -176,8 +178,7 @@ def check_an_overflow_in_one_slice_is_skipped_by_all(world: World) -> None:
         assert float(optimizer.dynamic_scale) == 2.0**9, stage
 
 
-@worlds("mpirun-2")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "mpirun-4", extended=True)
 def check_one_local_step_of_sgd_is_a_step_of_data_parallelism(world: World) -> None:
     for kind, dtype in (("wide", "float64"), ("table", "float32")):
         trainer = trained(world, kind, OPTIMIZERS["plain sgd"](), dtype, local_steps=1)
@@ -224,8 +225,7 @@ def local_reference(world: World, optimizer: Any, period: int, average_slots: bo
     return [held[0][variable.path] for variable in model.weights]
 
 
-@worlds("mpirun-2")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "mpirun-4", extended=True)
 def check_local_steps_follow_their_definition(world: World) -> None:
     """Momentum and three local steps: weights averaged by samples, slots or not; epochs' ends consolidate."""
     for average_slots in (False, True):
@@ -242,6 +242,7 @@ def check_local_steps_follow_their_definition(world: World) -> None:
         assert error <= 1e-9, f"average_slots={average_slots}: {error:.2e}"
 
 
+@worlds("mpirun-2", extended=True)
 def check_local_steps_exchange_nothing_between_averages(world: World) -> None:
     calls: list[str] = []
 
@@ -263,6 +264,7 @@ def check_local_steps_exchange_nothing_between_averages(world: World) -> None:
     assert world.same_everywhere(np.float64(history.train_loss).tobytes()), "a rank reported its own loss"
 
 
+@worlds("mpirun-2", extended=True)
 def check_what_does_not_fit_is_refused(world: World) -> None:
     for options, words in (
         ({"zero": 1, "compression": "bf16"}, "compression does not go with zero"),
