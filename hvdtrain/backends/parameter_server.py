@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Capabilities
+from hvdtrain.compat.keras_variables import disable_gradient_sums
 from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.config.exchange import ExchangeConfig
@@ -78,7 +79,7 @@ class ParameterServerBackend(NoOpCollectives):
                 "while "
                 f"others have yet to divide by it: use {opt('precision', 'mixed_bfloat16')}."
             )
-        optimizer._all_reduce_sum_gradients = list
+        disable_gradient_sums(optimizer)
 
     def close(self) -> None:
         """Let the servers go and end the session."""

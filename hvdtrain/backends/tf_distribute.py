@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Among, Capabilities, Collectives, Pair, ReduceOp
+from hvdtrain.compat.keras_variables import disable_gradient_sums
 from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.update import UpdateConfig
@@ -85,7 +86,7 @@ class StrategyBackend:
     def prepare(self, optimizer: Any) -> None:
         """Keep it from adding gradients up over the replicas: Keras' optimizers do so, and would count them n times."""
         while optimizer is not None:
-            optimizer._all_reduce_sum_gradients = list
+            disable_gradient_sums(optimizer)
             optimizer = getattr(optimizer, "inner_optimizer", None)
 
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:

@@ -32,12 +32,13 @@ def main(argv: list[str]) -> int:
     own, arguments = _split(argv)
 
     def parse() -> argparse.Namespace:
-        return _parser().parse_args(own)
+        return _parser()[0].parse_args(own)
 
     return run_here(parse, lambda options: _launch(options, arguments))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
+    """Return the parser and its options, but for --help."""
     parser = argparse.ArgumentParser(
         "python -m hvdtrain launch",
         usage="%(prog)s [options] [ARGS of python -m hvdtrain ... | SCRIPT.py ...]",
@@ -45,30 +46,41 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-np", type=positive, metavar="N", help="number of ranks (default: every slot of the hosts or "
-                        "of the scheduler's job; else one per GPU, or 2)")  # fmt: skip
     hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("--hosts", metavar="H1:N,H2:N", help="hosts, and how many ranks each takes")
-    hosts.add_argument("--hostfile", metavar="FILE", help="the same in a file: `h1 slots=2` or `h1:2` on each line")
     controller = parser.add_mutually_exclusive_group()
-    controller.add_argument("--gloo", action="store_true", help="exchange over Gloo, without MPI")
-    controller.add_argument("--mpi", action="store_true", help="exchange over MPI, started by its own launcher")
-    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots")
-    parser.add_argument("--host-discovery-script", metavar="FILE", help="elastic: a program that prints the hosts")
-    parser.add_argument("--min-np", type=positive, metavar="N", help="elastic: fewest ranks")
-    parser.add_argument("--max-np", type=positive, metavar="N", help="elastic: most ranks")
-    parser.add_argument("--max-restarts", type=positive, metavar="N", help="start the job again after it has failed, "
-                        "N times at most")  # fmt: skip
-    parser.add_argument("--launcher-args", default="", metavar="'...'", help="further flags of the launcher")
-    parser.add_argument("--run", action="store_true", help="run the command in place of printing it")
-    return parser
+    options = [
+        parser.add_argument(
+            "-np",
+            type=positive,
+            metavar="N",
+            help="number of ranks (default: every slot of the hosts or of the scheduler's job; else one per GPU, or 2)",
+        ),
+        hosts.add_argument("--hosts", metavar="H1:N,H2:N", help="hosts, and how many ranks each takes"),
+        hosts.add_argument(
+            "--hostfile", metavar="FILE", help="the same in a file: `h1 slots=2` or `h1:2` on each line"
+        ),
+        controller.add_argument("--gloo", action="store_true", help="exchange over Gloo, without MPI"),
+        controller.add_argument("--mpi", action="store_true", help="exchange over MPI, started by its own launcher"),
+        parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots"),
+        parser.add_argument("--host-discovery-script", metavar="FILE", help="elastic: a program that prints the hosts"),
+        parser.add_argument("--min-np", type=positive, metavar="N", help="elastic: fewest ranks"),
+        parser.add_argument("--max-np", type=positive, metavar="N", help="elastic: most ranks"),
+        parser.add_argument(
+            "--max-restarts",
+            type=positive,
+            metavar="N",
+            help="start the job again after it has failed, N times at most",
+        ),
+        parser.add_argument("--launcher-args", default="", metavar="'...'", help="further flags of the launcher"),
+        parser.add_argument("--run", action="store_true", help="run the command in place of printing it"),
+    ]
+    return parser, options
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the options of `launch`, and what follows them."""
-    takes_value = {
-        flag: not isinstance(action.nargs, int) for action in _parser()._actions for flag in action.option_strings
-    }
+    takes_value = {"-h": False, "--help": False}
+    takes_value |= {flag: not isinstance(each.nargs, int) for each in _parser()[1] for flag in each.option_strings}
     at = 0
     while at < len(argv):
         flag, equals, _ = argv[at].partition("=")

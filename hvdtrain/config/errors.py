@@ -97,6 +97,10 @@ class MissingRankError(LaunchError):
     """A rank did not come to where the others wait for it."""
 
 
+class CompatibilityError(UserError):
+    """A library does not do what hvdtrain relies on; the message names the library's version and who relies on it."""
+
+
 class SetupError(UserError):
     """Something that building or installing Horovod needs is missing, or a step of it failed."""
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
+from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.exchange import CompressionName
 from hvdtrain.gradients.reduction import GradientReducer, reduction_options, weighted
@@ -87,7 +88,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchange `grads` and let the inner optimizer apply the result; every replica must call it."""
-        known = innermost(self.inner_optimizer)._trainable_variables
+        known = trained_variables(innermost(self.inner_optimizer))
         variables = list(known if trainable_variables is None else trainable_variables)
         if not self.built:
             with tf.init_scope():

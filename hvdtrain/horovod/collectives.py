@@ -17,8 +17,8 @@ from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
-from tensorflow.python.ops import resource_variable_ops
 
+from hvdtrain.compat.tensorflow import is_resource_variable
 from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.horovod import primitives
 from hvdtrain.horovod.basics import (
@@ -153,7 +153,7 @@ def broadcast_(
     """
     check_exists(process_set)
     tensors = [unwrap(variable) for variable in variables]
-    if not all(resource_variable_ops.is_resource_variable(tensor) for tensor in tensors):
+    if not all(is_resource_variable(tensor) for tensor in tensors):
         return mpi_ops.broadcast_(tensors, root_rank, name, process_set)
     sent = mpi_ops.MPI_LIB.horovod_broadcast_inplace_resource(
         [tensor.handle for tensor in tensors],

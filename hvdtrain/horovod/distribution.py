@@ -28,14 +28,14 @@ def mark_reduced(gradients: list[Gradient]) -> list[Gradient]:
     """Mark `gradients` as reduced, so that a wrapped optimizer applies them as they are, and return them."""
     for gradient in gradients:
         if gradient is not None:
-            gradient._is_reduced = True
+            gradient._hvdtrain_reduced = True
     return gradients
 
 
 def are_reduced(gradients: Sequence[Gradient]) -> bool:
     """Whether all `gradients` were marked."""
     there = [gradient for gradient in gradients if gradient is not None]
-    return bool(there) and all(getattr(gradient, "_is_reduced", False) for gradient in there)
+    return bool(there) and all(getattr(gradient, "_hvdtrain_reduced", False) for gradient in there)
 
 
 class Distribution:

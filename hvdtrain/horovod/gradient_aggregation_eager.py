@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import gradient_aggregation_eager as _horovods
 
+from hvdtrain.compat.horovod import aggregates_gradients
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import global_process_set, size_op
 from hvdtrain.state.variables import as_written, unwrap
@@ -49,7 +50,7 @@ class LocalGradientAggregationHelperEager(_horovods.LocalGradientAggregationHelp
     @as_written
     def apply_gradients(self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `apply_grads_closure` after a pass that reduced; after any other one count the iteration only."""
-        if hasattr(optimizer, "_aggregate_gradients"):
+        if aggregates_gradients(optimizer):
             return super().apply_gradients(apply_grads_closure, optimizer, *args, **kwargs)
 
         def update() -> tf.Tensor:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow.util import _cache, _executing_eagerly, _make_subgraph
 
+from hvdtrain.compat.horovod import script_utilities
 from hvdtrain.horovod.basics import global_process_set
 from hvdtrain.horovod.collectives import allreduce, grouped_allreduce
 from hvdtrain.horovod.exchange import is_included
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _IS_TF2 = True
+_cache, _executing_eagerly, _make_subgraph = script_utilities()
 _LegacyOptimizer = tf.compat.v1.train.Optimizer
 _get_default_graph = tf.compat.v1.get_default_graph
 _global_variables = tf.compat.v1.global_variables

@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdtrain.compat import horovod as ops
 from hvdtrain.horovod.basics import Average, Sum, global_process_set, rank
 from hvdtrain.horovod.exchange import check_exists
 from hvdtrain.runtime.guarded import guarded, kept
@@ -73,9 +74,9 @@ def all_reduce(tensors: Sequence[tf.Tensor], how: Reduce, call: Call) -> list[tf
     def reduced(*inputs: tf.Tensor) -> Any:
         safe = [guarded(tensor) for tensor in inputs]
         if len(safe) == 1:
-            outputs = [mpi_ops._allreduce(safe[0], **how.options, **call.options)]
+            outputs = [ops.all_reduce(safe[0], **how.options, **call.options)]
         else:
-            outputs = mpi_ops._grouped_allreduce(safe, **how.options, **call.options)
+            outputs = ops.grouped_all_reduce(safe, **how.options, **call.options)
         return list(kept(outputs)), lambda *upstream: all_reduce(_like(safe, upstream), how, call.child("gradient"))
 
     return list(reduced(*tensors))
@@ -149,9 +150,9 @@ def reduce_scatter(tensors: Sequence[tf.Tensor], how: Reduce, call: Call) -> lis
     def reduced(*inputs: tf.Tensor) -> Any:
         safe = [guarded(tensor) for tensor in inputs]
         if len(safe) == 1:
-            outputs = [mpi_ops._reducescatter(safe[0], **how.options, **call.options)]
+            outputs = [ops.reduce_scatter(safe[0], **how.options, **call.options)]
         else:
-            outputs = mpi_ops._grouped_reducescatter(safe, **how.options, **call.options)
+            outputs = ops.grouped_reduce_scatter(safe, **how.options, **call.options)
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             times = how.prescale * how.postscale * (call.process_set.size() if how.op == Sum else 1)

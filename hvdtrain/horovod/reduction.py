@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from hvdtrain.backends.protocol import ReduceOp
+from hvdtrain.compat.tensorflow import is_compiled_by_xla
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, scaled
 from hvdtrain.horovod.basics import Adasum, Average, Compression, Sum, global_process_set, is_elastic, rocm_built
@@ -171,7 +171,7 @@ def _refuse_xla() -> None:
     """
     if tf.executing_eagerly():
         return
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if is_compiled_by_xla(tf.compat.v1.get_default_graph()):
         raise ConfigError(
             "Horovod's operations cannot be compiled by XLA, which Keras turns on by itself where there is a GPU. Use "
             "model.compile(..., jit_compile=False), or tf.function without jit_compile around the exchange."

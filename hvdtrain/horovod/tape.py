@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import share_recording, tape_options
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Average, Compression, global_process_set
 from hvdtrain.horovod.flavour import keras, refuse_other_keras
@@ -82,8 +83,8 @@ class ReducingTape(tf.GradientTape):
     """A tape that reduces the gradients it computes."""
 
     def __init__(self, tape: tf.GradientTape, reduction: Reduction) -> None:
-        super().__init__(tape._persistent, tape._watch_accessed_variables)
-        self._tape = tape._tape
+        super().__init__(*tape_options(tape))
+        share_recording(self, tape)
         self._reduction = reduction
 
     @as_written

@@ -1,8 +1,9 @@
 """Small helpers that scripts take from `horovod.tensorflow.util`: Horovod's own."""
 
-from horovod.tensorflow.util import _cache as _cache
-from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
-from horovod.tensorflow.util import _make_subgraph as _make_subgraph
 from horovod.tensorflow.util import refs_to_vars, vars_to_refs
 
+from hvdtrain.compat.horovod import script_utilities
+
 __all__ = ["refs_to_vars", "vars_to_refs"]
+
+_cache, _executing_eagerly, _make_subgraph = script_utilities()

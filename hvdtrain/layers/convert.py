@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization, sync_layers
 
@@ -87,9 +88,7 @@ class _Replacement:
 
 
 def _holds(operation: Any, kind: type) -> bool:
-    # keras.ops in a Functional model are operations, not layers.
-    inner = operation._flatten_layers() if isinstance(operation, keras.layers.Layer) else []
-    return any(type(layer) is kind for layer in inner)
+    return any(type(layer) is kind for layer in flatten_layers(operation))
 
 
 def _is_of_keras(layer: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.placement import placement_of
 
@@ -54,7 +55,7 @@ class ExchangingLayer(keras.layers.Layer):
             )
         super().save_own_variables(store)
 
-    def _unless_placeholder(self, tensor: tf.Tensor) -> tf.Tensor:
+    def unless_placeholder(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return `tensor`, or zeros of a placeholder, whose gradients are zero too; 0 x inf would be NaN."""
         if not tf.is_tensor(self.has_samples) and self.has_samples:
             return tensor
@@ -63,7 +64,7 @@ class ExchangingLayer(keras.layers.Layer):
 
 def exchanging_layers(model: Any) -> list[ExchangingLayer]:
     """Return the layers of `model`, nested ones too, that exchange samples with other ranks."""
-    return [layer for layer in model._flatten_layers() if isinstance(layer, ExchangingLayer)]
+    return [layer for layer in flatten_layers(model) if isinstance(layer, ExchangingLayer)]
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import flatten_layers
+
 WIDENED = (tf.float16, tf.bfloat16)
 """Dtypes that Keras normalizes in float32, rounding at the end."""
 LEAST_EPSILON = 1e-5
@@ -22,7 +24,7 @@ def fusible_layers(model: Any) -> list[Any]:
 
     These are of Keras' own class, over the last axis, with float32 variables, without `renorm` and `synchronized`.
     """
-    return [layer for layer in model._flatten_layers() if _is_fusible(layer)]
+    return [layer for layer in flatten_layers(model) if _is_fusible(layer)]
 
 
 def _is_fusible(layer: Any) -> bool:

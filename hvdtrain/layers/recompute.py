@@ -1,8 +1,7 @@
 """Activation recomputation (checkpointing): less memory, one more forward pass."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import added_losses, flatten_layers, mask_of, run_graph, set_mask
 from hvdtrain.config.errors import ConfigError, opt
-
-_MASK = "_keras_mask"
-"""Keras' attribute for the mask of a tensor."""
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -107,7 +104,7 @@ class _Segment(keras.layers.Layer):
                 return operation
             return lambda *args, **kwargs: operation(*args, **{**kwargs, "training": training})
 
-        return self.function._run_through_graph(inputs, operation_fn=in_phase)
+        return run_graph(self.function, inputs, in_phase)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
         """Set no mask: the inner layers have set theirs."""
@@ -167,11 +164,17 @@ def _leads_on(tensor: Any, outputs: Any) -> bool:
     return True
 
 
-def recomputed(layer: Any, inputs: Any) -> Any:
-    """Call `layer`, or a callable like one, in training, with a gradient that recomputes it."""
+def recomputed(layer: Any, inputs: Any, inner_layers: Sequence[Any] | None = None) -> Any:
+    """Call `layer`, or a callable like one, in training, with a gradient that recomputes it.
+
+    Args:
+        layer: what is called.
+        inputs: a nest of tensors.
+        inner_layers: the layers inside it; by default those that a Keras layer holds.
+    """
     flat = tf.nest.flatten(inputs)
-    masks = [getattr(tensor, _MASK, None) for tensor in flat]
-    inner_layers = layer._flatten_layers()
+    masks = [mask_of(tensor) for tensor in flat]
+    inner_layers = flatten_layers(layer) if inner_layers is None else inner_layers
     counted = [variable for inner in inner_layers for variable in getattr(inner, "counters", ())]
     volatile = [*map(_unwrapped, layer.non_trainable_variables), *counted]
     results: list[Any] = []
@@ -179,7 +182,7 @@ def recomputed(layer: Any, inputs: Any) -> Any:
 
     def run(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         masked = [_masked(tf.identity(tensor), mask) for tensor, mask in zip(tensors, masks, strict=True)]
-        with _added_losses(inner_layers) as added:
+        with added_losses(inner_layers) as added:
             results.append(layer(tf.nest.pack_sequence_as(inputs, masked), training=True))
         owners[:] = [inner for inner, _ in added]
         return [*tf.nest.flatten(results[-1]), *(loss for _, loss in added)]
@@ -193,7 +196,7 @@ def recomputed(layer: Any, inputs: Any) -> Any:
     first = tf.nest.flatten(results[0])
     for owner, loss in zip(owners, outputs[len(first) :], strict=True):
         owner.add_loss(loss)  # whose gradient is recomputed, too
-    outputs = [_masked(new, getattr(old, _MASK, None)) for new, old in zip(outputs, first, strict=False)]
+    outputs = [_masked(new, mask_of(old)) for new, old in zip(outputs, first, strict=False)]
     return tf.nest.pack_sequence_as(results[0], outputs)
 
 
@@ -224,7 +227,7 @@ def _gradient(
 
 def _masked(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
     if mask is not None:
-        setattr(tensor, _MASK, mask)
+        set_mask(tensor, mask)
     return tensor
 
 
@@ -236,19 +239,3 @@ def _unwrapped(variable: Any) -> tf.Variable:
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
-
-
-@contextmanager
-def _added_losses(layers: Sequence[Any]) -> Iterator[list[tuple[Any, tf.Tensor]]]:
-    """Yield a list that holds, behind the context, each loss that a layer has added inside it; the layer has it not."""
-    # The outermost call of a Keras layer clears the losses of those within it.
-    before = [list(layer._losses) for layer in layers]
-    for layer in layers:
-        layer._losses.clear()
-    added: list[tuple[Any, tf.Tensor]] = []
-    try:
-        yield added
-        added += [(layer, loss) for layer in layers for loss in layer._losses]
-    finally:
-        for layer, losses in zip(layers, before, strict=True):
-            layer._losses[:] = losses

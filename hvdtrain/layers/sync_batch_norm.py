@@ -9,13 +9,14 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
+from hvdtrain.compat.keras import BatchNormalizationByMoments, flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.moments import moments_of_all
 from hvdtrain.runtime.compiled import numbered
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
-class SyncBatchNormalization(keras.layers.BatchNormalization):
+class SyncBatchNormalization(BatchNormalizationByMoments):
     """Batch normalization over the global batch, as `keras.layers.BatchNormalization` computes it in one process.
 
     In training, mean and variance are over all replicas' samples (unmasked ones, with a mask), and gradients flow
@@ -48,17 +49,17 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 "SyncBatchNormalization is synchronized by itself. Received: synchronized=True. Leave it out."
             )
 
-    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+    def moments(self, inputs: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
         """Return mean and variance over all replicas, shape [size of axis], in the dtype of `inputs`."""
         exchange = self.replicas()
         if exchange is None:
-            return super()._moments(inputs, mask)
+            return super().moments(inputs, mask, axes)
         # Keras adds this to the number of unmasked elements.
         extra = 0.0 if mask is None else keras.backend.epsilon()
         name = numbered(f"sync_batch_norm/{self.path}")
         return moments_of_all(
             inputs,
-            axes=self._reduction_axes,
+            axes=axes,
             mask=mask,
             exchange=exchange,
             name=name,
@@ -74,7 +75,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 def sync_layers(model: Any) -> list[SyncBatchNormalization]:
     """Return the SyncBatchNormalization layers of `model`, nested ones too, in the order of the model."""
-    return [layer for layer in model._flatten_layers() if isinstance(layer, SyncBatchNormalization)]
+    return [layer for layer in flatten_layers(model) if isinstance(layer, SyncBatchNormalization)]
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.keras_variables import average_of
+
 
 def averages_weights(optimizer: Any) -> bool:
     """Whether `optimizer`, possibly wrapped (LossScaleOptimizer …), keeps averages of the weights."""
@@ -53,8 +55,3 @@ def innermost(optimizer: Any) -> Any:
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return optimizer
-
-
-def average_of(optimizer: Any, variable: Any) -> Any:
-    """Return the average of `variable`; None for variables that Keras overwrites instead of training."""
-    return optimizer._model_variables_moving_average[optimizer._get_variable_index(variable)]

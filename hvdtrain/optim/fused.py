@@ -13,6 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.compat.keras_variables import adam_slots, slot_of
+
 UpdateStep = Callable[[Any, Any, Any], None]
 
 DTYPES = (tf.float32, tf.float64)
@@ -66,7 +68,7 @@ def _sgd(optimizer: Any) -> UpdateStep:
         if optimizer.momentum:
             tf.raw_ops.ResourceApplyKerasMomentum(
                 var=variable.handle,
-                accum=_slot(optimizer, optimizer.momentums, variable),
+                accum=slot_of(optimizer, optimizer.momentums, variable).value.handle,
                 lr=rate,
                 grad=_dense(gradient, variable),
                 momentum=tf.cast(optimizer.momentum, variable.dtype),
@@ -92,10 +94,11 @@ def _adam(optimizer: Any) -> UpdateStep:
         key = (dtype, None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
         if key not in scalars:
             scalars[key] = _adam_scalars(optimizer, dtype, learning_rate)
+        first, second = adam_slots(optimizer, variable)
         tf.raw_ops.ResourceApplyAdam(
             var=variable.handle,
-            m=_slot(optimizer, optimizer._momentums, variable),
-            v=_slot(optimizer, optimizer._velocities, variable),
+            m=first.value.handle,
+            v=second.value.handle,
             grad=_dense(gradient, variable),
             **scalars[key],
         )
@@ -129,10 +132,6 @@ def _gain(beta: float, step: tf.Tensor) -> tf.Tensor:
     if ops == keras_own:
         return tf.ones_like(step)
     return tf.math.expm1(step * number(np.log1p(-ops))) / tf.math.expm1(step * number(np.log1p(-keras_own)))
-
-
-def _slot(optimizer: Any, slots: list[Any], variable: tf.Variable) -> tf.Tensor:
-    return slots[optimizer._get_variable_index(variable)].value.handle
 
 
 def _dense(gradient: Any, variable: tf.Variable) -> tf.Tensor:

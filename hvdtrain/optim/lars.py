@@ -6,12 +6,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras_variables import OptimizerWithOwnDecay, is_decayed, slot_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.clipping import ordered_sum, sum_of_squares
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
-class LARS(keras.optimizers.Optimizer):
+class LARS(OptimizerWithOwnDecay):
     """Momentum SGD with a learning rate per layer, from the norms of its weights and gradient.
 
     For weights w, gradient g and weight decay b (You et al. 2017, arXiv:1708.03888, algorithm 1):
@@ -65,10 +66,10 @@ class LARS(keras.optimizers.Optimizer):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update `variable`; sparse gradients are made dense, since the norm is over all rows."""
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
-        if len(variable.shape) >= 2 and self._use_weight_decay(variable):
+        if len(variable.shape) >= 2 and is_decayed(self, variable):
             gradient = self._adapted(gradient, tf.convert_to_tensor(variable))
         movement = tf.cast(learning_rate, variable.dtype) * gradient
-        velocity = self._momentums[self._get_variable_index(variable)]
+        velocity = slot_of(self, self._momentums, variable)
         self.assign(velocity, self.momentum * velocity + movement)
         self.assign_sub(variable, self.momentum * velocity + movement if self.nesterov else velocity)
 
@@ -82,9 +83,6 @@ class LARS(keras.optimizers.Optimizer):
         ratio = self.trust_coefficient * weights_norm / ordered_sum([gradient_norm, decay * weights_norm, epsilon])
         usable = tf.logical_and(weights_norm > 0, gradient_norm > 0)
         return tf.where(usable, ratio, tf.ones_like(ratio)) * (gradient + decay * weights)
-
-    def _apply_weight_decay(self, variables: Any) -> None:
-        """Do nothing: the decay is part of the ratio."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import constructor_arguments, flatten_layers, operation_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.precision import PrecisionName
 
@@ -34,7 +35,7 @@ def with_loss_scaling(optimizer: Any, model: Any) -> Any:
 
 def computes_in_float16(model: Any) -> bool:
     """Whether any layer of a built model computes in fp16."""
-    return any(layer.compute_dtype == "float16" for layer in (model, *model._flatten_layers(include_self=False)))
+    return any(layer.compute_dtype == "float16" for layer in (model, *flatten_layers(model, include_self=False)))
 
 
 def has_dynamic_scale(optimizer: Any) -> bool:
@@ -89,33 +90,28 @@ def _set_policy(layer: Any, policy: Any, before: str, kept: Collection[Any]) -> 
     if layer.dtype_policy.name != before or any(layer is each for each in kept):
         return
     layer.dtype_policy = policy
-    for inner in layer._flatten_layers(recursive=False, include_self=False):
+    for inner in flatten_layers(layer, recursive=False, include_self=False):
         _set_policy(inner, policy, before, kept)
 
 
 def _layers_of(model: Any) -> list[Any]:
     """Return the layers that a user made: those of layers are made with the policy of these."""
     found: list[Any] = []
-    for layer in model._flatten_layers(recursive=False, include_self=False):
+    for layer in flatten_layers(model, recursive=False, include_self=False):
         found += _layers_of(layer) if isinstance(layer, keras.Model) else [layer]
     return [layer for layer in found if not isinstance(layer, keras.layers.InputLayer)]
 
 
 def _was_given_a_dtype(layer: Any) -> bool:
     """Whether a user made it with dtype=…; a layer that is made of its configuration is given one always."""
-    return _arguments_of(layer).get("dtype") is not None and not _is_from_config(layer)
+    return constructor_arguments(layer).get("dtype") is not None and not _is_from_config(layer)
 
 
 def _is_from_config(layer: Any) -> bool:
     """Whether a layer was loaded or cloned: its configuration says of each whether it is trainable."""
-    return "trainable" in _arguments_of(layer)
-
-
-def _arguments_of(layer: Any) -> dict[str, Any]:
-    """Return the arguments that a layer was made with: Keras keeps them, and no public way tells a default apart."""
-    return getattr(getattr(layer, "_auto_config", None), "config", {})
+    return "trainable" in constructor_arguments(layer)
 
 
 def _layers_of_outputs(model: Any) -> list[Any]:
     outputs = tf.nest.flatten(getattr(model, "outputs", None) or [])
-    return [output._keras_history.operation for output in outputs]
+    return [operation_of(output) for output in outputs]

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import input_nest
 from hvdtrain.config.errors import ConfigError
 
 TRACED_BATCH = 7
@@ -49,7 +50,7 @@ def symbolic_inputs(model: Any) -> Any:
     if isinstance(model, keras.Sequential):
         inputs = model.inputs[0] if model.built and model.inputs else None
     else:
-        inputs = getattr(model, "_inputs_struct", None)
+        inputs = input_nest(model)
     return None if inputs is None else tf.nest.map_structure(spec_of_input, inputs)
 
 

@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdtrain.compat import horovod as ops
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.guarded import guarded, kept
@@ -94,7 +95,7 @@ class AxisCollectives:
             after = postscale / self.size if op == "average" else postscale
             return self.by_host.all_reduce(tensor, name=name, prescale=prescale, postscale=after)
         return self._reduce(
-            _one(mpi_ops._allreduce), tensors=[tensor], name=name, op=op, prescale=prescale, postscale=postscale
+            _one(ops.all_reduce), tensors=[tensor], name=name, op=op, prescale=prescale, postscale=postscale
         )[0]
 
     def grouped_all_reduce(
@@ -105,7 +106,7 @@ class AxisCollectives:
             packed = self.all_reduce(pack(tensors), name=f"{name}/packed", prescale=prescale, postscale=postscale)
             return unpack(packed, tensors)
         return self._reduce(
-            mpi_ops._grouped_allreduce, tensors=tensors, name=name, op="sum", prescale=prescale, postscale=postscale
+            ops.grouped_all_reduce, tensors=tensors, name=name, op="sum", prescale=prescale, postscale=postscale
         )
 
     def reduce_scatter(
@@ -116,7 +117,7 @@ class AxisCollectives:
         Slices are consecutive; where they cannot be equal, the first ranks keep one row more than the last.
         """
         return self._scatter(
-            _one(mpi_ops._reducescatter), tensors=[tensor], name=name, prescale=prescale, postscale=postscale
+            _one(ops.reduce_scatter), tensors=[tensor], name=name, prescale=prescale, postscale=postscale
         )[0]
 
     def grouped_reduce_scatter(
@@ -124,7 +125,7 @@ class AxisCollectives:
     ) -> list[tf.Tensor]:
         """Do `reduce_scatter` for each of `tensors`, of one dtype, in one message."""
         return self._scatter(
-            mpi_ops._grouped_reducescatter, tensors=tensors, name=name, prescale=prescale, postscale=postscale
+            ops.grouped_reduce_scatter, tensors=tensors, name=name, prescale=prescale, postscale=postscale
         )
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:

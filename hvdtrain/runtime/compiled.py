@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
-from tensorflow.python.framework.func_graph import FuncGraph
+
+from hvdtrain.compat.tensorflow import trace_number
 
 _FUNCTIONS = "hvdtrain/functions"
 _NAMES = "hvdtrain/names"
 _PREFIX = "hvdtrain/prefix"
-# The scopes in which TensorFlow's polymorphic_function.py traces: the first may create variables.
-_FIRST, _SECOND = "variable_capturing_scope", "invalid_creator_scope"
+FuncGraph = tf.__internal__.FuncGraph
 
 
 def run_once(body: Callable[[], object]) -> None:
@@ -22,21 +21,6 @@ def run_once(body: Callable[[], object]) -> None:
     A new graph for each call is meant here, so TensorFlow's warning about retracing is passed by.
     """
     tf.function(body, autograph=False).get_concrete_function()()
-
-
-def release(function: Any) -> None:
-    """Let the graph of a concrete function be freed with it, which nobody calls or differentiates any more.
-
-    TensorFlow keeps the gradient of each call of a `tf.custom_gradient` function in a table, with the graph that it
-    was traced in. Every step of a Keras optimizer has such a call.
-    """
-    known = ops.gradient_registry._registry
-    graphs = [function.graph]
-    for graph in graphs:
-        graphs += [inner.graph for inner in graph._functions.values() if isinstance(inner.graph, FuncGraph)]
-        for op in graph.get_operations():
-            if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
-                known.pop(op.get_attr("_gradient_op_type").decode(), None)
 
 
 def numbered(name: str) -> str:
@@ -103,10 +87,10 @@ def _numbered_in(name: str, graph: tf.Graph) -> str:
 class _Function:
     """The numbers that names have got in one trace of a function."""
 
-    graph: FuncGraph
+    graph: Any
     signature: str
-    scope: str
-    """What TensorFlow calls the scope of variables of this trace."""
+    trace: str
+    """Whether it is the first trace, which may create variables, or the second."""
     replaced: "_Function | None" = None
     """The earlier trace of the same function that this one stands for."""
     numbers: list[tuple[str, int]] = field(default_factory=list)
@@ -121,10 +105,10 @@ class _Function:
 
     def first_trace(self, functions: "list[_Function]") -> "_Function | None":
         """Return the trace that created the variables, if this is the second trace of its function."""
-        if self.scope != _SECOND:
+        if self.trace != "second":
             return None
         replaced = [each.replaced for each in functions]
-        same = (each for each in reversed(functions) if (each.scope, each.signature) == (_FIRST, self.signature))
+        same = (each for each in reversed(functions) if (each.trace, each.signature) == ("first", self.signature))
         return next((each for each in same if not any(each is one for one in replaced)), None)
 
 
@@ -150,9 +134,7 @@ def _functions() -> tuple[Any, Any]:
 
 
 def _trace_of(graph: tf.Graph) -> tuple[str, str]:
-    """Return the name and signature of the function that `graph` is a trace of, and its scope of variables."""
+    """Return the name and signature of the function that `graph` is a trace of, and which trace it is."""
     if not isinstance(graph, FuncGraph):  # a graph of TensorFlow 1
         return "", ""
-    creators = (getattr(creator, "__name__", "") for _, creator in graph._variable_creator_stack)  # none of a partial
-    scopes = [name for name in creators if name in (_FIRST, _SECOND)]
-    return f"{graph.name} {graph.structured_input_signature}", scopes[-1] if scopes else ""
+    return f"{graph.name} {graph.structured_input_signature}", trace_number(graph)

@@ -14,7 +14,8 @@ import zlib
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
+
+from hvdtrain.compat.tensorflow import mark_stateful
 
 
 def guarded(tensor: tf.Tensor) -> tf.Tensor:
@@ -33,7 +34,5 @@ def kept(output: Any, name: str | None = None) -> Any:
     """
     if not tf.executing_eagerly():
         op = (output[0] if isinstance(output, list | tuple) else output).op
-        op._set_attr("_hvd_uid", attr_value_pb2.AttrValue(i=zlib.crc32((name or op.name).encode())))
-        none = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue())
-        op._set_attr("_scoped_allocator", none)
+        mark_stateful(op, zlib.crc32((name or op.name).encode()))
     return output

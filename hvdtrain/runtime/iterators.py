@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from hvdtrain.compat.tensorflow import OPTIONS, PREFETCHES, input_of, is_kind
+
 _MARK = "__hvdtrain_untuned__"
 
 
@@ -12,6 +14,8 @@ def end_iterators_at_once() -> None:
     does not yet see that it is to end, and sleeps for the rest of its period. The period doubles up to a minute, so
     each epoch and each evaluation may end in a wait as long as itself (`benchmarks/one_core.py`). There is nothing to
     tune on one core. What autotuning also does, to read ahead where the dataset does not, is kept.
+
+    It replaces `tf.data.Dataset.__iter__` for as long as the process lives.
     """
     import tensorflow as tf
 
@@ -44,6 +48,6 @@ def _without_tuning(dataset: Any) -> Any:
 
 
 def _reads_ahead(dataset: Any) -> bool:
-    while type(dataset).__name__ == "_OptionsDataset":
-        (dataset,) = dataset._inputs()
-    return type(dataset).__name__ == "_PrefetchDataset"
+    while is_kind(dataset, OPTIONS):
+        dataset = input_of(dataset)
+    return is_kind(dataset, PREFETCHES)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from hvdtrain.compat.tensorflow import check_frames_and_threads
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel, end_process
@@ -89,6 +90,7 @@ class Link:
         def end(text: str, show_stacks: Callable[[], None]) -> None:
             self.policy.hung(self.control, self.environment, text, show_stacks)
 
+        check_frames_and_threads()
         show_stacks_on_quit()
         progress = ProgressWatch(self.activity, config.hang_timeout, config.load_timeout)
         hangs = HangWatch(

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from hvdtrain.compat.keras_variables import tensor_of, when_initialized
+
 Box: TypeAlias = tuple[slice, ...]
 """One slice with start and stop for each dim of a tensor."""
 
@@ -152,20 +154,11 @@ def _note(variable: Any, name: str, note: Any) -> None:
     Keras builds layers of which only the shapes are wanted, such as those that a layer of the user's own calls, with
     variables that get their values later: the tf.Variable takes the note over then.
     """
-    holder = _tensor(variable)
-    setattr(holder, name, note)
-    if holder is variable and hasattr(variable, "_deferred_initialize"):
-        initialize = variable._initialize
-
-        def initialize_noted(value: Any) -> None:
-            vars(variable).pop("_initialize", None)
-            initialize(value)
-            setattr(variable._value, name, note)
-
-        variable._initialize = initialize_noted
+    setattr(_tensor(variable), name, note)
+    when_initialized(variable, lambda tensor: setattr(tensor, name, note))
 
 
 def _tensor(variable: Any) -> Any:
     """Return the tf.Variable under a Keras variable; the Keras variable where there is none yet."""
-    value = getattr(variable, "_value", None)
-    return variable if value is None or callable(value) else value
+    tensor = tensor_of(variable)
+    return variable if tensor is None else tensor

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.compat import warn_of_untested_keras
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.config.observability import TraceConfig
 from hvdtrain.config.parallel import REST, parse_axes
@@ -202,6 +203,7 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
         roles_of(config, environment)  # too few ranks are told so before TensorFlow is loaded
     plan = place_process(link.control, environment, config, timeout=timeout)
     malloc = choose_malloc(config.malloc)
+    warn_of_untested_keras()
     import_tensorflow_quietly()
     with start_up_chatter_hidden():
         gpus = visible_gpus(environment.hostname)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.compat.tensorflow import is_compute_thread
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.hang.activity import Activity
@@ -161,7 +162,8 @@ def any_thread_runs() -> bool:
     main = threading.main_thread().native_id
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError, IndexError):  # a thread that has just ended
-            name, _, rest = (task / "stat").read_text().rpartition(")")
-            if (task.name == str(main) or "(tf_" in name) and rest.split()[0] in ("R", "D"):
+            head, _, rest = (task / "stat").read_text().rpartition(")")
+            counts = task.name == str(main) or is_compute_thread(head.partition("(")[2])
+            if counts and rest.split()[0] in ("R", "D"):
                 return True
     return False

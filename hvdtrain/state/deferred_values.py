@@ -13,7 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.state.initial_values import drawn, keras_variable, repeats
+from hvdtrain.compat.keras_variables import LazyVariable, assign_to_tensor, declared_dtype, hold, making_variables
+from hvdtrain.state.initial_values import drawn, repeats
 from hvdtrain.state.memory import fill_memory, free_memory
 from hvdtrain.state.variables import unwrap
 
@@ -26,7 +27,7 @@ def built_without_values(build: Callable[[], Any]) -> Any:
     Those that are assigned to, and those whose initializer may draw something else the next time, have values.
     """
     made: list[Any] = []
-    with tf.variable_creator_scope(partial(_create, made)):
+    with making_variables(partial(_create, made)):
         model = build()
     of_model = {id(variable) for variable in model.variables} if isinstance(model, keras.Model) else set()
     draw_values(variable for variable in made if id(variable) not in of_model)  # as of a loss that was compiled
@@ -45,15 +46,14 @@ def forget_values(variables: Iterable[Any]) -> None:
     for variable in variables:
         if isinstance(variable, DrawnWhenRead):
             variable.settle()
-        variable._value = None
+        hold(variable, None)
 
 
-def _create(made: list[Any], next_creator: Callable[..., Any], **options: Any) -> Any:
-    owner, initializer = keras_variable(options.get("initial_value"))
+def _create(made: list[Any], owner: Any, initializer: Any, create: Callable[..., Any]) -> Any:
     if type(owner) is not keras.Variable or not repeats(initializer) or not tf.executing_eagerly():
-        return next_creator(**options)
+        return create()
     # A variable needs a value of its shape and dtype for as long as it takes to make it; zeros cost least.
-    tensor = next_creator(**{**options, "initial_value": tf.zeros(owner._shape, owner._dtype)})
+    tensor = create(initial_value=tf.zeros(tuple(owner.shape), declared_dtype(owner)))
     free_memory(tensor)
     vars(owner)[_INITIALIZER] = initializer
     owner.__class__ = DrawnWhenRead
@@ -61,23 +61,21 @@ def _create(made: list[Any], next_creator: Callable[..., Any], **options: Any) -
     return tensor
 
 
-class DrawnWhenRead(keras.Variable):
+class DrawnWhenRead(LazyVariable):
     """A Keras variable without memory, which looks to the builder of a model as if it had its initial value."""
 
-    @property
-    def value(self) -> Any:
-        """The initial value; of a function that is being traced the variable, which may have its value by then."""
-        if not tf.executing_eagerly():
-            return super().value
-        return self._maybe_autocast(drawn(vars(self)[_INITIALIZER], self))
+    def read(self) -> Any:
+        """Return the initial value; in a function that is being traced the variable may have its value by then."""
+        return drawn(vars(self)[_INITIALIZER], self) if tf.executing_eagerly() else None
 
-    def _direct_assign(self, value: Any) -> None:
+    def write(self, value: Any) -> None:
+        """Be an ordinary variable of this value from here on."""
         if tf.executing_eagerly():
-            self.hold(tf.cast(value, self._dtype))
+            self.hold(tf.cast(value, declared_dtype(self)))
             return
         with tf.init_scope():  # nobody knows whether what is being traced will run
             draw_values([self])
-        keras.Variable._direct_assign(self, value)
+        assign_to_tensor(self, value)
 
     def draw_by(self, initializer: Any) -> None:
         """Let another initializer draw the initial value."""

@@ -7,19 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.compat.keras_variables import declared_dtype
 from hvdtrain.layers.initial_slice import UniformSlice
-
-
-def keras_variable(initial_value: Any) -> tuple[Any, Any]:
-    """Return the Keras variable that asks for a tf.Variable, and its initializer; None for other initial values.
-
-    Keras gives TensorFlow a function of no arguments that calls the initializer with the variable's shape.
-    """
-    code = getattr(initial_value, "__code__", None)
-    if code is None or set(code.co_freevars) != {"initializer", "self"}:
-        return None, None
-    held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, initial_value.__closure__, strict=True)}
-    return (held["self"], held["initializer"]) if isinstance(held["self"], keras.Variable) else (None, None)
 
 
 def repeats(initializer: Any) -> bool:
@@ -34,7 +23,8 @@ def repeats(initializer: Any) -> bool:
 
 def drawn(initializer: Any, variable: Any) -> tf.Tensor:
     """Return what `initializer` draws for a Keras variable, which may not have a value yet."""
-    return tf.cast(initializer(variable._shape, dtype=variable._dtype), variable._dtype)
+    dtype = declared_dtype(variable)
+    return tf.cast(initializer(tuple(variable.shape), dtype=dtype), dtype)
 
 
 def checksum(value: Any) -> int:

@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import unique_id
 from hvdtrain.runtime.guarded import kept
 
 
@@ -20,7 +21,7 @@ def free_memory(variable: tf.Variable) -> Any:
     # pass through one, all variables that are freed were of one shape, and it dropped a reshape of what was read.
     no_elements = tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([1], tf.int32), shape=[None])
     nothing = tf.raw_ops.Fill(dims=no_elements, value=tf.zeros([], variable.dtype))
-    return _assign(variable, kept(nothing, variable._unique_id))
+    return _assign(variable, kept(nothing, unique_id(variable)))
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> Any:

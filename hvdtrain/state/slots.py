@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras_variables import OPTIMIZER_BOOKKEEPING, average_of, forget_slots, trained_variables
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.structure import Structure
 from hvdtrain.state.variables import own_attributes, unwrap
-
-_BOOKKEEPING = {"_variables", "_trainable_variables", "_trainable_variables_indices", "_tracker"}
 
 
 class Slot(NamedTuple):
@@ -48,7 +47,7 @@ def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str])
 
 def replicated_slots(optimizer: Any, structure: Structure, prefix: str = "optimizer") -> dict[str, NamedTensor]:
     """Return the variables of a built `optimizer` of the model's own variables, which every replica holds alike."""
-    variables = innermost(optimizer)._trainable_variables
+    variables = trained_variables(innermost(optimizer))
     slots = slot_tensors(optimizer, variables, [structure.path(variable) for variable in variables])
     return {
         f"{prefix}/{path}": placed_tensor(slot.variable, None if slot.owner is None else variables[slot.owner])
@@ -69,7 +68,7 @@ def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Struct
         variables: those that are trained by now.
         structure: of the model that they are in.
     """
-    known = list(innermost(optimizer)._trainable_variables)
+    known = trained_variables(innermost(optimizer))
     new = unknown_to(optimizer, variables)
     if not new:
         return
@@ -77,14 +76,14 @@ def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Struct
     trained = {id(variable) for variable in variables}
     everything = [*variables, *(variable for variable in known if id(variable) not in trained)]
     for each in _chain(optimizer):
-        _forget_slots(each)
+        forget_slots(each)
     optimizer.build(everything)
     for path, tensor in replicated_slots(optimizer, structure).items():
         if path in before:
             tensor.value.assign(before[path].value)
     inner = innermost(optimizer)
     for variable in new if inner.use_ema else []:
-        average = inner._model_variables_moving_average[inner._get_variable_index(variable)]
+        average = average_of(inner, variable)
         if average is not None:
             average.assign(variable)
 
@@ -96,24 +95,9 @@ def _chain(optimizer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
-def _forget_slots(optimizer: Any) -> None:
-    """Let `optimizer` be as before it was built: with a count of steps and a learning rate, and nothing else."""
-    first = {id(optimizer._iterations), id(optimizer._learning_rate)}
-    kept = [variable for variable in optimizer._variables if id(variable) in first]
-    # As in its constructor, where nothing is tracked yet: a list that loses elements could not be saved any more.
-    tracker = vars(optimizer).pop("_tracker")
-    optimizer._variables = kept
-    optimizer._trainable_variables_indices = {}
-    optimizer.built = False
-    vars(optimizer)["_tracker"] = tracker
-    is_variable, _ = tracker.config["variables"]
-    tracker.config["variables"] = (is_variable, optimizer._variables)
-    tracker.stored_ids["variables"] = {id(variable) for variable in kept}
-
-
 def unknown_to(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """Return those of `variables` that a built `optimizer` has no slots for."""
-    known = {id(variable) for variable in innermost(optimizer)._trainable_variables}
+    known = {id(variable) for variable in trained_variables(innermost(optimizer))}
     return [variable for variable in variables if id(variable) not in known]
 
 
@@ -125,7 +109,7 @@ def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterat
         count: of the variables that it was built for.
         places: those variables' places by their path.
     """
-    for name, value in own_attributes(optimizer, _BOOKKEEPING):
+    for name, value in own_attributes(optimizer, OPTIMIZER_BOOKKEEPING):
         role = name.lstrip("_")
         if isinstance(value, keras.Variable):
             yield role, None, value

@@ -11,17 +11,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import (
+    LAYER_BOOKKEEPING,
+    is_list_of_layers,
+    own_layers,
+    own_non_trainable_variables,
+    own_seed_generators,
+    own_trainable_variables,
+)
 from hvdtrain.state.variables import own_attributes, unwrap
-
-_BOOKKEEPING = {
-    "_layers",
-    "_trainable_variables",
-    "_non_trainable_variables",
-    "_seed_generators",
-    "_metrics",
-    "_tracker",
-}
-"""Lists in which Keras keeps, in the order of creation, what a layer's attributes hold already."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def statistics_of(layer: Any) -> list[tf.Variable]:
     """
     if isinstance(layer, keras.Model) and type(layer).train_step is not keras.Model.train_step:
         return []
-    own = [variable for variable in layer._non_trainable_variables if tf.as_dtype(variable.dtype).is_floating]
+    own = [variable for variable in own_non_trainable_variables(layer) if tf.as_dtype(variable.dtype).is_floating]
     return [unwrap(variable) for variable in own]
 
 
@@ -98,14 +96,14 @@ class _Walk:
 
     def _visit_bookkeeping(self, layer: Any, path: str) -> None:
         """Name what no attribute leads to, and note which variables the layer changes itself."""
-        for place, variable in enumerate(layer._trainable_variables):
+        for place, variable in enumerate(own_trainable_variables(layer)):
             self.name(variable, _join(path, f"variables/{place}"))
-        for place, variable in enumerate(layer._non_trainable_variables):
+        for place, variable in enumerate(own_non_trainable_variables(layer)):
             self.name(variable, _join(path, f"non_trainable_variables/{place}"))
         self.statistics.update(id(variable) for variable in statistics_of(layer))
-        for place, generator in enumerate(layer._seed_generators):
+        for place, generator in enumerate(own_seed_generators(layer)):
             self.visit(generator, _join(path, f"seed_generators/{place}"))
-        for place, child in enumerate(layer._layers):
+        for place, child in enumerate(own_layers(layer)):
             self.visit(child, _join(path, f"layers/{place}"))
 
     def name(self, variable: Any, path: str) -> None:
@@ -129,9 +127,9 @@ def children(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(place), value) for place, value in enumerate(thing))
     else:
         # Functional and Sequential models are lists of layers first of all, as in Keras' own files.
-        if isinstance(thing, keras.Sequential) or hasattr(thing, "_operations"):
+        if is_list_of_layers(thing):
             yield "layers", list(thing.layers)
-        yield from ((name.lstrip("_"), value) for name, value in own_attributes(thing, _BOOKKEEPING))
+        yield from ((name.lstrip("_"), value) for name, value in own_attributes(thing, LAYER_BOOKKEEPING))
 
 
 def _join(path: str, name: str) -> str:

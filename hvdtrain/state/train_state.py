@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.compiled import run_once
@@ -71,9 +73,9 @@ class TrainState:
     @property
     def composition(self) -> Hashable:
         """Changes with what a compiled step is made for: which layers are trained, and the optimizer's slots."""
-        trained = tuple(bool(layer.trainable) for layer in self.model._flatten_layers())
+        trained = tuple(bool(layer.trainable) for layer in flatten_layers(self.model))
         # The optimizer's slots are other variables whenever it knows more of the model's.
-        return len(innermost(self.optimizer)._trainable_variables), trained, tuple(self.trainable)
+        return len(trained_variables(innermost(self.optimizer))), trained, tuple(self.trainable)
 
     def follow_model(self) -> None:
         """Find the model's variables anew: layers may have been built, or taken out, since."""

@@ -19,9 +19,9 @@ def unwrap(variable: Any) -> tf.Variable:
     """Return the tf.Variable under a Keras 3 variable, or `variable` itself if it is one already."""
     if isinstance(variable, tf.Variable):
         return variable
-    # Not `value` at first: what is read of a variable may be drawn, gathered or converted for its reader.
-    for name in ("_value", "value"):
-        value = getattr(variable, name, None)
+    from hvdtrain.compat.keras_variables import tensor_of  # a script of Keras 2 does without Keras 3
+
+    for value in (tensor_of(variable), getattr(variable, "value", None)):
         if isinstance(value, tf.Variable):
             return value
     raise TypeError(f"A Keras or TensorFlow variable is needed. Received: {type(variable).__name__}.")

@@ -6,6 +6,8 @@ from typing import Any
 import keras
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.registry import suggestion
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
@@ -94,7 +96,7 @@ def check_layers(model: Any, options: StepOptions) -> None:
     Raises:
         ConfigError: names the option and the layer.
     """
-    if options.jit and any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
+    if options.jit and any(isinstance(layer, Recompute) for layer in flatten_layers(model)):
         raise ConfigError(
             f"XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out {opt('jit')}."
         )
@@ -224,7 +226,7 @@ def built_optimizer(optimizer: Any, model: Any) -> Any:
     refuse_exchange_of_microbatches(built, "Trainer")
     # Of a model that holds several each may train a part.
     held = any(built is each for each in optimizers_of(model).values())
-    if built.built and not held and not _ids(model.trainable_variables) <= _ids(built._trainable_variables):
+    if built.built and not held and not _ids(model.trainable_variables) <= _ids(trained_variables(built)):
         raise ConfigError(
             f"The optimizer {built.name!r} was built for other variables than those of the model {model.name!r}, which "
             "may be a copy (sync_batch_norm=True makes one): give a new optimizer."

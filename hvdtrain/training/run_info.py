@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, split_axes, world_size
+from hvdtrain.compat.keras_variables import rate_or_schedule
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.console import make_console
@@ -93,7 +94,7 @@ def who_trains(backend: Backend) -> dict[str, Any]:
 def _rate_of(optimizer: Any) -> str:
     """Return the learning rate in words."""
     optimizer = innermost(optimizer)
-    value, schedule = f"{float(tf.convert_to_tensor(optimizer.learning_rate)):g}", optimizer._learning_rate
+    value, schedule = f"{float(tf.convert_to_tensor(optimizer.learning_rate)):g}", rate_or_schedule(optimizer)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return f"{value} now, by {type(schedule).__name__}"
     return value

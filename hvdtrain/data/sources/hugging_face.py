@@ -7,6 +7,7 @@ Rows are read by number; images are decoded and must share one size. The trainin
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdtrain.compat import fingerprint_of
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.locations import find_data
 from hvdtrain.data.sources.extras import optional_package
@@ -92,7 +93,7 @@ def source_of(
         return [{column: values[place] for column, values in block.items()} for place in range(len(numbers))]
 
     return RowSource(
-        read, len(dataset), inputs=inputs, target=target, name=name, classes=classes, version=dataset._fingerprint
+        read, len(dataset), inputs=inputs, target=target, name=name, classes=classes, version=fingerprint_of(dataset)
     )
 
 

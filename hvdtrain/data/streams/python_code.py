@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import inputs_of, ops_of_functions
 from hvdtrain.runtime.warning import warn_on_first
 
 PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
@@ -39,10 +40,6 @@ def python_in(dataset: tf.data.Dataset) -> list[str]:
 
 def _ops_of_functions(dataset: tf.data.Dataset) -> Iterator[set[str]]:
     """Yield the op types of each function of `dataset` and of the datasets it is built from."""
-    # Not the graph of the whole dataset, which would copy every array in it; the functions are small.
-    for function in dataset._functions():
-        graph = function.function.graph.as_graph_def()
-        nodes = [graph.node, *(inner.node_def for inner in graph.library.function)]
-        yield {node.op for part in nodes for node in part}
-    for inner in dataset._inputs():
+    yield from ops_of_functions(dataset)
+    for inner in inputs_of(dataset):
         yield from _ops_of_functions(inner)

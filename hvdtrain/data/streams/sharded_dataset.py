@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import BATCHES, MAPS, ORDERS, PASSING, batch_of, input_of, is_kind, reordered
 from hvdtrain.data.batch import Batch, as_batch, slice_bounds_of_tensor
 from hvdtrain.data.pipeline import no_autograph
-from hvdtrain.data.streams.deferred_maps import MAPS, ORDERS, PASSING, Deferred, deferred, in_place, mapped, reordered
+from hvdtrain.data.streams.deferred_maps import Deferred, deferred, in_place, mapped
 from hvdtrain.runtime.warning import warn_on_first
-
-BATCHES = frozenset({"_BatchDataset", "_ParallelBatchDataset"})
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class ShardedDataset:
         self._batch = batch
         self._above = above
         self._samples = samples
-        self.batch = int(batch._batch_size)
-        self._drop = bool(batch._drop_remainder)
+        self.batch, self._drop = batch_of(batch)
         self._made: dict[Shard, tf.data.Dataset] = {}
 
     def slices(self, index: int, size: int) -> tf.data.Dataset:
@@ -93,7 +91,7 @@ class ShardedDataset:
                 cached[id(base)].reduce(0, lambda count, *_: count + 1)  # a cache holds what was read to its end
             return cached[id(base)]
 
-        below = self._batch._input_dataset
+        below = input_of(self._batch)
         whole = in_place(below, few).batch(self.batch).take(1)
         shard = Shard(self.batch, index, size)
         mine = self._rows(deferred(below, few), shard).take(1)
@@ -139,14 +137,14 @@ def sharded(dataset: tf.data.Dataset, size: int, *, owner: tf.data.Dataset | Non
     known = vars(dataset if owner is None else owner).setdefault("_hvdtrain_sharded", {})
     above = []
     batch = dataset
-    while type(batch).__name__ in PASSING | ORDERS:
+    while is_kind(batch, PASSING | ORDERS):
         above.append(batch)
-        batch = batch._input_dataset
-    if type(batch).__name__ not in BATCHES or int(batch._batch_size) % size:
+        batch = input_of(batch)
+    if not is_kind(batch, BATCHES) or batch_of(batch)[0] % size:
         return None
-    key = (int(batch._batch_size), bool(batch._drop_remainder), size)
+    key = (*batch_of(batch), size)
     if key not in known:
-        samples = deferred(batch._input_dataset)
+        samples = deferred(input_of(batch))
         known[key] = ShardedDataset(dataset, batch, above, samples) if samples.functions else None
     found: ShardedDataset | None = known[key]
     return found
@@ -182,9 +180,9 @@ def first_and_shards(
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     """Return the samples of a full batch of `dataset`, None where that cannot be seen."""
-    while type(dataset).__name__ in PASSING | ORDERS | MAPS:
-        dataset = dataset._input_dataset
-    return int(dataset._batch_size) if type(dataset).__name__ in BATCHES else None
+    while is_kind(dataset, PASSING | ORDERS | MAPS):
+        dataset = input_of(dataset)
+    return batch_of(dataset)[0] if is_kind(dataset, BATCHES) else None
 
 
 def length_of(dataset: tf.data.Dataset) -> int | None:

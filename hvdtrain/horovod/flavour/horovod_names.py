@@ -30,10 +30,15 @@ class HorovodNames:
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
         gradients, variables = self._local_gradients(loss, var_list, grad_loss, tape)
-        if self.distribution.passes > 1 or getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
+        if self.distribution.passes > 1 or self._is_scaled:
             return list(zip(gradients, variables, strict=True))
         self.distribution.note_computed()
         return list(zip(self._allreduce(gradients, variables), variables, strict=True))
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether an optimizer around this one scales the loss, and divides gradients by the scale."""
+        return False
 
     def _local_gradients(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> tuple[Any, Any]:
         """Return this rank's gradients, and the variables."""

@@ -8,8 +8,8 @@ import h5py
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 
+from hvdtrain.compat.keras_variables import load_optimizer_weights, momentum_slots, step_counter, trained_variables
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.horovod.distribution import CallableList
 from hvdtrain.horovod.flavour.horovod_names import HorovodNames
@@ -39,7 +39,7 @@ class Distributed(Keras2Names, HorovodNames):
             plain(gradients, trainable_variables)
             return
         variables = built(self, trainable_variables)
-        counter = innermost(self)._iterations
+        counter = step_counter(innermost(self))
         self.distribution.step(gradients, variables, counter, lambda reduced: plain(reduced, variables))
 
     @as_written
@@ -69,7 +69,7 @@ def twin_of(optimizer: Any, kind: type) -> Any:
     twin = kind.from_config(optimizer.get_config())  # type: ignore[attr-defined]
     if optimizer.built:
         with tf.init_scope():
-            twin.build(optimizer._trainable_variables)
+            twin.build(trained_variables(optimizer))
         for mine, theirs in zip(twin.variables, optimizer.variables, strict=True):
             mine.assign(theirs)
     return twin
@@ -86,7 +86,7 @@ def completed(optimizer: Any, variables: Sequence[Any], path: Any) -> Any:
     whole = type(optimizer).from_config(optimizer.get_config())
     whole.build(list(variables))
     with h5py.File(path) as file:
-        saved = load_optimizer_weights_from_hdf5_group(file) if "optimizer_weights" in file else []
+        saved = load_optimizer_weights(file) if "optimizer_weights" in file else []
         values = [np.array(value) for value in saved]
     if [value.shape for value in values] == [variable.shape for variable in whole.variables]:
         for variable, value in zip(whole.variables, values, strict=True):
@@ -100,7 +100,7 @@ def completed(optimizer: Any, variables: Sequence[Any], path: Any) -> Any:
 def built(optimizer: Any, variables: Sequence[Any] | None) -> list[Any]:
     """Create the slots of `optimizer`, which is impossible inside a branch of a graph, and return its variables."""
     if variables is None:
-        return list(optimizer._trainable_variables)
+        return trained_variables(optimizer)
     if not optimizer.built:
         with tf.init_scope():
             optimizer.build(list(variables))
@@ -114,9 +114,7 @@ def state_of(optimizer: Any) -> list[Any]:
 
 def velocities_of(optimizer: Any) -> list[Any] | None:
     """Return the velocities of an optimizer with momentum, as far as they exist; None if it has no known ones."""
-    if not optimizer.built:
-        return []
-    return getattr(optimizer, "momentums", getattr(optimizer, "_momentums", None))
+    return momentum_slots(optimizer) if optimizer.built else []
 
 
 def names_of(kind: type) -> dict[str, Any]:
@@ -148,7 +146,7 @@ def reduce_before_loss_scaling() -> None:
             with inner.distribution.done():
                 plain(self, reduced, variables)
 
-        inner.distribution.step(gradients, variables, innermost(inner)._iterations, apply_reduced)
+        inner.distribution.step(gradients, variables, step_counter(innermost(inner)), apply_reduced)
 
     apply.reduces_first = True  # type: ignore[attr-defined]
     kind.apply = apply

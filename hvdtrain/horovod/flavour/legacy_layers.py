@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-import tf_keras
 
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.compat.tf_keras import BatchNormalizationByMoments
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.moments import moments_of_all
 from hvdtrain.runtime.compiled import numbered
@@ -16,7 +16,7 @@ _OTHER_BATCHES = ("renorm", "virtual_batch_size", "synchronized")
 """Arguments that choose other samples to normalize over."""
 
 
-class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
+class SyncBatchNormalization(BatchNormalizationByMoments):
     """Batch normalization over all replicas' samples; see the layer of the same name in `hvdtrain.layers`.
 
     Raises:
@@ -36,17 +36,17 @@ class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
         super().__init__(fused=False, **kwargs)
 
     @as_written
-    def _moments(
-        self, inputs: tf.Tensor, reduction_axes: Sequence[int], keep_dims: bool, mask: tf.Tensor | None = None
+    def moments(
+        self, inputs: tf.Tensor, axes: Sequence[int], keep_dims: bool, mask: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return mean and variance over all replicas, in the dtype of `inputs`."""
         exchange = self.replicas()
         if exchange is None:
-            return super()._moments(inputs, reduction_axes, keep_dims, mask=mask)
+            return super().moments(inputs, axes, keep_dims, mask)
         name = numbered(f"sync_batch_norm/{self.name}")
-        mean, variance = moments_of_all(inputs, axes=reduction_axes, mask=mask, exchange=exchange, name=name)
+        mean, variance = moments_of_all(inputs, axes=axes, mask=mask, exchange=exchange, name=name)
         if keep_dims:
-            shape = [1 if dim in reduction_axes else size for dim, size in enumerate(inputs.shape)]
+            shape = [1 if dim in axes else size for dim, size in enumerate(inputs.shape)]
             mean, variance = tf.reshape(mean, shape), tf.reshape(variance, shape)
         return mean, variance
 

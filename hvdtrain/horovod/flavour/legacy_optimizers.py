@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+from hvdtrain.compat import tf_keras as compat
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.horovod.distribution import CallableList, Distribution
 from hvdtrain.horovod.flavour.horovod_names import HorovodNames
@@ -35,12 +36,12 @@ class Distributed(HorovodNames):
             self, distribution=self.distribution, plain=plain, grads_and_vars=grads_and_vars, args=args, kwargs=kwargs
         )
 
+    @property
+    def _is_scaled(self) -> bool:
+        return compat.is_within_loss_scale(self)
+
     def _local_gradients(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> tuple[Any, Any]:
-        own: Any = super(HorovodNames, self)
-        if isinstance(self, _optimizers.legacy.Optimizer):
-            pairs = own._compute_gradients(loss, var_list, grad_loss, tape)
-        else:
-            pairs = own.compute_gradients(loss, var_list, tape)
+        pairs = compat.compute_gradients(super(HorovodNames, self), loss, var_list, grad_loss, tape)
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
     @property
@@ -79,7 +80,7 @@ def twin_of(optimizer: Any, kind: type) -> Any:
     The variables of the slots are unknown here, so slots are copied, not built.
     """
     # The strategy is a singleton, and cannot be copied.
-    strategy = innermost(optimizer)._distribution_strategy
+    strategy = compat.strategy_of(innermost(optimizer))
     twin: Any = object.__new__(kind)
     vars(twin).update(copy.deepcopy(vars(optimizer), {id(strategy): strategy}))
     return twin
@@ -92,9 +93,8 @@ def completed(optimizer: Any, variables: Sequence[Any], path: Any) -> Any:
 
 def built(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """Create the slots of `optimizer`, which is impossible inside a branch of a graph, and return `variables`."""
-    build = getattr(optimizer, "build", None) or optimizer._create_all_weights
     with tf.init_scope():
-        build(list(variables))
+        compat.create_slots(optimizer, variables)
     return list(variables)
 
 
@@ -103,13 +103,7 @@ def state_of(optimizer: Any) -> list[Any]:
     return [*optimizer.variables(), *_rates_of(innermost(optimizer)), *_scale_of(optimizer)]
 
 
-def velocities_of(optimizer: Any) -> list[Any] | None:
-    """Return the velocities of an optimizer with momentum, as far as they exist; None if it has no known ones."""
-    if isinstance(optimizer, _optimizers.legacy.Optimizer):
-        return [slots["momentum"] for slots in optimizer._slots.values() if "momentum" in slots]
-    if not getattr(optimizer, "_built", False):
-        return []
-    return getattr(optimizer, "momentums", getattr(optimizer, "_momentums", None))
+velocities_of = compat.momentum_slots
 
 
 def names_of(kind: type) -> dict[str, Any]:
@@ -153,16 +147,12 @@ def _rates_of(optimizer: Any) -> list[Any]:
 
     tf_keras does not count them among the optimizer's variables. A rank that has resumed may have another rate.
     """
-    if isinstance(optimizer, _optimizers.legacy.Optimizer):
-        rates = [optimizer._hyper[name] for name in sorted(optimizer._hyper)]
-    else:
-        rates = [optimizer._learning_rate]
     known = {id(variable) for variable in optimizer.variables()}
-    return [rate for rate in rates if isinstance(rate, tf.Variable) and id(rate) not in known]
+    return [rate for rate in compat.rates_of(optimizer) if isinstance(rate, tf.Variable) and id(rate) not in known]
 
 
 def _scale_of(optimizer: Any) -> list[Any]:
     """Return a LossScaleOptimizer's own variables."""
     if not isinstance(optimizer, _LossScaleOptimizer) or not optimizer.dynamic:
         return []
-    return [optimizer._loss_scale.current_loss_scale, optimizer.dynamic_counter]
+    return [compat.loss_scale_of(optimizer), optimizer.dynamic_counter]

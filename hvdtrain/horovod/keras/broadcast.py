@@ -93,7 +93,9 @@ def _on_every_rank(value: bool) -> bool:
 
 
 def _is_built(model: Any) -> bool:
-    return all(layer.built for layer in model._flatten_layers())
+    from hvdtrain.compat.keras import flatten_layers  # a script of Keras 2 does without Keras 3
+
+    return all(layer.built for layer in flatten_layers(model))
 
 
 def _optimizers_of(model: Any) -> list[Any]:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from horovod._keras import callbacks as horovod_callbacks
 
+from hvdtrain.compat.horovod import learning_rate_schedule
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import rank, size
 from hvdtrain.horovod.collectives import allreduce
@@ -43,21 +43,19 @@ class MetricAverageCallback(Callback):
         logs.update(zip(names, averages.numpy().tolist(), strict=True))
 
 
-class _LearningRate(horovod_callbacks.LearningRateScheduleCallbackImpl):
+class _LearningRate(learning_rate_schedule()):  # type: ignore[misc]
     """Adapts Horovod's schedules to today's Keras: reading and setting the rate, and momentum correction."""
 
     model: Any
 
-    def _adjust_learning_rate(self, epoch: float) -> None:
+    def set_rate(self, epoch: float) -> None:
+        """Set the rate, and scale velocities where the momentum is corrected."""
         optimizer = self.model.optimizer
         old = _rate_of(optimizer)
         new = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
         if self.momentum_correction and old:
             _scale_velocities(innermost(optimizer), new / old)
-
-    def _restore_momentum_if_needed(self) -> None:
-        """Do nothing: the momentum itself was not changed."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the learning rate to the logs."""

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from horovod._keras import elastic as horovod_callbacks
-
+from hvdtrain.compat.horovod import keras_elastic_callbacks
 from hvdtrain.horovod.elastic import TensorFlowKerasState, run
 from hvdtrain.horovod.keras.base import Callback
 
@@ -24,14 +23,17 @@ class KerasState(TensorFlowKerasState):
         super().__init__(model, optimizer, **kwargs)
 
 
-class CommitStateCallback(horovod_callbacks.CommitStateCallbackImpl, Callback):
+_callbacks: Any = keras_elastic_callbacks()
+
+
+class CommitStateCallback(_callbacks.CommitStateCallbackImpl, Callback):
     """Commits `state` every `batches_per_commit` batches, and at the end of each epoch."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__(None, state, batches_per_commit)
 
 
-class UpdateBatchStateCallback(horovod_callbacks.UpdateBatchStateCallbackImpl, Callback):
+class UpdateBatchStateCallback(_callbacks.UpdateBatchStateCallbackImpl, Callback):
     """Sets `state.batch` to the number of the last batch, and to 0 after an epoch.
 
     Keras takes the number of steps from the data, so the first epoch after a reset is a full one.
@@ -41,7 +43,7 @@ class UpdateBatchStateCallback(horovod_callbacks.UpdateBatchStateCallbackImpl, C
         super().__init__(None, state)
 
 
-class UpdateEpochStateCallback(horovod_callbacks.UpdateEpochStateCallbackImpl, Callback):
+class UpdateEpochStateCallback(_callbacks.UpdateEpochStateCallbackImpl, Callback):
     """Sets `state.epoch` to the number of finished epochs, over all resets."""
 
     def __init__(self, state: Any) -> None:

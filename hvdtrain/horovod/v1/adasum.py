@@ -6,9 +6,10 @@ Horovod 0.28.1 has the class, but its `apply_gradients` reduces nothing: ranks d
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import horovod.tensorflow as horovod
 import tensorflow as tf
 
+from hvdtrain.compat.horovod import session_adasum_class, wrapped_optimizer
+from hvdtrain.compat.tensorflow import session_counter, session_slot
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Adasum, Compression
 from hvdtrain.horovod.collectives import allreduce
@@ -17,7 +18,7 @@ from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.variables import as_written
 
 
-class AdasumOptimizer(horovod._DistributedAdasumOptimizer):
+class AdasumOptimizer(session_adasum_class()):  # type: ignore[misc]
     """An optimizer that steps with local gradients, and then combines the ranks' changes of the variables by Adasum.
 
     With `backward_passes_per_step` it steps that many times before the changes are combined.
@@ -42,6 +43,7 @@ class AdasumOptimizer(horovod._DistributedAdasumOptimizer):
             optimizer, name, use_locking, device_dense, device_sparse, compression, backward_passes_per_step
         )
         self._device = device_dense or device_sparse
+        self._passes, self._compressor = backward_passes_per_step, compression
 
     @as_written
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
@@ -49,12 +51,12 @@ class AdasumOptimizer(horovod._DistributedAdasumOptimizer):
         pairs = list(grads_and_vars)
         variables = [variable for gradient, variable in pairs if gradient is not None]
         with tf.init_scope():
-            starts = [self._zeros_slot(variable, "delta_start", self._name) for variable in variables]
-            steps = self._create_non_slot_variable(tf.constant(0, tf.int64), "step_count", variables[0])
-        role, passes = numbered(self._name), self._backward_passes_per_step
+            starts = [session_slot(self, variable, "delta_start") for variable in variables]
+            steps = session_counter(self, "step_count", variables[0])
+        role, passes = numbered(self.get_name()), self._passes
         begins = tf.equal(steps.read_value() % passes, 0)
         with tf.control_dependencies([_when(begins, lambda: _assign_all(starts, variables))]):
-            update = self._optimizer.apply_gradients(pairs, global_step, name)
+            update = wrapped_optimizer(self).apply_gradients(pairs, global_step, name)
         with tf.control_dependencies([update]):
             step = steps.assign_add(1)
         with tf.control_dependencies([step]):
@@ -68,7 +70,7 @@ class AdasumOptimizer(horovod._DistributedAdasumOptimizer):
             total = allreduce(
                 change,
                 device_dense=self._device,
-                compression=self._compression,
+                compression=self._compressor,
                 op=Adasum,
                 name=collective_name(role, str(place)),
                 ignore_name_scope=True,

@@ -4,9 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import horovod.tensorflow as horovod
 import tensorflow as tf
 
+from hvdtrain.compat.horovod import (
+    legacy_optimizer_type,
+    replace_aggregation,
+    replace_reduction,
+    session_optimizer_class,
+    wrapped_optimizer,
+)
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Adasum, Average, Compression, global_process_set, rank
 from hvdtrain.horovod.gradient_aggregation import LocalGradientAggregationHelper
@@ -37,7 +43,7 @@ def session_optimizer(optimizer: Any, op: int, process_set: Any, **options: Any)
     return AdasumOptimizer(optimizer, **{option: options[option] for option in _OF_ADASUM})
 
 
-class SessionOptimizer(horovod._DistributedOptimizer):
+class SessionOptimizer(session_optimizer_class()):  # type: ignore[misc]
     """An optimizer of TensorFlow 1 whose `compute_gradients`, and so `minimize`, returns reduced gradients.
 
     `apply_gradients` does not reduce: gradients may be clipped between the two. Arguments are those of Horovod's
@@ -77,10 +83,12 @@ class SessionOptimizer(horovod._DistributedOptimizer):
             scale_local=scale_local_gradients,
             device_dense=device_dense or device_sparse,
         )
-        self._allreduce_grads = self._reduction.reduce
+        replace_reduction(self, self._reduction.reduce)
         self._has_reduced = False
+        self._helper: LocalGradientAggregationHelper | None = None
         if backward_passes_per_step != 1:
-            self._agg_helper = self._aggregation(backward_passes_per_step, average_aggregated_gradients)
+            self._helper = self._aggregation(backward_passes_per_step, average_aggregated_gradients)
+            replace_aggregation(self, self._helper)
 
     def _aggregation(self, passes: int, averages: bool) -> LocalGradientAggregationHelper:
         if tf.executing_eagerly():
@@ -95,7 +103,7 @@ class SessionOptimizer(horovod._DistributedOptimizer):
             self._reduction.sparse_as_dense,
             averages,
             rank(),
-            LocalGradientAggregationHelper._OPTIMIZER_TYPE_LEGACY,
+            legacy_optimizer_type(),
             self._reduction.process_set,
             name=self._reduction.role,
         )
@@ -108,20 +116,27 @@ class SessionOptimizer(horovod._DistributedOptimizer):
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Return (reduced gradient, variable) pairs; the arguments are those of the wrapped optimizer."""
         self._has_reduced = True
-        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        pairs = wrapped_optimizer(self).compute_gradients(*args, **kwargs)
         gradients, variables = zip(*pairs, strict=True)
-        reduce = self._reduction.reduce if self._agg_helper is None else self._aggregated
-        return list(zip(reduce(gradients, variables), variables, strict=True))
+        helper = self._helper
+        reduced = (
+            self._reduction.reduce(gradients, variables)
+            if helper is None
+            else self._aggregated(helper, gradients, variables)
+        )
+        return list(zip(reduced, variables, strict=True))
 
-    def _aggregated(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def _aggregated(
+        self, helper: LocalGradientAggregationHelper, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> list[Any]:
         """Reduce in every last of several passes.
 
         Names are chosen here, where all optimizers of a graph are seen; the exchange itself is in a branch of it.
         """
         role = numbered(self._reduction.role)
-        self._agg_helper.name = role.replace("#", "_")
-        self._agg_helper._allreduce_grads = replace(self._reduction, role=role).reduce
-        return list(self._agg_helper.compute_gradients(gradients, variables))
+        helper.name = role.replace("#", "_")
+        replace_reduction(helper, replace(self._reduction, role=role).reduce)
+        return list(helper.compute_gradients(gradients, variables))
 
     @as_written
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:

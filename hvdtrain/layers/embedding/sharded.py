@@ -123,7 +123,7 @@ def look_up_together(layers: Sequence[ShardedEmbedding], inputs: Sequence[Any]) 
         found = search(tables, rows, ranks, name=numbered("embeddings"))
     return [
         tf.cast(
-            tf.reshape(layer._unless_placeholder(vectors), [*_dims(x), layer.output_dim]),
+            tf.reshape(layer.unless_placeholder(vectors), [*_dims(x), layer.output_dim]),
             layer.compute_dtype,
         )
         for layer, x, vectors in zip(layers, inputs, found, strict=True)

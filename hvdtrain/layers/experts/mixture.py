@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.differentiable import copy_to, exchange_parts, sum_from
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import REPLICA_AXES
 from hvdtrain.layers.exchanging import ExchangingLayer
@@ -171,8 +172,8 @@ class MixtureOfExperts(ExchangingLayer):
             self._count(logits, probabilities=probabilities, routes=routes, load=load, name=name)
         slots = self._slots(capacity, load, bool(training), name)
         places = slots_of(routes, slots)
-        buffers = self._unless_placeholder(to_experts(tokens, places, self.experts, slots))
-        outputs = self._unless_placeholder(self._outputs(buffers, name))
+        buffers = self.unless_placeholder(to_experts(tokens, places, self.experts, slots))
+        outputs = self.unless_placeholder(self._outputs(buffers, name))
         return tf.reshape(from_experts(outputs, places, routes.gates), tf.shape(inputs))
 
     def _count(self, logits: tf.Tensor, probabilities: tf.Tensor, routes: Routes, load: tf.Tensor, name: str) -> None:
@@ -186,7 +187,7 @@ class MixtureOfExperts(ExchangingLayer):
 
     def _shares(self, first: tf.Tensor, name: str) -> tf.Tensor:
         """Return the share of each expert among the first choices of all ranks' tokens."""
-        counts = self._unless_placeholder(first)
+        counts = self.unless_placeholder(first)
         if self._replicas is not None:
             counts = self._replicas.all_reduce(counts, name=f"{name}/load")
         return tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
@@ -231,7 +232,7 @@ class MixtureOfExperts(ExchangingLayer):
 
 def expert_layers(model: Any) -> list[MixtureOfExperts]:
     """Return the layers of experts of `model`, nested ones too, in the order of the model."""
-    return [layer for layer in model._flatten_layers() if isinstance(layer, MixtureOfExperts)]
+    return [layer for layer in flatten_layers(model) if isinstance(layer, MixtureOfExperts)]
 
 
 def _rows(tokens: tf.Tensor) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.differentiable import exchange_parts, gather_to
+from hvdtrain.compat.keras import attention_axes, mask_of, query_kernel, replace_attention
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.group import Group
 from hvdtrain.parallel.context.positions import POSITION_DIM
@@ -40,7 +41,6 @@ def split_attention(layer: Any, group: Group, name: str) -> None:
     """
     _check(layer, group.exchange.size)
     exchange = _Exchange(group, name)
-    whole_attention, whole_mask = layer._compute_attention, layer._compute_attention_mask
 
     def attention(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         if not group.cuts:
@@ -55,19 +55,18 @@ def split_attention(layer: Any, group: Group, name: str) -> None:
         masks |= {each: exchange.whole_mask(masks[each]) for each in MASKS if masks.get(each) is not None}
         return whole_mask(_of_length(query, group), _of_length(value, group), **masks)
 
-    vars(layer)["_compute_attention"] = attention
-    vars(layer)["_compute_attention_mask"] = attention_mask
+    whole_attention, whole_mask = replace_attention(layer, attention=attention, mask=attention_mask)
     _note(layer, group)
 
 
 def _check(layer: Any, ranks: int) -> None:
-    axes = getattr(layer, "_attention_axes", None) or (POSITION_DIM,)
-    if tuple(axes) != (POSITION_DIM,):
+    axes = attention_axes(layer) or (POSITION_DIM,)
+    if axes != (POSITION_DIM,):
         raise ConfigError(
-            f"{described(layer)} attends along the dims {tuple(axes)}, and cp={ranks} cuts dim {POSITION_DIM} of "
+            f"{described(layer)} attends along the dims {axes}, and cp={ranks} cuts dim {POSITION_DIM} of "
             f"[batch, positions, features]: leave cp out of {opt('parallel')}, or attention_axes out of the layer."
         )
-    heads = int(layer._query_dense._kernel.shape[1])
+    heads = int(query_kernel(layer).shape[1])
     if heads % ranks:
         raise ConfigError(
             f"cp={ranks} does not divide the heads of {described(layer)}, of which each rank computes some. Received: "
@@ -123,7 +122,7 @@ def _note(layer: Any, group: Group) -> None:
         with group.record.call(described(layer)) as flow:
             inputs = [x for x in (query, value, key) if x is not None]
             # Keras' attention takes the masks off its inputs.
-            masks = [*(getattr(x, "_keras_mask", None) for x in inputs), *(options.get(name) for name in MASKS)]
+            masks = [*(mask_of(x) for x in inputs), *(options.get(name) for name in MASKS)]
             outputs = whole_call(query, value, key, **options)
             if group.cuts:
                 taken = [*inputs, *(mask for mask in masks if mask is not None)]

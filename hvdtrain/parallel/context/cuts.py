@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.compat.keras import mask_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.group import Group
 from hvdtrain.parallel.context.positions import POSITION_DIM
@@ -39,7 +40,7 @@ def cut_lookups(layer: Any, group: Group, length: int) -> None:
                 return whole_call(inputs, *args, **options)
             outputs = whole_call(group.positions.of(inputs, dim, what="sequence"), *args, **options)
             flow.gives.append((outputs, dim - outputs.shape.rank))
-            mask = getattr(outputs, "_keras_mask", None)  # a ReversibleEmbedding sets it here
+            mask = mask_of(outputs)  # a ReversibleEmbedding sets it here
             flow.gives += [] if mask is None else [(mask, dim - mask.shape.rank)]
             return outputs
 

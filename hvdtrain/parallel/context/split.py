@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.compat.keras import flatten_layers, query_kernel
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.exchanging import ExchangingLayer
 from hvdtrain.parallel.context.attention import is_attention, split_attention
@@ -72,13 +73,13 @@ def _install(model: Any, group: Group, rules: Mapping[str, Layout], length: int)
 
 def _layers(model: Any) -> list[Any]:
     """Return every layer of `model` once."""
-    layers = model._flatten_layers(recursive=True, include_self=False)
+    layers = flatten_layers(model, include_self=False)
     return list({id(layer): layer for layer in layers if isinstance(layer, keras.Layer)}.values())
 
 
 def _name_of(model: Any, layer: Any) -> str:
     """Return the structural path of an attention layer, the same in every process."""
-    path = structure_of(model).path(layer._query_dense._kernel)
+    path = structure_of(model).path(query_kernel(layer))
     return path.rpartition("/")[0].rpartition("/")[0] or str(layer.name)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.compat.keras import flatten_layers, own_variables
 from hvdtrain.layers.experts.mixture import MixtureOfExperts
 from hvdtrain.state.placement import placed_tensor
 
@@ -22,7 +23,7 @@ def flops(node: Any) -> float:
     if not isinstance(operation, keras.Layer):
         return produced
     positions = max((_elements_before_last(tensor) for tensor in node.outputs), default=1)
-    inner = [each for each in operation._flatten_layers() if not isinstance(each, keras.layers.Embedding)]
+    inner = [each for each in flatten_layers(operation) if not isinstance(each, keras.layers.Embedding)]
     products = 2.0 * positions * sum(map(_kernel_elements, inner))
     return produced + products + sum(_attention(each, node) for each in inner)
 
@@ -32,7 +33,7 @@ def _kernel_elements(layer: Any) -> int:
     if isinstance(layer, MixtureOfExperts):
         of_an_expert = sum(prod(_whole_shape(kernel)[1:]) for kernel in (layer.kernel_in, layer.kernel_out))
         return prod(layer.router.shape) + layer.top_k * of_an_expert
-    variables = (*layer._trainable_variables, *layer._non_trainable_variables)
+    variables = own_variables(layer)
     return sum(prod(_whole_shape(v)) for v in variables if len(v.shape) > 1)
 
 

@@ -11,9 +11,10 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Pair
+from hvdtrain.compat.keras import mask_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.pipeline.cut import Cut
-from hvdtrain.parallel.pipeline.graph import MASK, specs_of
+from hvdtrain.parallel.pipeline.graph import specs_of
 
 Direction = Literal["forward", "backward"]
 
@@ -151,5 +152,5 @@ def boundary_specs(cut: Cut, inputs: Mapping[int, Any], stage: int) -> list[Spec
         here = cut.slices.shape_here(symbol, shape) if stage + 1 < cut.stages else shape
         specs.append(Spec(here, tf.as_dtype(symbol.dtype)))
     known = dict(zip(map(id, symbols), specs, strict=True))
-    of_masked = [(known[id(symbol)].shape, len(getattr(symbol, MASK).shape)) for symbol in cut.masked(stage)]
+    of_masked = [(known[id(symbol)].shape, len(mask_of(symbol).shape)) for symbol in cut.masked(stage)]
     return [*specs, *(Spec(shape[:rank], tf.bool) for shape, rank in of_masked)]

@@ -8,10 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import ends_of, functional_of, mask_of, nodes_of
 from hvdtrain.config.errors import ConfigError, opt
-
-MASK = "_keras_mask"
-"""Keras' attribute for the mask of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +39,21 @@ def graph_of(model: Any) -> Graph:
     Raises:
         ConfigError: it is not a built Functional or Sequential model.
     """
-    if not _is_graph(model):
+    nodes = _nodes(model)
+    if nodes is None:
         raise ConfigError(
             f"{opt('parallel')} pp=… cuts Functional and Sequential models, whose layers are known, into stages. "
             "Received: "
             f"{type(model).__name__} {model.name!r}{_advice(model)}"
         )
-    functional = functional_of(model)
-    depths = sorted(functional._nodes_by_depth, reverse=True)
-    nodes = [node for depth in depths for node in functional._nodes_by_depth[depth] if not node.is_input]
-    return Graph(tuple(nodes), tuple(functional._inputs), tuple(functional._outputs))
+    inputs, outputs = ends_of(functional_of(model))
+    return Graph(tuple(nodes), tuple(inputs), tuple(outputs))
 
 
-def functional_of(model: Any) -> Any:
-    """Return the Functional model itself, or the one inside a Sequential model."""
-    return model._functional if isinstance(model, keras.Sequential) else model
-
-
-def _is_graph(model: Any) -> bool:
-    """Whether the layers that `model` calls are known: a subclass with a `call` of its own may do anything."""
+def _nodes(model: Any) -> list[Any] | None:
+    """Return the calls of `model`, None where they are not known: a subclass with its own `call` may do anything."""
     caller = next(cls for cls in type(model).__mro__ if "call" in vars(cls))
-    by_keras = caller.__module__.partition(".")[0] == "keras"
-    return by_keras and getattr(functional_of(model), "_nodes_by_depth", None) is not None
+    return nodes_of(model) if caller.__module__.partition(".")[0] == "keras" else None
 
 
 def _advice(model: Any) -> str:
@@ -104,7 +95,7 @@ def masks_at(graph: Graph, bounds: Sequence[int]) -> tuple[frozenset[int], ...]:
 
     Their symbols do not tell: attention takes the masks off what it is given.
     """
-    symbols = [symbol for symbol in symbols_of(graph) if getattr(symbol, MASK, None) is not None]
+    symbols = [symbol for symbol in symbols_of(graph) if mask_of(symbol) is not None]
     found: list[frozenset[int]] = []
     if not symbols:
         return tuple(frozenset() for _ in bounds)
@@ -115,7 +106,7 @@ def masks_at(graph: Graph, bounds: Sequence[int]) -> tuple[frozenset[int], ...]:
             nodes = graph.nodes[begin:end]
             made = [tensor for node in nodes for tensor in node.outputs]
             values |= zip(map(id, made), run(nodes, values, made, training=False), strict=True)
-            found.append(frozenset(id(s) for s in symbols if getattr(values.get(id(s)), MASK, None) is not None))
+            found.append(frozenset(id(s) for s in symbols if mask_of(values.get(id(s))) is not None))
 
     tf.function(call, autograph=False).get_concrete_function(*_specs_of_inputs(graph))
     return tuple(found)

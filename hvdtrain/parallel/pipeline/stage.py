@@ -7,11 +7,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import (
+    clear_losses,
+    flatten_layers,
+    functional_of,
+    losses_of,
+    mask_of,
+    output_nest,
+    set_mask,
+    standardized_inputs,
+)
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.experts.mixture import MixtureOfExperts, expert_layers
 from hvdtrain.parallel.outputs import marked_outputs, whole_outputs
 from hvdtrain.parallel.pipeline.cut import Cut, shared_variables
-from hvdtrain.parallel.pipeline.graph import MASK, functional_of, run, variables_of
+from hvdtrain.parallel.pipeline.graph import run, variables_of
 from hvdtrain.state.deferred_values import forget_values
 from hvdtrain.state.named_tensors import elements
 from hvdtrain.state.placement import placed_tensor, placement_of
@@ -104,7 +114,7 @@ class PipelineStage(keras.Model):
     def model_inputs(self, inputs: Any) -> dict[int, Any]:
         """Return the tensors of a batch by the id of the model's symbolic inputs, in the dtypes that it takes."""
         functional = functional_of(self.whole.model)
-        flat = functional._standardize_inputs(inputs)
+        flat = standardized_inputs(functional, inputs)
         return dict(zip(map(id, self.whole.cut.graph.inputs), flat, strict=True))
 
     def run_stage(
@@ -149,7 +159,7 @@ class PipelineStage(keras.Model):
     def packed(self, tensors: Sequence[Any]) -> Any:
         """Return tensors in the structure of the model's outputs."""
         functional = functional_of(self.whole.model)
-        packed = keras.tree.pack_sequence_as(functional._outputs_struct, list(tensors))
+        packed = keras.tree.pack_sequence_as(output_nest(functional), list(tensors))
         return packed
 
     def release_others(self) -> None:
@@ -162,8 +172,8 @@ class PipelineStage(keras.Model):
 
     def take_losses(self) -> tf.Tensor:
         """Return the sum of what layers of experts added to the loss in the last call, in float64, and forget it."""
-        losses = [tf.cast(loss, tf.float64) for layer in expert_layers(self) for loss in layer._losses]
-        self._clear_losses()
+        losses = [tf.cast(loss, tf.float64) for _, loss in losses_of(expert_layers(self))]
+        clear_losses(self)
         return tf.add_n([tf.zeros([], tf.float64), *losses])
 
     def save(self, *args: Any, **kwargs: Any) -> None:
@@ -177,8 +187,8 @@ class PipelineStage(keras.Model):
     export = save
 
     def _refuse_losses(self) -> None:
-        for layer in self._flatten_layers(include_self=False):
-            if layer._losses and not isinstance(layer, MixtureOfExperts):
+        for layer, _ in losses_of(flatten_layers(self, include_self=False)):
+            if not isinstance(layer, MixtureOfExperts):
                 raise ConfigError(
                     f"{type(layer).__name__} {layer.name!r} adds a loss of its activations (by add_loss or "
                     "activity_regularizer), which a pipeline counts of layers of experts only: train without "
@@ -192,14 +202,14 @@ def arrived(cut: Cut, stage: int, received: Sequence[Any]) -> dict[int, Any]:
     values = dict(zip(map(id, symbols), received, strict=False))
     if stage:
         for symbol, mask in zip(cut.masked(stage - 1), received[len(symbols) :], strict=True):
-            setattr(values[id(symbol)], MASK, mask)
+            set_mask(values[id(symbol)], mask)
     return values
 
 
 def with_masks(cut: Cut, stage: int, tensors: Sequence[Any]) -> list[Any]:
     """Return what `stage` has made and, behind it, the masks of those tensors that have one: what it passes on."""
     made = dict(zip(map(id, cut.outgoing(stage)), tensors, strict=True))
-    return [*tensors, *(getattr(made[id(symbol)], MASK) for symbol in cut.masked(stage))]
+    return [*tensors, *(mask_of(made[id(symbol)]) for symbol in cut.masked(stage))]
 
 
 def _axes_of(model: Any) -> tuple[str, ...]:

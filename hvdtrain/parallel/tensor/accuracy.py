@@ -7,25 +7,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import function_of_metric, replaced_function
 from hvdtrain.parallel.tensor.cross_entropy import classes_of
 from hvdtrain.parallel.tensor.outputs import Shard
 
 
 def reads_shards(metric: Any) -> bool:
     """Whether a metric, or the one that it derives from, is an accuracy that needs no more than the largest logit."""
-    return isinstance(metric, keras.metrics.MeanMetricWrapper) and metric._fn in _forms()
+    return isinstance(metric, keras.metrics.MeanMetricWrapper) and function_of_metric(metric) in _forms()
 
 
 @contextmanager
 def on_shards(metric: Any, shard: Shard) -> Iterator[None]:
     """Let an accuracy for which `reads_shards` holds compare with slices of the logits inside this context."""
-    whole = metric._fn
-    form = _forms()[whole]
-    metric._fn = lambda labels, logits: form(labels, logits, shard)
-    try:
+    form = _forms()[function_of_metric(metric)]
+    with replaced_function(metric, lambda labels, logits: form(labels, logits, shard)):
         yield
-    finally:
-        metric._fn = whole
 
 
 def _forms() -> dict[Any, Callable[[Any, Any, Shard], Any]]:

@@ -4,9 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras_variables import assign_to_tensor, tensor_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.building import Made, drawn_slice
 
@@ -39,7 +38,7 @@ def agree_on_slices(backend: Backend, made: Sequence[Made], whole: Sequence[Any]
     differing = [path for path, fact in facts[0].items() if any(theirs[path] != fact for theirs in facts)]
     _draw_again(made, facts[0], differing, paths)
     # Of the whole ones the first rank's values are everyone's, before they are cut.
-    backend.broadcast({paths[id(variable)]: variable._value for variable in whole}, among="tp")
+    backend.broadcast({paths[id(variable)]: tensor_of(variable) for variable in whole}, among="tp")
 
 
 def _facts(made: Made) -> list[Any]:
@@ -64,4 +63,4 @@ def _draw_again(
                 f"The ranks gave {path!r} other initial values, and hold slices of it: seed them alike, by "
                 "hvdtrain.init(seed=…), keras.utils.set_random_seed or the initializer's seed."
             )
-        each.variable._value.assign(tf.cast(value, each.variable._value.dtype))
+        assign_to_tensor(each.variable, value)

@@ -14,10 +14,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras_variables import (
+    LazyVariable,
+    assign_to_tensor,
+    declare_shape,
+    declared_dtype,
+    hold,
+    making_variables,
+    tensor_of,
+)
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.rules import LayoutRules
-from hvdtrain.state.initial_values import checksum, keras_variable
+from hvdtrain.state.initial_values import checksum
 
 
 @dataclass
@@ -45,16 +54,15 @@ class Building:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Make the variables that the rules match as slices inside this context."""
-        with tf.variable_creator_scope(self._create):
+        with making_variables(self._create):
             yield
 
-    def _create(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        owner, initializer = keras_variable(options.get("initial_value"))
-        cut = None if owner is None else self.rules.cut_of(owner.path, owner._shape, self.index, self.ranks)
-        if owner is None or initializer is None or cut is None:
-            return next_creator(**options)
+    def _create(self, owner: Any, initializer: Callable[..., Any], create: Callable[..., Any]) -> Any:
+        cut = self.rules.cut_of(owner.path, tuple(owner.shape), self.index, self.ranks)
+        if cut is None:
+            return create()
         value, drawn = drawn_slice(initializer, owner, cut)
-        tensor = next_creator(**{**options, "initial_value": value})
+        tensor = create(initial_value=value)
         self.made[id(owner)] = Made(owner, cut, initializer, drawn)
         _look_whole(owner, self.made[id(owner)])
         return tensor
@@ -63,13 +71,14 @@ class Building:
         """Let all variables be what they are, slices, and return them."""
         for made in self.made.values():
             made.variable.__class__ = keras.Variable
-            made.variable._shape = made.cut.shape
+            declare_shape(made.variable, made.cut.shape)
         return list(self.made.values())
 
 
 def drawn_slice(initializer: Callable[..., Any], variable: Any, cut: Cut) -> tuple[tf.Tensor, int]:
     """Return this rank's slice of a variable's initial value, and the CRC-32 of the whole."""
-    whole = tf.cast(initializer(cut.whole, dtype=variable._dtype), variable._dtype)
+    dtype = declared_dtype(variable)
+    whole = tf.cast(initializer(cut.whole, dtype=dtype), dtype)
     return cut.slice_of(whole), checksum(whole)
 
 
@@ -78,36 +87,33 @@ def _look_whole(variable: Any, made: Made) -> None:
     vars(variable)["_hvdtrain_made"] = made
 
 
-class WholeWhileBuilding(keras.Variable):
+class WholeWhileBuilding(LazyVariable):
     """A Keras variable that holds a slice, and looks whole to the builder of a model."""
 
-    @property
-    def value(self) -> Any:
-        """The whole initial value, drawn again; of a function that is being traced a stand-in of its shape."""
+    def read(self) -> tf.Tensor:
+        """Return the whole initial value, drawn again; of a function that is being traced a stand-in of its shape."""
         made: Made = vars(self)["_hvdtrain_made"]
+        dtype = declared_dtype(self)
         if not tf.executing_eagerly():
-            return self._maybe_autocast(tf.zeros(made.cut.whole, self._dtype))
+            return tf.zeros(made.cut.whole, dtype)
         if made.assigned:
             raise ConfigError(
                 f"The variable {self.path!r} is made as a slice, and was given another value while the model was "
                 "built: it cannot be read as a whole before the model is finished. Read it before it is assigned, or "
                 "assign it last."
             )
-        return self._maybe_autocast(tf.cast(made.initializer(made.cut.whole, dtype=self._dtype), self._dtype))
+        return tf.cast(made.initializer(made.cut.whole, dtype=dtype), dtype)
 
-    def _direct_assign(self, value: Any) -> None:
+    def write(self, value: Any) -> None:
         """Keep this rank's slice of a whole value."""
         made: Made = vars(self)["_hvdtrain_made"]
         made.assigned = True
         made.drawn = checksum(value)
-        self._value.assign(made.cut.slice_of(tf.cast(value, self._value.dtype)))
+        assign_to_tensor(self, made.cut.slice_of(tf.cast(value, declared_dtype(self))))
 
 
 def cut_in_place(variable: Any, cut: Cut) -> None:
     """Let a whole Keras variable hold its slice alone."""
-    whole = tf.convert_to_tensor(variable._value)
-    sliced = tf.Variable(
-        cut.slice_of(whole), trainable=variable._value.trainable, name=variable.name, dtype=variable._value.dtype
-    )
-    variable._value = sliced
-    variable._shape = cut.shape
+    whole = tensor_of(variable)
+    sliced = cut.slice_of(tf.convert_to_tensor(whole))
+    hold(variable, tf.Variable(sliced, trainable=whole.trainable, name=variable.name, dtype=whole.dtype))

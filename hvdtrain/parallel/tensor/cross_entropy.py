@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import set_mask
 from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.runtime.compiled import numbered
 
@@ -61,7 +62,7 @@ def _sparse(labels: Any, logits: Any, shard: Shard, ignored: int | None) -> Any:
     if counted is None:
         return losses
     losses = tf.where(counted, losses, tf.zeros_like(losses))
-    losses._keras_mask = counted
+    set_mask(losses, counted)
     return losses
 
 

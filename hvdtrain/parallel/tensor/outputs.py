@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.differentiable import gather_from
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.compat.keras import mask_of, set_mask
 from hvdtrain.runtime.compiled import numbered
 from hvdtrain.runtime.placement import even_slice
 
@@ -88,9 +89,9 @@ def _gathered(tensor: Any) -> Any:
         return tensor
     last = tensor.shape.rank - 1
     whole = gather_from(tensor, shard.exchange, last, name=numbered("tensor/outputs"), length=shard.length)
-    mask = getattr(tensor, "_keras_mask", None)
+    mask = mask_of(tensor)
     if mask is not None:
-        whole._keras_mask = mask
+        set_mask(whole, mask)
     return whole
 
 

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.compat.keras import flatten_layers, own_seed_generators
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.inputs import built, input_specs
 from hvdtrain.parallel.tensor.agreement import agree_on_slices
@@ -98,7 +99,7 @@ class Parallelization:
     def _output_layers(self, model: Any) -> list[tuple[Any, bool]]:
         """Return the layers whose output a rule is about, and whether it is cut along the sequence."""
         found = []
-        for layer in model._flatten_layers(recursive=True, include_self=False):
+        for layer in flatten_layers(model, include_self=False):
             cut = self._rules.output_of(layer.path or layer.name)
             if cut is not None:
                 found.append((layer, cut))
@@ -120,7 +121,7 @@ class Parallelization:
             cut = self._rules.cut_of(variable.path, variable.shape, self._exchange.index, self._exchange.size)
             if cut is None:
                 continue
-            if placement_of(variable._value) is not None:
+            if placement_of(variable) is not None:
                 raise ConfigError(f"The variable {variable.path!r} of {model.name!r} is split among the ranks already.")
             cuts[id(variable)] = cut
         return cuts
@@ -216,7 +217,7 @@ def _note_what_follows(
 
 def _generators(layer: Any) -> list[Any]:
     """Return the states of the random generators inside a layer that holds slices, such as attention's dropout."""
-    inner = [generator for each in layer._flatten_layers() for generator in each._seed_generators]
+    inner = [generator for each in flatten_layers(layer) for generator in own_seed_generators(each)]
     return [unwrap(generator.state) for generator in inner]
 
 

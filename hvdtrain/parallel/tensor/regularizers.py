@@ -6,6 +6,7 @@ import keras
 
 from hvdtrain.backends.differentiable import sum_from
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.compat.keras_variables import replace_regularizer
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.compiled import numbered
 
@@ -32,7 +33,9 @@ def regularize_slices(variable: Any, exchange: Collectives, name: str) -> None:
             f"The regularizer of {variable.path!r} looks at the whole variable, of which each rank has a slice; L1, L2 "
             f"and L1L2 add up. Received: {type(whole).__name__}. Leave it out, or the variable whole."
         )
-    variable._regularizer = lambda value: sum_from(whole(value), exchange, name=numbered(f"tensor/{name}/penalty"))
+    replace_regularizer(
+        variable, lambda value: sum_from(whole(value), exchange, name=numbered(f"tensor/{name}/penalty"))
+    )
 
 
 def divide_penalty(variable: Any, ranks: int) -> None:
@@ -50,4 +53,4 @@ def divide_penalty(variable: Any, ranks: int) -> None:
         found = whole(value)
         return keras.ops.stop_gradient(found) * (1 - 1 / ranks) + found / ranks
 
-    variable._regularizer = penalty
+    replace_regularizer(variable, penalty)

@@ -13,6 +13,7 @@ import numpy as np
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.selection import located
 from hvdtrain.checkpoint.slices import SliceReader
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.user_code import load_function
 from hvdtrain.data.batch import Batch
@@ -84,7 +85,7 @@ def export(session: Session, folder: Path, which: str, file: Path | None, builde
 
 def own_layers(model: Any) -> list[str]:
     """Return the names of this package's classes of layers that `model` is made of."""
-    names = (keras.saving.get_registered_name(type(layer)) for layer in model._flatten_layers())
+    names = (keras.saving.get_registered_name(type(layer)) for layer in flatten_layers(model))
     return sorted({name.removeprefix(_OWN) for name in names if name.startswith(_OWN)})
 
 

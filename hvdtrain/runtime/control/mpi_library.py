@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.compat.horovod import bind_mpi_at_once, load_mpi_library
 from hvdtrain.config.errors import LaunchError, LoneRanksError
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.launchers.inherited import claim_rank
@@ -62,10 +63,7 @@ def _bind_at_once() -> None:
     TensorFlow exports the functions of the hwloc that it holds. An MPI that is loaded before it, and whose own
     hwloc functions are looked up later, would hand its topology to TensorFlow's and crash in MPI_Finalize.
     """
-    from mpi4py import _mpiabi
-
-    if hasattr(_mpiabi, "LIBMPI_MODE"):
-        _mpiabi.LIBMPI_MODE = os.RTLD_NOW | os.RTLD_GLOBAL
+    bind_mpi_at_once(os.RTLD_NOW | os.RTLD_GLOBAL)
 
 
 def prepare_mpi(environment: Environment, environ: Mapping[str, str] = os.environ) -> None:
@@ -135,9 +133,7 @@ def _refuse_open_mpi_without_pmi(environment: Environment, version: str) -> None
 def _library() -> tuple[str, str] | None:
     """Return family and version of the MPI library that mpi4py loads; None where that cannot be told."""
     try:
-        from mpi4py import _mpiabi
-
-        library = _mpiabi._dlopen_libmpi()  # type: ignore[attr-defined]
+        library = load_mpi_library()
         text, length = ctypes.create_string_buffer(_LONGEST_VERSION), ctypes.c_int()
         library.MPI_Get_library_version(text, ctypes.byref(length))
     except (ImportError, AttributeError, RuntimeError, OSError):

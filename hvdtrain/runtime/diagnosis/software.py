@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from hvdtrain.compat import KERAS_REQUIREMENT, untested_keras
 from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
 from hvdtrain.runtime.diagnosis.probe import Finding
 from hvdtrain.runtime.diagnosis.process import run
@@ -44,7 +45,7 @@ def check_tensorflow(found: Finding) -> Check:
 
 def check_keras(found: Finding) -> Check:
     """Check that Keras imports, that it is Keras 3 and computes with TensorFlow."""
-    fix = "pip install 'keras>=3.12,<4'"
+    fix = f"pip install '{KERAS_REQUIREMENT}'"
     backend_fix = 'unset KERAS_BACKEND, and set "backend": "tensorflow" in ~/.keras/keras.json if it is there'
     if found.get("missing"):
         return failed("Keras", "not installed", fix)
@@ -54,6 +55,8 @@ def check_keras(found: Finding) -> Check:
         return failed("Keras", f"{found['version']}; hvdtrain needs Keras 3", fix)
     if found["backend"] != "tensorflow":
         return failed("Keras", f"{found['version']} on the {found['backend']} backend", backend_fix)
+    if untested_keras(found["version"]):
+        return warning("Keras", f"{found['version']} on TensorFlow; hvdtrain is not tested with it", fix)
     return ok("Keras", f"{found['version']} on TensorFlow")
 
 

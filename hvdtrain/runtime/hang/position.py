@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal
 
+from hvdtrain.compat.tensorflow import function_definitions, is_compiled_call, is_data_read
 from hvdtrain.runtime.interrupts import INSTALLED
 
 State = Literal["collective", "exchange", "leaving", "reading", "function", "code", "debugger"]
@@ -89,29 +90,16 @@ def _state(frame: FrameType) -> State | None:
         return "exchange"
     if module.startswith("horovod.") or (frame.f_code.co_filename == "<string>" and name.startswith("horovod_")):
         return "collective"
-    if name.startswith("iterator_get_next"):
+    if is_data_read(frame):
         return "reading"
-    if _is_function(frame):
-        return "function"
-    return None
-
-
-def _is_function(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "call_flat" and _module(frame).endswith(".atomic_function")
+    return "function" if is_compiled_call(frame) else None
 
 
 def _collectives_in(function: Any) -> list[str]:
     """Return the names of the collectives in a compiled function, and in those that it calls."""
-    context, left, seen = function._bound_context, [function.cached_definition], set[str]()
-    names: list[str] = []
-    while left and len(seen) < _MOST_FUNCTIONS:
-        for node in left.pop().node_def:
-            if node.op.startswith(_COLLECTIVE_OPS):
-                names.append(node.attr["tensor_name"].s.decode() or node.name)
-            called = {value.func.name for value in node.attr.values() if value.func.name} - seen
-            seen |= called
-            left += [context.get_function_def(name) for name in called if context.has_function(name)]
-    return sorted(set(names))
+    nodes = (node for definition in function_definitions(function, _MOST_FUNCTIONS) for node in definition.node_def)
+    found = [node for node in nodes if node.op.startswith(_COLLECTIVE_OPS)]
+    return sorted({node.attr["tensor_name"].s.decode() or node.name for node in found})
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

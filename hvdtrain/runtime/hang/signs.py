@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.compat.tensorflow import is_compute_thread
+
 _TICK = os.sysconf("SC_CLK_TCK")
 _COMPUTES = 0.02
 """Share of a core. A process that waits for others takes less than a tick (10 ms) a second outside of Horovod."""
@@ -102,7 +104,7 @@ def _threads_of_tensorflow() -> list[int]:
     numbers = []
     for task in _entries(Path("/proc/self/task")):
         with suppress(OSError):  # a thread that has just ended
-            if (task / "comm").read_text().startswith("tf_"):
+            if is_compute_thread((task / "comm").read_text()):
                 numbers.append(int(task.name))
     return numbers
 

@@ -16,6 +16,7 @@ import socketserver
 import sys
 from typing import Any
 
+from hvdtrain.compat.horovod import stored_value
 from hvdtrain.runtime.rendezvous.hello import COMPLETE, STATE, answer, nonce_of
 
 _LOOK_S = 0.5
@@ -88,7 +89,7 @@ def meeting_handler(handler_class: type[Any], key: bytes) -> type[Any]:
                 super().do_GET()
                 return
             scope, name = STATE
-            if self._get_value(scope, name) == COMPLETE:
+            if stored_value(self, scope, name) == COMPLETE:
                 self.send_status_code(http.client.CONFLICT)
                 return
             self._send(answer(key, self.server.server_address[1], nonce))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hvdtrain.backends.parameter_server import ParameterServerBackend
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.state.train_state import TrainState
@@ -28,7 +29,7 @@ class AsynchronousStepFactory(CompiledStepFactory):
         self, backend: ParameterServerBackend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
     ) -> None:
         super().__init__(backend, model, optimizer, objective, options)
-        if any(isinstance(layer, Recompute) for layer in model._flatten_layers()):
+        if any(isinstance(layer, Recompute) for layer in flatten_layers(model)):
             raise ConfigError(
                 f"hvdtrain.Recompute is not for {opt('backend', backend.name)}: leave it out, or use "
                 f"{opt('backend', 'horovod')}."

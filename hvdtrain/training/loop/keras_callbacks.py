@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import is_default_hook, profiles_batches
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
@@ -286,7 +287,7 @@ def _asks_for_batches(callback: Any) -> bool:
     if isinstance(callback, _callbacks.ModelCheckpoint):
         return bool(callback.save_freq != "epoch")
     if isinstance(callback, _callbacks.TensorBoard):
-        return callback.update_freq != "epoch" or bool(getattr(callback, "_should_trace", False))
+        return callback.update_freq != "epoch" or profiles_batches(callback)
     return _overrides(callback, _BATCH_HOOKS)
 
 
@@ -295,4 +296,4 @@ def _asks_for_test_batches(callback: Any) -> bool:
 
 
 def _overrides(callback: Any, hooks: Sequence[str]) -> bool:
-    return any(not getattr(getattr(callback, hook), "_is_default", False) for hook in hooks)
+    return any(not is_default_hook(getattr(callback, hook)) for hook in hooks)

@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hvdtrain.compat.keras import compile_arguments, compile_metrics, last_compile
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.state.optimizers import optimizers_of
@@ -37,7 +38,7 @@ def merge_compile_settings(model: Any, optimizer: Any, chosen: Objective) -> tup
     Raises:
         ConfigError: there is no optimizer.
     """
-    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    config = compile_arguments(model)
     if optimizer is None:
         optimizer = _optimizer_of(model, config)
     if chosen.loss is None and chosen.loss_weights is None:
@@ -60,7 +61,7 @@ def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> Non
         jit_compile=False,
         auto_scale_loss=False,
     )
-    setattr(model, _MARK, getattr(model, "_compile_config", None))
+    setattr(model, _MARK, last_compile(model))
 
 
 def build_compile_metrics(model: Any, targets: Any, outputs: Any) -> None:
@@ -71,7 +72,7 @@ def build_compile_metrics(model: Any, targets: Any, outputs: Any) -> None:
         targets: targets of a batch.
         outputs: the model's outputs for them.
     """
-    metrics = getattr(model, "_compile_metrics", None)
+    metrics = compile_metrics(model)
     if metrics is not None and not metrics.built:
         # Metrics in a structure that Keras does not take: callbacks need a `mode` then, and say so.
         with suppress(ValueError, TypeError, KeyError):
@@ -80,7 +81,7 @@ def build_compile_metrics(model: Any, targets: Any, outputs: Any) -> None:
 
 def _is_trainers(model: Any) -> bool:
     mark = getattr(model, _MARK, None)
-    return mark is not None and mark is getattr(model, "_compile_config", None)
+    return mark is not None and mark is last_compile(model)
 
 
 def _optimizer_of(model: Any, config: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import mask_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.models.objective import known_losses, nearest
 from hvdtrain.parallel.context.positions import belonging, positions_of
@@ -180,7 +181,7 @@ def _aligned(targets: Any, outputs: Any) -> tuple[Any, Any]:
 
 def _mask_of(outputs: Any, values: tf.Tensor) -> Any:
     """Return the mask set by layers (`mask_zero`) and by the loss (`ignore_class`), or None."""
-    masks = [getattr(tensor, "_keras_mask", None) for tensor in (outputs, values)]
+    masks = [mask_of(tensor) for tensor in (outputs, values)]
     known = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
     return functools.reduce(tf.logical_and, known) if known else None
 

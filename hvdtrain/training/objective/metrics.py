@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.replicas import ForEachReplica
+from hvdtrain.compat.keras import metric_with_function
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.positions import belonging
 from hvdtrain.parallel.tensor.accuracy import on_shards, reads_shards
@@ -318,7 +319,7 @@ def copy_of(metric: Any) -> Any:
     try:
         if type(metric) is keras.metrics.MeanMetricWrapper:
             # A user's function, which Keras finds by its name only if it was registered.
-            return type(metric)(metric._fn, metric.name, metric.dtype, **metric._fn_kwargs)
+            return metric_with_function(metric)
         return type(metric).from_config(metric.get_config())
     except (TypeError, NotImplementedError, ValueError) as error:
         raise ConfigError(

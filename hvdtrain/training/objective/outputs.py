@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from hvdtrain.compat.keras import input_nest
 from hvdtrain.config.errors import ConfigError
 
 ONLY = ""
@@ -63,5 +64,5 @@ def _the_one(what: str, values: Any) -> Any:
 
 def inputs_for(model: Any, inputs: Any) -> Any:
     """Return `inputs` as a list if the model takes a list: tf.data yields tuples."""
-    listed = isinstance(inputs, tuple) and isinstance(getattr(model, "_inputs_struct", None), list)
+    listed = isinstance(inputs, tuple) and isinstance(input_nest(model), list)
     return list(inputs) if listed else inputs

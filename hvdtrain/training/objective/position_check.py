@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import function_of_metric
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.positions import POSITION_DIM, Positions, with_positions
 from hvdtrain.training.objective.losses import LossFunction
@@ -55,7 +56,7 @@ def _adds_up(metrics: MetricSet, number: int, whole: Sample, slices: Sequence[Sa
     user's metric does with the positions of a sample is not known: its sums must be sums over positions.
     """
     metric, output = metrics.bound[number].metric, metrics.bound[number].output
-    function = getattr(metric, "_fn", None)
+    function = function_of_metric(metric)
     mine, theirs = metrics.state_after(number, slices), metrics.state_after(number, [whole])
     if all(_alike(a, b) for a, b in zip(mine, theirs, strict=True)):
         return True

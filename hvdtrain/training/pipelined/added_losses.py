@@ -37,7 +37,7 @@ def share_of(packed: tf.Tensor) -> LossShare:
 
 def adds_losses(cut: Cut, stage: int) -> bool:
     """Whether layers of a stage add losses in training."""
-    layers = [node.operation for node in cut.nodes(stage) if hasattr(node.operation, "_flatten_layers")]
+    layers = (node.operation for node in cut.nodes(stage))
     return any(isinstance(each, MixtureOfExperts) for layer in layers for each in exchanging_layers(layer))
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.keras import set_mask
 from hvdtrain.parallel.pipeline.cut import Cut
 from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_specs, check_shapes
-from hvdtrain.parallel.pipeline.graph import MASK
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.training.objective.outputs import inputs_for
 
@@ -104,5 +104,5 @@ def masked(cut: Cut, stage: int, tensors: list[Any]) -> list[Any]:
     symbols = cut.outgoing(stage)
     values = dict(zip(map(id, symbols), tensors, strict=False))
     for symbol, mask in zip(cut.masked(stage), tensors[len(symbols) :], strict=True):
-        setattr(values[id(symbol)], MASK, mask)
+        set_mask(values[id(symbol)], mask)
     return tensors[: len(symbols)]

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.pipeline import ScheduleName
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.gradients.reduction import Gradient
@@ -70,11 +71,11 @@ class StageTraining:
         used = {id(unwrap(variable)) for variable in variables_of(nodes)}
         self.variables = {path: v for path, v in trainable.items() if id(v) in used}
         self.parameters = parameters_of(self.variables)
-        self.layers = list({id(layer): layer for node in nodes for layer in _layers_of(node.operation)}.values())
+        self.layers = list({id(layer): layer for node in nodes for layer in flatten_layers(node.operation)}.values())
         """Those that the stage calls, nested ones too."""
         self._statistics = [variable for layer in self.layers for variable in statistics_of(layer)]
         self.exchanging = [layer for layer in self.layers if isinstance(layer, ExchangingLayer)]
-        self._volatile = [v for v in variables_of(nodes) if not v.trainable]
+        self.volatile = [v for v in variables_of(nodes) if not v.trainable]
         self._sum = GradientSum(list(self.variables.values()), give_back=True)
         self._single: list[Gradient] | None = None
         # 1F1B takes the backward pass of the last stage right after its forward pass: nothing to gain.
@@ -101,7 +102,8 @@ class StageTraining:
             samples_of(self.exchanging, has_samples),
         ):
             if self._recompute:
-                outputs = list(recomputed(RepeatedStage(self, known, has_samples), received or inputs))
+                repeated = RepeatedStage(self, known, has_samples)
+                outputs = list(recomputed(repeated, received or inputs, self.layers))
             else:
                 outputs = self.outputs(known, received)
             return [*outputs, self.stage.take_losses()] if self.adds_losses else outputs
@@ -132,7 +134,7 @@ class RepeatedStage:
         self._known = known
         self._has_samples = has_samples
         self._again = False
-        self.non_trainable_variables = stage._volatile
+        self.non_trainable_variables = stage.volatile
 
     def __call__(self, tensors: Any, *, training: bool) -> list[tf.Tensor]:
         """Return what the stage passes on, for what it received or, as the first, for the model's inputs."""
@@ -150,10 +152,3 @@ class RepeatedStage:
         if self._stage.number:
             return self._stage.outputs(self._known, list(tensors))
         return self._stage.outputs(dict(zip(self._known, tensors, strict=True)), [])
-
-    def _flatten_layers(self) -> list[Any]:
-        return self._stage.layers
-
-
-def _layers_of(operation: Any) -> list[Any]:
-    return list(operation._flatten_layers()) if hasattr(operation, "_flatten_layers") else []

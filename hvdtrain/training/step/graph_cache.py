@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from hvdtrain.runtime.compiled import release
+from hvdtrain.compat.tensorflow import release
 
 MOST_GRAPHS = 32
 """Graphs that are kept for batches of one shape each, with what is measured and without."""

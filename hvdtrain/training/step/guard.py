@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.compat.keras import flatten_layers, own_non_trainable_variables
 from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.finite import poison_of
@@ -147,7 +148,7 @@ class Kept:
 
 def untrained_variables(model: Any) -> list[tf.Variable]:
     """Return the variables of a model's layers that no optimizer trains, and that a forward pass may change."""
-    return [unwrap(v) for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    return [unwrap(v) for layer in flatten_layers(model) for v in own_non_trainable_variables(layer)]
 
 
 def _median(values: tf.Tensor, count: tf.Tensor) -> tf.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.state.structure import statistics_of
 
@@ -45,7 +46,7 @@ def moved_by(model: Any, *, but: Collection[Any] = ()) -> list[tf.Variable]:
         model: a built Keras model.
         but: layers that are left out.
     """
-    layers = [layer for layer in model._flatten_layers() if layer not in but]
+    layers = [layer for layer in flatten_layers(model) if layer not in but]
     return [variable for layer in layers for variable in statistics_of(layer)]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, ReductionOptions
 from hvdtrain.optim.clipping import ordered_sum, sum_of_squares
 from hvdtrain.state.placement import Placement
@@ -97,7 +98,7 @@ class AlikeGradients:
 
 
 def _rounding_of(model: Any) -> float:
-    layers = (model, *model._flatten_layers(include_self=False))
+    layers = (model, *flatten_layers(model, include_self=False))
     return max(ROUNDING.get(layer.compute_dtype, FLOAT32) for layer in layers)
 
 

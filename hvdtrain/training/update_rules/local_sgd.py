@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.gradients.sparse import sum_duplicates
@@ -89,7 +90,7 @@ class LocalUpdate(UpdateRule):
         structure = structure_of(self.model)
         self._weights = structure.by_path(self._variables)
         self._alike = self._split.alike.among(self._paths)
-        known = innermost(self.optimizer)._trainable_variables
+        known = trained_variables(innermost(self.optimizer))
         slots = slot_tensors(self.optimizer, known, [structure.path(variable) for variable in known])
         self._slots = {path: slot.variable for path, slot in slots.items() if slot.owner is not None}
         self._averaged = {**self._weights, **(self._slots if self._average_slots else {})}

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras import clear_losses, flatten_layers, losses_of
 from hvdtrain.parallel.inputs import TRACED_BATCH
 from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
 from hvdtrain.parallel.tensor.outputs import sharded_outputs
@@ -39,9 +40,9 @@ def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Tr
     with graph.as_default(), record.of(graph):
         given = tf.nest.map_structure(lambda t: tf.compat.v1.placeholder(t.dtype, t.shape), inputs)
         outputs = sharded_outputs(model, model, given, training=training)
-    layers = {id(layer): layer for layer in model._flatten_layers() if isinstance(layer, keras.Layer)}.values()
-    losses = [(layer, loss) for layer in layers for loss in layer._losses if getattr(loss, "graph", None) is graph]
-    model._clear_losses()
+    layers = {id(layer): layer for layer in flatten_layers(model) if isinstance(layer, keras.Layer)}.values()
+    losses = [(layer, loss) for layer, loss in losses_of(layers) if getattr(loss, "graph", None) is graph]
+    clear_losses(model)
     inside = {place for call in record.calls for place in range(call.begin, call.end)}
     operations = [op for place, op in enumerate(graph.get_operations()) if place not in inside]
     flat = [tensor for tensor in tf.nest.flatten(outputs) if tf.is_tensor(tensor)]

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.compat.keras import attention_projections, kernel_of, mask_of, set_mask
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.record import LayerCall
@@ -26,12 +27,12 @@ class SlicedAttention:
     def __init__(self, layer: Any, cuts: dict[int, Cut]) -> None:
         self._layer = layer
         self._inner: list[SlicedProduct] = []
-        for inner, heads in _projections(layer):
-            cut = cuts.get(id(inner._kernel))
+        for inner, heads in attention_projections(layer):
+            cut = cuts.get(id(kernel_of(inner)))
             if cut is None or cut.dim != heads or cut.fused:
                 raise ConfigError(
                     f"{described(layer)} is cut by heads: all of its kernels are, dim 1 of query, key, value and gate, "
-                    f"and dim 0 of attention_output. Received: {inner._kernel.path!r} "
+                    f"and dim 0 of attention_output. Received: {kernel_of(inner).path!r} "
                     f"{'whole' if cut is None else f'cut {cut.description}'}."
                 )
             self._inner.append(SlicedProduct(inner, cut, enters=False))
@@ -78,10 +79,11 @@ class _Entered:
             if before is x:
                 return entered
         entered = self._group.enter(x, self._name, self._flow)
-        mask = getattr(x, "_keras_mask", None)
+        mask = mask_of(x)
         if mask is not None:
             # Keras' attention takes the masks off its inputs.
-            entered._keras_mask, x._keras_mask = mask, None
+            set_mask(entered, mask)
+            set_mask(x, None)
         self._known.append((x, entered))
         return entered
 
@@ -93,11 +95,4 @@ def is_attention(layer: Any) -> bool:
 
 def inner_layers(layer: Any) -> list[Any]:
     """Return the projections of an attention layer."""
-    return [inner for inner, _ in _projections(layer)]
-
-
-def _projections(layer: Any) -> list[tuple[Any, int]]:
-    """Return the projections of an attention layer, and the dim of each kernel that counts heads."""
-    names = ("_query_dense", "_key_dense", "_value_dense", "_gate_dense")
-    inputs = [(getattr(layer, name), 1) for name in names if getattr(layer, name, None) is not None]
-    return [*inputs, (layer._output_dense, 0)]
+    return [inner for inner, _ in attention_projections(layer)]

@@ -8,6 +8,7 @@ import keras
 
 from hvdtrain.backends.differentiable import copy_to, gather_to, sum_from, sum_slices_from
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.compat.keras import mask_of
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
@@ -53,7 +54,7 @@ class Group:
 
     def _sequence_dim(self, x: Any, name: str) -> int:
         """Return the dim of the sequence, counted from the last."""
-        if x.shape.rank is None or x.shape.rank < 3 or getattr(x, "_keras_mask", None) is not None:
+        if x.shape.rank is None or x.shape.rank < 3 or mask_of(x) is not None:
             raise ConfigError(
                 f"{opt('sequence_parallel')} cuts activations of the shape [batch, sequence, features], without a "
                 "mask. "

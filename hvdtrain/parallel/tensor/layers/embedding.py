@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.differentiable import gather_from
+from hvdtrain.compat.keras import embeddings_of, set_mask
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.layers.base import (
@@ -32,10 +33,10 @@ class SlicedEmbedding:
 
     def __init__(self, layer: Any, cuts: dict[int, Cut]) -> None:
         self._layer = layer
-        self._cut = cuts.get(id(layer._embeddings))
+        self._cut = cuts.get(id(embeddings_of(layer)))
         self._reverse = cuts.get(id(getattr(layer, "reverse_embeddings", None)))
         refuse_other_weights(layer)
-        check_additive(layer._embeddings, layer)
+        check_additive(embeddings_of(layer), layer)
         if not isinstance(layer, keras.layers.ReversibleEmbedding):
             return
         held = {"embeddings": (self._cut, 0)}
@@ -113,4 +114,4 @@ def is_embedding(layer: Any) -> bool:
 def _set_mask(layer: Any, inputs: Any, outputs: Any) -> None:
     """Mark padding as ReversibleEmbedding does in its call; Embedding does so behind it."""
     if layer.mask_zero and isinstance(layer, keras.layers.ReversibleEmbedding):
-        outputs._keras_mask = keras.ops.not_equal(inputs, 0)
+        set_mask(outputs, keras.ops.not_equal(inputs, 0))

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.compat.keras import kernel_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.layers.base import (
@@ -41,13 +42,14 @@ class SlicedProduct:
         self._cut = cut
         self._enters = enters
         refuse_other_weights(layer)
-        check_additive(layer._kernel, layer)
+        kernel = kernel_of(layer)
+        check_additive(kernel, layer)
         self.column, self._dim = _role(layer, cut)
         if self.column:
             check_activation(layer, cut.whole[cut.dim])
         elif cut.fused:
             raise ConfigError(
-                f"{cut.fused} is for the output of a layer, and dim {cut.dim} of {layer._kernel.path!r} is the input "
+                f"{cut.fused} is for the output of a layer, and dim {cut.dim} of {kernel.path!r} is the input "
                 f"of {described(layer)}: write 'tp' there, and split what it is given into its blocks."
             )
 

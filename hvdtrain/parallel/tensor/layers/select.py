@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.compat.keras import flatten_layers, kernel_of, own_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.layers.attention import SlicedAttention, inner_layers, is_attention
@@ -28,9 +29,9 @@ def sliced_layers(model: Any, cuts: dict[int, Cut]) -> list[tuple[Any, SlicedLay
     for layer in _outermost_first(model):
         if id(layer) in covered:
             continue
-        held = [variable for variable in _own_variables(layer) if id(variable) in cuts]
+        held = [variable for variable in own_variables(layer) if id(variable) in cuts]
         inner = inner_layers(layer) if is_attention(layer) else []
-        held += [variable for each in inner for variable in _own_variables(each) if id(variable) in cuts]
+        held += [variable for each in inner for variable in own_variables(each) if id(variable) in cuts]
         if held:
             covered.update(id(each) for each in inner)
             found.append((layer, _sliced(layer, held, cuts)))
@@ -40,8 +41,8 @@ def sliced_layers(model: Any, cuts: dict[int, Cut]) -> list[tuple[Any, SlicedLay
 def _sliced(layer: Any, held: list[Any], cuts: dict[int, Cut]) -> SlicedLayer:
     if is_attention(layer):
         return SlicedAttention(layer, cuts)
-    if is_product(layer) and id(layer._kernel) in cuts:
-        return SlicedProduct(layer, cuts[id(layer._kernel)])
+    if is_product(layer) and id(kernel_of(layer)) in cuts:
+        return SlicedProduct(layer, cuts[id(kernel_of(layer))])
     fused = next((cuts[id(variable)].fused for variable in held), None)
     if is_embedding(layer) and fused is None:
         return SlicedEmbedding(layer, cuts)
@@ -65,11 +66,7 @@ def _sliced(layer: Any, held: list[Any], cuts: dict[int, Cut]) -> SlicedLayer:
 def _outermost_first(model: Any) -> Iterator[Any]:
     """Yield every layer of `model` once, a layer before those inside it."""
     seen: set[int] = set()
-    for layer in model._flatten_layers(recursive=True, include_self=True):
+    for layer in flatten_layers(model):
         if id(layer) not in seen and isinstance(layer, keras.Layer):
             seen.add(id(layer))
             yield layer
-
-
-def _own_variables(layer: Any) -> list[Any]:
-    return [*layer._trainable_variables, *layer._non_trainable_variables]

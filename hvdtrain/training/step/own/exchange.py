@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.optim.averaging import innermost
@@ -81,7 +82,7 @@ class OptimizerExchange:
         if self._applying:
             type(optimizer).apply(optimizer, grads, trainable_variables)
             return
-        known = innermost(optimizer)._trainable_variables
+        known = trained_variables(innermost(optimizer))
         variables = list(known if trainable_variables is None else trainable_variables)
         if not variables:
             return

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import compile_arguments
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.source import Source
@@ -192,7 +193,7 @@ def _set_optimizer(model: Any, optimizer: Any, objective: Objective) -> None:
             f"{name} has a compile() of its own: call it before Trainer(model). Received: a model that is not compiled "
             f"({signature}, which calls super().compile())."
         )
-    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    config = compile_arguments(model)
     for setting, value in vars(objective).items():
         if value and value is not config.get(setting):
             raise ConfigError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import flatten_layers, own_metrics
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.objective.metrics import BoundMetric, MetricSet
@@ -176,8 +177,8 @@ class StepLogs:
 
 def metrics_of(model: Any) -> list[Any]:
     """Return the metrics of a model: those that it resets, then others that it or its layers hold."""
-    layers = model._flatten_layers()
-    found = [*model.metrics, *(metric for layer in layers for metric in layer._metrics)]
+    layers = flatten_layers(model)
+    found = [*model.metrics, *(metric for layer in layers for metric in own_metrics(layer))]
     return list({id(metric): metric for metric in found}.values())
 
 

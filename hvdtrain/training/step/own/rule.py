@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.optim.averaging import average_of, has_averages, innermost, replaced_weights
+from hvdtrain.compat.keras_variables import average_of, trained_variables
+from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.optimizers import MAIN
 from hvdtrain.state.slots import replicated_slots
@@ -58,4 +59,4 @@ def _averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
     if not has_averages(optimizer):
         return []
     inner = innermost(optimizer)
-    return [(variable, average_of(inner, variable)) for variable in inner._trainable_variables]
+    return [(variable, average_of(inner, variable)) for variable in trained_variables(inner)]

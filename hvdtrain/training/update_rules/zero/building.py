@@ -14,8 +14,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras_variables import declared_dtype, making_variables
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.state.initial_values import keras_variable, repeats
+from hvdtrain.state.initial_values import repeats
 from hvdtrain.state.memory import free_memory
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import unwrap
@@ -66,17 +67,16 @@ class _Building:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Make large variables as slices inside this context."""
-        with tf.variable_creator_scope(self._create):
+        with making_variables(self._create):
             yield
 
-    def _create(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        owner, initializer = keras_variable(options.get("initial_value"))
+    def _create(self, owner: Any, initializer: Any, create: Callable[..., Any]) -> Any:
         # Others are cut once the model is built.
         if not (type(owner) is keras.Variable and _is_large(owner) and repeats(initializer)):
-            return next_creator(**options)
+            return create()
         initial = self._slice_of(owner, initializer)
         whole = initial.draw()
-        tensor = next_creator(**{**options, "initial_value": whole})
+        tensor = create(initial_value=whole)
         initial.keep(whole)
         free_memory(tensor)
         initial.show_drawn()
@@ -115,7 +115,7 @@ def _is_large(variable: Any) -> bool:
     if not (variable.trainable and tf.executing_eagerly()):
         return False
     elements = int(tf.TensorShape(variable.shape).num_elements())
-    return elements * tf.as_dtype(variable._dtype).size > SMALL_BYTES
+    return elements * tf.as_dtype(declared_dtype(variable)).size > SMALL_BYTES
 
 
 def _agree(made: Sequence[InitialSlice], backend: Backend) -> None:
@@ -140,7 +140,7 @@ def _agree(made: Sequence[InitialSlice], backend: Backend) -> None:
 
 
 def _kind(initial: InitialSlice) -> str:
-    return f"{initial.variable._dtype}{list(initial.variable._shape)}"
+    return f"{declared_dtype(initial.variable)}{list(initial.variable.shape)}"
 
 
 def _draw_as_first(initial: InitialSlice, checksum: int, seed: int | None) -> None:

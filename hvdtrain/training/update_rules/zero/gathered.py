@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras_variables import autocast
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.runtime.compiled import numbered, outermost_graph
@@ -275,7 +276,7 @@ def _reading(kind: type, read: Callable[[Any], tf.Tensor]) -> type:
     """Return a subclass of a class of variables whose instances read as `read` returns."""
 
     def value(variable: Any) -> tf.Tensor:
-        return variable._maybe_autocast(read(variable))
+        return autocast(variable, read(variable))
 
     def assign(variable: Any, value: Any) -> None:
         raise ConfigError(

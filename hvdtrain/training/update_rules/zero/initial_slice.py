@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
+from hvdtrain.compat.keras_variables import LazyVariable, declared_dtype
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.state.initial_values import checksum, drawn
 from hvdtrain.state.memory import fill_memory, free_memory
@@ -65,20 +65,19 @@ class InitialSlice:
 
     def fill(self, whole: tf.Tensor) -> None:
         """Let the variable be an ordinary one that holds these values."""
-        fill_memory(unwrap(self.variable), tf.reshape(whole, self.variable._shape))
+        fill_memory(unwrap(self.variable), tf.reshape(whole, tuple(self.variable.shape)))
         self.variable.__class__ = self.kind
         vars(self.variable).pop(_ATTRIBUTE)
 
 
-class DrawnWhenRead(keras.Variable):
+class DrawnWhenRead(LazyVariable):
     """A Keras variable of which only a slice is in memory, and that looks whole to the builder of a model."""
 
-    @property
-    def value(self) -> Any:
-        """The whole initial value, drawn again; of a function that is being traced the variable."""
+    def read(self) -> Any:
+        """Return the whole initial value, drawn again; of a function that is being traced the variable."""
         initial = initial_slice_of(self)
         if initial is None or not tf.executing_eagerly():
-            return super().value
+            return None
         if initial.assigned:
             raise ConfigError(
                 f"{opt('zero', 3)} keeps slices of the parameters while a function builds the model: what it assigns "
@@ -86,14 +85,14 @@ class DrawnWhenRead(keras.Variable):
                 f"variable cannot be read again. Received: a look at {self.path} after an assignment to it. Read it "
                 "before, or give Trainer the built model in place of the function."
             )
-        return self._maybe_autocast(initial.draw())
+        return initial.draw()
 
-    def _direct_assign(self, value: Any) -> None:
+    def write(self, value: Any) -> None:
         """Keep this rank's slice of a whole value."""
         initial = initial_slice_of(self)
         assert initial is not None, "only slices are of this class"
         initial.assigned = True
-        initial.keep(tf.cast(value, self._dtype))
+        initial.keep(tf.cast(value, declared_dtype(self)))
 
 
 def initial_slice_of(variable: Any) -> InitialSlice | None:

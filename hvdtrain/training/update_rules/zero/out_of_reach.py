@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-
+from hvdtrain.compat.keras_variables import finds_shapes_alone
 from hvdtrain.config.errors import ConfigError, opt
 
 
@@ -20,9 +18,7 @@ def out_of_reach(kind: type) -> type:
         )
 
     def value(variable: Any) -> Any:
-        # Keras runs a layer's call for its shapes alone, in a graph that nobody runs.
-        for_shapes = in_stateless_scope() and not tf.executing_eagerly()
-        return kind.value.fget(variable) if for_shapes else refuse(variable)  # type: ignore[attr-defined]
+        return kind.value.fget(variable) if finds_shapes_alone() else refuse(variable)  # type: ignore[attr-defined]
 
     members = {"__array__": refuse, "numpy": refuse, "assign": refuse, "value": property(value)}
     return type(kind.__name__, (kind,), members)

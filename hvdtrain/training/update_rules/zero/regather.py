@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import copy_op, replace_input
+
 MOVING = frozenset({"Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice", "Transpose"})
 """Operations that only rearrange or convert a parameter: their outputs are as large, and are made anew like it."""
 
@@ -162,18 +164,14 @@ def _redirect(graph: Any, run: _Run, waits: Sequence[Any]) -> None:
             if use.gather.whole.name not in made:
                 made[use.gather.whole.name] = use.gather.again()
     for use in run.uses:
-        use.reader._update_input(use.place, _moved(graph, use.tensor, made))
+        replace_input(use.reader, use.place, _moved(use.tensor, made))
 
 
-def _moved(graph: Any, tensor: tf.Tensor, made: dict[str, tf.Tensor]) -> tf.Tensor:
+def _moved(tensor: tf.Tensor, made: dict[str, tf.Tensor]) -> tf.Tensor:
     """Return `tensor`, made from the parameter in `made` as it was made from the first one."""
     if tensor.name not in made:
         old = tensor.op
-        inputs = [source if source.op.type == "Const" else _moved(graph, source, made) for source in old.inputs]
-        attributes = {name: old.node_def.attr[name] for name in old.node_def.attr}
-        with graph.as_default():
-            new = graph._create_op_internal(
-                old.type, inputs, [output.dtype for output in old.outputs], attrs=attributes, op_def=old.op_def
-            )
+        inputs = [source if source.op.type == "Const" else _moved(source, made) for source in old.inputs]
+        new = copy_op(old, inputs)
         made.update({a.name: b for a, b in zip(old.outputs, new.outputs, strict=True)})
     return made[tensor.name]

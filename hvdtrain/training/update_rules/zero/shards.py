@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
+from hvdtrain.compat.keras_variables import rename
 from hvdtrain.runtime.placement import extent_within
 from hvdtrain.state.memory import fill_memory, free_memory
 from hvdtrain.state.named_tensors import NamedTensor
@@ -53,7 +54,7 @@ class Shard:
         # A layer of mixed precision would read it in 16 bits, and reduce its gradient in them.
         self.master = keras.Variable(mine, dtype=whole.dtype, trainable=True, autocast=False, name=whole.name)
         # Optimizers name their slots, and choose what decays, by the path and dims of the variable.
-        self.master._path = whole.path
+        rename(self.master, whole.path)
         self.master.whole = whole
 
     def cut(self) -> tf.Tensor:

@@ -13,11 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras_variables import average_of, is_decayed, set_decayed
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.registry import resolve
 from hvdtrain.gradients.reduction import Gradient, ReductionOptions
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
-from hvdtrain.optim.averaging import average_of, has_averages, innermost, replaced_weights
+from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.optim.elementwise import check_updates_slices
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import has_dynamic_scale
@@ -181,8 +182,8 @@ class ZeroUpdate(UpdateRule):
         self.optimizer.build(self._targets)
         for shard in self._shards.values():
             # Keras asks with the tf.Variable, whose name holds those of the layers.
-            decays = inner._use_weight_decay(shard.variable) and inner._use_weight_decay(shard.master)
-            inner._exclude_from_weight_decay_cache[inner._var_key(shard.master)] = decays
+            decays = is_decayed(inner, shard.variable) and is_decayed(inner, shard.master)
+            set_decayed(inner, shard.master, decays)
         # A saved model would hold this replica's slices for the slots of the whole: it holds none, and starts anew.
         # Keras asks the optimizer inside of one that scales the loss as well.
         for optimizer in (self.optimizer, inner):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import add_control_inputs
 from hvdtrain.config.errors import opt
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.parallel.pipeline.stage import PipelineStage
@@ -126,6 +127,6 @@ def _hold_back(exchanged: Sequence[_Exchanged], window: Window) -> None:
     # What was made later depends on nothing that waits for it. A compiled function makes all that it returns at once.
     for _, group in groupby(sorted(exchanged, key=by_place), key=by_place):
         together = list(group)
-        together[0].maker.op._add_control_inputs(window.before(sum(size_of(each.whole) for each in together)))
+        add_control_inputs(together[0].maker.op, window.before(sum(size_of(each.whole) for each in together)))
         for each in together:
             window.add(size_of(each.whole), each.slice.op)

@@ -62,6 +62,7 @@ class TestSoftware:
         ("found", "status", "detail"),
         [
             ({"version": "3.15.1", "backend": "tensorflow"}, "ok", "3.15.1"),
+            ({"version": "3.12.4", "backend": "tensorflow"}, "warning", "not tested with it"),
             ({"version": "3.15.1", "backend": "jax"}, "failed", "jax"),
             ({"version": "2.15.0", "backend": "tensorflow"}, "failed", "needs Keras 3"),
             ({"missing": True}, "failed", "not installed"),

@@ -1,0 +1,372 @@
+"""Private names of TensorFlow, by what hvdtrain uses them for; TensorFlow is imported where a function needs it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.compat import unlike
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+# Graphs and functions
+
+
+def mark_stateful(op: Any, uid: int) -> None:
+    """Keep an op of a graph, which has no state, from being merged with another or folded into a constant.
+
+    Assumed: `Operation._set_attr`; that Grappler merges no ops whose attributes differ, whatever their names, and that
+    the runtime folds no op with a `_scoped_allocator` (`IsConstantFoldable` in constant_folding.cc).
+    """
+    from tensorflow.core.framework import attr_value_pb2
+
+    op._set_attr("_hvd_uid", attr_value_pb2.AttrValue(i=uid))
+    none = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue())
+    op._set_attr("_scoped_allocator", none)
+
+
+def add_control_inputs(op: Any, before: Sequence[Any]) -> None:
+    """Let an op of a graph that is being traced wait for other operations.
+
+    Assumed: `Operation._add_control_inputs`.
+    """
+    op._add_control_inputs(before)
+
+
+def replace_input(op: Any, place: int, tensor: Any) -> None:
+    """Let an op of a graph that is being traced take another tensor as its input number `place`.
+
+    Assumed: `Operation._update_input`.
+    """
+    op._update_input(place, tensor)
+
+
+def copy_op(op: Any, inputs: Sequence[Any]) -> Any:
+    """Add an op like `op` to its graph, of other inputs, and return it.
+
+    Assumed: `Graph._create_op_internal` takes the attributes of a node as they are.
+    """
+    attributes = {name: op.node_def.attr[name] for name in op.node_def.attr}
+    with op.graph.as_default():
+        return op.graph._create_op_internal(
+            op.type, inputs, [output.dtype for output in op.outputs], attrs=attributes, op_def=op.op_def
+        )
+
+
+def unique_id(variable: Any) -> str:
+    """Return what tells a tf.Variable from all others of this process, and is not its name.
+
+    Assumed: `Variable._unique_id`.
+    """
+    return str(variable._unique_id)
+
+
+def is_resource_variable(variable: Any) -> bool:
+    """Whether a variable has a handle, and is none of TensorFlow 1's that are references.
+
+    Assumed: tensorflow.python.ops.resource_variable_ops.
+    """
+    from tensorflow.python.ops import resource_variable_ops
+
+    return bool(resource_variable_ops.is_resource_variable(variable))
+
+
+def is_compiled_by_xla(graph: Any) -> bool:
+    """Whether a graph, or one that it is inside of, is traced for XLA.
+
+    Assumed: tensorflow.python.ops.control_flow_util.
+    """
+    from tensorflow.python.ops import control_flow_util
+
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def release(function: Any) -> None:
+    """Let the graph of a concrete function be freed with it, which nobody calls or differentiates any more.
+
+    TensorFlow keeps the gradient of each call of a `tf.custom_gradient` function in a table, with the graph that it
+    was traced in. Every step of a Keras optimizer has such a call.
+    Assumed: the table is `gradient_registry._registry`, by the attribute `_gradient_op_type` of an IdentityN; a graph
+    has those of the functions that it calls in `_functions`.
+    """
+    import tensorflow as tf
+    from tensorflow.python.framework import ops
+
+    known = ops.gradient_registry._registry
+    graphs = [function.graph]
+    for graph in graphs:
+        called = (inner.graph for inner in graph._functions.values())
+        graphs += [inner for inner in called if isinstance(inner, tf.__internal__.FuncGraph)]
+        for op in graph.get_operations():
+            if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
+                known.pop(op.get_attr("_gradient_op_type").decode(), None)
+
+
+_SCOPES = {"variable_capturing_scope": "first", "invalid_creator_scope": "second"}
+
+
+def trace_number(graph: "tf.Graph") -> str:
+    """Return which trace of a `tf.function` a FuncGraph is for: "first", which may create variables, or "second".
+
+    TensorFlow traces a function again, for good, whose first trace created variables. Empty for other graphs.
+    Assumed: both traces run in a scope of variable creators of their own, whose function says by its name which one.
+
+    Raises:
+        CompatibilityError: they do not: ranks would name collectives otherwise, and wait for one another for ever.
+    """
+    from tensorflow.python.eager.polymorphic_function import polymorphic_function
+
+    begin = polymorphic_function.Function._initialize
+    inner = {constant.co_name for constant in begin.__code__.co_consts if isinstance(constant, CodeType)}
+    if not set(_SCOPES) <= inner:
+        raise unlike("tensorflow", trace_number, f"tf.function traces in {' and '.join(_SCOPES)}")
+    names = [getattr(creator, "__name__", "") for _, creator in graph._variable_creator_stack]  # none of a partial
+    found = [_SCOPES[name] for name in names if name in _SCOPES]
+    return found[-1] if found else ""
+
+
+def tape_options(tape: Any) -> tuple[bool, bool]:
+    """Return what a `tf.GradientTape` was made with: `persistent` and `watch_accessed_variables`.
+
+    Assumed: `GradientTape._persistent` and `_watch_accessed_variables`.
+    """
+    return bool(tape._persistent), bool(tape._watch_accessed_variables)
+
+
+def share_recording(tape: Any, recorded: Any) -> None:
+    """Let a `tf.GradientTape` go on with what another one, `recorded`, has recorded.
+
+    Assumed: `GradientTape._tape`, None where it has not begun.
+    """
+    tape._tape = recorded._tape
+
+
+def session_slot(optimizer: Any, variable: Any, name: str) -> Any:
+    """Return a slot of zeros of an optimizer of TensorFlow 1 for `variable`, made where it does not exist.
+
+    Assumed: `Optimizer._zeros_slot`.
+    """
+    return optimizer._zeros_slot(variable, name, optimizer.get_name())
+
+
+def session_counter(optimizer: Any, name: str, beside: Any) -> Any:
+    """Return a counter of an optimizer of TensorFlow 1 in the graph of the variable `beside`, made from 0.
+
+    Assumed: `Optimizer._create_non_slot_variable`.
+    """
+    import tensorflow as tf
+
+    return optimizer._create_non_slot_variable(tf.constant(0, tf.int64), name, beside)
+
+
+# Frames and threads, as they are seen from outside: without TensorFlow
+
+
+def is_compiled_call(frame: FrameType) -> bool:
+    """Whether a frame of a Python stack runs a compiled function.
+
+    Assumed: all of them run in `AtomicFunction.call_flat`, whose `self` is the function.
+    """
+    module = str(frame.f_globals.get("__name__", ""))
+    return frame.f_code.co_name == "call_flat" and module.endswith(".atomic_function")
+
+
+def is_data_read(frame: FrameType) -> bool:
+    """Whether a frame of a Python stack waits for the next element of a tf.data.Dataset.
+
+    Assumed: the ops `iterator_get_next…` of gen_dataset_ops.
+    """
+    return frame.f_code.co_name.startswith("iterator_get_next")
+
+
+def is_compute_thread(name: str) -> bool:
+    """Whether a thread of this process, by its name in /proc, computes or reads for TensorFlow.
+
+    Assumed: the names of its thread pools begin with `tf_`.
+    """
+    return name.startswith("tf_")
+
+
+def function_definitions(function: Any, most: int) -> Iterator[Any]:
+    """Yield the definition (FunctionDef) of a compiled function, and of those that it calls.
+
+    Args:
+        function: the `self` of a frame for which `is_compiled_call` holds.
+        most: how many of these that are called are looked at.
+
+    Assumed: `AtomicFunction._bound_context` knows them by name, `cached_definition` is the function's own.
+    """
+    context, left, seen = function._bound_context, [function.cached_definition], set[str]()
+    while left and len(seen) < most:
+        definition = left.pop()
+        yield definition
+        attributes = (value for node in definition.node_def for value in node.attr.values())
+        called = {value.func.name for value in attributes if value.func.name} - seen
+        seen |= called
+        left += [context.get_function_def(name) for name in called if context.has_function(name)]
+
+
+def check_frames_and_threads() -> None:
+    """Check what the hang watch knows TensorFlow's frames and threads by, once TensorFlow has devices.
+
+    Raises:
+        CompatibilityError: it does not hold: ranks that work would be taken for ones that hang, or the other way round.
+    """
+    from tensorflow.python.eager.polymorphic_function import atomic_function
+    from tensorflow.python.ops import gen_dataset_ops
+
+    function = getattr(atomic_function, "AtomicFunction", None)
+    known = {*getattr(function, "__slots__", ()), *vars(function or object)}
+    if not {"call_flat", "_bound_context", "cached_definition"} <= known:
+        raise unlike("tensorflow", is_compiled_call, "Compiled functions run in AtomicFunction.call_flat")
+    if not hasattr(gen_dataset_ops, "iterator_get_next"):
+        raise unlike("tensorflow", is_data_read, "Datasets are read by gen_dataset_ops.iterator_get_next")
+    names = [name for name in map(_thread_name, Path("/proc/self/task").glob("*/comm")) if name]
+    if names and not any(map(is_compute_thread, names)):
+        raise unlike("tensorflow", is_compute_thread, "TensorFlow's threads are called tf_…")
+
+
+def _thread_name(comm: Path) -> str:
+    try:
+        return comm.read_text()
+    except OSError:  # it has just ended
+        return ""
+
+
+# tf.data
+
+
+MAPS = frozenset({"_MapDataset", "_ParallelMapDataset"})
+PREFETCHES = frozenset({"_PrefetchDataset"})
+OPTIONS = frozenset({"_OptionsDataset"})
+PASSING = PREFETCHES | OPTIONS
+"""Datasets that change neither elements nor their order."""
+ORDERS = frozenset({"_ShuffleDataset", "_RepeatDataset", "_TakeDataset", "_SkipDataset"})
+"""Datasets whose order does not depend on the elements."""
+BATCHES = frozenset({"_BatchDataset", "_ParallelBatchDataset"})
+ZIPS = frozenset({"_ZipDataset"})
+
+
+def is_kind(dataset: Any, kinds: frozenset[str]) -> bool:
+    """Whether a tf.data.Dataset is one of `MAPS`, `PASSING`, `ORDERS`, `BATCHES`, `ZIPS` ….
+
+    Assumed: the names of their classes, in tensorflow.python.data.ops. By another one, maps stay where they are.
+    """
+    return type(dataset).__name__ in kinds
+
+
+def input_of(dataset: Any) -> Any:
+    """Return the dataset that a dataset of one input, such as a map, is made from.
+
+    Assumed: `_input_dataset`.
+    """
+    return dataset._input_dataset
+
+
+def inputs_of(dataset: Any) -> list[Any]:
+    """Return the datasets that any dataset is made from.
+
+    Assumed: `Dataset._inputs()`.
+    """
+    return list(dataset._inputs())
+
+
+def zipped_nest(dataset: Any) -> Any:
+    """Return the datasets of a zip in their nest.
+
+    Assumed: `_datasets` of `_ZipDataset`.
+    """
+    return dataset._datasets
+
+
+def batch_of(dataset: Any) -> tuple[int, bool]:
+    """Return the size of the batches that one of `BATCHES` forms, and whether it drops the remainder.
+
+    Assumed: `_batch_size` and `_drop_remainder`.
+    """
+    return int(dataset._batch_size), bool(dataset._drop_remainder)
+
+
+def ops_of_functions(dataset: Any) -> Iterator[set[str]]:
+    """Yield the op types of each function that a dataset itself calls, those that the function calls included.
+
+    Assumed: `Dataset._functions()`.
+    """
+    # Not the graph of the whole dataset, which would copy every array in it; the functions are small.
+    for wrapped in dataset._functions():
+        yield _ops_in(wrapped)
+
+
+def ops_of_map(dataset: Any) -> set[str]:
+    """Return the op types of the function of a map, those that it calls included.
+
+    Assumed: `_map_func`.
+    """
+    return _ops_in(dataset._map_func)
+
+
+def _ops_in(wrapped: Any) -> set[str]:
+    graph = wrapped.function.graph.as_graph_def()
+    return {node.op for part in (graph.node, *(inner.node_def for inner in graph.library.function)) for node in part}
+
+
+def is_stateful_op(kind: str) -> bool:
+    """Whether ops of a type carry state, as random numbers and Python functions do.
+
+    Assumed: tensorflow.python.framework.op_def_registry.
+    """
+    from tensorflow.python.framework import op_def_registry
+
+    definition = op_def_registry.get(kind)
+    return definition is not None and definition.is_stateful
+
+
+def function_of_map(dataset: Any) -> Callable[[Any], Any]:
+    """Return the function of a map, traced already: of an element as one argument, a nest.
+
+    Assumed: `_map_func` holds the function and its `output_structure`; `structure` in tensorflow.python.data.util takes
+    elements apart and puts them together as it does.
+    """
+    import tensorflow as tf
+    from tensorflow.python.data.util import structure
+
+    traced, spec = dataset._map_func, input_of(dataset).element_spec
+
+    def call(element: Any) -> Any:
+        made = traced.function(*structure.to_tensor_list(spec, element))
+        made = tf.nest.flatten(made) if made is not None else []
+        return structure.from_compatible_tensor_list(traced.output_structure, made)
+
+    return call
+
+
+def reordered(like: Any, elements: Any) -> Any:
+    """Return `elements` in the order that `like`, one of `ORDERS` or `PASSING`, gives to its input.
+
+    A shuffle keeps the seeds that it was given or has drawn, which `Dataset.shuffle` would draw anew.
+    Assumed: `_count`, and of shuffles `_buffer_size`, `_seed`, `_seed2` and `_reshuffle_each_iteration`; of any dataset
+    `_variant_tensor` and `_flat_structure`.
+    """
+    import tensorflow as tf
+
+    kind = type(like).__name__
+    if kind == "_RepeatDataset":
+        return elements.repeat(like._count)
+    if kind == "_TakeDataset":
+        return elements.take(like._count)
+    if kind == "_SkipDataset":
+        return elements.skip(like._count)
+    if kind != "_ShuffleDataset":
+        return elements
+    variant = tf.raw_ops.ShuffleDatasetV3(
+        input_dataset=elements._variant_tensor,
+        buffer_size=like._buffer_size,
+        seed=like._seed,
+        seed2=like._seed2,
+        seed_generator=tf.raw_ops.DummySeedGenerator(),
+        reshuffle_each_iteration=like._reshuffle_each_iteration,
+        **elements._flat_structure,
+    )
+    return tf.data.experimental.from_variant(variant, elements.element_spec)

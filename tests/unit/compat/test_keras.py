@@ -1,0 +1,417 @@
+"""What hvdtrain takes for granted about Keras' layers, models, metrics and callbacks."""
+
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.compat import keras as compat
+from hvdtrain.config.errors import CompatibilityError
+from tests.unit.compat.contracts import Contracts
+
+CONTRACTS = Contracts(compat, "keras")
+LAYER, FUNCTIONAL = keras.layers.Layer, keras.Model
+
+
+class Block(keras.layers.Layer):
+    """A layer with one of each kind of state."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(2)
+        self.seeds = keras.random.SeedGenerator(1)
+        self.mean = keras.metrics.Mean()
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), name="scale")
+        self.count = self.add_weight(shape=(), trainable=False, name="count")
+        self.inner.build(shape)
+
+    def call(self, x):
+        self.add_loss(keras.ops.sum(x))
+        return self.inner(x) * self.scale
+
+
+def block():
+    made = Block()
+    made(np.ones((1, 2), np.float32))
+    return made
+
+
+def functional():
+    x = keras.Input((3,), dtype="float32", name="x")
+    hidden = keras.layers.Dense(2, name="hidden")(x)
+    return keras.Model({"x": x}, {"y": keras.layers.ReLU(name="out")(hidden)})
+
+
+@CONTRACTS.of(compat.flatten_layers, (LAYER, "_flatten_layers"))
+def flattens():
+    outer = block()
+    assert [type(each) for each in compat.flatten_layers(outer)] == [Block, keras.layers.Dense]
+    assert compat.flatten_layers(outer, include_self=False) == [outer.inner]
+    assert compat.flatten_layers(keras.Sequential([outer]), recursive=False, include_self=False) == [outer]
+    assert compat.flatten_layers(keras.ops.add(keras.Input((1,)), 1)._keras_history.operation) == []
+
+
+@CONTRACTS.of(compat.own_trainable_variables)
+def lists_trained_variables():
+    outer = block()
+    outer.trainable = False
+    assert compat.own_trainable_variables(outer) == [outer.scale]
+
+
+@CONTRACTS.of(compat.own_non_trainable_variables)
+def lists_other_variables():
+    outer = block()
+    assert compat.own_non_trainable_variables(outer) == [outer.count]
+
+
+@CONTRACTS.of(compat.own_variables)
+def lists_all_variables():
+    outer = block()
+    assert compat.own_variables(outer) == [outer.scale, outer.count]
+
+
+@CONTRACTS.of(compat.own_seed_generators)
+def lists_generators():
+    outer = block()
+    assert compat.own_seed_generators(outer) == [outer.seeds]
+
+
+@CONTRACTS.of(compat.own_metrics)
+def lists_metrics():
+    outer = block()
+    assert compat.own_metrics(outer) == [outer.mean]
+
+
+@CONTRACTS.of(compat.own_layers)
+def lists_layers():
+    outer = block()
+    assert compat.own_layers(outer) == [outer.inner]
+
+
+@CONTRACTS.of(compat.is_list_of_layers)
+def knows_lists_of_layers():
+    models = keras.Sequential([keras.layers.Dense(1)]), functional()
+    assert all(map(compat.is_list_of_layers, models))
+    assert not compat.is_list_of_layers(block())
+
+
+@CONTRACTS.of(compat.constructor_arguments)
+def keeps_arguments():
+    assert compat.constructor_arguments(keras.layers.Dense(3))["units"] == 3
+    assert "trainable" not in compat.constructor_arguments(keras.layers.Dense(3))
+    assert compat.constructor_arguments(keras.layers.Dense(3, trainable=False))["trainable"] is False
+    assert compat.constructor_arguments(keras.layers.Dense(3, dtype="float64"))["dtype"] == "float64"
+
+
+@CONTRACTS.of(compat.losses_of, (LAYER, "add_loss"))
+def keeps_losses():
+    outer = block()
+    assert [(layer is outer, float(loss)) for layer, loss in compat.losses_of([outer, outer.inner])] == [(True, 2.0)]
+
+
+@CONTRACTS.of(compat.clear_losses, (LAYER, "_clear_losses"))
+def clears_losses():
+    outer = block()
+    compat.clear_losses(outer)
+    assert not compat.losses_of([outer])
+    assert not outer.losses
+
+
+@CONTRACTS.of(compat.added_losses, (LAYER, "add_loss"))
+def sets_losses_aside():
+    outer = block()
+    with compat.added_losses([outer]) as added:
+        outer.add_loss(tf.constant(5.0))
+    assert [float(loss) for _, loss in added] == [5.0]
+    assert [float(loss) for loss in outer.losses] == [2.0]
+
+
+@CONTRACTS.of(compat.kernel_of)
+def has_a_kernel():
+    for layer, shape in (
+        (keras.layers.Dense(3), (1, 2)),
+        (keras.layers.EinsumDense("ab,bc->ac", 3), (1, 2)),
+        (keras.layers.Conv2D(3, 2), (1, 4, 4, 2)),
+    ):
+        layer.build(shape)
+        assert compat.kernel_of(layer) is layer.kernel
+    layer = keras.layers.Dense(3)
+    layer.build((1, 2))
+    whole = layer.kernel
+    layer.enable_lora(1)
+    assert compat.kernel_of(layer) is whole
+
+
+@CONTRACTS.of(compat.embeddings_of)
+def has_embeddings():
+    layer = keras.layers.Embedding(3, 2)
+    layer.build()
+    assert compat.embeddings_of(layer) is layer.embeddings
+
+
+@CONTRACTS.of(compat.mask_of)
+def has_a_mask():
+    masked = keras.layers.Embedding(3, 2, mask_zero=True)(np.array([[1, 0]]))
+    assert compat.mask_of(masked).numpy().tolist() == [[True, False]]
+    assert compat.mask_of(tf.ones([1])) is None
+
+
+@CONTRACTS.of(compat.set_mask)
+def takes_a_mask():
+    x = tf.constant([[[1.0], [3.0]]])
+    compat.set_mask(x, tf.constant([[True, False]]))
+    assert float(keras.layers.GlobalAveragePooling1D()(x)[0, 0]) == 1.0
+    compat.set_mask(x, None)
+    assert float(keras.layers.GlobalAveragePooling1D()(x)[0, 0]) == 2.0
+
+
+@CONTRACTS.of(
+    compat.BatchNormalizationByMoments,
+    (keras.layers.BatchNormalization, "_moments"),
+)
+def asks_for_moments():
+    class Zeros(compat.BatchNormalizationByMoments):
+        def moments(self, inputs, mask, axes):
+            assert list(axes) == [0, 1]
+            own = super().moments(inputs, mask, axes)
+            return own[0] * 0 + 1, own[1] * 0 + 1 - self.epsilon
+
+    x = tf.random.normal([4, 5, 3])
+    np.testing.assert_allclose(Zeros()(x, training=True), x - 1, atol=1e-5)
+
+
+@CONTRACTS.of(compat.compile_arguments)
+def keeps_compile_arguments():
+    model = functional()
+    assert compat.compile_arguments(model) == {}
+    model.compile("sgd", "mse", metrics=["mae"])
+    arguments = compat.compile_arguments(model)
+    assert (arguments["loss"], arguments["metrics"]) == ("mse", ["mae"])
+    assert isinstance(arguments["optimizer"], keras.optimizers.SGD)
+
+
+@CONTRACTS.of(compat.last_compile)
+def tells_compiles_apart():
+    model = functional()
+    assert compat.last_compile(model) is None
+    model.compile("sgd", "mse")
+    first = compat.last_compile(model)
+    assert compat.last_compile(model) is first is not None
+    model.compile("sgd", "mse")
+    assert compat.last_compile(model) is not first
+
+
+@CONTRACTS.of(compat.compile_metrics)
+def builds_compile_metrics():
+    model = functional()
+    model.compile("sgd", "mse", metrics=["mae"])
+    metrics = compat.compile_metrics(model)
+    assert not metrics.built
+    metrics.build({"y": tf.ones([1, 2])}, {"y": tf.ones([1, 2])})
+    assert metrics.built
+
+
+@CONTRACTS.of(compat.functional_of, (keras.Sequential, "build"))
+def holds_a_functional():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    assert [layer.name for layer in compat.functional_of(model).layers[1:]] == [model.layers[0].name]
+    assert compat.functional_of(keras.Sequential([keras.layers.Dense(1)])) is None
+
+
+@CONTRACTS.of(compat.nodes_of)
+def knows_its_nodes():
+    model = functional()
+    assert [node.operation.name for node in compat.nodes_of(model)] == ["hidden", "out"]
+    assert compat.nodes_of(block()) is None
+
+
+@CONTRACTS.of(compat.ends_of)
+def knows_its_ends():
+    model = functional()
+    assert compat.ends_of(model) == (model.inputs, model.outputs)
+
+
+@CONTRACTS.of(compat.input_nest)
+def knows_its_input_nest():
+    assert list(compat.input_nest(functional())) == ["x"]
+    assert compat.input_nest(block()) is None
+
+
+@CONTRACTS.of(compat.output_nest)
+def knows_its_output_nest():
+    assert list(compat.output_nest(functional())) == ["y"]
+
+
+@CONTRACTS.of(compat.standardized_inputs)
+def standardizes_inputs():
+    (x,) = compat.standardized_inputs(functional(), {"x": np.ones((1, 3))})
+    assert x.dtype == "float32"
+
+
+@CONTRACTS.of(compat.run_graph)
+def runs_a_graph():
+    model, called = functional(), []
+
+    def call_of(operation):
+        called.append(operation.name)
+        return operation
+
+    made = compat.run_graph(keras.Function(model.inputs, model.outputs), [tf.ones([1, 3])], call_of)
+    assert called[-2:] == ["hidden", "out"]
+    assert tf.nest.flatten(made)[0].shape == (1, 2)
+
+
+@CONTRACTS.of(compat.operation_of)
+def knows_who_made_a_tensor():
+    assert compat.operation_of(functional().outputs[0]).name == "out"
+
+
+def attention(kind=keras.layers.MultiHeadAttention):
+    grouped = kind is keras.layers.GroupQueryAttention
+    layer = kind(4, 2, 1) if grouped else kind(2, 4)
+    layer(tf.ones([1, 3, 8]), tf.ones([1, 3, 8]))
+    return layer
+
+
+@CONTRACTS.of(
+    compat.replace_attention,
+    (keras.layers.MultiHeadAttention, "_compute_attention"),
+    (keras.layers.GroupQueryAttention, "_compute_attention_mask"),
+)
+def attends_by_our_functions():
+    for kind in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention):
+        layer, seen, own = attention(kind), [], []
+        x = tf.random.normal([2, 3, 8])
+
+        def counted(query, *args, seen=seen, own=own, **options):
+            seen.append(query.shape)
+            return own[0](query, *args, **options)
+
+        def masked(*args, seen=seen, own=own, **options):
+            seen.append("mask")
+            return own[1](*args, **options)
+
+        before = layer(x, x, use_causal_mask=True)
+        own += compat.replace_attention(layer, attention=counted, mask=masked)
+        np.testing.assert_allclose(layer(x, x, use_causal_mask=True), before, rtol=1e-6)
+        assert (2, 3, 2, 4) in seen
+        layer(x, x, attention_mask=tf.ones([2, 3, 3], tf.bool))
+        assert "mask" in seen
+
+
+@CONTRACTS.of(compat.query_kernel)
+def has_a_query_kernel():
+    assert compat.query_kernel(attention()).shape == (8, 2, 4)
+
+
+@CONTRACTS.of(compat.attention_axes)
+def knows_its_axes():
+    assert compat.attention_axes(attention()) == (1,)
+    assert compat.attention_axes(attention(keras.layers.GroupQueryAttention)) == ()
+
+
+@CONTRACTS.of(compat.attention_projections)
+def has_projections():
+    layer = attention()
+    projections = compat.attention_projections(layer)
+    assert [compat.kernel_of(inner).shape[heads] for inner, heads in projections] == [2, 2, 2, 2]
+    assert len(compat.attention_projections(attention(keras.layers.GroupQueryAttention))) == 4
+    assert {id(v) for inner, _ in projections for v in inner.variables} == {id(v) for v in layer.variables}
+
+
+@CONTRACTS.of(compat.function_of_metric)
+def knows_its_function():
+    assert compat.function_of_metric(keras.metrics.MeanSquaredError()) is keras.losses.mean_squared_error
+    assert compat.function_of_metric(keras.metrics.Mean()) is None
+
+
+@CONTRACTS.of(compat.metric_with_function, (keras.metrics.MeanMetricWrapper, "__init__"))
+def is_made_again():
+    def weighted(y, z, factor):
+        return keras.ops.abs(y - z) * factor
+
+    metric = keras.metrics.MeanMetricWrapper(weighted, name="weighted", factor=3.0)
+    assert float(compat.metric_with_function(metric)(tf.zeros([1]), tf.ones([1]))) == 3.0
+
+
+@CONTRACTS.of(compat.replaced_function)
+def calls_another_function():
+    metric = keras.metrics.MeanSquaredError()
+    with compat.replaced_function(metric, lambda y, z: y * 0 + 7):
+        assert float(metric(tf.zeros([1]), tf.ones([1]))) == 7.0
+    metric.reset_state()
+    assert float(metric(tf.zeros([1]), tf.ones([1]))) == 1.0
+
+
+@CONTRACTS.of(compat.is_default_hook)
+def marks_its_own_hooks():
+    class Own(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            pass
+
+    assert compat.is_default_hook(Own().on_train_batch_begin)
+    assert not compat.is_default_hook(Own().on_train_batch_end)
+
+
+@CONTRACTS.of(compat.profiles_batches)
+def profiles():
+    with tempfile.TemporaryDirectory() as folder:
+        for batches, expected in ((0, False), ((2, 3), True)):
+            callback = keras.callbacks.TensorBoard(folder, profile_batch=batches)
+            callback.set_model(functional())
+            assert compat.profiles_batches(callback) == expected
+            callback.on_train_end()
+
+
+@pytest.mark.parametrize("name", CONTRACTS.known)
+def test_contract(name):
+    CONTRACTS.hold(name)
+
+
+@pytest.mark.parametrize(("name", "library", "attribute"), CONTRACTS.all_breaks())
+def test_a_contract_names_what_no_longer_holds(name, library, attribute, monkeypatch):
+    CONTRACTS.breaks(name, monkeypatch, library, attribute)
+
+
+def test_every_function_has_a_contract():
+    assert CONTRACTS.functions() == set(CONTRACTS.known)
+
+
+def test_bookkeeping_lists_what_other_attributes_hold():
+    assert set(vars(block())) >= compat.LAYER_BOOKKEEPING
+
+
+def test_losses_that_are_kept_elsewhere_are_refused(monkeypatch):
+    """They would be lost, or counted twice, without a word."""
+    monkeypatch.setattr(LAYER, "add_loss", lambda self, loss: vars(self).setdefault("elsewhere", []).append(loss))
+    with pytest.raises(CompatibilityError, match=rf"losses_of relies on it. Received: keras {keras.__version__}"):
+        compat.losses_of([])
+
+
+def test_losses_are_not_looked_at_where_none_are_kept():
+    with keras.StatelessScope():
+        assert compat.losses_of([block()]) == []
+
+
+def test_an_attention_that_is_computed_elsewhere_is_refused(monkeypatch):
+    """Each rank would attend to its own positions alone."""
+    layer = attention()
+    compat.replace_attention(layer, attention=layer._compute_attention, mask=layer._compute_attention_mask)
+    x = tf.ones([1, 3, 8])
+    layer(x, x)
+    other = attention()
+    monkeypatch.setattr(type(other), "call", lambda self, query, value, **options: query)
+    compat.replace_attention(other, attention=other._compute_attention, mask=other._compute_attention_mask)
+    with pytest.raises(CompatibilityError, match=r"MultiHeadAttention\.call attends by _compute_attention"):
+        other(x, x)
+
+
+def test_moments_that_nobody_asks_for_are_refused(monkeypatch):
+    """Batches would be normalized by the statistics of one replica."""
+    monkeypatch.setattr(keras.layers.BatchNormalization, "call", lambda self, inputs, training=None: inputs)
+    with pytest.raises(CompatibilityError, match="asks _moments for mean and variance"):
+        compat.BatchNormalizationByMoments()(tf.ones([2, 3]))

@@ -1,0 +1,357 @@
+"""What hvdtrain takes for granted about TensorFlow's graphs, functions, frames, threads and datasets."""
+
+import sys
+
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import atomic_function, polymorphic_function
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import gen_dataset_ops
+
+from hvdtrain.compat import tensorflow as compat
+from hvdtrain.config.errors import CompatibilityError
+from tests.unit.compat.contracts import Contracts
+
+CONTRACTS = Contracts(compat, "tensorflow")
+OPERATION, GRAPH = tf.Operation, tf.Graph
+
+
+def numbers():
+    return tf.data.Dataset.range(6)
+
+
+@CONTRACTS.of(compat.mark_stateful, (OPERATION, "_set_attr"))
+def keeps_marked_ops():
+    """Two equal ops of constants are one constant once Grappler is through; marked ones stay two."""
+
+    @tf.function(autograph=False)
+    def twice(marked):
+        made = [tf.raw_ops.Add(x=tf.constant(1.0), y=tf.constant(2.0)) for _ in range(2)]
+        for place, one in enumerate(made if marked else []):
+            compat.mark_stateful(one.op, place)
+        return made
+
+    def node_of(function):
+        return [node for node in function.graph.as_graph_def().node if node.op == "Add"]
+
+    one, other = node_of(twice.get_concrete_function(True))
+    assert one.attr["_hvd_uid"].i != other.attr["_hvd_uid"].i
+    assert "_scoped_allocator" in one.attr
+    assert [float(x) for x in twice(True)] == [3.0, 3.0]
+
+
+def body(function):
+    return tf.function(function, autograph=False).get_concrete_function()
+
+
+@CONTRACTS.of(compat.add_control_inputs, (OPERATION, "_add_control_inputs"))
+def waits():
+    def trace():
+        one, other = tf.constant(1.0), tf.constant(2.0)
+        compat.add_control_inputs(one.op, [other.op])
+        assert one.op.control_inputs == [other.op]
+
+    body(trace)
+
+
+@CONTRACTS.of(compat.replace_input, (OPERATION, "_update_input"))
+def takes_another_input():
+    def trace():
+        total = tf.constant(1.0) + tf.constant(2.0)
+        compat.replace_input(total.op, 1, tf.constant(5.0))
+        return total
+
+    assert float(body(trace)()) == 6.0
+
+
+@CONTRACTS.of(compat.copy_op, (GRAPH, "_create_op_internal"))
+def copies_an_op():
+    def trace():
+        cast = tf.cast(tf.constant(1.5), tf.int32)
+        copy = compat.copy_op(cast.op, [tf.constant(7.5)])
+        assert (copy.type, copy.graph) == ("Cast", cast.graph)
+        return copy.outputs[0]
+
+    assert int(body(trace)()) == 7
+
+
+@CONTRACTS.of(compat.unique_id)
+def tells_variables_apart():
+    ids = {compat.unique_id(tf.Variable(1.0, name="same")) for _ in range(2)}
+    assert len(ids) == 2
+
+
+@CONTRACTS.of(compat.is_resource_variable)
+def knows_resource_variables():
+    assert compat.is_resource_variable(tf.Variable(1.0))
+    with tf.Graph().as_default():
+        assert not compat.is_resource_variable(tf.compat.v1.Variable(1.0, use_resource=False))
+
+
+@CONTRACTS.of(compat.is_compiled_by_xla)
+def knows_xla():
+    def trace():
+        return compat.is_compiled_by_xla(tf.compat.v1.get_default_graph())
+
+    seen = []
+    for jit in (True, False):
+        function = tf.function(lambda: seen.append(trace()) or 1.0, autograph=False, jit_compile=jit)
+        function.get_concrete_function()
+    assert seen == [True, False]
+
+
+@CONTRACTS.of(compat.release)
+def releases_graphs():
+    @tf.custom_gradient
+    def identity(x):
+        return x, lambda upstream: upstream
+
+    before = len(ops.gradient_registry._registry)
+    inner = tf.function(lambda x: identity(x) * 2.0, autograph=False)
+    outer = tf.function(lambda x: inner(x) + identity(x), autograph=False)
+    function = outer.get_concrete_function(tf.TensorSpec([]))
+    assert len(ops.gradient_registry._registry) > before
+    compat.release(function)
+    assert len(ops.gradient_registry._registry) == before
+
+
+@CONTRACTS.of(compat.trace_number, (GRAPH, "_variable_creator_scope"))
+def numbers_traces():
+    made, seen = [], []
+
+    @tf.function(autograph=False)
+    def function():
+        seen.append(compat.trace_number(tf.compat.v1.get_default_graph()))
+        if not made:
+            made.append(tf.Variable(1.0))
+        return made[0].read_value()
+
+    function()
+    assert seen == ["first", "second"]
+    assert compat.trace_number(tf.Graph()) == ""
+
+
+@CONTRACTS.of(compat.tape_options)
+def knows_its_options():
+    for options in ((True, False), (False, True)):
+        assert compat.tape_options(tf.GradientTape(*options)) == options
+
+
+@CONTRACTS.of(compat.share_recording)
+def goes_on_with_a_recording():
+    x = tf.Variable(3.0)
+    with tf.GradientTape() as tape:
+        y = x * x
+    other = tf.GradientTape()
+    compat.share_recording(other, tape)
+    assert float(other.gradient(y, x)) == 6.0
+
+
+def frames_of(call):
+    """Return the frames of Python functions that `call` enters."""
+    frames, profile = [], sys.getprofile()
+    sys.setprofile(lambda frame, event, _: frames.append(frame) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(profile)
+    return frames
+
+
+@CONTRACTS.of(compat.session_slot, (tf.compat.v1.train.Optimizer, "_zeros_slot"))
+def makes_slots():
+    with tf.Graph().as_default():
+        variable = tf.compat.v1.get_variable("x", [2])
+        optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+        slot = compat.session_slot(optimizer, variable, "start")
+        assert slot.shape == (2,)
+        assert compat.session_slot(optimizer, variable, "start") is slot
+
+
+@CONTRACTS.of(compat.session_counter, (tf.compat.v1.train.Optimizer, "_create_non_slot_variable"))
+def makes_counters():
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
+        optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+        counter = compat.session_counter(optimizer, "steps", tf.compat.v1.get_variable("x", [2]))
+        session.run(tf.compat.v1.global_variables_initializer())
+        assert counter.graph is graph
+        assert int(session.run(counter)) == 0
+
+
+@CONTRACTS.of(compat.is_compiled_call, (atomic_function.AtomicFunction, "call_flat"))
+def sees_compiled_calls():
+    function = tf.function(lambda x: x + 1.0, autograph=False)
+    function(tf.constant(1.0))
+    assert sum(map(compat.is_compiled_call, frames_of(lambda: function(tf.constant(1.0))))) == 1
+
+
+@CONTRACTS.of(compat.is_data_read, (gen_dataset_ops, "iterator_get_next"))
+def sees_reads():
+    iterator = iter(numbers())
+    assert any(map(compat.is_data_read, frames_of(lambda: next(iterator))))
+
+
+@CONTRACTS.of(compat.is_compute_thread)
+def names_its_threads():
+    tf.config.list_logical_devices()
+    compat.check_frames_and_threads()
+    assert not compat.is_compute_thread("python")
+
+
+@CONTRACTS.of(compat.function_definitions)
+def finds_definitions():
+    inner = tf.function(lambda x: tf.raw_ops.Square(x=x), autograph=False)
+    outer = tf.function(lambda x: inner(x) + 1.0, autograph=False)
+    outer(tf.constant(2.0))
+    definitions = []
+    profile = sys.getprofile()
+
+    def look(frame, event, _):
+        if event == "call" and compat.is_compiled_call(frame):
+            definitions.extend(compat.function_definitions(frame.f_locals["self"], 10))
+
+    sys.setprofile(look)
+    try:
+        outer(tf.constant(2.0))
+    finally:
+        sys.setprofile(profile)
+    assert any(node.op == "Square" for each in definitions for node in each.node_def)
+
+
+@CONTRACTS.of(compat.check_frames_and_threads)
+def is_as_the_hang_watch_knows_it():
+    tf.config.list_logical_devices()
+    compat.check_frames_and_threads()
+
+
+@CONTRACTS.of(compat.is_kind)
+def knows_kinds_of_datasets():
+    made = numbers()
+    for kinds, datasets in {
+        compat.MAPS: [made.map(lambda x: x), made.map(lambda x: x, num_parallel_calls=2)],
+        compat.PREFETCHES: [made.prefetch(1)],
+        compat.OPTIONS: [made.with_options(tf.data.Options())],
+        compat.ORDERS: [made.shuffle(2), made.repeat(2), made.take(1), made.skip(1)],
+        compat.BATCHES: [made.batch(2), made.batch(2, num_parallel_calls=2)],
+        compat.ZIPS: [tf.data.Dataset.zip(made, made)],
+    }.items():
+        assert all(compat.is_kind(dataset, kinds) for dataset in datasets), kinds
+    assert not compat.is_kind(made, compat.MAPS | compat.ORDERS | compat.PASSING | compat.BATCHES | compat.ZIPS)
+
+
+@CONTRACTS.of(compat.input_of)
+def has_an_input():
+    made = numbers()
+    for dataset in (made.batch(2), made.map(lambda x: x), made.shuffle(2), made.prefetch(1), made.repeat()):
+        assert compat.input_of(dataset) is made
+
+
+@CONTRACTS.of(compat.inputs_of, (tf.data.Dataset, "zip"))
+def has_inputs():
+    one, other = numbers(), numbers()
+    assert compat.inputs_of(tf.data.Dataset.zip(one, other)) == [one, other]
+    assert compat.inputs_of(one) == []
+
+
+@CONTRACTS.of(compat.zipped_nest)
+def keeps_its_nest():
+    one = numbers()
+    assert compat.zipped_nest(tf.data.Dataset.zip({"a": one})) == {"a": one}
+
+
+@CONTRACTS.of(compat.batch_of)
+def knows_its_batches():
+    assert compat.batch_of(numbers().batch(4, drop_remainder=True)) == (4, True)
+    assert compat.batch_of(numbers().batch(3)) == (3, False)
+
+
+@CONTRACTS.of(compat.ops_of_functions)
+def lists_ops_of_functions():
+    assert any("Square" in ops for ops in compat.ops_of_functions(numbers().map(tf.square)))
+    assert list(compat.ops_of_functions(numbers())) == []
+
+
+@CONTRACTS.of(compat.ops_of_map)
+def lists_ops_of_a_map():
+    called = tf.function(lambda x: tf.numpy_function(lambda y: y, [x], tf.int64), autograph=False)
+    assert {"PyFunc"} <= compat.ops_of_map(numbers().map(called))
+
+
+@CONTRACTS.of(compat.is_stateful_op)
+def knows_state():
+    assert compat.is_stateful_op("RandomUniform")
+    assert not compat.is_stateful_op("AddV2")
+    assert not compat.is_stateful_op("NoSuchOp")
+
+
+@CONTRACTS.of(compat.function_of_map)
+def calls_the_function_of_a_map():
+    nested = numbers().map(lambda x: {"a": x, "b": (x + 1, x + 2)}).map(lambda each: {"sum": each["a"] + each["b"][1]})
+    made = compat.function_of_map(nested)({"a": tf.constant(1, tf.int64), "b": (tf.constant(2, tf.int64),) * 2})
+    assert int(made["sum"]) == 3
+
+
+@CONTRACTS.of(compat.reordered)
+def is_in_another_order():
+    plain = numbers()
+    for like in (
+        plain.shuffle(6, seed=3, reshuffle_each_iteration=True),
+        plain.shuffle(6),
+        plain.repeat(2),
+        plain.take(3),
+        plain.skip(2),
+        plain.prefetch(1),
+    ):
+        again = compat.reordered(like, plain.map(lambda x: x * 10))
+        if not compat.is_kind(like, compat.ORDERS) or "Shuffle" not in type(like).__name__:
+            assert [int(x) for x in again] == [int(x) * 10 for x in like]
+        else:
+            assert sorted(int(x) for x in again) == [0, 10, 20, 30, 40, 50]
+    seeded = plain.shuffle(6, seed=3)
+    assert [int(x) for x in compat.reordered(seeded, plain)] == [int(x) for x in plain.shuffle(6, seed=3)]
+
+
+@pytest.mark.parametrize("name", CONTRACTS.known)
+def test_contract(name):
+    CONTRACTS.hold(name)
+
+
+@pytest.mark.parametrize(("name", "library", "attribute"), CONTRACTS.all_breaks())
+def test_a_contract_names_what_no_longer_holds(name, library, attribute, monkeypatch):
+    CONTRACTS.breaks(name, monkeypatch, library, attribute)
+
+
+def test_every_function_has_a_contract():
+    assert CONTRACTS.functions() == set(CONTRACTS.known)
+
+
+def test_scopes_of_another_name_are_refused(monkeypatch):
+    """Ranks would number collectives otherwise, and wait for one another for ever."""
+
+    def initialize(self, *arguments):
+        raise AssertionError("not called")
+
+    monkeypatch.setattr(polymorphic_function.Function, "_initialize", initialize)
+    with pytest.raises(CompatibilityError, match=rf"trace_number relies on it\. Received: tensorflow {tf.__version__}"):
+        compat.trace_number(tf.Graph())
+
+
+@pytest.mark.parametrize(
+    ("library", "attribute", "message"),
+    [
+        (atomic_function.AtomicFunction, "call_flat", r"AtomicFunction\.call_flat"),
+        (gen_dataset_ops, "iterator_get_next", "iterator_get_next"),
+    ],
+)
+def test_frames_of_another_name_are_refused(library, attribute, message, monkeypatch):
+    """A rank that waits would be taken for one that works."""
+    monkeypatch.delattr(library, attribute)
+    with pytest.raises(CompatibilityError, match=message):
+        compat.check_frames_and_threads()
+
+
+def test_threads_of_another_name_are_refused(monkeypatch):
+    """A rank that computes would be taken for one that hangs."""
+    monkeypatch.setattr(compat, "is_compute_thread", lambda name: name.startswith("eigen_"))
+    with pytest.raises(CompatibilityError, match="threads are called tf_"):
+        compat.check_frames_and_threads()
