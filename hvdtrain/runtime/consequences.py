@@ -9,7 +9,9 @@ _OF_HOROVOD = re.compile(
     r"\[Op:Horovod\w+\]"  # computed at once
     # In a graph, where TensorFlow tells in which calls the failing node was made: the last one is of its op.
     r"|^Detected at node .* defined at \(most recent call last\):\n"
-    r'(?:\s*File "[^"\n]*", line \d+, in .*\n)*?\s*File "<string>", line \d+, in horovod_\w+\n(?!\s*File ")',
+    r'(?:\s*File "[^"\n]*", line \d+, in .*\n)*?\s*File "<string>", line \d+, in horovod_\w+\n(?!\s*File ")'
+    # Of some functions it tells the node alone, which has the name that `collective_name` gave it.
+    r"|\[\[\{\{node (?:[\w.-]+/)*[\w.-]+\.[0-9a-f]{8}\}\}\]\] \[Op:__inference_",
     re.MULTILINE,
 )
 """Where TensorFlow says of which op an error is. What the error itself says may be the user's, and mention anything."""

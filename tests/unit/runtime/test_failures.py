@@ -52,6 +52,10 @@ FRAMES = """
 
   File "<string>", line 111, in horovod_allreduce
 """
+NODE_ALONE = (
+    "{{function_node __inference_<lambda>_223}} Horovod has been shut down. This was caused by an exception on one of "
+    "the ranks.\n\n\t [[{{node dp.callbacks.agreement.252437e7}}]] [Op:__inference_<lambda>_223]"
+)
 """As TensorFlow 2.21 words the errors of Horovod's ops."""
 
 
@@ -201,6 +205,8 @@ def test_consequences_are_told_by_the_type_of_the_error_and_the_op_that_raised_i
     wrapped.__cause__ = HorovodInternalError("x")
     assert is_consequence(HorovodInternalError("x"))
     assert is_consequence(UnknownError(COMPUTED_AT_ONCE))
+    assert is_consequence(UnknownError(NODE_ALONE))
+    assert not is_consequence(UnknownError(NODE_ALONE.replace("dp.callbacks.agreement.252437e7", "EagerPyFunc")))
     assert is_consequence(wrapped)
     assert is_consequence(in_a_graph("[gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer"))
     assert is_consequence(in_a_graph("any other words"))
