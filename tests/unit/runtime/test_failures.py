@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.control.local import LocalChannel
@@ -135,7 +135,7 @@ def test_the_code_of_a_script_that_left_is_the_jobs():
 
 
 def test_the_same_mistake_of_all_ranks_is_shown_by_rank_0_alone():
-    shown, codes = fail([ConfigError("--batch=7 does not divide") for _ in range(3)])
+    shown, codes = fail([ConfigError(f"{opt('batch', 7)} does not divide") for _ in range(3)])
     assert shown == ["hvdtrain: error: batch=7 does not divide\n", "", ""]
     assert codes == [2, 2, 2]
 
@@ -302,7 +302,7 @@ def test_a_hang_is_told_to_all_ranks_and_ends_the_job(capsys):
     def body(channel):
         if channel.rank == 1:
             FailFast(Grace(stacks=0.1)).hung(
-                Aborting(channel), place(1, 2), "It hangs: raise --hang-timeout.", lambda: said.append("stacks")
+                Aborting(channel), place(1, 2), f"It hangs: raise {opt('hang_timeout')}.", lambda: said.append("stacks")
             )
             return None
         watchdog = Watchdog(channel, FailFast(Grace(hanging=0.1), end=said.append), interval=0.02)
@@ -329,7 +329,9 @@ def test_a_broken_link_is_told_once_by_the_ranks_of_a_host_and_ends_them(capsys)
             ended.append((self.rank, code))
 
     def body(channel):
-        FailFast(Grace(same=5)).broken_link(Ending(channel), place(channel.rank, 2), "Broken: see --link-timeout.")
+        FailFast(Grace(same=5)).broken_link(
+            Ending(channel), place(channel.rank, 2), f"Broken: see {opt('link_timeout')}."
+        )
 
     as_ranks(2, body)
     assert sorted(ended) == [(0, 1), (1, 1)]
