@@ -72,8 +72,8 @@ def batches(names, size, *, steps=7, start=0):
     ]
 
 
-@pytest.mark.parametrize("names", [("flip",), ("crop",), ("crop", "flip")])
-def test_any_number_of_ranks_and_a_resumed_run_change_alike(names):
+def test_any_number_of_ranks_and_a_resumed_run_change_alike():
+    names = ("crop", "flip")
     alone = batches(names, 1)
     assert [len(batch) for batch in alone] == [24, 24, 16, 24, 24, 16, 24]
     for size in (2, 4):

@@ -85,6 +85,7 @@ def test_a_script_that_imports_hvdtrain_first_starts_in_silence():
     assert printed.splitlines() == ["SourceFileLoader True 1", "3.0 1"]
 
 
+@pytest.mark.extended  # it starts TensorFlow
 def test_a_run_without_standard_error_starts_too():
     code = "import os, sys; os.close(2); sys.stderr = None; import hvdtrain; import tensorflow as tf; "
     assert script(code + "print(tf.ones(1).numpy())")[1] == "[1.]\n"

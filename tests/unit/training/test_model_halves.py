@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 HALVES = """\
     import json
 
@@ -65,6 +67,7 @@ HALVES = """\
 """
 
 
+@pytest.mark.extended  # it needs a process of its own, and three trainings in it
 def test_halves_of_a_model_on_two_devices_train_as_on_one(tmp_path):
     (tmp_path / "halves.py").write_text(textwrap.dedent(HALVES))
     words = [sys.executable, "halves.py"]

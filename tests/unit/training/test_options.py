@@ -197,7 +197,7 @@ import sys
 import tensorflow as tf
 from hvdtrain.optim.clipping import global_norm
 tf.config.threading.set_intra_op_parallelism_threads(int(sys.argv[1]))
-for seed, elements in enumerate((4095, 4096, 4097, *(3_000_001,) * 8)):
+for seed, elements in enumerate((4095, 4096, 4097, *(3_000_001,) * 4)):
     values = tf.random.stateless_normal([elements], (seed, 2))
     exact = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(values, tf.float64))))
     compiled = tf.function(lambda v: global_norm([v]), input_signature=[tf.TensorSpec([None])])
@@ -209,13 +209,13 @@ for seed, elements in enumerate((4095, 4096, 4097, *(3_000_001,) * 8)):
 def test_the_norm_is_the_same_with_any_number_of_threads():
     """Ranks on hosts with other numbers of cores would clip the same gradient differently."""
     said = []
-    for threads in (1, 3, 16):
+    for threads in (1, 16):
         job = subprocess.run([sys.executable, "-c", NORMS, str(threads)], capture_output=True, text=True, timeout=120)
         assert job.returncode == 0, job.stderr
         said.append(job.stdout)
-    assert said[0] == said[1] == said[2]
+    assert said[0] == said[1]
     lines = [line.split() for line in said[0].splitlines()]
-    assert len(lines) == 11
+    assert len(lines) == 7
     assert all(one == other and close == "True" for one, other, close in lines), said[0]
 
 
@@ -241,8 +241,10 @@ def test_clipping_by_value_bounds_each_element():
     assert Clipping().apply(gradients(), None)[0].numpy().tolist() == [0.0, -4.0]
 
 
-@pytest.mark.parametrize(("option", "reference"), [("clip_norm", "global_clipnorm"), ("clip_value", "clipvalue")])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("option", "reference", "scaled"),
+    [("clip_norm", "global_clipnorm", True), ("clip_value", "clipvalue", False)],
+)
 def test_clipping_is_what_keras_does_with_dense_gradients(option, reference, scaled):
     def run(**options):
         keras.utils.set_random_seed(0)
@@ -616,6 +618,7 @@ def test_class_weights_count_labels_that_are_floats(shape):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
+@pytest.mark.extended  # XLA compiles three models
 def test_what_xla_draws_at_random_can_be_repeated():
     """Its numbers are not those of TensorFlow's own kernels, but the same ones each time."""
 

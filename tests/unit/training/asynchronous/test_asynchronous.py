@@ -116,9 +116,10 @@ def all_weights(trainer):
 
 
 def test_one_worker_takes_the_steps_of_one_process():
-    """With dropout, moving statistics, regularizers, bounds, averages of weights and a falling rate."""
-    served, result = trained(Served(1), log_every=5, validation_data=(X, Y))
-    alone, expected = trained(SingleBackend(current()), log_every=5, validation_data=(X, Y))
+    """With dropout, moving statistics, regularizers, bounds, averages of weights, a falling rate and sample weights."""
+    data = X, Y, RNG.random(SAMPLES).astype("float32")
+    served, result = trained(Served(1), data=data, log_every=5, validation_data=data)
+    alone, expected = trained(SingleBackend(current()), data=data, log_every=5, validation_data=data)
     start = rich_model().get_weights()
     assert max(np.abs(a - b).max() for a, b in zip(served.model.get_weights(), start, strict=True)) > 1e-2
     for ours, theirs in zip(all_weights(served), all_weights(alone), strict=True):
@@ -145,7 +146,7 @@ def test_steps_that_pass_one_another_are_each_taken_once():
 
 def test_rates_are_those_of_the_steps_number():
     rates = {}
-    for count in (1, 2, 3):
+    for count in (1, 3):
         backend, seen = Served(count), Rates()
         trainer = Trainer(rich_model, falling_adam, CROSSENTROPY, backend=backend)
         data = training_data((X, Y), backend, batch=BATCH, seed=0, shuffle=False, steps_per_epoch=None)
@@ -154,7 +155,7 @@ def test_rates_are_those_of_the_steps_number():
         rates[count] = seen.rates
         assert int(trainer.optimizer.iterations) == 12
     np.testing.assert_allclose(rates[1], [0.05 * 0.9**step for step in (0, 2, 3, 5, 7, 8, 11)], rtol=1e-5)
-    assert rates[1] == rates[2] == rates[3]
+    assert rates[1] == rates[3]
 
 
 def test_callbacks_see_the_figures_of_all_steps():
@@ -173,14 +174,6 @@ def test_callbacks_see_the_figures_of_all_steps():
     assert batches[3]["accuracy"] == pytest.approx(seen[0]["accuracy"])
     assert batches[4]["loss"] == pytest.approx(seen[0]["val_loss"])
     assert result.history["loss"] == pytest.approx([logs["loss"] for logs in seen])
-
-
-def test_sample_weights_weigh():
-    weights = RNG.random(SAMPLES).astype("float32")
-    served, result = trained(Served(1), data=(X, Y, weights), validation_data=(X, Y, weights))
-    alone, expected = trained(SingleBackend(current()), data=(X, Y, weights), validation_data=(X, Y, weights))
-    assert result.evaluations[-1].loss == pytest.approx(expected.evaluations[-1].loss, rel=1e-6)
-    np.testing.assert_allclose(served.model.get_weights()[0], alone.model.get_weights()[0], rtol=1e-5, atol=1e-7)
 
 
 def test_a_nan_is_named_with_its_step():

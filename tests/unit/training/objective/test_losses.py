@@ -150,12 +150,14 @@ def test_the_gradient_is_that_of_kerass_mean():
 RANKS = [([8], [8, 1]), ([8, 1], [8]), ([8, 1], [8, 1]), ([8, 5], [8, 5]), ([8, 5, 1], [8, 5])]
 
 
-@pytest.mark.parametrize(("targets", "outputs"), RANKS)
-@pytest.mark.parametrize(
-    "loss",
-    ["hinge", "squared_hinge", "poisson", "kl_divergence", "binary_crossentropy", "mse", lambda a, b: (a - b) ** 2],
+LOSSES = ["hinge", "squared_hinge", "poisson", "kl_divergence", "binary_crossentropy", "mse", lambda a, b: (a - b) ** 2]
+DTYPES = ["float32", "int64", "float64"]
+
+
+@pytest.mark.parametrize(  # each loss with each rank, and each of these with each type
+    ("loss", "targets", "outputs", "dtype"),
+    [(loss, *ranks, DTYPES[(i + j) % 3]) for i, loss in enumerate(LOSSES) for j, ranks in enumerate(RANKS)],
 )
-@pytest.mark.parametrize("dtype", ["float32", "int64", "float64"])
 def test_targets_of_another_rank_and_type_are_taken_as_keras_takes_them(loss, targets, outputs, dtype):
     rng = np.random.default_rng(4)
     y = (rng.random(targets) > 0.5).astype(dtype)

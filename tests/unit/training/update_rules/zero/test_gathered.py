@@ -11,6 +11,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update_rules.zero.gathered import GatheringPass
+from tests.extended import mostly_extended
 
 pytestmark = pytest.mark.usefixtures("session")
 WIDTH = 160
@@ -96,7 +97,14 @@ def trainer_of(make, **options):
     return Trainer(make(), keras.optimizers.SGD(0.05, momentum=0.9), loss, **options)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_extended(
+        MODELS,
+        lambda name: name in ("shared", "convolutions", "branches", "frozen"),
+        why="graphs within the graph are among the branches' too",
+    ),
+)
 def test_kinds_of_layers_train_as_with_whole_parameters(name):
     make, inputs = MODELS[name]
     x, y = inputs().astype("float32"), RNG.integers(0, 3, 24)
