@@ -1,5 +1,7 @@
 """Ranks that are done wait for those that still work."""
 
+import contextlib
+import io
 import time
 
 import pytest
@@ -9,17 +11,19 @@ from hvdtrain.runtime.exits import UNCLEAR
 from hvdtrain.runtime.leaving import PATIENCE_S, leave_together
 from hvdtrain.runtime.session import Session
 from tests.unit.threaded_ranks import as_ranks, place
+from tests.waiting import wait_until
 
 
-def test_a_rank_that_still_works_is_waited_for_and_named_by_one_of_those_that_wait(capsys):
+def test_a_rank_that_still_works_is_waited_for_and_named_by_one_of_those_that_wait():
     def body(channel):
         if channel.rank == 0:
-            time.sleep(4.0)
-        leave_together(channel, notice=1.5)
+            wait_until(lambda: "still at work" in said.getvalue())
+        leave_together(channel, notice=0.5)
 
-    assert as_ranks(3, body) == [None] * 3
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) in (1, 2)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert as_ranks(3, body) == [None] * 3
+    lines = said.getvalue().splitlines()
+    assert lines
     assert all("rank 1 is done and has waited" in line and "for rank 0: still at work" in line for line in lines)
 
 
@@ -28,13 +32,15 @@ def test_ranks_that_come_soon_are_not_spoken_of(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_who_waits_after_an_exit_that_may_have_been_a_failure_says_so(capsys):
+def test_who_waits_after_an_exit_that_may_have_been_a_failure_says_so():
     def body(channel):
-        time.sleep(0.0 if channel.rank else 3.0)
-        leave_together(channel, notice=1.0, remark="" if channel.rank == 0 else UNCLEAR)
+        if channel.rank == 0:
+            wait_until(lambda: "an exchange" in said.getvalue())
+        leave_together(channel, notice=0.5, remark="" if channel.rank == 0 else UNCLEAR)
 
-    assert as_ranks(2, body) == [None] * 2
-    first = capsys.readouterr().err.splitlines()[0]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert as_ranks(2, body) == [None] * 2
+    first = said.getvalue().splitlines()[0]
     assert first.endswith(f"an exchange that needs a rank which is done. {UNCLEAR}")
 
 

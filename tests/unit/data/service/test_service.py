@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from hvdtrain.data.service import processes
 from hvdtrain.data.service.served import distributed, served
 from hvdtrain.data.service.use import addresses_in, refuse_python
 from hvdtrain.training.inputs import training_data
+from tests.waiting import wait_until
 
 X, Y = np.arange(50, dtype="float32"), np.arange(50)
 
@@ -119,7 +119,7 @@ def test_a_service_with_two_workers_is_refused():
     dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
     address = dispatcher.target.removeprefix("grpc://")
     workers = [service.WorkerServer(service.WorkerConfig(dispatcher_address=address)) for _ in range(2)]
-    time.sleep(0.5)
+    wait_until(lambda: dispatcher._num_workers() == 2)
     with pytest.raises(DataError, match="Received: 2 workers"):
         processes.check_address(dispatcher.target)
     assert len(workers) == 2
@@ -148,9 +148,7 @@ def test_a_process_ends_with_the_one_that_started_it_and_its_loss_is_noticed(mon
     processes.watch([address], lost.append)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 30
-    while not lost and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: lost)
     assert not processes.reachable(address, 1)
     assert address in str(lost[0])
 
