@@ -35,3 +35,13 @@ def session() -> Iterator[Session]:
 def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the session that another test may have opened."""
     monkeypatch.setattr(running._Current, "session", None)
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Let layers compute in float64."""
+    from tests.builders import compute_in
+
+    compute_in("float64")
+    yield
+    compute_in("float32")

@@ -3,7 +3,6 @@
 from dataclasses import asdict
 
 import keras
-import numpy as np
 import pytest
 
 from hvdtrain.checkpoint.checkpointer import Checkpointer
@@ -14,9 +13,9 @@ from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
+from tests.builders import dense, samples
 
-X = np.random.default_rng(0).standard_normal((32, 5)).astype("float32")
-Y = np.argmax(X[:, :3], axis=1)
+X, Y = samples(32)
 LOWEST = BestMetric("val_loss", "min")
 
 
@@ -93,8 +92,7 @@ def test_what_is_not_there_is_named_with_what_is(tmp_path):
 
 
 def trainer_of(rate):
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+    model = dense(activation="softmax")
     return Trainer(model, keras.optimizers.SGD(rate), "sparse_categorical_crossentropy", ["accuracy"])
 
 

@@ -190,19 +190,27 @@ def test_large_float16_activations_of_a_transformer_stay_finite(policy, dropout)
     assert np.isfinite(np.array(model(x, training=True))).all()
 
 
-def test_a_saved_transformer_loads_without_this_package(tmp_path):
-    model = build("transformer")
-    model.save(tmp_path / "model.keras")
-    np.save(tmp_path / "tokens.npy", tokens())
+def test_saved_models_load_without_this_package(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = {"numeric": rng.standard_normal((7, 5)), "categorical": rng.integers(0, 9, (7, 3))}
+    inputs = {"transformer": {"tokens": tokens()}, "dlrm": {name: keras.ops.array(each) for name, each in rows.items()}}
+    models = {name: build(name) for name in inputs}
+    for name, model in models.items():
+        model.save(tmp_path / f"{name}.keras")
+        np.savez(tmp_path / f"{name}.npz", **inputs[name])
     code = (
         "import sys, keras, numpy as np\n"
-        "logits = keras.models.load_model('model.keras')(np.load('tokens.npy'))\n"
+        f"for name in {list(models)}:\n"
+        "    inputs = dict(np.load(name + '.npz'))\n"
+        "    outputs = keras.models.load_model(name + '.keras')(inputs.get('tokens', inputs))\n"
+        "    np.save(name + '.npy', outputs)\n"
         "assert not [name for name in sys.modules if name.startswith('hvdtrain')]\n"
-        "np.save('logits.npy', logits)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert np.abs(np.load(tmp_path / "logits.npy") - np.array(model(tokens()))).max() < 1e-6
+    for name, model in models.items():
+        expected = model(inputs[name].get("tokens", inputs[name]))
+        assert np.abs(np.load(tmp_path / f"{name}.npy") - np.array(expected)).max() < 1e-6
 
 
 # -- the multilayer perceptron --

@@ -219,21 +219,6 @@ def test_categories_beyond_the_table_share_its_rows():
     assert (np.array(model(beyond)) == np.array(model(rows))).all()
 
 
-def test_a_saved_dlrm_loads_without_this_package(tmp_path):
-    model, rows = dlrm(), rows_of()
-    model.save(tmp_path / "model.keras")
-    np.savez(tmp_path / "rows.npz", **rows)
-    code = (
-        "import sys, keras, numpy as np\n"
-        "odds = keras.models.load_model('model.keras')(dict(np.load('rows.npz')))\n"
-        "assert not [name for name in sys.modules if name.startswith('hvdtrain')]\n"
-        "np.save('odds.npy', odds)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert np.abs(np.load(tmp_path / "odds.npy") - np.array(model(rows))).max() < 1e-6
-
-
 def test_the_loss_and_metrics_of_dlrm_take_log_odds():
     rows, labels = rows_of(200), drawn().integers(0, 2, 200).astype("int32")
     odds = np.array(dlrm()(rows))

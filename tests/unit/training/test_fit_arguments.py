@@ -9,19 +9,14 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.training.trainer import Trainer
+from tests.builders import cross_entropy, dense, samples
 
 pytestmark = pytest.mark.usefixtures("session")
 
 RNG = np.random.default_rng(0)
-X = RNG.standard_normal((50, 5)).astype("float32")
-Y = np.argmax(X[:, :3], axis=1)
+X, Y = samples(50)
 WEIGHTS = RNG.random(50).astype("float32")
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def dense():
-    keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+LOSS = cross_entropy()
 
 
 def trainer_of(metrics=("accuracy",)):

@@ -29,11 +29,11 @@ from hvdtrain.training.objective.outputs import outputs_by_name, per_output
 from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.step.microbatches import per_microbatch
 from hvdtrain.training.trainer import Trainer
+from tests.builders import samples
 
 pytestmark = pytest.mark.usefixtures("session")
 
-X = np.random.default_rng(0).standard_normal((32, 4)).astype("float32")
-Y = X.argmax(axis=1)
+X, Y = samples(32, 4, 4)
 
 
 def model(**options):

@@ -7,12 +7,11 @@ import pytest
 import hvdtrain
 from hvdtrain.checkpoint.naming import complete
 from hvdtrain.config.errors import CheckpointError, ConfigError
+from tests.builders import samples
 
 pytestmark = pytest.mark.usefixtures("session")
 
-RNG = np.random.default_rng(0)
-X = RNG.standard_normal((50, 5)).astype("float32")
-Y = np.argmax(X[:, :3], axis=1)
+X, Y = samples(50)
 STEPS = 4
 """Of an epoch in batches of 16; the last one has two samples."""
 QUIET = {"batch": 16, "verbose": 0}

@@ -15,19 +15,14 @@ from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.step import graph_cache
 from hvdtrain.training.trainer import Trainer
+from tests.builders import cross_entropy, dense, samples
 
 pytestmark = pytest.mark.usefixtures("session")
 
 SAMPLES = 50
 RNG = np.random.default_rng(0)
-X = RNG.standard_normal((SAMPLES, 5)).astype("float32")
-Y = np.argmax(X[:, :3], axis=1)
-CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def dense(seed=0, **options):
-    keras.utils.set_random_seed(seed)
-    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, **options)])
+X, Y = samples(SAMPLES)
+CROSSENTROPY = cross_entropy()
 
 
 def sgd(rate=0.1):

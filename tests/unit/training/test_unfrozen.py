@@ -13,13 +13,12 @@ from hvdtrain.state.callbacks import callback_states, restore_callbacks
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
+from tests.builders import cross_entropy, samples
 
 pytestmark = pytest.mark.usefixtures("session")
 
-RNG = np.random.default_rng(0)
-X = RNG.standard_normal((48, 5)).astype("float32")
-Y = np.argmax(X[:, :3], axis=1)
-CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+X, Y = samples(48)
+CROSSENTROPY = cross_entropy()
 OPTIONS = {"batch": 16, "shuffle": False, "verbose": False}
 
 

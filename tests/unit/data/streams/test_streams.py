@@ -19,12 +19,12 @@ from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTra
 from hvdtrain.data.streams.python_code import python_in
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.trainer import Trainer
+from tests.builders import samples
 from tests.unit.gathering import on_ranks
 
 COUNT, BATCH = 50, 16
 RNG = np.random.default_rng(0)
-X = RNG.standard_normal((COUNT, 5)).astype("float32")
-Y = np.argmax(X[:, :3], axis=1)
+X, Y = samples(COUNT)
 NUMBERS = np.arange(COUNT)
 
 

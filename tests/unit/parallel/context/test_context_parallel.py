@@ -20,23 +20,14 @@ from hvdtrain.state.placement import drawn_for_samples
 from hvdtrain.training.objective.losses import summed_loss
 from hvdtrain.training.objective.metric_specs import MetricSpec
 from hvdtrain.training.objective.position_check import check_positions
+from tests.builders import compute_in
 from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on
+
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 layers, ops = keras.layers, keras.ops
 ONE_AT_A_TIME = threading.Lock()
 SIZE, BATCH, LENGTH, WIDTH, WORDS = 2, 3, 8, 8, 12
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    use("float64")
-    yield
-    use("float32")
-
-
-def use(dtype):
-    keras.config.set_floatx(dtype)
-    keras.config.set_dtype_policy(dtype)
 
 
 class TokenAndPositionEmbedding(layers.Layer):
@@ -156,7 +147,7 @@ def test_slices_give_outputs_and_gradients_of_the_whole(name):
     meeting = Meeting(SIZE)
 
     def body(rank):
-        use("float64")
+        compute_in("float64")
         model = functional(build, x)
         split_sequences(model, Replica(meeting, rank), rules)
         sliced = local_outputs(model, model, x, training=True)
@@ -422,7 +413,7 @@ def test_a_batch_may_have_as_many_samples_as_a_sequence_has_positions():
     meeting = Meeting(SIZE)
 
     def body(rank):
-        use("float64")
+        compute_in("float64")
         model = build()
         split_sequences(model, Replica(meeting, rank), {})
         return model(inputs).numpy()
@@ -540,7 +531,7 @@ CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     ids=["fit", "function", "class", "loss"],
 )
 def test_loss_and_metrics_must_look_at_each_position_by_itself(loss, metrics, refused):
-    use("float32")
+    compute_in("float32")
     rng = np.random.default_rng(2)
     targets = tf.constant(rng.integers(0, 5, (4, 6)))
     outputs = tf.constant(rng.standard_normal((4, 6, 5)).astype("float32"))

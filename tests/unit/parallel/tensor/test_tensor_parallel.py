@@ -26,26 +26,17 @@ from hvdtrain.state.deferred_values import built_without_values, draw_values
 from hvdtrain.state.named_tensors import values_in
 from hvdtrain.state.placement import drawn_apart, placement_of
 from hvdtrain.state.train_state import TrainState
+from tests.builders import compute_in
 from tests.extended import mostly_extended
 from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on
+
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 layers = keras.layers
 ONE_AT_A_TIME = threading.Lock()
 SIZE, BATCH, LENGTH, WIDTH = 2, 3, 4, 8
 FUSED = {"c_attn/kernel": (None, FusedHeads(4, 4, 4)), "c_proj/kernel": ("tp", None)}
 HEADS = {r"(query|key|value|gate)/kernel": (None, "tp", None), "attention_output/kernel": ("tp", None, None)}
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    use("float64")
-    yield
-    use("float32")
-
-
-def use(dtype):
-    keras.config.set_floatx(dtype)
-    keras.config.set_dtype_policy(dtype)
 
 
 def functional(shape, build, dtype="float64"):
@@ -330,7 +321,7 @@ def test_a_split_layer_is_the_whole_one(name, way):
     meeting = Meeting(SIZE)
 
     def body(rank):
-        use("float64")
+        compute_in("float64")
         build = whole_model(name) if way == "instance" else lambda: whole_model(name)
         split = lambda: Parallelization(Replica(meeting, rank), rules, None)(build, None)  # noqa: E731
         model = built_without_values(split) if way == "stages" else split()
@@ -1025,7 +1016,7 @@ def test_gradients_of_whole_factors_on_slices_are_parts_of_a_sum(build, rules, p
     meeting = Meeting(SIZE)
 
     def body(rank):
-        use("float64")
+        compute_in("float64")
         return gradient(Parallelization(Replica(meeting, rank), rules, None)(made, None))
 
     found = outcomes_on(SIZE, body)

@@ -18,14 +18,14 @@ from hvdtrain.runtime.session import current
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
+from tests.builders import cross_entropy, dense, samples
 
 pytestmark = pytest.mark.usefixtures("session")
 
 SAMPLES, BATCH, EPOCHS = 50, 16, 3  # three full batches and one of 2 samples: 12 steps
 RNG = np.random.default_rng(0)
-X = RNG.standard_normal((SAMPLES, 5)).astype("float32")
-Y = np.argmax(X[:, :3], axis=1)
-CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+X, Y = samples(SAMPLES)
+CROSSENTROPY = cross_entropy()
 
 
 class Result:
@@ -70,11 +70,6 @@ class Served(SingleBackend):
         super().__init__(current())
         self.workers = Workers(count)
         self.roles = {"chief": 1, "worker": count, "parameter server": 1}
-
-
-def plain_model():
-    keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
 
 
 def rich_model():
@@ -133,13 +128,13 @@ def test_one_worker_takes_the_steps_of_one_process():
 
 def test_steps_that_pass_one_another_are_each_taken_once():
     backend = Served(3)
-    trainer, result = trained(backend, plain_model, lambda: keras.optimizers.SGD(0.1), log_every=100)
+    trainer, result = trained(backend, dense, lambda: keras.optimizers.SGD(0.1), log_every=100)
     # Of four steps an epoch the first of all and each epoch's last are waited for; the others come in threes at most.
     assert [len(inputs) for inputs in backend.workers.inputs] == [16, 16, 16, 2] * EPOCHS
     for epoch in np.split(np.concatenate(backend.workers.inputs), EPOCHS):
         np.testing.assert_array_equal(epoch, X)
     assert int(trainer.optimizer.iterations) == trainer.state.scalars.step == result.steps == 12
-    alone, _ = trained(SingleBackend(current()), plain_model, lambda: keras.optimizers.SGD(0.1), log_every=100)
+    alone, _ = trained(SingleBackend(current()), dense, lambda: keras.optimizers.SGD(0.1), log_every=100)
     difference = max(np.abs(a - b).max() for a, b in zip(all_weights(trainer), all_weights(alone), strict=True))
     assert difference > 1e-6, "the steps were taken in order"
 
@@ -166,7 +161,7 @@ def test_callbacks_see_the_figures_of_all_steps():
         on_test_batch_end=lambda batch, logs: batches.append(dict(logs)),
     )
     still = lambda: keras.optimizers.SGD(0.0)  # noqa: E731
-    _, result = trained(Served(2), plain_model, still, validation_data=(X, Y), callbacks=[note])
+    _, result = trained(Served(2), dense, still, validation_data=(X, Y), callbacks=[note])
     assert len(seen) == EPOCHS
     for logs in seen:
         assert logs["accuracy"] == pytest.approx(logs["val_accuracy"], rel=1e-6)
@@ -180,11 +175,11 @@ def test_a_nan_is_named_with_its_step():
     bad = X.copy()
     bad[20] = np.nan
     with pytest.raises(NonFiniteError, match=r"The data hold NaN or infinite values at step 2 \(epoch 1\)"):
-        trained(Served(2), plain_model, data=(bad, Y))
+        trained(Served(2), dense, data=(bad, Y))
 
 
 def test_nothing_to_evaluate_is_said():
-    trainer = Trainer(plain_model, "sgd", CROSSENTROPY, backend=Served(1))
+    trainer = Trainer(dense, "sgd", CROSSENTROPY, backend=Served(1))
     trainer.evaluate((X, Y))
     for call in (trainer.evaluate_on, trainer._predictor):
         with pytest.raises(DataError, match="There is nothing to"):

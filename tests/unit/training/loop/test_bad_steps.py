@@ -16,6 +16,7 @@ from hvdtrain.config.errors import BadStepError, CheckpointError, ConfigError, N
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.step.guard import FEWEST, GOOD, HISTORY, NON_FINITE, SPIKE, GuardedTotals, StepGuard
 from hvdtrain.training.trainer import Trainer
+from tests.builders import cross_entropy, dense, samples
 from tests.extended import mostly_extended
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -23,9 +24,8 @@ pytestmark = pytest.mark.usefixtures("session")
 BATCH = 16
 SAMPLES = 10 * BATCH
 RNG = np.random.default_rng(0)
-X = RNG.standard_normal((SAMPLES, 5)).astype("float32")
-Y = np.argmax(X[:, :3], axis=1)
-CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+X, Y = samples(SAMPLES)
+CROSSENTROPY = cross_entropy()
 FIT = {"batch": BATCH, "shuffle": False, "verbose": 0}
 METRICS = ("accuracy", "sparse_categorical_crossentropy")
 
@@ -185,19 +185,14 @@ def spiking():
 def test_a_spike_is_held_back():
     x, y = spiking()
     with pytest.raises(BadStepError, match=r"Step 19 \(epoch 1\) is bad: a loss of [\d.e+]+ where up to [\d.]+ is"):
-        trainer_of(linear, "sgd", spike_threshold=20.0).fit((x, y), epochs=1, **FIT)
-    skipping = trainer_of(linear, "sgd", on_bad_step="skip", spike_threshold=20.0)
+        trainer_of(dense, "sgd", spike_threshold=20.0).fit((x, y), epochs=1, **FIT)
+    skipping = trainer_of(dense, "sgd", on_bad_step="skip", spike_threshold=20.0)
     result = skipping.fit((x, y), epochs=1, **FIT)
-    never = trainer_of(linear, "sgd")
+    never = trainer_of(dense, "sgd")
     kept = [i for i in range(2 * SAMPLES) if i // BATCH != 18]
     never.fit((x[kept], y[kept]), epochs=1, **FIT)
     assert_same_state(skipping, never)
     assert result.bad_steps == {"non_finite": 0, "spikes": 1, "rollbacks": []}
-
-
-def linear():
-    keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
 
 
 def judged(guard, loss, weight=2.0, gradient=0.0):
@@ -295,12 +290,12 @@ def test_the_losses_compared_with_are_restored(tmp_path):
     x, y = spiking()
     fit = {**FIT, "epochs": 2}
     options = {"on_bad_step": "skip", "spike_threshold": 20.0}
-    whole = trainer_of(linear, "sgd", **options)
+    whole = trainer_of(dense, "sgd", **options)
     expected = whole.fit((x, y), **fit)
-    trainer_of(linear, "sgd", **options).fit((x, y), checkpoint=Checkpoint(tmp_path, every=5), **{**fit, "epochs": 1})
+    trainer_of(dense, "sgd", **options).fit((x, y), checkpoint=Checkpoint(tmp_path, every=5), **{**fit, "epochs": 1})
     for path in complete(tmp_path)[1:]:
         (path / "manifest.json").unlink()
-    resumed = trainer_of(linear, "sgd", **options)
+    resumed = trainer_of(dense, "sgd", **options)
     resumed.resume(tmp_path)
     result = resumed.fit((x, y), **fit)
     assert_same_state(resumed, whole)
@@ -316,7 +311,7 @@ def test_parameters_of_nan_are_rolled_back(tmp_path, capsys):
         def on_train_batch_begin(self, batch, logs=None):
             self.model.optimizer.learning_rate = np.inf if batch == 4 else 0.01
 
-    trainer = trainer_of(linear, keras.optimizers.SGD(0.01), on_bad_step="rollback")
+    trainer = trainer_of(dense, keras.optimizers.SGD(0.01), on_bad_step="rollback")
     saves = Checkpoint(tmp_path, every=2)
     result = trainer.fit((X, Y), epochs=1, callbacks=[Jump()], checkpoint=saves, **{**FIT, "verbose": 2}, log_every=1)
     assert result.bad_steps["rollbacks"] == [[5, 5]]

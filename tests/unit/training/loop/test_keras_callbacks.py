@@ -1,18 +1,17 @@
 """What callbacks see of single batches."""
 
 import keras
-import numpy as np
 import pytest
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.loop.keras_callbacks import needs_of_all
 from hvdtrain.training.trainer import Trainer
+from tests.builders import cross_entropy, samples
 
 pytestmark = pytest.mark.usefixtures("session")
 
-X = np.random.default_rng(0).standard_normal((42, 4)).astype("float32")
-Y = X.argmax(axis=1)
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+X, Y = samples(42, 4, 4)
+LOSS = cross_entropy()
 
 
 class Noting(keras.callbacks.Callback):

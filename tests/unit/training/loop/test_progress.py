@@ -3,7 +3,6 @@
 from dataclasses import asdict
 
 import keras
-import numpy as np
 import pytest
 
 from hvdtrain.checkpoint.checkpointer import Checkpointer
@@ -11,17 +10,15 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
+from tests.builders import dense, samples
 
 pytestmark = pytest.mark.usefixtures("session")
 
-RNG = np.random.default_rng(0)
-X = RNG.standard_normal((40, 5)).astype("float32")
-Y = np.argmax(X[:, :3], axis=1)
+X, Y = samples(40)
 
 
 def step_of(metrics):
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+    model = dense(activation="softmax")
     trainer = Trainer(model, keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy", metrics())
     data = training_data((X, Y), trainer.backend, batch=16, seed=0, shuffle=False, steps_per_epoch=None)
     trainer.build(data)
@@ -66,8 +63,7 @@ def test_a_metric_that_is_new_begins_with_nothing():
 
 def trained(steps, *callbacks, folder=None, resume=None):
     """Train to step `steps`, from the checkpoint `resume`, and save every fifth step and the last in `folder`."""
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+    model = dense(activation="softmax")
     trainer = Trainer(model, keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", ["accuracy"])
     data = training_data((X, Y), trainer.backend, batch=16, seed=0, shuffle=True, steps_per_epoch=None)
     trainer.build(data)

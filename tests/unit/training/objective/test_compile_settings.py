@@ -9,13 +9,13 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.optim.precision import LossScaleOptimizer
 from hvdtrain.training.trainer import Trainer
+from tests.builders import cross_entropy, samples
 
 pytestmark = pytest.mark.usefixtures("session")
 
-X = np.random.default_rng(0).standard_normal((32, 4)).astype("float32")
-Y = X.argmax(axis=1)
+X, Y = samples(32, 4, 4)
 WEIGHTS = np.random.default_rng(1).random(32).astype("float32")
-CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+CROSSENTROPY = cross_entropy()
 
 
 def dense(**options):

@@ -21,21 +21,20 @@ from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.report import TrainingReport
 from hvdtrain.training.step.result import Measured
 from hvdtrain.training.trainer import Trainer
+from tests.builders import dense, samples
 from tests.extended import mostly_extended
 
 pytestmark = pytest.mark.usefixtures("session")
 
 RNG = np.random.default_rng(0)
-X = RNG.standard_normal((50, 5)).astype("float32")
-CLASSES = np.argmax(X[:, :3], axis=1)
+X, CLASSES = samples(50)
 ONE_HOT = np.eye(3, dtype="float32")[CLASSES]
 SIZES = X.sum(axis=1, keepdims=True)
 WEIGHTS = RNG.random(50).astype("float32")
 
 
 def one_output():
-    keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+    return dense(activation="softmax")
 
 
 def two_outputs(as_dict=False):
