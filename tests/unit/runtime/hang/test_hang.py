@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.errors import LaunchError, on_command_line
 from hvdtrain.runtime import hang
 from hvdtrain.runtime.hang.activity import Activity
 from hvdtrain.runtime.hang.position import Position
@@ -66,7 +66,7 @@ def test_the_ranks_that_did_not_come_are_named_first_with_step_and_place():
     assert "saving at step 11" in lines[1]
     assert lines[2] == "  rank 2 did not come: in callbacks at step 11, train.py:41 in on_batch_end"
     assert lines[3] == "  ranks 0-1 wait in the collective dp.gradients.0 at step 12"
-    assert "--hang-timeout=0 never" in lines[4]
+    assert "--hang-timeout 0 never" in on_command_line(lines[4])
 
 
 def test_ranks_that_wait_for_one_another_are_told_so():
