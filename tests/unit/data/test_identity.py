@@ -116,6 +116,7 @@ def test_a_run_goes_on_with_the_samples_that_it_began_with(session, begun, tmp_p
         train(session, config_of(tmp_path / "data.npz", steps=5), begun.path, resume="yes")
 
 
+@pytest.mark.extended  # trains four times
 def test_a_run_that_a_queue_starts_once_more_is_left_alone_when_it_is_finished(session, begun, tmp_path, capsys):
     config = config_of(tmp_path / "data.npz", steps=3)
     before = manifest_of(begun).read_bytes()
@@ -138,6 +139,7 @@ def test_a_run_that_a_queue_starts_once_more_is_left_alone_when_it_is_finished(s
         train(session, config, begun.path, resume="yes")
 
 
+@pytest.mark.extended  # trains twice
 def test_other_data_are_named_also_where_they_make_another_model(session, begun, tmp_path):
     write(tmp_path / "data.npz", 40, classes=5)
     with pytest.raises(DataError, match=r"the training samples .* \(36 now and before, but others\)"):
@@ -150,6 +152,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(session, begun, tmp_path):
     assert json.loads(manifest_of(begun).read_text())["scalars"]["data"]["training"]["samples"] == 36
 
 
+@pytest.mark.extended  # trains twice
 def test_data_that_were_moved_are_known_again(session, begun, tmp_path):
     there = tmp_path / "there.npz"
     (tmp_path / "data.npz").rename(there)
@@ -163,6 +166,7 @@ def test_data_that_were_moved_are_known_again(session, begun, tmp_path):
         train(session, config, begun.path, resume="yes")
 
 
+@pytest.mark.extended  # trains twice
 def test_moved_data_are_refused_where_nobody_knows_what_they_were(session, begun, tmp_path):
     forget(begun)
     (tmp_path / "data.npz").rename(tmp_path / "there.npz")

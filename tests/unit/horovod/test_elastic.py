@@ -77,6 +77,7 @@ def test_gradients_that_wait_for_further_passes_are_forgotten():
     assert int(optimizer.iterations) == 0
 
 
+@pytest.mark.extended  # starts Horovod twice
 def test_horovod_starts_again_in_an_elastic_job_whose_user_set_what_it_cannot_take_twice():
     """In a process of its own, which Horovod would crash."""
     again = """if True:

@@ -49,6 +49,7 @@ def test_all_stop_after_the_same_step_that_none_has_to_skip(capsys, who):
     assert f"hvdtrain: SIGTERM: all ranks stop after step {ranks[0].last}, and save it." in capsys.readouterr().err
 
 
+@pytest.mark.extended  # 5 s of pauses
 def test_ranks_that_exchange_nothing_for_a_while_stop_after_the_step_of_the_fastest():
     ranks = as_ranks(
         2, lambda channel: Rank(channel, asks_at=5 if channel.rank else None, pause=0.001 + 0.02 * channel.rank)

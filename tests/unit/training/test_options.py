@@ -206,6 +206,7 @@ for seed, elements in enumerate((4095, 4096, 4097, *(3_000_001,) * 4)):
 """
 
 
+@pytest.mark.extended  # TensorFlow starts twice
 def test_the_norm_is_the_same_with_any_number_of_threads():
     """Ranks on hosts with other numbers of cores would clip the same gradient differently."""
     said = []
@@ -303,7 +304,7 @@ class Subclassed(keras.Model):
         return self.head(self.late(self.first(inputs)))
 
 
-@pytest.mark.parametrize("build", [functional, Subclassed])
+@pytest.mark.parametrize("build", [pytest.param(functional, marks=pytest.mark.extended), Subclassed])
 def test_a_model_that_is_there_computes_as_one_built_with_the_precision(build):
     inputs = np.random.default_rng(0).integers(0, 9, (5, 6)).astype("int32" if build is functional else "float32")
     outputs = {}

@@ -103,6 +103,7 @@ def test_a_training_that_is_finished_stays_as_it_is(tmp_path, capsys):
     assert same(first, again), "more epochs go on"
 
 
+@pytest.mark.extended  # several trainings
 def test_a_training_that_a_callback_has_stopped_is_finished(tmp_path, capsys):
     def stopping():
         return keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
@@ -120,6 +121,7 @@ def test_a_training_that_a_callback_has_stopped_is_finished(tmp_path, capsys):
     assert again.state.scalars.epoch == 3, "restore begins a new training"
 
 
+@pytest.mark.extended  # several trainings
 def test_best_weights_that_a_callback_holds_go_on(tmp_path):
     def stopping():
         # No epoch after the first improves on it by as much: it is the best, long before the checkpoint.
@@ -138,6 +140,7 @@ def test_best_weights_that_a_callback_holds_go_on(tmp_path):
     assert not np.array_equal(weights(again), first_epoch[0]), "a checkpoint holds what is trained, too"
 
 
+@pytest.mark.extended  # several trainings
 def test_each_of_two_fits_goes_on_in_its_own_folder_and_counts_its_own_epochs(tmp_path):
     def script(trainer, *callbacks):
         seen = []
@@ -278,6 +281,7 @@ def test_the_best_epoch_is_restored_by_its_name(tmp_path):
 # -- BackupAndRestore --
 
 
+@pytest.mark.extended  # several trainings
 def test_a_backup_goes_on_and_is_removed_at_the_end(tmp_path):
     whole = trainer_of()
     whole.fit(X, Y, epochs=3, **QUIET)

@@ -50,6 +50,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.extended  # starts several services
 def test_elements_come_in_their_order_however_many_services_make_them(addresses, count):
     numbers = tf.data.Dataset.range(31)
     made = served(numbers, lambda part: part.map(lambda n: {"n": n, "none": None}), addresses[:count])

@@ -139,6 +139,7 @@ def test_steps_that_pass_one_another_are_each_taken_once():
     assert difference > 1e-6, "the steps were taken in order"
 
 
+@pytest.mark.extended  # trains twice
 def test_rates_are_those_of_the_steps_number():
     rates = {}
     for count in (1, 3):

@@ -147,6 +147,7 @@ def test_too_many_bad_steps_in_a_row_end_the_training():
     assert result.bad_steps["non_finite"] == 3 * 5
 
 
+@pytest.mark.extended  # several trainings
 def test_an_overflow_of_float16_is_none_of_the_bad_steps():
     """The scale is far too high at first: steps are left out by it, until it fits."""
 
@@ -258,6 +259,7 @@ def test_a_rollback_is_going_on_from_the_checkpoint_without_the_batches_since(tm
         assert result.history[name] == pytest.approx([first.history[name][0], second.history[name][0]], rel=1e-6), name
 
 
+@pytest.mark.extended  # several trainings
 def test_a_run_resumed_after_a_rollback_leaves_out_the_same_batches(tmp_path):
     """Killed right after the rollback: the state that it went back to was saved with its place in the data."""
 
@@ -286,6 +288,7 @@ def test_a_run_resumed_after_a_rollback_leaves_out_the_same_batches(tmp_path):
     assert result.bad_steps == expected.bad_steps
 
 
+@pytest.mark.extended  # several trainings
 def test_the_losses_compared_with_are_restored(tmp_path):
     x, y = spiking()
     fit = {**FIT, "epochs": 2}
