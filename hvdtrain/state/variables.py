@@ -21,9 +21,12 @@ def unwrap(variable: Any) -> tf.Variable:
         return variable
     from hvdtrain.compat.keras_variables import tensor_of  # a script of Keras 2 does without Keras 3
 
-    for value in (tensor_of(variable), getattr(variable, "value", None)):
-        if isinstance(value, tf.Variable):
-            return value
+    tensor = tensor_of(variable)
+    # Not `value` at first: what is read of a variable may be drawn, gathered or refused.
+    if not isinstance(tensor, tf.Variable):
+        tensor = getattr(variable, "value", None)
+    if isinstance(tensor, tf.Variable):
+        return tensor
     raise TypeError(f"A Keras or TensorFlow variable is needed. Received: {type(variable).__name__}.")
 
 
