@@ -49,7 +49,7 @@ class ResumableTrainer(TrainerCore):
             ConfigError: the model has no variables yet, or ranks name different folders.
         """
         agree_on_call(self.backend, "save", {"folder": os.fspath(folder)})
-        if not (self.model.built or self.model.variables):  # Keras builds no model without a `call`
+        if not (self.model.built or self.model.weights):  # Keras builds no model without a `call`
             raise ConfigError("The model has no variables to save yet: call fit, evaluate or predict before save.")
         self.consolidate()
         return Checkpointer(Path(folder), keep=None, backend=self.backend).save_state(self.state)
