@@ -129,18 +129,19 @@ def hash_of(run):
 
 
 @pytest.mark.parametrize(
-    ("controller", "number"),
+    ("controller", "number", "rank"),
     [
-        ("gloo", signal.SIGTERM),
-        pytest.param("gloo", signal.SIGUSR1, marks=pytest.mark.extended),
-        pytest.param("mpirun", signal.SIGUSR1, marks=pytest.mark.extended),
+        ("gloo", signal.SIGTERM, 1),
+        pytest.param("gloo", signal.SIGUSR1, None, marks=pytest.mark.extended),
+        pytest.param("mpirun", signal.SIGUSR1, None, marks=pytest.mark.extended),
     ],
+    ids=["gloo, rank 1", "gloo, launcher", "mpirun, launcher"],
 )
-def test_a_script_that_saves_stops_where_its_launcher_is_warned(tmp_path, controller, number):
+def test_a_script_that_saves_stops_where_a_rank_or_its_launcher_is_warned(tmp_path, controller, number, rank):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     with Job(controller, 2, ["script.py"], tmp_path) as job:
         job.wait_for("epoch 1")
-        os.kill(job.process.pid, number)
+        os.kill(job.process.pid if rank is None else ranks_below(job.process.pid)[rank], number)
         code, text = job.ends()
     assert code == 75, text[-3000:]
     assert "not reached" not in text
