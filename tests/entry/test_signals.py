@@ -46,9 +46,12 @@ def is_alive(process):
         return False
 
 
-@pytest.mark.parametrize("to", ["the launcher", "its group"])
+# Every day: a shell between horovodrun and mpirun would neither pass SIGTERM on nor end at SIGINT.
+@pytest.mark.parametrize("to", ["the launcher", pytest.param("its group", marks=pytest.mark.extended)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-@pytest.mark.parametrize("controller", ["mpi", "gloo", "mpirun"])
+@pytest.mark.parametrize(
+    "controller", ["mpi", *(pytest.param(name, marks=pytest.mark.extended) for name in ("gloo", "mpirun"))]
+)
 def test_a_signal_ends_the_job_soon_with_a_code_and_leaves_no_process(tmp_path, controller, number, to):
     command = [*launcher(controller, 2), sys.executable, "-S", "-c", RANK]
     options = {"cwd": tmp_path, "env": job_environment(), "start_new_session": True, "stdin": subprocess.DEVNULL}

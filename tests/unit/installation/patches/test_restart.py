@@ -20,7 +20,14 @@ CYCLE = {"HOROVOD_CYCLE_TIME": "1"}
 THRESHOLD = {"HOROVOD_FUSION_THRESHOLD": "1048576"}
 
 
-@pytest.mark.parametrize("fixed", [CYCLE | THRESHOLD, CYCLE, THRESHOLD], ids=["both", "cycle", "threshold"])
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        pytest.param(CYCLE | THRESHOLD, id="both"),
+        pytest.param(CYCLE, id="cycle", marks=pytest.mark.extended),
+        pytest.param(THRESHOLD, id="threshold", marks=pytest.mark.extended),
+    ],
+)
 def test_a_process_may_start_horovod_again_with_a_fixed_cycle_time_and_threshold(fixed):
     alone = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", SCRIPT]
