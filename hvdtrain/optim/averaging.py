@@ -6,8 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.compat.keras_variables import average_of
-
 
 def averages_weights(optimizer: Any) -> bool:
     """Whether `optimizer`, possibly wrapped (LossScaleOptimizer …), keeps averages of the weights."""
@@ -25,6 +23,8 @@ def averaged_weights(optimizer: Any, model: Any) -> Iterator[None]:
     Keras' average a of weights w with momentum m is a <- m a + (1 - m) w after each step, and a = w after the first:
     neither the zeros it is created with nor weights from before a broadcast enter it.
     """
+    from hvdtrain.compat.keras_variables import average_of  # a script of Keras 2 does without Keras 3
+
     inner = innermost(optimizer)
     averages = [(v, average_of(inner, v)) for v in model.trainable_variables] if has_averages(optimizer) else []
     with replaced_weights([(variable, average) for variable, average in averages if average is not None]):

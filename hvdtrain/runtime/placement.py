@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from hvdtrain.compat.keras_variables import tensor_of, when_initialized
-
 Box: TypeAlias = tuple[slice, ...]
 """One slice with start and stop for each dim of a tensor."""
 
@@ -154,11 +152,15 @@ def _note(variable: Any, name: str, note: Any) -> None:
     Keras builds layers of which only the shapes are wanted, such as those that a layer of the user's own calls, with
     variables that get their values later: the tf.Variable takes the note over then.
     """
+    from hvdtrain.compat.keras_variables import when_initialized
+
     setattr(_tensor(variable), name, note)
     when_initialized(variable, lambda tensor: setattr(tensor, name, note))
 
 
 def _tensor(variable: Any) -> Any:
     """Return the tf.Variable under a Keras variable; the Keras variable where there is none yet."""
+    from hvdtrain.compat.keras_variables import tensor_of
+
     tensor = tensor_of(variable)
     return variable if tensor is None else tensor
