@@ -15,8 +15,9 @@ from world import World, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
+from hvdtrain.compat.keras_variables import average_of
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.optim.averaging import average_of, innermost
+from hvdtrain.optim.averaging import innermost
 
 LENGTH, VOCABULARY = 5, 11
 

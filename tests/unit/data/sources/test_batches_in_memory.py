@@ -82,7 +82,7 @@ def odd():
     ("data", "answer"),
     [
         (SLICES.repeat(), r"--data mypkg:data \(training\) never ends and cannot be held"),
-        (Batches(None), r"use take\(\), or leave out --cache and pass steps_per_epoch=N"),
+        (Batches(None), r"use take\(\), or leave out --cache and pass --steps-per-epoch N"),
         (SLICES.take(0), r"--data mypkg:data \(training\) holds no samples"),
         (Batches(0), "holds no samples"),
         (odd, r"Batch 1 of --data mypkg:data \(training\) holds .*float32\[2\].* and the first one .*float32\[3\]"),

@@ -134,7 +134,7 @@ def traced(make, **options):
     trainer, data = begun(make, **options)
     step = trainer.compiled_step(data)
     step(next(iter(data.batches(0))), measure=False)
-    return next(iter(step._special.values())).graph
+    return next(iter(step._special._graphs.values())).graph
 
 
 @pytest.fixture
