@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FILES = ("legacy_keras_cases.py", "test_names.py", "test_elastic.py")
 
 
+@pytest.mark.extended  # Keras 2 starts TensorFlow once more; Horovod scripts run on Keras 3 every day
 def test_the_face_on_tf_keras():
     """TensorFlow decides once in a process what `tf.keras` is."""
     files = [str(Path(__file__).with_name(name)) for name in FILES]

@@ -241,6 +241,7 @@ def test_losses_that_layers_add_count_once_with_their_gradients(compiled):
         np.testing.assert_allclose(mine, wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.extended  # trains twice; statistics of recomputed layers are compared every day
 def test_experts_count_their_tokens_once():
     figures = []
     for wrap in (lambda model: model, recomputed_model):

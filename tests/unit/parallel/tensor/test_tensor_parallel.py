@@ -301,13 +301,20 @@ def gradients_of(model, x, weights):
 
 
 INSTANCES = ("dense", "tied", "masked attention", "fused, grouped", "uneven")
+ALIKE = {
+    *("pooled sequences", "width", "untied", "grouped attention", "uneven"),
+    *(f"fused, {how}" for how in ("a dim for the blocks", "a head for each rank", "indexed", "by keras.ops")),
+}
+"""Cases that are near to others."""
 WAYS = mostly_extended(
     [
         *((name, "function") for name in CASES),
         *((name, way) for name in INSTANCES for way in ("instance", "stages")),
     ],
-    lambda name, way: way == "function" or (name, way) in {("tied", "instance"), ("uneven", "stages")},
-    why="how values are cut does not depend on the kind of layer",
+    lambda name, way: (
+        (way == "function" and name not in ALIKE) or (name, way) in {("tied", "instance"), ("uneven", "stages")}
+    ),
+    why="how values are cut does not depend on the kind of layer, nor fused heads on how their columns are taken apart",
 )
 
 
@@ -879,6 +886,7 @@ class Counted(keras.initializers.Initializer):
         return {}
 
 
+@pytest.mark.extended  # builds a deep model; slices of single layers are looked at every day
 def test_no_more_than_one_variable_is_whole_at_a_time():
     def deep(x):
         for number in range(6):

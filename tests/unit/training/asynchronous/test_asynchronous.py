@@ -110,6 +110,7 @@ def all_weights(trainer):
     return [*trainer.model.get_weights(), *(v.numpy() for v in trainer.optimizer.variables)]
 
 
+@pytest.mark.extended  # trains twice, with all that a step can have
 def test_one_worker_takes_the_steps_of_one_process():
     """With dropout, moving statistics, regularizers, bounds, averages of weights, a falling rate and sample weights."""
     data = X, Y, RNG.random(SAMPLES).astype("float32")
