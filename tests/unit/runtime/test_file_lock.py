@@ -82,7 +82,8 @@ def test_a_forked_child_does_not_keep_a_folder_locked(tmp_path):
     script = (
         "import os, sys, time, warnings\nfrom pathlib import Path\nfrom hvdtrain.checkpoint.lock import FolderLock\n"
         "lock = FolderLock(Path(sys.argv[1]))\nlock.acquire()\nchild = os.fork()\n"
-        "if not child:\n    lock.release()\nprint(child, flush=True)\ntime.sleep(600)\n"
+        # Both in one write: an unbuffered print takes two, and the other process's come between them.
+        "if not child:\n    lock.release()\nos.write(1, b'%d\\n' % child)\ntime.sleep(600)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
