@@ -41,6 +41,9 @@ class UserError(ValueError):
     def __str__(self) -> str:
         return in_script(self.message)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     @property
     def message(self) -> str:
         """The message as it was written, to be worded later or to become part of another one."""

@@ -66,6 +66,10 @@ def test_an_error_that_becomes_part_of_another_is_worded_with_it():
     assert describe(error, on_command_line) == "--jit and --batch 3"
 
 
+def test_an_error_is_shown_as_it_is_worded():
+    assert repr(ConfigError(f"{opt('batch')} must be positive.")) == "ConfigError('batch must be positive.')"
+
+
 def test_options_may_be_called_otherwise():
     called = {"reduce_op": "op", "sparse_gradients=gather": "sparse_as_dense=False"}
     message = f"{opt('reduce_op', 'adasum')}, {opt('sparse_gradients', 'gather')}, {opt('jit')}: reduce_op"
