@@ -17,7 +17,7 @@ import pytest
 
 FAILED_SECTIONS, SKIPPED_SECTIONS = "failed", "skipped"
 """Files of `launch/test.sh` in the folder: names of sections that failed, and reasons for what it skipped."""
-ROW_S = 5.0
+ROW_S = 15.0
 """Files that take less share a row of their folder in the table."""
 
 

@@ -38,6 +38,7 @@ def played(folder):
     return functools.cache(functools.partial(play_cell, folder=folder, patience_s=PATIENCE_S))
 
 
+# 20 s: until the ranks train, and until the hang is found.
 @pytest.mark.parametrize(
     "cell",
     [LOOP, *(pytest.param(cell, marks=pytest.mark.extended) for cell in CELLS)],

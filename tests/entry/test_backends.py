@@ -30,6 +30,7 @@ def assert_same(summary, reference):
     assert summary["val_accuracy"] == reference["val_accuracy"]
 
 
+# Half a minute: four replicas take turns in one process, in two starts, beside one replica that trains the same.
 def test_replicas_of_one_process_go_on_where_they_were(tmp_path, reference):
     words = ("--checkpoint-every", "8", "--run-dir", "run")
     job, first = trained(

@@ -150,6 +150,7 @@ EVERYWHERE = {"compiling", "in evaluation", "while it saves", "in a callback"}
 
 
 @pytest.mark.xdist_group("elastic script")
+# 40 s: each of three worlds starts and compiles anew, and one process trains the same.
 @pytest.mark.parametrize(
     ("ranks", "more", "worlds", "places"),
     [

@@ -45,6 +45,7 @@ def train(name, text):
 """
 
 
+# 20 s: four scripts of Horovod train, in one launch.
 def test_the_examples_train_and_the_ranks_agree(tmp_path):
     first, second = (RESNET.replace("rate = 90", f"rate = {epochs}") for epochs in (2, 3))
     calls = [f"train({n!r}, {t!r})" for n, t in zip("ftrs", (FIT, TAPE, first, second), strict=True)]

@@ -162,6 +162,7 @@ def test_the_best_epoch_is_kept_as_well(runs):
     assert summary_of(folder)["best"] == expected
 
 
+# Half a minute: two launches of two ranks.
 def test_a_resumed_run_ends_like_one_at_a_stretch(runs, tmp_path):
     _, folder = runs("mpirun", 2)
     words = ("digits", "--epochs", "2", "--max-steps", "30", "--checkpoint-every", "10", "--run-dir", "run")

@@ -112,6 +112,7 @@ def test_the_command_works_right_after_pip_install(clean):
     assert str(clean.packages) in clean.shell("python -c 'import hvdtrain; print(hvdtrain.__file__)'").out
 
 
+# A minute: setup installs Horovod and MPI into an environment of its own, and proves them by three launches.
 @pytest.mark.xdist_group("clean venv")
 def test_setup_brings_horovod_and_the_launchers(clean):
     done = clean.shell(f"{clean.venv}/bin/python -m hvdtrain setup", activated=False, timeout=560)

@@ -80,12 +80,12 @@ def test_a_green_run_says_so(tmp_path):
 def test_a_check_counts_for_its_own_file_in_the_table():
     launched = "tests/distributed/test_battery.py::test_check"
     outcomes = {
-        f"{launched}[mpirun-2-parity.check_adam]": Outcome("passed", 9.0),
+        f"{launched}[mpirun-2-parity.check_adam]": Outcome("passed", 19.0),
         f"{launched}[gloo-2-parity.check_adam]": Outcome("passed", 3.0),
         "tests/unit/test_a.py::test_a": Outcome("passed", 1.0),
         "tests/unit/test_b.py::test_b": Outcome("passed", 2.0),
     }
     assert table(outcomes).splitlines()[2:] == [
-        "| tests/distributed/checks/parity.py | 2 | 12 | 9.0: `check_adam (mpirun-2)` |",
+        "| tests/distributed/checks/parity.py | 2 | 22 | 19.0: `check_adam (mpirun-2)` |",
         "| others of tests/unit | 2 | 3 | 2.0: `test_b` |",
     ]
