@@ -112,16 +112,17 @@ def cells(names: Sequence[str] = ()) -> list[Cell]:
     ]
 
 
-def play_cell(cell: Cell, folder: Path, *, patience_s: float = 0.0) -> Played:
+def play_cell(cell: Cell, folder: Path, *, hang_timeout_s: float = HANG_TIMEOUT_S, patience_s: float = 0.0) -> Played:
     """Start the job of a cell, and see how it ends.
 
     Args:
         cell: what happens to which rank.
         folder: where the job is started.
+        hang_timeout_s: of the job.
         patience_s: seconds by which it may be found and ended later than on an idle machine.
     """
     case = cell.case
-    words = [sys.executable, str(SCRIPT), case.what, str(cell.rank), str(HANG_TIMEOUT_S)]
+    words = [sys.executable, str(SCRIPT), case.what, str(cell.rank), str(hang_timeout_s)]
     with Job([*launcher(cell.controller, 2), *words], folder) as job:
         code = job.wait(_LAUNCH_S)
         left = job.wait_for_processes() if code is not None else set()

@@ -12,6 +12,8 @@ from tests.launching import launcher, run
 pytestmark = pytest.mark.xdist_group("hang")  # one process starts the jobs that these tests look at
 WELL_S = 6.0
 """The timeout of the job that is not to be ended: a busy machine keeps ranks waiting for seconds."""
+HANG_TIMEOUT_S = 15.0
+"""Of jobs that are to be ended: on a busy machine, ranks that start may stand still for seconds."""
 PATIENCE_S = 60.0
 """Other tests run beside these; `python -m tests.chaos --matrix` measures how long it takes."""
 LOOP, C_CODE = Cell("endless loop", 1, "mpirun"), Cell("C code", 1, "gloo")
@@ -35,10 +37,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def played(folder):
     """Return a function that starts the job of a cell, once, and tells how it ended."""
-    return functools.cache(functools.partial(play_cell, folder=folder, patience_s=PATIENCE_S))
+    return functools.cache(
+        functools.partial(play_cell, folder=folder, hang_timeout_s=HANG_TIMEOUT_S, patience_s=PATIENCE_S)
+    )
 
 
-# 20 s: until the ranks train, and until the hang is found.
+# Half a minute: until the ranks train, and the timeout of a hang.
 @pytest.mark.parametrize(
     "cell",
     [LOOP, *(pytest.param(cell, marks=pytest.mark.extended) for cell in CELLS)],
