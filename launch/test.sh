@@ -52,9 +52,9 @@ tests() {
 
 # Each of these keeps one core busy.
 static() {
-    section "lint" ruff check --config launch/ruff.toml hvdtrain tests benchmarks
-    section "format" ruff format --check --config launch/ruff.toml hvdtrain tests benchmarks
-    section "import contracts" lint-imports --config setup.cfg
+    section "lint" ruff check hvdtrain tests benchmarks
+    section "format" ruff format --check hvdtrain tests benchmarks
+    section "import contracts" lint-imports
     section "types" mypy
 }
 
