@@ -6,11 +6,9 @@ import keras
 
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.parallel.context.agreement import agree_on_model
-from hvdtrain.parallel.context.rules import AXIS as CONTEXT
-from hvdtrain.parallel.context.rules import separated
-from hvdtrain.parallel.context.split import split_sequences
-from hvdtrain.parallel.inputs import built, input_specs
+from hvdtrain.parallel.context.split import AXIS as CONTEXT
+from hvdtrain.parallel.context.split import agree_on_model, separated, split_sequences
+from hvdtrain.parallel.tensor.flow.trace import built, input_specs
 from hvdtrain.parallel.tensor.parallelize import Parallelization, check_model
 from hvdtrain.parallel.tensor.rules import AXIS as TENSOR
 from hvdtrain.parallel.tensor.rules import Rules

@@ -18,7 +18,7 @@ from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import precision, with_loss_scaling
-from hvdtrain.parallel.tensor.saving import refuse_files_of_slices
+from hvdtrain.parallel.tensor.parallelize import refuse_files_of_slices
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.placement import is_split

@@ -1,31 +1,107 @@
-"""Split the sequences that a model is given among the ranks along `cp`; start here."""
+"""Shard the sequences that a model is given among the ranks along `cp`; start here."""
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Collectives
+from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.compat.keras import flatten_layers, query_kernel
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.exchanging import ExchangingLayer
-from hvdtrain.parallel.context.attention import is_attention, split_attention
-from hvdtrain.parallel.context.cuts import cut_lookups, cut_output, is_embedding
-from hvdtrain.parallel.context.experts import is_experts, note_experts
 from hvdtrain.parallel.context.flow import follow
-from hvdtrain.parallel.context.group import Group
+from hvdtrain.parallel.context.layers import (
+    Group,
+    cut_lookups,
+    cut_output,
+    is_attention,
+    is_dense,
+    is_embedding,
+    is_experts,
+    note_dense,
+    note_experts,
+    split_attention,
+)
 from hvdtrain.parallel.context.positions import POSITION_DIM, PositionSlices
-from hvdtrain.parallel.context.products import is_dense, note_dense
-from hvdtrain.parallel.context.rules import AXIS, named_layers
-from hvdtrain.parallel.inputs import input_specs
-from hvdtrain.parallel.tensor.flow.draws import UNSEEDED
-from hvdtrain.parallel.tensor.flow.trace import Trace, traced
-from hvdtrain.parallel.tensor.layers.attention import inner_layers
+from hvdtrain.parallel.tensor.flow.constants import UNSEEDED
+from hvdtrain.parallel.tensor.flow.trace import Trace, input_specs, traced
 from hvdtrain.parallel.tensor.layers.base import described
-from hvdtrain.parallel.tensor.rules import Layout
+from hvdtrain.parallel.tensor.layers.sharded import inner_layers
+from hvdtrain.parallel.tensor.rules import OUTPUT, Layout, LayoutRules
 from hvdtrain.state.placement import draw_for_samples
 from hvdtrain.state.structure import structure_of
+
+AXIS = "cp"
+
+
+def separated(rules: Any) -> tuple[dict[str, Layout], dict[str, Layout]]:
+    """Return the rules about other axes, and those that cut sequences along cp.
+
+    Raises:
+        ConfigError: a rule along cp that is none of an output [batch, positions, features].
+    """
+    if not isinstance(rules, Mapping | None):
+        LayoutRules(rules)  # refuses whatever a user has written
+    about = {expression: layout for expression, layout in (rules or {}).items() if _cuts_sequences(layout)}
+    for expression, layout in about.items():
+        if not expression.endswith(OUTPUT) or tuple(layout)[:2] != (None, AXIS) or any(tuple(layout)[2:]):
+            raise ConfigError(
+                "Along cp the output of a layer is cut, by its positions: "
+                f'{{"LAYER/output": (None, "cp", None)}}. Received: {layout} for {expression!r}.'
+            )
+    return {expression: layout for expression, layout in (rules or {}).items() if expression not in about}, about
+
+
+def _cuts_sequences(layout: Any) -> bool:
+    return isinstance(layout, Sequence) and not isinstance(layout, str) and AXIS in layout
+
+
+def named_layers(rules: Mapping[str, Layout], layers: Sequence[Any]) -> list[Any]:
+    """Return those of `layers` that the rules name.
+
+    Raises:
+        ConfigError: a rule that names none.
+    """
+    found = []
+    for expression in rules:
+        matches = [layer for layer in layers if re.search(expression, f"{layer.path or layer.name}{OUTPUT}")]
+        if not matches:
+            names = ", ".join(layer.path or layer.name for layer in layers[:8])
+            raise ConfigError(f"The rule {expression!r} matches no layer of the model, which has {names}.")
+        found += matches
+    return found
+
+
+_TIMEOUT_S = 600.0
+
+
+def agree_on_model(backend: Backend, model: Any, specs: Any) -> None:
+    """Refuse ranks that split sequences of different models; every rank of the job calls it.
+
+    Args:
+        backend: the ranks.
+        model: a built model.
+        specs: shapes and dtypes of what it is called with.
+
+    Raises:
+        ConfigError: the same on every rank, naming one that differs, and in what.
+    """
+    variables = structure_of(model).by_path(model.variables)
+    mine = [f"{path} of the shape {tuple(variable.shape)}" for path, variable in variables.items()]
+    mine += [f"inputs of the shape {tuple(spec.shape)}" for spec in tf.nest.flatten(specs)]
+    everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S)]
+    first, *others = everyone
+    for rank, other in enumerate(others, start=1):
+        strange = [fact for fact in (*other, *first) if (fact in other) != (fact in first)]
+        if strange:
+            where = f"rank {rank}, and not on rank 0" if strange[0] in other else f"rank 0, and not on rank {rank}"
+            raise ConfigError(
+                f"Every rank along cp computes positions of the same model. Received: {strange[0]} on {where}. Build "
+                "it alike everywhere."
+            )
 
 
 def split_sequences(model: Any, exchange: Collectives, rules: Mapping[str, Layout], inputs: Any = None) -> None:

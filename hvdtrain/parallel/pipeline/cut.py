@@ -1,20 +1,127 @@
-"""Where a model is cut into stages: at equal cost, or before layers that the user names."""
+"""Cut a model into stages: at equal estimated cost, or before layers that the user names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 import keras
 
+from hvdtrain.compat.keras import flatten_layers, own_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.registry import suggestion
-from hvdtrain.parallel.pipeline.cost import flops
-from hvdtrain.parallel.pipeline.graph import Graph, graph_of, is_float, masks_at, sliced_tensors, variables_of
-from hvdtrain.parallel.pipeline.sequences import SequenceSlices, sequence_slices, whole_sequences
+from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.parallel.context.positions import position_slices
+from hvdtrain.parallel.pipeline.graph import (
+    Graph,
+    graph_of,
+    is_float,
+    masks_at,
+    shapes_here,
+    sliced_tensors,
+    symbols_of,
+    variables_of,
+)
+from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.structure import seed_states, structure_of
 from hvdtrain.state.variables import unwrap
+
+
+def flops(node: Any) -> float:
+    """Return the floating-point operations of one forward call for one sample, as an estimate.
+
+    A matrix product, a convolution and the like take two for each element of a kernel at each position of the output;
+    attention takes 4 x queries x keys x width besides, and an embedding or any other operation one for each element of
+    its output. Of experts those that a token goes to count. Layers that are split along tp count as whole ones, so that
+    all ranks, whose slices may differ by one, cut alike. Unknown dims, such as a sequence of any length, count as 1.
+    """
+    produced = float(sum(_elements(tensor) for tensor in node.outputs))
+    operation = node.operation
+    if not isinstance(operation, keras.Layer):
+        return produced
+    positions = max((_elements_before_last(tensor) for tensor in node.outputs), default=1)
+    inner = [each for each in flatten_layers(operation) if not isinstance(each, keras.layers.Embedding)]
+    products = 2.0 * positions * sum(map(_kernel_elements, inner))
+    return produced + products + sum(_attention(each, node) for each in inner)
+
+
+def _kernel_elements(layer: Any) -> int:
+    """Return how many elements of the layer's own kernels a position is multiplied with."""
+    if isinstance(layer, MixtureOfExperts):
+        of_an_expert = sum(prod(_whole_shape(kernel)[1:]) for kernel in (layer.kernel_in, layer.kernel_out))
+        return prod(layer.router.shape) + layer.top_k * of_an_expert
+    variables = own_variables(layer)
+    return sum(prod(_whole_shape(v)) for v in variables if len(v.shape) > 1)
+
+
+def _whole_shape(variable: Any) -> tuple[int, ...]:
+    return placed_tensor(variable).global_shape
+
+
+def _attention(layer: Any, node: Any) -> float:
+    if not isinstance(layer, keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention):
+        return 0.0
+    heads = getattr(layer, "num_heads", None) or layer.num_query_heads
+    width = heads * (getattr(layer, "key_dim", None) or layer.head_dim)
+    queries = _elements_before_last(node.outputs[0])
+    keys = max(_elements_before_last(tensor) for tensor in node.input_tensors)
+    return 4.0 * queries * keys * width
+
+
+def _elements(tensor: Any) -> int:
+    return prod(dim or 1 for dim in tensor.shape[1:])
+
+
+def _elements_before_last(tensor: Any) -> int:
+    return prod(dim or 1 for dim in tensor.shape[1:-1])
+
+
+@dataclass(frozen=True)
+class SequenceSlices:
+    """Which tensors of a model's graph are slices."""
+
+    ranks: int = 1
+    dims: Mapping[int, int] = field(default_factory=dict)
+    """The dim that is cut, by the id of the symbolic tensor, which stands for the whole."""
+
+    def shape_here(self, symbol: Any, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """Return the shape of a rank's slice of the tensor of `shape` that `symbol` stands for."""
+        cut = self.dims.get(id(symbol))
+        return tuple(size // self.ranks if dim == cut and size is not None else size for dim, size in enumerate(shape))
+
+
+def whole_sequences(model: Any) -> AbstractContextManager[None]:
+    """Return a context in which the layers of `model` compute all positions, whether it is split along cp or not."""
+    slices = position_slices(model)
+    return nullcontext() if slices is None else slices.whole()
+
+
+def sequence_slices(model: Any, graph: Graph) -> SequenceSlices:
+    """Return which tensors of the graph of `model` are slices along cp.
+
+    Raises:
+        ConfigError: inputs of any length, of which nothing is known before a batch comes.
+    """
+    slices = position_slices(model)
+    if slices is None:
+        return SequenceSlices()
+    with slices.whole():
+        whole = shapes_here(graph)
+    dims = {}
+    for symbol, mine, theirs in zip(symbols_of(graph), shapes_here(graph), whole, strict=True):
+        pairs = enumerate(zip(mine.as_list(), theirs.as_list(), strict=True))
+        cut = next((dim for dim, (here, everywhere) in pairs if here != everywhere), None)
+        if cut is not None:
+            dims[id(symbol)] = cut
+    if any(id(output) not in dims for output in graph.outputs):
+        raise ConfigError(
+            f"Stages along pp exchange slices of sequences along cp={slices.ranks}, whose length must be known. "
+            f"Received: inputs of {model.name!r} of any length. Give keras.Input the length."
+        )
+    return SequenceSlices(slices.ranks, dims)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Split a model's layers among the ranks along `tp`; start here.
+"""Shard a model's layers among the ranks along `tp`; start here.
 
 `parallel/parallelize.py` calls it, for users.
 """
@@ -9,29 +9,90 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends.differentiable import sum_from
 from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.compat.keras import flatten_layers, own_seed_generators
+from hvdtrain.compat.keras_variables import replace_regularizer
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.parallel.inputs import built, input_specs
-from hvdtrain.parallel.tensor.agreement import agree_on_slices
-from hvdtrain.parallel.tensor.building import Building, Made, cut_in_place
+from hvdtrain.parallel.tensor.building import Building, Made, agree_on_slices, cut_in_place
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.check import SIZES, Flow, follow
-from hvdtrain.parallel.tensor.flow.record import FlowRecord
-from hvdtrain.parallel.tensor.flow.trace import Trace, of_one_size, traced
-from hvdtrain.parallel.tensor.layers.base import Group, SlicedLayer
-from hvdtrain.parallel.tensor.layers.outputs import cut_output
-from hvdtrain.parallel.tensor.layers.recorded import recorded
-from hvdtrain.parallel.tensor.layers.select import sliced_layers
+from hvdtrain.parallel.tensor.flow.trace import FlowRecord, Trace, built, input_specs, of_one_size, traced
+from hvdtrain.parallel.tensor.layers.base import Group, SlicedLayer, cut_output, recorded
+from hvdtrain.parallel.tensor.layers.sharded import sliced_layers
 from hvdtrain.parallel.tensor.outputs import OutputShards
-from hvdtrain.parallel.tensor.regularizers import divide_penalty, regularize_slices
 from hvdtrain.parallel.tensor.rules import AXIS, LayoutRules, Rules
-from hvdtrain.parallel.tensor.saving import refuse_files_of_slices
+from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.deferred_values import draw_values
 from hvdtrain.state.named_tensors import whole_box
 from hvdtrain.state.placement import Placement, draw_apart, place, placement_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import unwrap
+
+WRITES = ("save", "save_weights", "export")
+
+
+def refuse_files_of_slices(model: Any) -> None:
+    """Let the methods that write a whole model refuse: a file of one rank's slices could not be loaded anywhere."""
+    for method in WRITES:
+        vars(model)[method] = _refusal(method)
+
+
+def _refusal(method: str) -> Any:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ConfigError(
+            f"model.{method}() would write the slices of one rank, and the model is split among several: write "
+            "checkpoints by Trainer.save, fit(checkpoint=…) or --checkpoint-every, and a whole file from one of them "
+            "by python -m hvdtrain checkpoint export."
+        )
+
+    return refuse
+
+
+ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+"""Regularizers that add up over the elements, and so over slices."""
+
+
+def regularize_slices(variable: Any, exchange: Collectives, name: str) -> None:
+    """Let the penalty of a variable that is a slice be that of the whole.
+
+    Args:
+        variable: a Keras variable.
+        exchange: the ranks that hold the other slices.
+        name: of the variable, the same on all ranks.
+
+    Raises:
+        ConfigError: a regularizer that does not add up over the elements.
+    """
+    whole = variable.regularizer
+    if whole is None:
+        return
+    if type(whole) not in ADDITIVE:
+        raise ConfigError(
+            f"The regularizer of {variable.path!r} looks at the whole variable, of which each rank has a slice; L1, L2 "
+            f"and L1L2 add up. Received: {type(whole).__name__}. Leave it out, or the variable whole."
+        )
+    replace_regularizer(
+        variable, lambda value: sum_from(whole(value), exchange, name=numbered(f"tensor/{name}/penalty"))
+    )
+
+
+def divide_penalty(variable: Any, ranks: int) -> None:
+    """Let each rank have a part of the gradient of a whole variable's penalty, which is added up with the others'.
+
+    Args:
+        variable: a Keras variable of whose gradient each rank has a part. The penalty itself stays that of the whole.
+        ranks: how many there are.
+    """
+    whole = variable.regularizer
+    if whole is None:
+        return
+
+    def penalty(value: Any) -> Any:
+        found = whole(value)
+        return keras.ops.stop_gradient(found) * (1 - 1 / ranks) + found / ranks
+
+    replace_regularizer(variable, penalty)
 
 
 class Parallelization:

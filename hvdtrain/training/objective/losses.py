@@ -11,7 +11,7 @@ from hvdtrain.compat.keras import mask_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.models.objective import known_losses, nearest
 from hvdtrain.parallel.context.positions import belonging, positions_of
-from hvdtrain.parallel.tensor.cross_entropy import sharded_form
+from hvdtrain.parallel.tensor.losses import sharded_form
 from hvdtrain.parallel.tensor.outputs import gathered, shard_of
 from hvdtrain.training.objective.cross_entropy import fast_form
 from hvdtrain.training.objective.outputs import outputs_by_name, per_output

@@ -13,7 +13,7 @@ from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.compat.keras import metric_with_function
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.positions import belonging
-from hvdtrain.parallel.tensor.accuracy import on_shards, reads_shards
+from hvdtrain.parallel.tensor.losses import on_shards, reads_shards
 from hvdtrain.parallel.tensor.outputs import gathered, shard_of
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.objective.output_losses import OutputLoss

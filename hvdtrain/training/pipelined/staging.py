@@ -11,9 +11,8 @@ from hvdtrain.layers.experts.mixture import expert_layers
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.cut import changing_variables, cut_model, shared_variables
-from hvdtrain.parallel.pipeline.divided import divide, division_of
 from hvdtrain.parallel.pipeline.schedule import schedule_of
-from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.parallel.pipeline.stage import PipelineStage, divide, division_of
 from hvdtrain.state.deferred_values import draw_values
 from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.variables import unwrap

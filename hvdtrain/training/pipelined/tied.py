@@ -10,8 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.config.parallel import USER_AXES
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.parallel.pipeline.divided import division_of
-from hvdtrain.parallel.pipeline.stage import PipelineStage, TiedWeight
+from hvdtrain.parallel.pipeline.stage import PipelineStage, TiedWeight, division_of
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import whole_box
 from hvdtrain.state.placement import Placement, place, placement_of

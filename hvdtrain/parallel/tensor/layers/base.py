@@ -1,17 +1,19 @@
-"""What all layers that hold slices share: their group of ranks, and the record of what they take and give."""
+"""The base of all layers that hold slices: their group of ranks, and the record of what they take and give."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import keras
+import tensorflow as tf
 
-from hvdtrain.backends.differentiable import copy_to, gather_to, sum_from, sum_slices_from
+from hvdtrain.backends.differentiable import copy_to, gather_from, gather_to, slice_to, sum_from, sum_slices_from
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.compat.keras import mask_of
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.tensor.cuts import Cut
-from hvdtrain.parallel.tensor.flow.record import FlowRecord, LayerCall
+from hvdtrain.parallel.tensor.flow.trace import BY_OUTPUT_RULE, FlowRecord, LayerCall, shown
 from hvdtrain.runtime.compiled import numbered
 
 SEQUENCE_DIM = 1
@@ -175,3 +177,71 @@ def check_additive(variable: Any, layer: Any) -> None:
             f"The activity regularizer of {described(layer)} looks at the whole output, of which each rank has a part: "
             "leave it out, or the layer whole."
         )
+
+
+def cut_output(layer: Any, group: Group, name: str, *, whole: bool) -> None:
+    """Let `layer` give slices of the sequence, or all of it where it would give a slice.
+
+    Args:
+        layer: what it computes stays as it is.
+        group: the ranks.
+        name: of the layer, the same on all ranks.
+        whole: whether it gives all of the sequence.
+    """
+    call = layer.call
+
+    def cutting(*args: Any, **options: Any) -> Any:
+        outputs = call(*args, **options)
+        with group.record.call(described(layer) + BY_OUTPUT_RULE) as flow:
+            if whole:
+                flow.takes.append((outputs, SEQUENCE_DIM - outputs.shape.rank))
+                return gather_from(outputs, group.exchange, SEQUENCE_DIM, name=numbered(f"{name}/gathered"))
+            _check_length(layer, outputs, group.exchange.size)
+            outputs = slice_to(outputs, group.exchange, SEQUENCE_DIM, name=numbered(f"{name}/cut"))
+            flow.gives.append((outputs, SEQUENCE_DIM - outputs.shape.rank))
+            return outputs
+
+    replace_call(layer, cutting)
+
+
+def recording_output(layer: Any, call: Callable[..., Any], record: FlowRecord) -> Callable[..., Any]:
+    """Return `call` of a layer that gives its output whole still, with a mark of the place where it will be cut."""
+
+    def recording(*args: Any, **options: Any) -> Any:
+        outputs = call(*args, **options)
+        with record.call(described(layer) + BY_OUTPUT_RULE):
+            return tf.identity(outputs)
+
+    return recording
+
+
+def _check_length(layer: Any, outputs: Any, ranks: int) -> None:
+    length = outputs.shape[SEQUENCE_DIM] if outputs.shape.rank == 3 else None
+    if length is None or length % ranks:
+        raise ConfigError(
+            f"{opt('sequence_parallel')} cuts the output of {described(layer)} along the sequence, which tp={ranks} "
+            "must "
+            f"divide. Received: the shape {shown(outputs.shape)} [batch, sequence, features]."
+        )
+
+
+@contextmanager
+def recorded(layers: Sequence[Any], outputs: Sequence[Any], record: FlowRecord) -> Iterator[None]:
+    """Record the calls of `layers` inside this context, and what the layers of `outputs` give."""
+    for layer in layers:
+        replace_call(layer, _recording(layer, layer.call, record))
+    for layer in outputs:
+        replace_call(layer, recording_output(layer, layer.call, record))
+    try:
+        yield
+    finally:
+        for layer in [*layers, *outputs]:
+            vars(layer).pop("call", None)
+
+
+def _recording(layer: Any, call: Callable[..., Any], record: FlowRecord) -> Callable[..., Any]:
+    def recording(*args: Any, **options: Any) -> Any:
+        with record.call(described(layer)):
+            return call(*args, **options)
+
+    return recording

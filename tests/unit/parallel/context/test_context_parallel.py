@@ -13,8 +13,7 @@ import hvdtrain
 from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.positions import Positions, belonging, positions_of, with_positions
-from hvdtrain.parallel.context.rules import separated
-from hvdtrain.parallel.context.split import split_sequences
+from hvdtrain.parallel.context.split import separated, split_sequences
 from hvdtrain.parallel.outputs import local_outputs
 from hvdtrain.state.placement import drawn_for_samples
 from hvdtrain.training.objective.losses import summed_loss

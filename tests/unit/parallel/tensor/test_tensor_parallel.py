@@ -14,10 +14,9 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.accuracy import on_shards, reads_shards
 from hvdtrain.parallel.tensor.building import WholeWhileBuilding
-from hvdtrain.parallel.tensor.cross_entropy import sharded_form
 from hvdtrain.parallel.tensor.cuts import FusedHeads
+from hvdtrain.parallel.tensor.losses import on_shards, reads_shards, sharded_form
 from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.parallel.tensor.parallelize import Parallelization
 from hvdtrain.parallel.tensor.rules import LayoutRules, cut_along

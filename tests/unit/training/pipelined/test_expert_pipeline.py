@@ -11,8 +11,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.layers.embedding.sharded import ShardedEmbedding
 from hvdtrain.layers.experts.mixture import MixtureOfExperts
-from hvdtrain.parallel.pipeline.cost import flops
-from hvdtrain.parallel.pipeline.cut import cut_model
+from hvdtrain.parallel.pipeline.cut import cut_model, flops
 from hvdtrain.parallel.pipeline.graph import graph_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.runtime.placement import Placement, place

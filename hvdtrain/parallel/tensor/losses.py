@@ -1,17 +1,19 @@
-"""Cross-entropy and accuracy of logits that are sharded along the classes, without gathering them.
+"""Cross-entropy and Keras' accuracies of logits that are sharded along the classes, without gathering them.
 
-Each rank sends three numbers for each label: the largest of its logits, the sum of the exponentials below it, and the
-logit of the label if it has that class (Shoeybi et al. 2019, section 3). The backward pass sends nothing.
+For the cross-entropy each rank sends three numbers for each label: the largest of its logits, the sum of the
+exponentials below it, and the logit of the label if it has that class (Shoeybi et al. 2019, section 3). The backward
+pass sends nothing.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.compat.keras import set_mask
+from hvdtrain.compat.keras import function_of_metric, replaced_function, set_mask
 from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.runtime.compiled import numbered
 
@@ -144,3 +146,34 @@ def classes_of(logits: Any, shard: Shard) -> tf.Tensor:
     everyone = shard.exchange.all_gather(mine, name=numbered("tensor/largest"))
     chosen = tf.one_hot(tf.argmax(everyone[:, 0], 0), shard.exchange.size, axis=0, dtype=tf.float64)
     return tf.cast(tf.reduce_sum(everyone[:, 1] * chosen, 0), tf.int64)
+
+
+def reads_shards(metric: Any) -> bool:
+    """Whether a metric, or the one that it derives from, is an accuracy that needs no more than the largest logit."""
+    return isinstance(metric, keras.metrics.MeanMetricWrapper) and function_of_metric(metric) in _forms()
+
+
+@contextmanager
+def on_shards(metric: Any, shard: Shard) -> Iterator[None]:
+    """Let an accuracy for which `reads_shards` holds compare with slices of the logits inside this context."""
+    form = _forms()[function_of_metric(metric)]
+    with replaced_function(metric, lambda labels, logits: form(labels, logits, shard)):
+        yield
+
+
+def _forms() -> dict[Any, Callable[[Any, Any, Shard], Any]]:
+    return {
+        keras.metrics.sparse_categorical_accuracy: _sparse_accuracy,
+        keras.metrics.categorical_accuracy: _categorical_accuracy,
+    }
+
+
+def _sparse_accuracy(labels: Any, logits: Any, shard: Shard) -> Any:
+    labels = tf.convert_to_tensor(labels)
+    if labels.shape.rank == logits.shape.rank and labels.shape[-1] == 1:
+        labels = tf.squeeze(labels, -1)
+    return tf.cast(tf.equal(tf.cast(labels, tf.int64), classes_of(logits, shard)), keras.backend.floatx())
+
+
+def _categorical_accuracy(labels: Any, logits: Any, shard: Shard) -> Any:
+    return tf.cast(tf.equal(tf.argmax(labels, -1), classes_of(logits, shard)), keras.backend.floatx())
