@@ -1,5 +1,6 @@
 """Where horovodrun puts the environment variables of its ranks."""
 
+import json
 import os
 import shlex
 import signal
@@ -16,7 +17,7 @@ for last; do :; done
 exec env -i PATH=/usr/bin:/bin HOME="$HOME" sh -c "$last"
 """
 SHOWN = ("KEY", "HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_JOB_SECRET", "odd.name")
-SHOW = f"import os; print(*[os.environ[name] for name in {SHOWN}], sep='|')"
+SHOW = f"import json, os; print(json.dumps([os.environ[name] for name in {SHOWN}]))"
 ODD = "it's \n two lines, $HOME"
 
 
@@ -55,8 +56,7 @@ def run(capfd):
     environ = {**os.environ, "odd.name": "seen"}
     gloo_run.gloo_run(settings, ["lo"], environ, "127.0.0.1", [sys.executable, "-c", SHOW])
     out = capfd.readouterr().out.replace("[0]<stdout>:", "").replace("[1]<stdout>:", "")
-    lines = out.replace(ODD, "ODD").splitlines()
-    shown = [dict(zip(SHOWN, line.split("|"), strict=True)) for line in lines]
+    shown = [dict(zip(SHOWN, json.loads(line), strict=True)) for line in out.splitlines()]
     return {values.pop("HOROVOD_RANK"): values for values in shown}
 
 
@@ -72,7 +72,7 @@ def test_ranks_get_it_here_and_elsewhere_and_no_command_line_shows_it(started, c
     shown = run(capfd)
     assert shown["0"] == shown["1"]
     address, secret = shown["0"]["HOROVOD_GLOO_RENDEZVOUS_ADDR"], shown["0"]["HOROVOD_JOB_SECRET"]
-    assert (shown["0"]["KEY"], shown["0"]["odd.name"]) == ("ODD", "seen")
+    assert (shown["0"]["KEY"], shown["0"]["odd.name"]) == (ODD, "seen")
     token = address.rpartition("/")[2]
     assert (len(token), len(secret)) == (32, 64)
     for command in started:
