@@ -78,7 +78,7 @@ def trained(stage_s: float, schedule: str, microbatches: int, ranks: int, steps:
     import keras
 
     import hvdtrain
-    from hvdtrain.models.transformer.model import build
+    from hvdtrain.models.transformer import build
 
     chunks = CHUNKS[schedule]
     rng = np.random.default_rng(0)
@@ -143,8 +143,7 @@ def train(words: list[str]) -> None:
 
 def compare(controller: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one launch and print a line for each schedule and number of microbatches."""
-    from hvdtrain.parallel.pipeline.schedule import ideal_bubble, schedule_of
-    from hvdtrain.parallel.pipeline.simulation import messages_in_turn
+    from hvdtrain.parallel.pipeline.schedule import ideal_bubble, messages_in_turn, schedule_of
 
     def waits(schedule: Any, count: int) -> int:
         chunks, ranks = CHUNKS[schedule], arguments.ranks

@@ -32,7 +32,7 @@ def measure(length: int) -> None:
     import numpy as np
 
     from hvdtrain.bench.timing import peak_rss_mib
-    from hvdtrain.models.transformer import model as transformer
+    from hvdtrain.models import transformer as transformer
 
     model = hvdtrain.parallelize(lambda: transformer.build((length,), VOCABULARY, 1, depth=2, width=128, heads=4))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

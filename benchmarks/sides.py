@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hvdtrain.bench.catalog import MODELS, bench_config
-from hvdtrain.config.desync import DesyncConfig
 from hvdtrain.config.run import Config
+from hvdtrain.config.training import DesyncConfig
 from hvdtrain.runtime.launchers import detect_environment
 
 WINDOW = 10

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from harness import launcher, printed, write
 
-from hvdtrain.config.desync import DESYNC_EVERY
+from hvdtrain.config.training import DESYNC_EVERY
 
 HERE = Path(__file__).parent
 SIDES = HERE / "sides.py"

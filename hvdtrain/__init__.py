@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from hvdtrain.gradients.accumulator import GradientAccumulator
     from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
     from hvdtrain.gradients.tape import DistributedGradientTape
-    from hvdtrain.layers.embedding.sharded import ShardedEmbedding
-    from hvdtrain.layers.experts.mixture import MixtureOfExperts
+    from hvdtrain.layers.embedding import ShardedEmbedding
+    from hvdtrain.layers.experts import MixtureOfExperts
     from hvdtrain.layers.recompute import Recompute
     from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
     from hvdtrain.optim.lars import LARS
+    from hvdtrain.optim.optimizers import decaying_weights_only
     from hvdtrain.optim.precision import LossScaleOptimizer
-    from hvdtrain.optim.rates import learning_rate_schedule
-    from hvdtrain.optim.weight_decay import decaying_weights_only
+    from hvdtrain.optim.schedules import learning_rate_schedule
     from hvdtrain.parallel.parallelize import parallelize
     from hvdtrain.parallel.tensor.cuts import FusedHeads
     from hvdtrain.runs.use.loaded import LoadedRun, load_run
@@ -52,20 +52,20 @@ _PUBLIC = {
     "LARS": "hvdtrain.optim.lars",
     "LoadedRun": "hvdtrain.runs.use.loaded",
     "LossScaleOptimizer": "hvdtrain.optim.precision",
-    "MixtureOfExperts": "hvdtrain.layers.experts.mixture",
+    "MixtureOfExperts": "hvdtrain.layers.experts",
     "Recompute": "hvdtrain.layers.recompute",
-    "ShardedEmbedding": "hvdtrain.layers.embedding.sharded",
+    "ShardedEmbedding": "hvdtrain.layers.embedding",
     "ShardedOrder": "hvdtrain.data.own_loops",
     "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
     "Trainer": "hvdtrain.training.trainer",
     "barrier": "hvdtrain.api",
     "broadcast_object": "hvdtrain.api",
     "broadcast_variables": "hvdtrain.api",
-    "decaying_weights_only": "hvdtrain.optim.weight_decay",
+    "decaying_weights_only": "hvdtrain.optim.optimizers",
     "gather_object": "hvdtrain.api",
     "init": "hvdtrain.api",
     "is_initialized": "hvdtrain.api",
-    "learning_rate_schedule": "hvdtrain.optim.rates",
+    "learning_rate_schedule": "hvdtrain.optim.schedules",
     "load_run": "hvdtrain.runs.use.loaded",
     "local_rank": "hvdtrain.api",
     "parallelize": "hvdtrain.parallel.parallelize",

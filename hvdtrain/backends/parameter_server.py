@@ -10,13 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Capabilities
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras_variables import disable_gradient_sums
-from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
-from hvdtrain.config.exchange import ExchangeConfig
-from hvdtrain.config.update import UpdateConfig
+from hvdtrain.config.training import BadStepConfig, ExchangeConfig, UpdateConfig
 from hvdtrain.runtime.roles import SERVER, WORKER, Roles
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy

@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Among, Capabilities
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.local import LocalChannel

@@ -7,12 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Among, Capabilities, Collectives, Pair, ReduceOp
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras_variables import disable_gradient_sums
-from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.update import UpdateConfig
+from hvdtrain.config.training import BadStepConfig, UpdateConfig
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy
 

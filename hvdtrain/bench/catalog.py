@@ -6,10 +6,9 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.optim import OptimConfig
-from hvdtrain.config.precision import PrecisionName
 from hvdtrain.config.registry import suggestion
 from hvdtrain.config.run import Config
-from hvdtrain.config.training import TrainingConfig
+from hvdtrain.config.training import PrecisionName, TrainingConfig
 
 SGD = OptimConfig("sgd", learning_rate=0.01)
 MOMENTUM = OptimConfig("sgd", {"momentum": 0.9}, learning_rate=0.01)

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.checkpoint.agreement import is_split, on_every_rank
 from hvdtrain.checkpoint.commit import commit
 from hvdtrain.checkpoint.drafts import Draft

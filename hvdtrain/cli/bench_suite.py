@@ -14,8 +14,8 @@ from hvdtrain.bench.sides import USUAL as USUAL_SIDES
 from hvdtrain.cli.local import run_here
 from hvdtrain.cli.signals import ended_by_exceptions
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.config.precision import PrecisionName
 from hvdtrain.config.runtime import MallocName, RuntimeConfig
+from hvdtrain.config.training import PrecisionName
 from hvdtrain.runtime.launchers import detect_environment
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ import sys
 from hvdtrain.cli.launch import run_on_all_ranks
 from hvdtrain.cli.train import Request, parse
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.files import digest
-from hvdtrain.config.primary_files import FilesRead
+from hvdtrain.config.files import FilesRead, digest
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session

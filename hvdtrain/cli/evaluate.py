@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from hvdtrain.cli.launch import parse_errors_as_user_errors, positive, run_on_all_ranks, shows_help
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.files import digest
+from hvdtrain.config.files import FilesRead, digest
 from hvdtrain.config.model import Scalar
-from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import BackendName, RuntimeConfig
 from hvdtrain.runtime.session import Session

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from hvdtrain.cli.parsing import parsed_on_all_ranks
 from hvdtrain.config.errors import UserError, on_command_line
+from hvdtrain.config.files import FilesRead
 from hvdtrain.config.observability import TraceConfig
-from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.failures import FailFast, show_alone

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hvdtrain.config.errors import UserError
-from hvdtrain.config.primary_files import FilesRead, decoded
+from hvdtrain.config.files import FilesRead, decoded
 from hvdtrain.runtime.control.agreement import together
 from hvdtrain.runtime.control.channel import ControlChannel
 

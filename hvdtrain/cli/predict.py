@@ -9,8 +9,7 @@ from pathlib import Path
 from hvdtrain.cli.launch import parse_errors_as_user_errors, positive, run_on_all_ranks, shows_help
 from hvdtrain.cli.output import opened_output
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.files import digest
-from hvdtrain.config.primary_files import FilesRead
+from hvdtrain.config.files import FilesRead, digest
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.agreement import on_first

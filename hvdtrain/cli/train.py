@@ -16,9 +16,8 @@ from hvdtrain.cli.local import run_here
 from hvdtrain.cli.options import Option, options_of, refuse_unknown, sections_of
 from hvdtrain.cli.train_help import group_help, overview, wrapped
 from hvdtrain.config.errors import ConfigError, UserError, on_command_line
-from hvdtrain.config.files import apply_values, digest, read_values
+from hvdtrain.config.files import FilesRead, apply_values, digest, read_values
 from hvdtrain.config.observability import TraceConfig, trace_config
-from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, with_arguments_of, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes.registry import DEFAULT, recipe

@@ -8,7 +8,7 @@ from typing import Literal
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.section import section
-from hvdtrain.config.step import ClippingConfig
+from hvdtrain.config.training import ClippingConfig
 
 ScalingName = Literal["none", "linear", "sqrt"]
 ScheduleName = Literal["constant", "cosine", "step", "polynomial"]

@@ -2,22 +2,17 @@
 
 from dataclasses import field, replace
 
-from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.desync import DesyncConfig
 from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.observability import ObservabilityConfig
 from hvdtrain.config.optim import OptimConfig
-from hvdtrain.config.parallel import parse_axes
-from hvdtrain.config.pipeline import PipelineConfig
+from hvdtrain.config.parallel import PipelineConfig, parse_axes
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.config.section import section
-from hvdtrain.config.training import TrainingConfig
-from hvdtrain.config.update import UpdateConfig
+from hvdtrain.config.training import BadStepConfig, DesyncConfig, ExchangeConfig, TrainingConfig, UpdateConfig
 
 
 @section

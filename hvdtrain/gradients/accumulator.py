@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.exchange import CompressionName
+from hvdtrain.config.training import CompressionName
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, weighted

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import opt
-from hvdtrain.config.exchange import CompressionName
+from hvdtrain.config.training import CompressionName
 from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
 
 MOST_ELEMENTS = 4 * 1024 * 1024

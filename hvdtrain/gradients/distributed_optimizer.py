@@ -10,7 +10,7 @@ from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.exchange import CompressionName
+from hvdtrain.config.training import CompressionName
 from hvdtrain.gradients.reduction import GradientReducer, reduction_options, weighted
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.averaging import innermost

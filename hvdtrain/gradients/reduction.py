@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.config.errors import ConfigError, in_script, opt
-from hvdtrain.config.exchange import CompressionName, ExchangeConfig, SparseName
 from hvdtrain.config.section import section
+from hvdtrain.config.training import CompressionName, ExchangeConfig, SparseName
 from hvdtrain.gradients.compression import WireFormat, compressed_sums, is_compressible
 from hvdtrain.gradients.sparse import as_rows, gather_rows, gathering_is_cheaper, is_small, sum_duplicates
 from hvdtrain.runtime.tuning import BUFFER_BYTES

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
-from hvdtrain.config.exchange import CompressionName
+from hvdtrain.config.training import CompressionName
 from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions, reduction_options
 from hvdtrain.state.variables import as_written, path_of, unique_paths, unwrap
 

@@ -1,21 +1,122 @@
-"""Builds the wheel of a patched Horovod for the TensorFlow of an environment."""
+"""Build the wheel of a patched Horovod for the TensorFlow of an environment.
+
+The sources are the release on the package index, checked by its hash, with the series of patches applied; for GPUs a
+compiler and NCCL are needed as well.
+"""
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from pprint import pformat
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.installation.build_gpu import gpu_settings
-from hvdtrain.installation.fingerprint import output_of
-from hvdtrain.installation.gpu import Gpu
+from hvdtrain.installation.gpu import PYPI_COMPILER, Gpu
 from hvdtrain.installation.mpi import Mpi
 from hvdtrain.installation.pip import Pip
-from hvdtrain.installation.sources import patched_sources
-from hvdtrain.installation.steps import Steps
+from hvdtrain.installation.steps import Steps, output_of, say
 from hvdtrain.installation.wheel import find_wheel
-from hvdtrain.runtime.horovod_patches import HOROVOD
+from hvdtrain.runtime.horovod_patches import HOROVOD, RECORD, series, series_hashes
 from hvdtrain.runtime.python_environment import PythonEnvironment
+
+
+def gpu_settings(gpu: Gpu, work: Path, environ: Mapping[str, str], pip: Pip) -> dict[str, str]:
+    """Return the environment variables of a build with NCCL; what they name is made in the folder `work`.
+
+    Args:
+        gpu: what to build with.
+        work: folder of the build.
+        environ: the environment variables of the build so far.
+        pip: installs the compiler where the machine has none.
+    """
+    assert gpu.nccl is not None
+    compiler = gpu.compiler or from_pypi(work / "cuda", pip)
+    settings = {
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_CUDA_HOME": str(compiler),
+        "HOROVOD_NCCL_HOME": str(_linked(gpu.nccl, work / "nccl")),
+        "HOROVOD_NCCL_LINK": "SHARED",
+        # Horovod's build asks the first nvcc on PATH what it knows.
+        "PATH": os.pathsep.join([str(compiler / "bin"), environ["PATH"]]),
+        # TensorFlow's NCCL, of whichever environment the wheel is installed in; else the one that was built with.
+        "LDFLAGS": f"{environ['LDFLAGS']} -Wl,-rpath,\\$ORIGIN/../../nvidia/nccl/lib -Wl,-rpath,{gpu.nccl}/lib",
+    }
+    capabilities = {"HOROVOD_BUILD_CUDA_CC_LIST": ",".join(gpu.capabilities)} if gpu.capabilities else {}
+    return settings | capabilities
+
+
+def from_pypi(folder: Path, pip: Pip) -> Path:
+    """Install NVIDIA's compiler into `folder` and return the toolkit in it."""
+    pip.install_into(folder, PYPI_COMPILER, what="NVIDIA's compiler")
+    toolkit = next(folder.glob("nvidia/cu*/bin/nvcc")).parent.parent
+    # The compiler's own settings look for libraries in lib64, and CMake for the run time by this name.
+    (toolkit / "lib64").symlink_to("lib")
+    (toolkit / "lib" / "libcudart.so").symlink_to(next((toolkit / "lib").glob("libcudart.so.*")).name)
+    return toolkit
+
+
+def _linked(nccl: Path, folder: Path) -> Path:
+    """Return a folder with NCCL's header, and its library by the name that a linker looks for."""
+    (folder / "lib").mkdir(parents=True)
+    (folder / "include").symlink_to(nccl / "include")
+    library = next((nccl / "lib").glob("libnccl.so*"))
+    (folder / "lib" / "libnccl.so").symlink_to(library)
+    return folder
+
+
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+"""Of horovod-0.28.1.tar.gz."""
+
+_RECORD = '''\
+"""The patches that were applied to these sources, in order, by the beginning of the SHA-256 of their diffs."""
+
+PATCHES = {}
+'''
+
+
+def patched_sources(work: Path, environ: Mapping[str, str], pip: Pip) -> Path:
+    """Fetch Horovod's sources, apply the patches, and return their folder.
+
+    Args:
+        work: folder that they are unpacked in.
+        environ: environment variables of the build; its tools must be on PYTHONPATH.
+        pip: of the environment.
+
+    Raises:
+        SetupError: they can't be fetched, are other ones, or a patch does not apply.
+    """
+    archive = pip.fetch_sources("horovod", HOROVOD, sha256=SHA256, folder=work / "sdist", environ=environ)
+    shutil.unpack_archive(archive, work)
+    sources = work / f"horovod-{HOROVOD}"
+    say(f"applying {len(series())} patches to Horovod {HOROVOD}")
+    for patch in series():
+        apply_patch(patch, sources)
+    hashes = pformat(series_hashes(), sort_dicts=False)
+    (sources / "horovod" / RECORD).write_text(_RECORD.format(hashes))
+    return sources
+
+
+def apply_patch(patch: Path, sources: Path) -> None:
+    """Apply one patch: each hunk at the line that it names, and with the lines that it expects.
+
+    Raises:
+        SetupError: it does not apply; the message names it.
+    """
+    words = ("-p1", "--batch", "--forward", "--fuzz=0", "--directory", str(sources), "--input", str(patch))
+    done = subprocess.run(
+        ("patch", *words),
+        env=os.environ | {"LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0 or "(offset" in done.stdout:
+        raise SetupError(f"The patch {patch.name} does not apply to {sources}:\n{done.stdout.rstrip()}")
+
 
 BUILD_TOOLS = ("setuptools==69.5.1", "wheel")
 """What Horovod's setup.py needs; it is of the age of this setuptools. The environment's own stays as it is."""

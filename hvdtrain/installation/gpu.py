@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.installation.fingerprint import output_of, short_hash
+from hvdtrain.installation.steps import output_of, short_hash
 from hvdtrain.runtime.diagnosis.software import TENSORFLOW
 from hvdtrain.runtime.python_environment import PythonEnvironment
 

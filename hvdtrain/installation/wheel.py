@@ -8,10 +8,9 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.installation.fingerprint import output_of, short_hash
 from hvdtrain.installation.gpu import Gpu
 from hvdtrain.installation.mpi import Mpi
-from hvdtrain.installation.steps import say
+from hvdtrain.installation.steps import output_of, say, short_hash
 from hvdtrain.runtime.horovod_patches import patched_version, series_hashes
 from hvdtrain.runtime.python_environment import PythonEnvironment
 

@@ -13,14 +13,14 @@ from hvdtrain.models.objective import check_probabilities, named_loss, named_met
 from hvdtrain.models.user_model import user_family
 
 MODELS = {
-    "small_cnn": "hvdtrain.models.small_cnn.model:FAMILY",
-    "resnet": "hvdtrain.models.resnet.model:FAMILY",
-    "resnet_imagenet": "hvdtrain.models.resnet.imagenet:FAMILY",
-    "mlp": "hvdtrain.models.mlp.model:FAMILY",
-    "transformer": "hvdtrain.models.transformer.model:FAMILY",
-    "moe_transformer": "hvdtrain.models.moe_transformer.model:FAMILY",
-    "bert": "hvdtrain.models.bert.model:FAMILY",
-    "dlrm": "hvdtrain.models.dlrm.model:FAMILY",
+    "small_cnn": "hvdtrain.models.small_cnn:FAMILY",
+    "resnet": "hvdtrain.models.resnet:FAMILY",
+    "resnet_imagenet": "hvdtrain.models.resnet:IMAGENET_FAMILY",
+    "mlp": "hvdtrain.models.mlp:FAMILY",
+    "transformer": "hvdtrain.models.transformer:FAMILY",
+    "moe_transformer": "hvdtrain.models.moe_transformer:FAMILY",
+    "bert": "hvdtrain.models.bert:FAMILY",
+    "dlrm": "hvdtrain.models.dlrm:FAMILY",
 }
 
 

@@ -1,6 +1,7 @@
-"""Optimizers by name: Keras' own, and LARS."""
+"""Optimizers by name, their weight decay, and which of them can update slices apart."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -9,10 +10,92 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.registry import check_arguments, suggestion
+from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.lars import LARS
-from hvdtrain.optim.scaling import scaled_learning_rate
-from hvdtrain.optim.schedules import learning_rate
-from hvdtrain.optim.weight_decay import decaying_weights_only
+from hvdtrain.optim.schedules import scaled_learning_rate, scheduled_rate
+
+EXEMPT_NAMES = ("bias", "gamma", "beta")
+"""Keras' names of biases and normalization parameters; some of them have several dims."""
+
+
+def decays(variable: Any) -> bool:
+    """Whether `variable` (Keras' or TensorFlow's) decays: two dims or more, and not exempt by its name."""
+    # A slice of a variable, as an update rule may train, decays as the whole does.
+    whole = getattr(variable, "whole", variable)
+    name = str(whole.name).split(":")[0].split("/")[-1]
+    return len(whole.shape) >= 2 and name not in EXEMPT_NAMES
+
+
+def exclude_from_decay(optimizer: Any, variables: Iterable[Any]) -> None:
+    """Exclude those of `variables` that do not decay from the weight decay of `optimizer`, which is not built yet."""
+    optimizer.exclude_from_weight_decay(var_list=[variable for variable in variables if not decays(variable)])
+
+
+def decaying_weights_only(optimizer: Any) -> Any:
+    """Make `optimizer` decay weights only, not biases and normalization parameters, and return it.
+
+    Weights are variables of two dims or more not named `bias`, `gamma` or `beta`. The exclusion is set when the
+    optimizer is built, replacing any earlier one. The command line does so for all optimizers.
+
+    Args:
+        optimizer: a Keras optimizer, possibly wrapped, as in a LossScaleOptimizer.
+
+    Raises:
+        ConfigError: it is built already.
+    """
+    inner = innermost(optimizer)
+    if inner.built:
+        raise ConfigError(f"The optimizer {inner.name!r} is built: say what decays before its first use.")
+    build = inner.build
+
+    # Keras wants the exclusion before `build`, but the variables are first known there.
+    def build_with_exclusion(variables: Any) -> None:
+        if not inner.built:
+            exclude_from_decay(inner, variables)
+        build(variables)
+
+    inner.build = build_with_exclusion
+    return optimizer
+
+
+ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+
+
+def check_updates_slices(optimizer: Any, option: str) -> None:
+    """Refuse an optimizer that looks at whole variables, of which a rank has slices.
+
+    Args:
+        optimizer: possibly around another one.
+        option: what makes the slices, as a user would type it.
+
+    Raises:
+        ConfigError: naming the optimizer, or its argument.
+    """
+    inner = innermost(optimizer)
+    name = type(inner).__name__
+    if type(inner) not in ELEMENTWISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise ConfigError(
+            f"{option} updates slices of variables, and {name} may look at whole ones: use one of {known}, or leave "
+            f"out {option}."
+        )
+    for argument in ("clipnorm", "global_clipnorm"):
+        if getattr(inner, argument) is not None:
+            raise ConfigError(
+                f"{name}({argument}=…) would see slices under {option}: use {opt('clip_norm')} in its place."
+            )
+
 
 NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 """The base class, and wrappers of optimizers."""
@@ -58,7 +141,7 @@ def build_optimizer(config: OptimConfig, total_steps: int, batch: int) -> Any:
     cls = _class(config.optimizer)
     _refuse_twice(config)
     check_arguments("optimizer", config.optimizer, cls, config.optimizer_args)
-    rate = learning_rate(config, total_steps, scaled_learning_rate(config, batch))
+    rate = scheduled_rate(config, total_steps, scaled_learning_rate(config, batch))
     try:
         optimizer = cls(learning_rate=rate, **_arguments(config, cls))
     except (TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.compat.keras import constructor_arguments, flatten_layers, operation_of
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.precision import PrecisionName
+from hvdtrain.config.training import PrecisionName
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")

@@ -1,14 +1,15 @@
-"""Learning-rate schedules."""
+"""Learning rates: schedules, scaling with the batch, and the command line's rates for custom loops."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.optim import OptimConfig
+from hvdtrain.config.optim import OptimConfig, ScalingName, ScheduleName
+from hvdtrain.config.registry import suggestion
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -81,7 +82,7 @@ def decay_steps(shares: Sequence[float], total_steps: int) -> list[int]:
     return [round(share * total_steps) for share in shares]
 
 
-def learning_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
+def scheduled_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
     """Return a number if the rate is constant, else a schedule over `total_steps` optimizer steps.
 
     Raises:
@@ -111,3 +112,99 @@ def learning_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
         decay_at=config.decay_at,
         decay_factor=config.decay_factor,
     )
+
+
+def scaled_learning_rate(config: OptimConfig, batch: int) -> float:
+    """Return the peak learning rate for `batch` samples per step over all ranks.
+
+    linear: rate x batch / base_batch, which keeps the update per sample (Goyal et al. 2017, arXiv:1706.02677).
+    sqrt: rate x sqrt(batch / base_batch), which keeps the variance of the update (Krizhevsky 2014,
+    arXiv:1404.5997; used with LAMB by You et al. 2019, arXiv:1904.00962).
+    """
+    if config.base_batch is None:
+        return float(config.learning_rate)
+    ratio = batch / config.base_batch
+    return config.learning_rate * (ratio if config.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+def describe_rate(config: OptimConfig, batch: int, total_steps: int) -> str:
+    """Return the learning rate in words: peak, scaling, warm-up, schedule."""
+    peak = scaled_learning_rate(config, batch)
+    parts = [f"peak {peak:g}" + _origin(config, batch)]
+    if config.warmup_steps:
+        parts.append(f"warm-up {config.warmup_steps} steps")
+    return ", ".join([*parts, _course(config, peak, total_steps)])
+
+
+def _origin(config: OptimConfig, batch: int) -> str:
+    if config.base_batch is None:
+        return ""
+    ratio = f"{batch}/{config.base_batch}"
+    factor = ratio if config.lr_scaling == "linear" else f"sqrt({ratio})"
+    return f" ({config.learning_rate:g} x {factor}, {config.lr_scaling})"
+
+
+def _course(config: OptimConfig, peak: float, total_steps: int) -> str:
+    if config.schedule == "step":
+        steps = ", ".join(map(str, decay_steps(config.decay_at, total_steps)))
+        return f"x {config.decay_factor:g} at step {steps} of {total_steps}"
+    power = f" of power {config.decay_power:g}" if config.schedule == "polynomial" else ""
+    end = f" to {peak * config.final_rate:g}" if config.final_rate else ""
+    return f"{config.schedule}{power}{end}"
+
+
+def learning_rate_schedule(
+    learning_rate: float,
+    total_steps: int,
+    *,
+    schedule: ScheduleName = "constant",
+    warmup_steps: int = 0,
+    final_rate: float = 0.0,
+    decay_power: float = 1.0,
+    decay_at: Sequence[float] = (),
+    decay_factor: float = 0.1,
+    lr_scaling: ScalingName = "none",
+    batch: int | None = None,
+    base_batch: int | None = None,
+) -> Any:
+    """Return the learning rate for an optimizer: a Keras schedule, or a number if it is constant.
+
+    Args:
+        learning_rate: the peak, before any scaling by the batch.
+        total_steps: optimizer steps of the whole run.
+        schedule: `constant`, `cosine`, `step` or `polynomial`; see `WarmupSchedule`.
+        warmup_steps: steps over which the rate rises linearly from zero to its peak.
+        final_rate: final rate of cosine and polynomial, as a fraction of the peak.
+        decay_power: exponent of the polynomial schedule.
+        decay_at: where the step schedule lowers the rate, as fractions of the run, such as (0.5, 0.75).
+        decay_factor: factor of each lowering.
+        lr_scaling: `linear` multiplies the peak by batch / base_batch, `sqrt` by the root of that; see
+            `scaled_learning_rate`.
+        batch: samples per optimizer step over all ranks and microbatches.
+        base_batch: the batch that `learning_rate` was tuned for.
+
+    Raises:
+        ConfigError: values that form no schedule, or have no effect; named as on the command line.
+    """
+    _check_name("schedule", schedule, get_args(ScheduleName))
+    _check_name("lr_scaling", lr_scaling, get_args(ScalingName))
+    if (batch is None) != (lr_scaling == "none"):
+        raise ConfigError(f"lr_scaling and batch go together. Received: lr_scaling={lr_scaling!r}, batch={batch}.")
+    config = OptimConfig(
+        learning_rate=learning_rate,
+        lr_scaling=lr_scaling,
+        base_batch=base_batch,
+        schedule=schedule,
+        warmup_steps=warmup_steps,
+        final_rate=final_rate,
+        decay_power=decay_power,
+        decay_at=tuple(decay_at),
+        decay_factor=decay_factor,
+    )
+    peak = config.learning_rate if batch is None else scaled_learning_rate(config, batch)
+    return scheduled_rate(config, total_steps, peak)
+
+
+def _check_name(what: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise ConfigError(f"Unknown {what} {name!r}.{suggestion(name, dict.fromkeys(known, ''))}")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.errors import CheckpointError
+from hvdtrain.config.files import FilesRead
 from hvdtrain.config.model import OutputKind
-from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.data.files.locations import cache_folder
 from hvdtrain.data.files.unpacked import made_once, writing_into
 from hvdtrain.data.preprocessing import Preprocessing

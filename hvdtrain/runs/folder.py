@@ -6,8 +6,7 @@ from pathlib import Path
 
 from hvdtrain.checkpoint import lock
 from hvdtrain.config.errors import CheckpointError, ConfigError
-from hvdtrain.config.files import apply_values, read_values
-from hvdtrain.config.primary_files import FilesRead
+from hvdtrain.config.files import FilesRead, apply_values, read_values
 from hvdtrain.config.run import Config
 
 RUNS = Path("runs")

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.config.errors import DataError
+from hvdtrain.config.files import FilesRead
 from hvdtrain.config.model import Scalar
-from hvdtrain.config.primary_files import FilesRead
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import import_from, is_user_code
 from hvdtrain.data.files.locations import find_data, is_there

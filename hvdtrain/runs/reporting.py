@@ -15,7 +15,7 @@ from hvdtrain.observability.prometheus import open_exporter
 from hvdtrain.observability.status import StatusWriter
 from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.observability.wording import plural
-from hvdtrain.optim.scaling import describe_rate
+from hvdtrain.optim.schedules import describe_rate
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.terminal import on_terminal

@@ -12,7 +12,7 @@ from hvdtrain.layers.convert import without_sync_batch_norm
 from hvdtrain.observability.plots import draw_curves
 from hvdtrain.observability.summary import write_json
 from hvdtrain.observability.wording import plural
-from hvdtrain.optim.scaling import scaled_learning_rate
+from hvdtrain.optim.schedules import scaled_learning_rate
 from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.start_files import StartFiles

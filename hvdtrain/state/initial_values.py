@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.compat.keras_variables import declared_dtype
-from hvdtrain.layers.initial_slice import UniformSlice
+from hvdtrain.layers.slices import UniformSlice
 
 
 def repeats(initializer: Any) -> bool:

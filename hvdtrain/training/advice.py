@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import opt
-from hvdtrain.config.pipeline import PipelineConfig
+from hvdtrain.config.parallel import PipelineConfig
 from hvdtrain.gradients.compression_probe import compression_cost, compression_warning
 from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.observability.wording import plural

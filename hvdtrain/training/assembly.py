@@ -15,8 +15,7 @@ from hvdtrain.layers.convert import with_sync_batch_norm
 from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.layers.sync_batch_norm import sync_layers
-from hvdtrain.optim.elementwise import check_updates_slices
-from hvdtrain.optim.optimizers import known_optimizers
+from hvdtrain.optim.optimizers import check_updates_slices, known_optimizers
 from hvdtrain.optim.precision import precision, set_precision
 from hvdtrain.state.deferred_values import built_without_values
 from hvdtrain.state.optimizers import optimizers_of

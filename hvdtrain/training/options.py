@@ -7,16 +7,20 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.bad_steps import BadStepConfig
-from hvdtrain.config.desync import DesyncConfig
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.exchange import ExchangeConfig, SparseName
-from hvdtrain.config.pipeline import PipelineConfig
-from hvdtrain.config.precision import PrecisionName
+from hvdtrain.config.parallel import PipelineConfig
 from hvdtrain.config.registry import suggestion
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.config.step import ClippingConfig, StepConfig
-from hvdtrain.config.update import UpdateConfig
+from hvdtrain.config.training import (
+    BadStepConfig,
+    ClippingConfig,
+    DesyncConfig,
+    ExchangeConfig,
+    PrecisionName,
+    SparseName,
+    StepConfig,
+    UpdateConfig,
+)
 from hvdtrain.gradients.reduction import ReductionOptions
 from hvdtrain.optim.clipping import Clipping
 

@@ -17,7 +17,7 @@ from hvdtrain.backends.differentiable import exchange_parts, gather_to
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.compat.keras import attention_axes, mask_of, query_kernel, replace_attention
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.parallel.context.positions import POSITION_DIM, Positions
 from hvdtrain.parallel.tensor.flow.trace import BY_OUTPUT_RULE, FlowRecord
 from hvdtrain.parallel.tensor.layers.base import calls_as, described, replace_call

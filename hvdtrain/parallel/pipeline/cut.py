@@ -13,7 +13,7 @@ import keras
 from hvdtrain.compat.keras import flatten_layers, own_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.registry import suggestion
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.parallel.context.positions import position_slices
 from hvdtrain.parallel.pipeline.graph import (
     Graph,

@@ -21,7 +21,7 @@ from hvdtrain.compat.keras import (
     standardized_inputs,
 )
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.layers.experts.mixture import MixtureOfExperts, expert_layers
+from hvdtrain.layers.experts import MixtureOfExperts, expert_layers
 from hvdtrain.parallel.outputs import marked_outputs, whole_outputs
 from hvdtrain.parallel.pipeline.cut import Cut, shared_variables
 from hvdtrain.parallel.pipeline.graph import run, variables_of

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.errors import BadStepError, NonFiniteError, opt
+from hvdtrain.config.training import BadStepConfig
 from hvdtrain.observability.wording import plural
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.loss_monitor import BadStep

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hvdtrain.config.best import BestMetric
+from hvdtrain.config.checkpoint import BestMetric
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.scalars import Scalars
 

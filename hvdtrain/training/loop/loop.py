@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.best import BestMetric
+from hvdtrain.config.checkpoint import BestMetric
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.runtime.hang.activity import Activity

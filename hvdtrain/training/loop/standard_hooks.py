@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.bad_steps import BadStepConfig
-from hvdtrain.config.desync import DESYNC_EVERY
+from hvdtrain.config.training import DESYNC_EVERY, BadStepConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.given import in_step

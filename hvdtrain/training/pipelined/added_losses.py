@@ -9,7 +9,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from hvdtrain.layers.exchanging import exchanging_layers
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.parallel.pipeline.cut import Cut
 from hvdtrain.parallel.pipeline.exchange import Spec
 

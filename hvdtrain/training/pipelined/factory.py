@@ -9,7 +9,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.shapes import check_source
 from hvdtrain.data.source import Source
-from hvdtrain.layers.experts.mixture import expert_layers
+from hvdtrain.layers.experts import expert_layers
 from hvdtrain.parallel.pipeline.exchange import StageExchange
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from hvdtrain.compat.keras import flatten_layers
-from hvdtrain.config.pipeline import ScheduleName
+from hvdtrain.config.parallel import ScheduleName
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.layers.exchanging import ExchangingLayer, samples_of

@@ -7,7 +7,7 @@ from typing import Any
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.exchanging import exchanging_layers
-from hvdtrain.layers.experts.mixture import expert_layers
+from hvdtrain.layers.experts import expert_layers
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.cut import changing_variables, cut_model, shared_variables

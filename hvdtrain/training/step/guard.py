@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.compat.keras import flatten_layers, own_non_trainable_variables
-from hvdtrain.config.bad_steps import BadStepConfig
+from hvdtrain.config.training import BadStepConfig
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.finite import poison_of
 from hvdtrain.training.step.forward_backward import LocalGradients

@@ -9,8 +9,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.gradient_sum import GradientSum
-from hvdtrain.layers.experts.figures import routing_figures
-from hvdtrain.layers.experts.mixture import MixtureOfExperts, expert_layers
+from hvdtrain.layers.experts import MixtureOfExperts, expert_layers, routing_figures
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction

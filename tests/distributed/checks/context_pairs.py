@@ -31,8 +31,7 @@ from worlds import worlds
 
 import hvdtrain
 from hvdtrain.data.batch import slice_bounds
-from hvdtrain.layers.experts.figures import routing_figures
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.layers.experts import MixtureOfExperts, routing_figures
 from hvdtrain.runtime.collectives import AxisCollectives
 from hvdtrain.training.update_rules.zero import shards
 

@@ -10,7 +10,7 @@ from world import World, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
-from hvdtrain.models.transformer import model as transformer
+from hvdtrain.models import transformer as transformer
 from hvdtrain.parallel.context.split import split_sequences
 from hvdtrain.state.placement import placement_of
 

@@ -13,9 +13,9 @@ from world import World, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
-from hvdtrain.layers.embedding import lookups
-from hvdtrain.layers.embedding.sharded import ShardedEmbedding
-from hvdtrain.models.dlrm.model import build, build_sharded
+from hvdtrain.layers import embedding
+from hvdtrain.layers.embedding import ShardedEmbedding
+from hvdtrain.models.dlrm import build, build_sharded
 
 SAMPLES, BATCH, EPOCHS = 67, 16, 4  # four full batches and one of 3 samples, of which a rank of 4 has none: 20 steps
 ROWS, DIM, BOUND = 11, 8, 0.5
@@ -88,14 +88,14 @@ def check_divided_tables_train_as_whole_ones(world: World) -> None:
 @worlds("mpirun-2", extended=True)
 def check_the_comparison_notices_gradients_that_stay(world: World) -> None:
     expected = world.reference(trained_alone, "float64", "sgd")
-    send = lookups.send_rows
-    lookups.send_rows = lambda x, *others, name: send(tf.stop_gradient(x), *others, name=name)
+    send = embedding.send_rows
+    embedding.send_rows = lambda x, *others, name: send(tf.stop_gradient(x), *others, name=name)
     try:
         with on_mesh(world, "ep=-1") as mesh:
             trainer = trained(mesh, sharded("float64", "row"), OPTIMIZERS["sgd"](), *data(), per_sample)
             assert relative_error(whole(trainer.model, mesh), expected) > 1e-3
     finally:
-        lookups.send_rows = send
+        embedding.send_rows = send
 
 
 def clicks() -> tuple[dict[str, np.ndarray], np.ndarray]:

@@ -14,8 +14,8 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import slice_bounds
-from hvdtrain.layers.experts import mixture
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.layers import experts
+from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.runtime.placement import Placement, place, placement_of
 
 SAMPLES, BATCH, EPOCHS = 67, 16, 4  # four full batches and one of 3 samples, of which a rank of 4 has none: 20 steps
@@ -175,7 +175,7 @@ def check_the_comparison_notices_what_is_missing(world: World) -> None:
             place(variable, Placement(here.global_shape, here.box, here.axes))
 
     def keep_gradients(layer: Any) -> None:
-        exchange = mixture.exchange_parts
+        exchange = experts.exchange_parts
 
         def one_way(x: Any, group: Any, cut: int, joined: int, *, name: str) -> Any:
             moved = exchange(tf.stop_gradient(x), group, cut, joined, name=name)
@@ -185,11 +185,11 @@ def check_the_comparison_notices_what_is_missing(world: World) -> None:
         call = layer._outputs
 
         def outputs(buffers: Any, name: str) -> Any:
-            mixture.exchange_parts = one_way
+            experts.exchange_parts = one_way
             try:
                 return call(buffers, name)
             finally:
-                mixture.exchange_parts = exchange
+                experts.exchange_parts = exchange
 
         layer._outputs = outputs
 

@@ -18,7 +18,7 @@ from world import World, flat_bytes, moved, plain_step, relative_error
 from worlds import worlds
 
 import hvdtrain
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.optim.precision import precision
 from hvdtrain.parallel.tensor.parallelize import Parallelization
 from hvdtrain.runtime.collectives import AxisCollectives

@@ -15,8 +15,8 @@ from worlds import worlds
 
 import hvdtrain
 from hvdtrain.backends import differentiable
-from hvdtrain.models.mlp import model as mlp
-from hvdtrain.models.transformer import model as transformer
+from hvdtrain.models import mlp as mlp
+from hvdtrain.models import transformer as transformer
 from hvdtrain.parallel.tensor.parallelize import Parallelization
 from hvdtrain.state.placement import placement_of
 

@@ -18,7 +18,7 @@ from world import World, flat_bytes, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
-from hvdtrain.models.transformer import model as transformer
+from hvdtrain.models import transformer as transformer
 from hvdtrain.parallel.tensor.parallelize import Parallelization
 from hvdtrain.state.placement import placement_of
 from hvdtrain.state.structure import structure_of

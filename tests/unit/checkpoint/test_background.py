@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.checkpoint import background
 from hvdtrain.checkpoint import checkpointer as checkpointing
 from hvdtrain.checkpoint.background import BackgroundSaver

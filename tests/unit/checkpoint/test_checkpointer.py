@@ -15,7 +15,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import keras  # noqa: E402
 
-from hvdtrain.backends.no_op import NoOpCollectives  # noqa: E402
+from hvdtrain.backends.single import NoOpCollectives  # noqa: E402
 from hvdtrain.checkpoint import checkpointer as checkpointing  # noqa: E402
 from hvdtrain.checkpoint.checkpointer import Checkpointer  # noqa: E402
 from hvdtrain.checkpoint.drafts import Draft  # noqa: E402

@@ -7,8 +7,7 @@ import pytest
 
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.selection import find_checkpoint
-from hvdtrain.config.best import BestMetric, best_metric
-from hvdtrain.config.checkpoint import CheckpointConfig
+from hvdtrain.config.checkpoint import BestMetric, CheckpointConfig, best_metric
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.loop.loop import Plan

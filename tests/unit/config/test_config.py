@@ -5,22 +5,18 @@ import typing
 import pytest
 
 from hvdtrain.cli.train import Files
-from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.desync import DesyncConfig
 from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError, on_command_line
-from hvdtrain.config.exchange import ExchangeConfig
 from hvdtrain.config.files import apply_values, digest, read_values, to_yaml
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.observability import ObservabilityConfig
 from hvdtrain.config.optim import OptimConfig
-from hvdtrain.config.pipeline import PipelineConfig
+from hvdtrain.config.parallel import PipelineConfig
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.config.training import TrainingConfig
-from hvdtrain.config.update import UpdateConfig
+from hvdtrain.config.training import BadStepConfig, DesyncConfig, ExchangeConfig, TrainingConfig, UpdateConfig
 
 BASE = Config("digits")
 ARGUMENTS = {"flag": True, "count": 3, "tiny": 1e-7, "whole": 2.0, "text": "größe: #1", "digits": "12", "word": "yes"}

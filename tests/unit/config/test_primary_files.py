@@ -4,8 +4,7 @@ import pytest
 
 from hvdtrain.cli.parsing import parsed_on_all_ranks
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.files import read_values
-from hvdtrain.config.primary_files import FilesRead, decoded
+from hvdtrain.config.files import FilesRead, decoded, read_values
 from tests.unit.threaded_ranks import as_ranks
 
 

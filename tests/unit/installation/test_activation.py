@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from hvdtrain.installation import activation
-from hvdtrain.installation.activation import prepare_activation
+from hvdtrain.installation import install
+from hvdtrain.installation.install import prepare_activation
 from hvdtrain.installation.mpi import Mpi
 
 PYPI, SYSTEM, NONE = Mpi("pypi", "openmpi4.1.8"), Mpi("system", "mpi"), Mpi("none", "nompi")
@@ -49,9 +49,9 @@ def test_parameters_of_open_mpi_are_written_once_beside_the_users_own(environmen
 def test_the_file_of_an_earlier_setup_gets_the_keepalive_alone(environment, user):
     file = environment.prefix / "etc/openmpi-mca-params.conf"
     file.parent.mkdir()
-    file.write_text(activation._PARAMETERS)
+    file.write_text(install._PARAMETERS)
     prepare_activation(environment, PYPI)
-    assert file.read_text() == f"{activation._PARAMETERS}\n{activation._KEEPALIVE}"
+    assert file.read_text() == f"{install._PARAMETERS}\n{install._KEEPALIVE}"
 
 
 @pytest.mark.parametrize("other", [SYSTEM, NONE])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.installation import build_gpu
+from hvdtrain.installation import build
 from hvdtrain.installation import gpu as gpu_module
 from hvdtrain.installation.gpu import Gpu, choose_gpu, driver_cuda
 from hvdtrain.installation.mpi import Mpi
@@ -179,7 +179,7 @@ def test_pypi_s_compiler_is_laid_out_as_a_toolkit(tmp_path):
                 (folder / "nvidia/cu13" / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / "nvidia/cu13" / name).touch()
 
-    toolkit = build_gpu.from_pypi(tmp_path / "cuda", Pip())
+    toolkit = build.from_pypi(tmp_path / "cuda", Pip())
     assert toolkit == tmp_path / "cuda/nvidia/cu13"
     assert (toolkit / "lib64/libcudart.so").resolve() == toolkit / "lib/libcudart.so.13"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.installation import requirements
+from hvdtrain.installation import install
 
 
 @pytest.mark.parametrize(("version", "received"), [(None, "none"), ("2.20.0", "2.20.0"), ("2.2.1", "2.2.1")])
@@ -25,7 +25,7 @@ def test_a_python_of_the_operating_system(machine):
 
 
 def test_an_environment_that_may_not_be_written(machine, monkeypatch):
-    monkeypatch.setattr(requirements.os, "access", lambda path, mode: path != machine.packages)
+    monkeypatch.setattr(install.os, "access", lambda path, mode: path != machine.packages)
     with pytest.raises(SetupError, match=r"read-only\. Received: .*python3 -m venv --system-site-packages"):
         machine.setup()
 
@@ -80,6 +80,6 @@ def test_the_compiler_that_was_chosen_is_the_one_that_is_needed(machine):
 
 
 def test_no_disk_space(machine, monkeypatch):
-    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 499 << 20))
+    monkeypatch.setattr(install.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 499 << 20))
     with pytest.raises(SetupError, match=r"needs 500 MB .*Received: 499 MB"):
         machine.setup()

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.config.errors import SetupError
+from hvdtrain.installation.build import apply_patch, patched_sources
 from hvdtrain.installation.pip import Pip
-from hvdtrain.installation.sources import apply_patch, patched_sources
 from hvdtrain.installation.steps import Steps
 from hvdtrain.runtime.python_environment import PythonEnvironment
 

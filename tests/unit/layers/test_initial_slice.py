@@ -6,15 +6,15 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.layers import initial_slice
-from hvdtrain.layers.initial_slice import uniform_slice
+from hvdtrain.layers import slices
+from hvdtrain.layers.slices import uniform_slice
 from hvdtrain.runtime.placement import even_slice
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("shape", [(11, 3), (5, 7, 3), (13,)])
 def test_a_slice_is_that_of_the_whole(dtype, shape, monkeypatch):
-    monkeypatch.setattr(initial_slice, "_AT_ONCE", 10)
+    monkeypatch.setattr(slices, "_AT_ONCE", 10)
     whole = np.array(keras.initializers.RandomUniform(-0.3, 0.3, seed=77)(shape, dtype=dtype))
     for cuts in itertools.product([(1, 0), (3, 1), (3, 2)], repeat=len(shape)):
         box = tuple(even_slice(size, *cut) for size, cut in zip(shape, cuts, strict=True))

@@ -7,10 +7,10 @@ import tensorflow as tf
 from keras import layers
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.layers.recompute import Recompute, _segments, recomputed_model
-from hvdtrain.models.resnet.model import build as resnet
-from hvdtrain.models.transformer.model import build as transformer
+from hvdtrain.models.resnet import build as resnet
+from hvdtrain.models.transformer import build as transformer
 from hvdtrain.optim.precision import precision
 from tests.extended import mostly_extended
 

@@ -8,19 +8,18 @@ import pytest
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.optim import OptimConfig
-from hvdtrain.optim.scaling import describe_rate, scaled_learning_rate
-from hvdtrain.optim.schedules import WarmupSchedule, learning_rate
+from hvdtrain.optim.schedules import WarmupSchedule, describe_rate, scaled_learning_rate, scheduled_rate
 
 PEAK = 0.5
 
 
 def rates(total, steps, **options):
-    schedule = learning_rate(OptimConfig("sgd", learning_rate=PEAK, **options), total, PEAK)
+    schedule = scheduled_rate(OptimConfig("sgd", learning_rate=PEAK, **options), total, PEAK)
     return [float(schedule(step)) for step in steps]
 
 
 def test_a_rate_that_does_not_move_is_a_number():
-    assert learning_rate(OptimConfig(learning_rate=0.1), 100, PEAK) == PEAK
+    assert scheduled_rate(OptimConfig(learning_rate=0.1), 100, PEAK) == PEAK
 
 
 # -- the warm-up --
@@ -207,7 +206,7 @@ def test_the_rate_is_told_in_one_phrase(options, phrase):
 )
 def test_a_public_schedule_is_that_of_the_command_line(ours, options):
     config = OptimConfig("sgd", learning_rate=PEAK, **{**ours, **options})
-    expected = learning_rate(config, 40, scaled_learning_rate(config, 32))
+    expected = scheduled_rate(config, 40, scaled_learning_rate(config, 32))
     batch = {"batch": 32} if "base_batch" in ours else {}
     got = hvdtrain.learning_rate_schedule(PEAK, 40, **ours, **batch)
     if not ours:

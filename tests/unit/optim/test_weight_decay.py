@@ -6,8 +6,7 @@ import tensorflow as tf
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.optim import OptimConfig
-from hvdtrain.optim.optimizers import build_optimizer, known_optimizers
-from hvdtrain.optim.weight_decay import decays
+from hvdtrain.optim.optimizers import build_optimizer, decays, known_optimizers
 
 RATE, DECAY = 0.1, 0.5
 

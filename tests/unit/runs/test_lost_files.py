@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.checkpoint.integrity import verify
 from hvdtrain.checkpoint.lock import locked
 from hvdtrain.checkpoint.naming import complete

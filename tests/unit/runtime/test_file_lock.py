@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.checkpoint.drafts import Draft, clear_leavings
 from hvdtrain.checkpoint.lock import FolderLock, locked
 from hvdtrain.config.errors import CheckpointError

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError, on_command_line
-from hvdtrain.config.exchange import ExchangeConfig
-from hvdtrain.config.training import TrainingConfig
+from hvdtrain.config.training import ExchangeConfig, TrainingConfig
 from hvdtrain.gradients.accumulator import GradientAccumulator
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.observability.events import RunInfo

@@ -19,8 +19,8 @@ from hvdtrain.config.registry import resolve
 from hvdtrain.gradients.reduction import Gradient, ReductionOptions
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
-from hvdtrain.optim.elementwise import check_updates_slices
 from hvdtrain.optim.fused import fused_updates
+from hvdtrain.optim.optimizers import check_updates_slices
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.placement import placed_tensor, placement_of

@@ -9,9 +9,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.layers.embedding.lookups import Table, look_up, look_up_columns
-from hvdtrain.layers.embedding.partition import Partition
-from hvdtrain.layers.embedding.sharded import ShardedEmbedding
+from hvdtrain.layers.embedding import Partition, ShardedEmbedding, Table, look_up, look_up_columns
 from hvdtrain.models.registry import model_family
 from tests.unit.threaded_exchange import Meeting, outcomes_on
 

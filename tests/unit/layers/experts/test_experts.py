@@ -5,16 +5,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers import slices
-from hvdtrain.layers.embedding.sharded import ShardedEmbedding
+from hvdtrain.layers.embedding import ShardedEmbedding
 from hvdtrain.layers.exchanging import exchanging_layers, samples_of
-from hvdtrain.layers.experts.balance import load_balance_loss, router_z_loss
-from hvdtrain.layers.experts.dispatch import from_experts, slots_of, to_experts
-from hvdtrain.layers.experts.figures import routing_figures
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
-from hvdtrain.layers.experts.routing import expert_capacity, load_of, routes_of
+from hvdtrain.layers.experts import (
+    MixtureOfExperts,
+    expert_capacity,
+    from_experts,
+    load_balance_loss,
+    load_of,
+    router_z_loss,
+    routes_of,
+    routing_figures,
+    slots_of,
+    to_experts,
+)
 from hvdtrain.runtime.placement import Placement, place, placement_of, whole_box
 from hvdtrain.training.assembly import check_held_apart, check_layers
 from hvdtrain.training.options import StepOptions

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.positions import Positions, belonging, positions_of, with_positions
 from hvdtrain.parallel.context.split import separated, split_sequences

@@ -5,9 +5,17 @@ from collections import Counter
 import pytest
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.pipeline import PipelineConfig
-from hvdtrain.parallel.pipeline.schedule import Action, ideal_bubble, most_in_flight, needs, schedule_of
-from hvdtrain.parallel.pipeline.simulation import DeadlockError, messages_in_turn, simulate
+from hvdtrain.config.parallel import PipelineConfig
+from hvdtrain.parallel.pipeline.schedule import (
+    Action,
+    DeadlockError,
+    ideal_bubble,
+    messages_in_turn,
+    most_in_flight,
+    needs,
+    schedule_of,
+    simulate,
+)
 
 PLAIN = [("gpipe", p, m, 1) for p in (1, 2, 3, 4, 8) for m in (1, 2, 5, 8)]
 ONE_EACH = [("1f1b", p, m, 1) for p in (1, 2, 3, 4, 8) for m in (1, 2, 5, 8)]

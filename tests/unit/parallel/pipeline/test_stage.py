@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.errors import ConfigError, in_script
 from hvdtrain.layers.convert import with_sync_batch_norm
-from hvdtrain.models.bert.model import build as bert
-from hvdtrain.models.mlp.model import build as mlp
-from hvdtrain.models.transformer.model import build as transformer
+from hvdtrain.models.bert import build as bert
+from hvdtrain.models.mlp import build as mlp
+from hvdtrain.models.transformer import build as transformer
 from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.exchange import boundary_specs
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.models.transformer.model import build as transformer
+from hvdtrain.models.transformer import build as transformer
 from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.deferred_values import DrawnWhenRead, built_without_values, draw_values

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.backends.no_op import NoOpCollectives
 from hvdtrain.backends.parameter_server import ParameterServerBackend, _Result
 from hvdtrain.backends.protocol import world_size
 from hvdtrain.backends.select import current_exchange
-from hvdtrain.backends.single import SingleBackend
+from hvdtrain.backends.single import NoOpCollectives, SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError, LaunchError, NonFiniteError
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.observability.events import BaseObserver

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint.manifest import scalars_of
 from hvdtrain.checkpoint.naming import complete
-from hvdtrain.config.bad_steps import BadStepConfig
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import BadStepError, CheckpointError, ConfigError, NonFiniteError, on_command_line
+from hvdtrain.config.training import BadStepConfig
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.step.guard import FEWEST, GOOD, HISTORY, NON_FINITE, SPIKE, GuardedTotals, StepGuard
 from hvdtrain.training.trainer import Trainer

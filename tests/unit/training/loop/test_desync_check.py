@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.config.desync import DESYNC_EVERY
 from hvdtrain.config.errors import ConfigError, DesyncError, on_command_line
+from hvdtrain.config.training import DESYNC_EVERY
 from hvdtrain.state.hashes import TensorHashes, sum_of_bits
 from hvdtrain.state.named_tensors import replicated_tensor
 from hvdtrain.training.loop.desync_check import DesyncCheck

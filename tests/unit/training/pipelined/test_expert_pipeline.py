@@ -6,11 +6,11 @@ import keras
 import pytest
 import tensorflow as tf
 
-from hvdtrain.backends.no_op import NoOpCollectives
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
-from hvdtrain.layers.embedding.sharded import ShardedEmbedding
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.layers.embedding import ShardedEmbedding
+from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.parallel.pipeline.cut import cut_model, flops
 from hvdtrain.parallel.pipeline.graph import graph_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks

@@ -9,7 +9,7 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.checkpoint.snapshot import owned
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
-from hvdtrain.optim.elementwise import ELEMENTWISE
+from hvdtrain.optim.optimizers import ELEMENTWISE
 from hvdtrain.runtime.placement import Ranges
 from hvdtrain.runtime.session import current
 from hvdtrain.state.named_tensors import values_in

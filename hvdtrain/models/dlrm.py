@@ -11,7 +11,7 @@ import keras
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import EmbeddingSharding
-from hvdtrain.layers.embedding.sharded import ShardedEmbedding, TableLookups
+from hvdtrain.layers.embedding import ShardedEmbedding, TableLookups
 from hvdtrain.layers.slices import ranks_along
 from hvdtrain.models.family import ModelFamily, path_seed
 

@@ -10,10 +10,10 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.layers.experts.mixture import MixtureOfExperts
+from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.models.family import Rules, classifier, path_seed
-from hvdtrain.models.transformer.model import dense_mlp, language_model
-from hvdtrain.models.transformer.model import rules as transformer_rules
+from hvdtrain.models.transformer import dense_mlp, language_model
+from hvdtrain.models.transformer import rules as transformer_rules
 
 
 def build(

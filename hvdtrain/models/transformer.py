@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.layers.initial_slice import draw_anew
+from hvdtrain.layers.slices import draw_anew
 from hvdtrain.models.family import Rules, classifier, path_seed
 
 STDDEV = 0.02

@@ -1,9 +1,14 @@
-"""The layer of experts, in one process or with a slice of them on each rank along `ep`."""
+"""A mixture of experts, in one process or with a slice of the experts on each rank along `ep`.
+
+Tokens reach the experts' buffers, and outputs the tokens, by gathers: no tensor of tokens x experts x capacity is
+formed, as a product with one-hot masks would.
+"""
 
 import math
 import random
 import zlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -14,13 +19,221 @@ from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import REPLICA_AXES
 from hvdtrain.layers.exchanging import ExchangingLayer
-from hvdtrain.layers.experts.balance import load_balance_loss, router_z_loss
-from hvdtrain.layers.experts.dispatch import from_experts, slots_of, to_experts
-from hvdtrain.layers.experts.figures import RoutingCounts
-from hvdtrain.layers.experts.routing import Routes, expert_capacity, load_of, routes_of
 from hvdtrain.layers.slices import add_slice, check_divides, ranks_along, refuse_built_before_init
 from hvdtrain.runtime.compiled import numbered
 from hvdtrain.runtime.session import has_session
+
+
+def load_balance_loss(probabilities: tf.Tensor, shares: tf.Tensor) -> tf.Tensor:
+    """Return experts x sum over experts of (share of the tokens x mean probability): 1 if both are even.
+
+    Switch (Fedus et al. 2021, equation 4) and GShard. Only the probabilities have a gradient.
+
+    Args:
+        probabilities: [tokens, experts].
+        shares: [experts], of the tokens whose first choice is each expert. Of all ranks' tokens, the mean of this loss
+            over the tokens of all ranks is that of one process with all of them: it is linear in the probabilities.
+    """
+    mean = tf.reduce_mean(probabilities, axis=0)
+    return tf.cast(probabilities.shape[1], mean.dtype) * tf.reduce_sum(tf.stop_gradient(shares) * mean)
+
+
+def router_z_loss(logits: tf.Tensor) -> tf.Tensor:
+    """Return the mean of log(sum(exp(logits)))^2 over tokens (ST-MoE, Zoph et al. 2022, equation 5).
+
+    Args:
+        logits: [tokens, experts].
+    """
+    return tf.reduce_mean(tf.square(tf.reduce_logsumexp(logits, axis=1)))
+
+
+class Routes(NamedTuple):
+    """Where each token goes, by its first choice, its second …"""
+
+    experts: tf.Tensor
+    """[tokens, choices], int32: the experts that a token chose."""
+    gates: tf.Tensor
+    """[tokens, choices]: what multiplies their outputs."""
+    positions: tf.Tensor
+    """[tokens, choices], int32: how many tokens stand before it in the expert's queue."""
+    kept: tf.Tensor
+    """[tokens, choices], bool: whether it has a place within the expert's capacity; the others are dropped."""
+
+
+def expert_capacity(tokens: Any, experts: int, top_k: int, factor: float | None) -> Any:
+    """Return how many tokens an expert takes: ceil(factor x top_k x tokens / experts), at most all of them.
+
+    As in Switch (Fedus et al. 2021, equation 3) and, for two choices, GShard (Lepikhin et al. 2020).
+
+    Args:
+        tokens: their number, an int, or an integer tensor for one too.
+        experts: number of experts.
+        top_k: choices of each token.
+        factor: slots for each token that an even load would fill; None: as many as there are tokens.
+    """
+    if factor is None:
+        return tokens
+    share = factor * top_k / experts
+    if not tf.is_tensor(tokens):
+        return min(tokens, math.ceil(share * tokens))
+    return tf.minimum(tokens, tf.cast(tf.math.ceil(share * tf.cast(tokens, tf.float64)), tokens.dtype))
+
+
+def choose_experts(probabilities: tf.Tensor, top_k: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the `top_k` most probable experts of each token and their gates, both [tokens, top_k].
+
+    The gate of a single choice is its probability (Switch); those of two are normalised to add up to 1 (GShard), so
+    that the router learns how much of each there should be.
+
+    Args:
+        probabilities: [tokens, experts].
+        top_k: 1 or 2.
+    """
+    gates, experts = tf.math.top_k(probabilities, top_k)
+    if top_k > 1:
+        gates /= tf.reduce_sum(gates, axis=1, keepdims=True)
+    return experts, gates
+
+
+def queue_positions(chosen: tf.Tensor, experts: int) -> tf.Tensor:
+    """Return how many tokens stand before each in the queue of the expert that it chose: [tokens, choices], int32.
+
+    Tokens queue in their order; all first choices stand before the second ones (GShard, algorithm 1).
+
+    Args:
+        chosen: [tokens, choices], int32.
+        experts: number of experts.
+    """
+    # TensorFlow complains of integers that it transposes, on most processors.
+    in_order = tf.concat(tf.unstack(chosen, axis=1), 0)
+    one_hot = tf.one_hot(in_order, experts, dtype=tf.int32)
+    before = tf.cumsum(one_hot, exclusive=True)
+    positions = tf.reduce_sum(before * one_hot, axis=1)
+    return tf.stack(tf.split(positions, chosen.shape[1]), axis=1)
+
+
+def routes_of(probabilities: tf.Tensor, top_k: int, capacity: Any) -> Routes:
+    """Return the routes of all tokens.
+
+    Args:
+        probabilities: [tokens, experts] of the router.
+        top_k: choices of each token.
+        capacity: how many tokens an expert takes.
+    """
+    experts, gates = choose_experts(probabilities, top_k)
+    positions = queue_positions(experts, probabilities.shape[1])
+    return Routes(experts, gates, positions, positions < capacity)
+
+
+def load_of(chosen: tf.Tensor, experts: int) -> tf.Tensor:
+    """Return how many tokens chose each expert, dropped ones too: [experts], int32."""
+    return tf.math.bincount(tf.reshape(chosen, [-1]), minlength=experts, maxlength=experts, dtype=tf.int32)
+
+
+def slots_of(routes: Routes, slots: Any) -> tf.Tensor:
+    """Return each token's slot among the buffers of all experts: [tokens, choices], int32; -1 where it is dropped.
+
+    Args:
+        routes: where tokens go.
+        slots: of each expert's buffer, at least its capacity.
+    """
+    return tf.where(routes.kept, routes.experts * slots + routes.positions, -1)
+
+
+def to_experts(tokens: tf.Tensor, places: tf.Tensor, experts: int, slots: Any) -> tf.Tensor:
+    """Return the experts' buffers [experts, slots, width]; slots that no token took are zero.
+
+    Args:
+        tokens: [tokens, width].
+        places: see `slots_of`.
+        experts: number of experts.
+        slots: of each of them.
+    """
+    count, choices = tf.shape(tokens)[0], places.shape[1]
+    numbers = tf.repeat(tf.range(1, count + 1), choices)
+    # One slot more takes what is dropped.
+    into = tf.where(places < 0, experts * slots, places)
+    taken = tf.scatter_nd(tf.reshape(into, [-1, 1]), numbers, [experts * slots + 1])[:-1]
+    rows = tf.gather(tokens, tf.maximum(taken - 1, 0))
+    filled = tf.where(taken[:, tf.newaxis] > 0, rows, tf.zeros_like(rows))
+    return tf.reshape(filled, [experts, slots, tokens.shape[1]])
+
+
+def from_experts(outputs: tf.Tensor, places: tf.Tensor, gates: tf.Tensor) -> tf.Tensor:
+    """Return the sum of gate x output over each token's choices: [tokens, width]; zero where all are dropped.
+
+    Args:
+        outputs: [experts, slots, width].
+        places: see `slots_of`.
+        gates: [tokens, choices].
+    """
+    flat = tf.reshape(outputs, [-1, outputs.shape[2]])
+    rows = tf.gather(flat, tf.maximum(places, 0))
+    gates = tf.cast(gates, rows.dtype)[..., tf.newaxis]
+    return tf.reduce_sum(tf.where(places[..., tf.newaxis] < 0, tf.zeros_like(rows), rows * gates), axis=1)
+
+
+class RoutingCounts:
+    """Counts of the training steps since the last reset, in variables that belong to no state.
+
+    Args:
+        experts: number of experts.
+    """
+
+    def __init__(self, experts: int) -> None:
+        # In a plain object Keras does not find them: they are no weights, and checkpoints leave them out.
+        local: dict[str, Any] = {
+            "trainable": False,
+            "synchronization": tf.VariableSynchronization.ON_READ,
+            "aggregation": tf.VariableAggregation.SUM,
+        }
+        with tf.init_scope():  # a layer inside another one is built while the outer one is traced
+            self.load = tf.Variable(tf.zeros([experts]), name="expert_load", **local)
+            """Tokens that chose each expert."""
+            self.dropped = tf.Variable(0.0, name="dropped_tokens", **local)
+            """Those of them that found no place; a token with two choices may count twice."""
+
+    def add(self, load: tf.Tensor, kept: tf.Tensor, has_samples: Any) -> None:
+        """Add up one call.
+
+        Args:
+            load: [experts], tokens that chose each expert.
+            kept: [tokens, choices], whether they found a place.
+            has_samples: 1, or 0 for a placeholder.
+        """
+        present = tf.cast(has_samples, tf.float32) > 0
+        dropped = tf.reduce_sum(tf.cast(tf.logical_not(kept), tf.float32))
+        self.load.assign_add(tf.where(present, tf.cast(load, tf.float32), 0.0))
+        self.dropped.assign_add(tf.where(present, dropped, 0.0))
+
+
+def routing_figures(layers: Sequence[Any], replicas: Collectives) -> dict[str, tf.Tensor]:
+    """Return what all replicas' `layers` counted since the last call, and set the counts to zero.
+
+    `dropped_tokens` is the number of tokens, times the layers and choices, that an expert had no place for;
+    `dropped_share` their share; `expert_load_NAME` [experts] is the load of each expert of the layer NAME, 1 for an
+    even one.
+
+    Args:
+        layers: those of a model that are built and hold `counts`.
+        replicas: the ranks with samples of their own; all of them must call it together.
+    """
+    if not layers:
+        return {}
+    own = [tf.concat([layer.counts.load, [layer.counts.dropped]], 0) for layer in layers]
+    sizes = [layer.experts + 1 for layer in layers]
+    everywhere = tf.split(replicas.all_reduce(tf.concat(own, 0), name="routing_figures"), sizes)
+    for layer in layers:
+        layer.counts.load.assign(tf.zeros([layer.experts]))
+        layer.counts.dropped.assign(0.0)
+    dropped = tf.add_n([counts[-1] for counts in everywhere])
+    sent = tf.add_n([tf.reduce_sum(counts[:-1]) for counts in everywhere])
+    figures = {"dropped_tokens": dropped, "dropped_share": tf.math.divide_no_nan(dropped, sent)}
+    for layer, counts in zip(layers, everywhere, strict=True):
+        mean = tf.reduce_mean(counts[:-1])
+        figures[f"expert_load_{layer.name}"] = tf.math.divide_no_nan(counts[:-1], mean)
+    return figures
+
 
 _PLAIN_ARGUMENTS = (
     "experts",

@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
+from hvdtrain.models import transformer as transformer
 from hvdtrain.models.family import ModelFamily
-from hvdtrain.models.transformer import model as transformer
 
 IGNORED = -1
 """Target at positions that are not predicted."""

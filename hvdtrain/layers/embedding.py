@@ -1,0 +1,352 @@
+"""An embedding layer whose table the ranks along `ep` have divided among them.
+
+Numbers of rows go to the ranks that hold them, and the rows come back: one exchange there and one back for all tables
+together, of as many rows as each rank needs of each other. Gradients take the way back to the holder, which adds up
+those of one row.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, get_args
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.model import EmbeddingSharding
+from hvdtrain.layers.exchanging import ExchangingLayer
+from hvdtrain.layers.slices import add_slice, ranks_along, refuse_built_before_init
+from hvdtrain.runtime.compiled import numbered
+from hvdtrain.runtime.placement import Box, even_slice
+from hvdtrain.runtime.session import has_session
+
+SHARDINGS = get_args(EmbeddingSharding)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The parts of a table [rows, dim] that `ranks` ranks hold."""
+
+    rows: int
+    dim: int
+    sharding: EmbeddingSharding
+    """`table`: one rank holds all of it; `row`, `column`: each rank a slice of its rows or columns."""
+    ranks: int
+    owner: int = 0
+    """The rank that holds a whole table, modulo their number."""
+
+    def __post_init__(self) -> None:
+        if self.sharding not in SHARDINGS:
+            raise ConfigError(f"A table is sharded by {', '.join(SHARDINGS)}. Received: {self.sharding!r}.")
+        if min(self.rows, self.dim) < 1:
+            raise ConfigError(f"A table needs positive sizes. Received: rows={self.rows}, dim={self.dim}.")
+        if self.sharding == "column" and self.dim % self.ranks:
+            raise ConfigError(
+                "A table sharded by column needs a number of columns that the ranks along ep divide. "
+                f"Received: {self.dim} columns, {self.ranks} ranks. Choose another dim, or shard by row or table."
+            )
+
+    def box(self, rank: int) -> Box:
+        """Return the slice of the table that `rank` holds; it may be empty."""
+        rows, columns = slice(0, self.rows), slice(0, self.dim)
+        if self.ranks == 1 or self.sharding == "none":
+            return rows, columns
+        if self.sharding == "table":
+            return (rows if rank == self.owner % self.ranks else slice(0, 0)), columns
+        if self.sharding == "row":
+            return even_slice(self.rows, self.ranks, rank), columns
+        return rows, even_slice(self.dim, self.ranks, rank)
+
+    def first_rows(self) -> np.ndarray:
+        """Return the first row that each rank holds, [ranks]; past the end for those behind the last that has any."""
+        if self.sharding != "table":
+            return np.array([self.box(rank)[0].start for rank in range(self.ranks)])
+        return np.array([0 if rank <= self.owner % self.ranks else self.rows for rank in range(self.ranks)])
+
+    def counts(self) -> np.ndarray:
+        """Return how many rows each rank holds, [ranks]."""
+        return np.array([self.box(rank)[0].stop - self.box(rank)[0].start for rank in range(self.ranks)])
+
+
+class RowExchange(Protocol):
+    """The ranks that have divided the tables among them."""
+
+    size: int
+    index: int
+
+    def exchange_rows(self, tensor: tf.Tensor, rows: tf.Tensor, *, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        """Send `rows[i]` consecutive rows to rank i; return what came, by rank, and how many rows of each."""
+
+
+class Table(NamedTuple):
+    """A table and this rank's part of it."""
+
+    partition: Partition
+    part: Any
+    """[own rows, own columns], a tf.Variable."""
+
+
+class Addresses(NamedTuple):
+    """Where the rows that a rank looks up lie: the parts of a rank's tables count as one long table."""
+
+    holders: tf.Tensor
+    """[lookups], int32: the rank that holds each row."""
+    places: tf.Tensor
+    """[lookups], int64: its number among all rows of that rank."""
+
+
+def addresses(tables: Sequence[Partition], rows: Sequence[tf.Tensor]) -> Addresses:
+    """Return where rows lie.
+
+    Args:
+        tables: their partitions, by table or by row.
+        rows: numbers of rows of each table, int64 vectors.
+    """
+    firsts = np.stack([table.first_rows() for table in tables])  # [tables, ranks]
+    begins = begins_of(tables)
+    holders = [
+        tf.searchsorted(tf.constant(first, tf.int64), numbers, side="right") - 1
+        for first, numbers in zip(firsts, rows, strict=True)
+    ]
+    places = [
+        numbers + tf.gather(tf.constant(begin - first, tf.int64), holder)
+        for begin, first, numbers, holder in zip(begins, firsts, rows, holders, strict=True)
+    ]
+    return Addresses(tf.concat(holders, 0), tf.concat(places, 0))
+
+
+def begins_of(tables: Sequence[Partition]) -> np.ndarray:
+    """Return where each table begins among the rows that a rank holds of all of them: [tables, ranks]."""
+    counts = np.stack([table.counts() for table in tables])
+    return np.cumsum(counts, axis=0) - counts
+
+
+def look_up(tables: Sequence[Table], rows: Sequence[tf.Tensor], ranks: RowExchange, *, name: str) -> list[tf.Tensor]:
+    """Return the rows [lookups, dim] of each table, by table or by row.
+
+    Args:
+        tables: of one dim and one kind of partition, in the same order on every rank.
+        rows: numbers of rows of each, int64 vectors of any length.
+        ranks: those that hold the tables.
+        name: tells this exchange from every other one in a step.
+    """
+    partitions = [table.partition for table in tables]
+    holders, places = addresses(partitions, rows)
+    order = tf.argsort(holders, stable=True)
+    counts = tf.math.bincount(holders, minlength=ranks.size, maxlength=ranks.size)
+    wanted, wanted_by = ranks.exchange_rows(tf.gather(places, order), counts, name=f"{name}/rows")
+    found = _own_rows(tables, wanted, begins_of(partitions)[:, ranks.index])
+    came = send_rows(found, wanted_by, counts, ranks, name=f"{name}/vectors")
+    in_order = tf.gather(came, tf.math.invert_permutation(order))
+    return tf.split(in_order, [tf.shape(numbers)[0] for numbers in rows], num=len(rows))
+
+
+def look_up_columns(
+    tables: Sequence[Table], rows: Sequence[tf.Tensor], ranks: RowExchange, *, name: str
+) -> list[tf.Tensor]:
+    """Do what `look_up` does for tables by column: every rank holds a part of every row."""
+    firsts = np.cumsum([0, *(table.partition.rows for table in tables[:-1])])
+    mine = tf.concat([numbers + first for numbers, first in zip(rows, firsts, strict=True)], 0)
+    counts = tf.fill([ranks.size], tf.shape(mine)[0])
+    wanted, wanted_by = ranks.exchange_rows(tf.tile(mine, [ranks.size]), counts, name=f"{name}/rows")
+    came = send_rows(_own_rows(tables, wanted, firsts), wanted_by, counts, ranks, name=f"{name}/vectors")
+    parts = tf.reshape(came, [ranks.size, -1, came.shape[1]])
+    whole = tf.reshape(tf.transpose(parts, [1, 0, 2]), [-1, ranks.size * came.shape[1]])
+    return tf.split(whole, [tf.shape(numbers)[0] for numbers in rows], num=len(rows))
+
+
+def _own_rows(tables: Sequence[Table], places: tf.Tensor, begins: np.ndarray) -> tf.Tensor:
+    """Return rows of this rank's parts, [lookups, columns], by their numbers among those of all of its tables."""
+    if len(tables) == 1:
+        return tf.gather(tables[0].part, places)
+    table = tf.searchsorted(tf.constant(begins, tf.int64), places, side="right") - 1
+    numbers = tf.dynamic_partition(places - tf.gather(tf.constant(begins, tf.int64), table), table, len(tables))
+    back = tf.dynamic_partition(tf.range(tf.shape(places)[0]), table, len(tables))
+    found = [tf.gather(each.part, rows) for each, rows in zip(tables, numbers, strict=True)]
+    # Of no lookups at all dynamic_stitch would return a vector of another shape.
+    return tf.gather(tf.concat(found, 0), tf.math.invert_permutation(tf.concat(back, 0)))
+
+
+def send_rows(x: tf.Tensor, rows: tf.Tensor, back: tf.Tensor, ranks: RowExchange, *, name: str) -> tf.Tensor:
+    """Send `rows[i]` consecutive rows of `x` to rank i; gradients come back the same way.
+
+    Args:
+        x: [rows, width].
+        rows: how many go to each rank.
+        back: how many come from each.
+        ranks: whom they go to.
+        name: of the exchange.
+    """
+
+    @tf.custom_gradient
+    def sent(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def gradient(dy: tf.Tensor) -> tf.Tensor:
+            return ranks.exchange_rows(dy, back, name=f"{name}/back")[0]
+
+        return ranks.exchange_rows(value, rows, name=name)[0], gradient
+
+    return sent(x)
+
+
+@keras.saving.register_keras_serializable(package="hvdtrain")
+class ShardedEmbedding(ExchangingLayer):
+    """`keras.layers.Embedding`, with the table divided among the ranks along `ep`.
+
+    Each rank looks up its own samples' rows: their numbers go to the rank that holds them, and the rows come back, by
+    all-to-all. Gradients go to the holder, which alone keeps the optimizer's slots. In one process it is an embedding
+    like any other. Inputs are integers of any shape, outputs have one more dim.
+
+    Args:
+        input_dim: rows of the table.
+        output_dim: size of an embedding.
+        sharding: `row`: each rank holds a slice of the rows; `column`: of the columns; `table`: one rank holds all of
+            it; `none`: every rank does.
+        owner: with `table`, the rank along `ep` that holds it, modulo their number.
+        bound: initial values are uniform in [-bound, bound).
+        seed: of the initial values, which do not depend on the sharding; None: from Keras.
+
+    Raises:
+        ConfigError: sizes that are not positive, an unknown sharding, or columns that the ranks do not divide.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        sharding: EmbeddingSharding = "row",
+        *,
+        owner: int = 0,
+        bound: float = 0.05,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        Partition(input_dim, output_dim, sharding, ranks=1)
+        self.input_dim, self.output_dim, self.sharding = input_dim, output_dim, sharding
+        self.owner, self.bound, self.seed = owner, bound, seed
+        self.ranks: RowExchange | None = None
+        """Those that hold the table; None if this process does."""
+
+    def build(self, input_shape: Any = None) -> None:
+        """Create this rank's part of the table."""
+        if hasattr(self, "embeddings"):
+            return
+        ranks = ranks_along("ep") if self.sharding != "none" else None
+        self.ranks = ranks
+        self.built_in_session = has_session() or ranks is not None
+        self.partition = Partition(
+            rows=self.input_dim,
+            dim=self.output_dim,
+            sharding=self.sharding,
+            ranks=1 if ranks is None else ranks.size,
+            owner=self.owner,
+        )
+        if self.seed is None:
+            self.seed = random.randint(1, 2**31 - 1)  # as Keras' own layers, by what keras.utils.set_random_seed sets
+        self.embeddings = add_slice(
+            self,
+            "embeddings",
+            (self.input_dim, self.output_dim),
+            {} if ranks is None else {0: "ep"},
+            seed=self.seed,
+            bound=self.bound,
+            box=self.partition.box(0 if ranks is None else ranks.index),
+            autocast=False,
+        )
+        self.built = True
+
+    def call(self, inputs: Any, vectors: tf.Tensor | None = None) -> tf.Tensor:
+        """Return the embeddings [..., output_dim] of `inputs`; `vectors` are what `TableLookups` has found for them."""
+        if vectors is None:
+            (vectors,) = look_up_together([self], [inputs])
+        return vectors
+
+    def compute_output_spec(self, inputs: Any, vectors: Any = None) -> Any:
+        """Return the shape of the embeddings, without an exchange that no other rank would take part in."""
+        return keras.KerasTensor((*inputs.shape, self.output_dim), dtype=self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        names = ("input_dim", "output_dim", "sharding", "owner", "bound", "seed")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+
+
+def look_up_together(layers: Sequence[ShardedEmbedding], inputs: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the embeddings of each layer's inputs, of all in one exchange.
+
+    Args:
+        layers: of one dim and one sharding, in the same order on every rank.
+        inputs: of each, integers of any shape.
+
+    Raises:
+        ConfigError: a layer was built before `hvdtrain.init`, and there are ranks to divide its table with.
+    """
+    for layer in layers:
+        if not layer.built_in_session and layer.sharding != "none":
+            refuse_built_before_init(layer, "ep")
+    rows = [_checked(layer, tf.cast(tf.reshape(x, [-1]), tf.int64)) for layer, x in zip(layers, inputs, strict=True)]
+    tables = [Table(layer.partition, layer.embeddings.value) for layer in layers]
+    ranks = layers[0].ranks
+    if ranks is None:
+        found = [tf.gather(table.part, numbers) for table, numbers in zip(tables, rows, strict=True)]
+    else:
+        search = look_up_columns if layers[0].sharding == "column" else look_up
+        found = search(tables, rows, ranks, name=numbered("embeddings"))
+    return [
+        tf.cast(
+            tf.reshape(layer.unless_placeholder(vectors), [*_dims(x), layer.output_dim]),
+            layer.compute_dtype,
+        )
+        for layer, x, vectors in zip(layers, inputs, found, strict=True)
+    ]
+
+
+def _checked(layer: ShardedEmbedding, rows: tf.Tensor) -> tf.Tensor:
+    """Return `rows` if the table has them all: else another rank would fail, or return zeros."""
+    inside = tf.reduce_all((rows >= 0) & (rows < layer.input_dim))
+    said = (
+        f"The layer {layer.name!r} has rows from 0 to {layer.input_dim - 1}. Received others: give it larger input_dim."
+    )
+    with tf.control_dependencies([tf.debugging.Assert(inside, [said, tf.reduce_min(rows), tf.reduce_max(rows)])]):
+        return tf.identity(rows)
+
+
+def _dims(x: Any) -> list[Any]:
+    dynamic = tf.shape(x)
+    return [dynamic[place] if size is None else size for place, size in enumerate(x.shape)]
+
+
+class TableLookups(keras.Operation):
+    """Looks up one category of each of several tables, of all tables in one exchange.
+
+    Args:
+        layers: `ShardedEmbedding` layers of one dim and one sharding, which are given what it finds.
+    """
+
+    def __init__(self, layers: Sequence[ShardedEmbedding], name: str | None = None) -> None:
+        super().__init__(name=name)
+        self._tables = list(layers)
+
+    def call(self, categories: Any) -> Any:
+        """Return the embeddings [batch, tables, dim] of categories [batch, tables]."""
+        for layer in self._tables:
+            layer.build()
+        return tf.stack(look_up_together(self._tables, tf.unstack(categories, num=len(self._tables), axis=1)), axis=1)
+
+    def get_config(self) -> dict[str, Any]:
+        """Refuse to save the model as this rank has it.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "Each rank holds a part of the tables, and none can save the model by itself. Received: model.save(). Use "
+            "Trainer.save; python -m hvdtrain checkpoint export writes the whole model."
+        )
+
+    def compute_output_spec(self, categories: Any) -> Any:
+        """Return the shape of the embeddings."""
+        first = self._tables[0]
+        return keras.KerasTensor((*categories.shape, first.output_dim), dtype=first.compute_dtype)

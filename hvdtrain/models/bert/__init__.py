@@ -1,1 +1,0 @@
-"""A bidirectional transformer for masked language modelling."""

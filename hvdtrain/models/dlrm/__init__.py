@@ -1,1 +1,0 @@
-"""DLRM, a recommendation model: embedding tables and pairwise dot products."""

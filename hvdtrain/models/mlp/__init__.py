@@ -1,1 +1,0 @@
-"""A wide multilayer perceptron."""

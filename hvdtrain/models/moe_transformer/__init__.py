@@ -1,1 +1,0 @@
-"""A transformer with a mixture of experts in every other block."""

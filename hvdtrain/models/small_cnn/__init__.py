@@ -1,1 +1,0 @@
-"""A small convolutional network for small images."""

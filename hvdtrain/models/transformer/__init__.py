@@ -1,1 +1,0 @@
-"""A decoder-only transformer for causal language modelling."""
