@@ -27,7 +27,6 @@ VERBS = {
     "env": "hvdtrain.cli.env:main",
     "doctor": "hvdtrain.cli.doctor:main",
     "setup": "hvdtrain.cli.setup:main",
-    "completion": "hvdtrain.cli.completion:main",
 }
 DISTRIBUTED = ("train", "evaluate", "predict", "generate", "data", "bench")
 
@@ -53,7 +52,6 @@ Verbs:
   env                  print what belongs into a bug report
   doctor               check the installation, part by part
   setup                build Horovod into the active environment
-  completion SHELL     print a script that completes hvdtrain in bash, zsh or fish
 
 Several processes:
   horovodrun -np 4 python -m hvdtrain [...]

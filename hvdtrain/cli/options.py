@@ -1,4 +1,4 @@
-"""The options of a dataclass as the command line knows them: for help, suggestions and completion."""
+"""The options of a dataclass as the command line knows them: for help and suggestions."""
 
 import ast
 import difflib

@@ -76,10 +76,6 @@ NOT_RUN = {
     "horovodrun -np 4 python -m hvdtrain gpt_char --zero 3 --zero-prefetch 1": (
         "tests/entry/test_update_rules.py, 2 ranks"
     ),
-    "mkdir -p ~/.local/share/bash-completion/completions ~/.config/fish/completions": "in the user's home",
-    "hvdtrain completion bash > ~/.local/share/bash-completion/completions/hvdtrain": "tests/unit/cli/test_console.py",
-    "hvdtrain completion fish > ~/.config/fish/completions/hvdtrain.fish": "tests/unit/cli/test_console.py",
-    "hvdtrain completion zsh > ~/.hvdtrain-completion.zsh": "tests/unit/cli/test_console.py",
     "horovodrun -np 4 python -m hvdtrain digits --local-steps 8": "tests/entry/test_update_rules.py, 2 ranks",
 }
 """Commands that no test of this folder runs, and where they are run instead."""

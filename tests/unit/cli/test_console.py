@@ -1,7 +1,6 @@
-"""What the command line says without starting a run: help, versions, hints, and completion."""
+"""What the command line says without starting a run: help, versions and hints."""
 
 import re
-import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli import completion
 from hvdtrain.cli.main import USAGE, VERBS, main, version_line
 from hvdtrain.cli.options import ALIASES, options_of, sections_of
 from hvdtrain.cli.train import Files, known_options, parse
@@ -17,7 +15,6 @@ from hvdtrain.cli.train_help import COMMON, TITLES
 from hvdtrain.config.errors import UserError
 from hvdtrain.config.registry import resolve
 from hvdtrain.config.run import Config
-from hvdtrain.recipes.registry import RECIPES
 
 SCREEN = 40
 KNOWN = known_options()
@@ -153,70 +150,8 @@ def test_what_is_valid_is_let_through():
     assert config.model.model_args == {"bias": -3, "inf": 1}
 
 
-# -- completion --
-
-
-@pytest.fixture(scope="module")
-def complete(tmp_path_factory):
-    """What bash offers for command lines, all in one shell."""
-    folder = tmp_path_factory.mktemp("completion")
-    (folder / "runs").mkdir()
-    (folder / "run.yaml").touch()
-    made = [sys.executable, "-m", "hvdtrain", "completion", "bash"]
-    (folder / "script").write_text(subprocess.run(made, check=True, capture_output=True, text=True, timeout=60).stdout)
-
-    def offers(*words):
-        typed = " ".join(repr(word) for word in ("hvdtrain", *words))
-        lines = [
-            "source ./script",
-            f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; COMPREPLY=()",
-            '_hvdtrain; printf "%s\\n" "${COMPREPLY[@]}"',
-        ]
-        done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=folder, check=True, capture_output=True, text=True)
-        assert done.stderr == ""
-        return done.stdout.split()
-
-    return offers
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["ev"], ["evaluate"]),
-        (["dig"], ["digits"]),
-        (["--vers"], ["--version"]),
-        (["digits", "--sched"], ["--schedule"]),
-        (["digits", "--schedule", ""], ["constant", "cosine", "step", "polynomial"]),
-        (["train", "--jit", ""], ["True", "False"]),
-        (["train", "wide"], ["wide_mlp"]),
-        (["--batch", "3", "--comp"], ["--compression"]),
-        (["data", "ins"], ["inspect"]),
-        (["data", "pack", "--shard-"], ["--shard-mb"]),
-        (["doctor", "--sc"], ["--script"]),
-        (["evaluate", "ru"], ["runs", "run.yaml"]),
-        (["--resume", "ru"], ["runs", "run.yaml"]),
-        (["completion", "f"], ["fish"]),
-    ],
-)
-def test_bash_completes(complete, words, expected):
-    assert sorted(complete(*words)) == sorted(expected)
-
-
-def test_every_verb_and_recipe_is_completed(complete):
-    assert {*VERBS, *RECIPES, *KNOWN} <= set(complete(""))
-    assert set(known_options()) <= set(complete("digits", "--"))
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_scripts_of_the_other_shells_are_sound(capsys, shell):
-    script = printed(capsys, "completion", shell)
-    assert all(flag.removeprefix("--") in script for flag in KNOWN)
-    if shutil.which(shell):
-        subprocess.run([shell, "--no-execute", "/dev/stdin"], input=script, check=True, text=True, timeout=30)
-
-
-def test_completion_needs_no_tensorflow():
-    code = "import sys; from hvdtrain.cli.main import main; main(['completion', 'bash']); main(['--version'])"
+def test_the_version_needs_no_tensorflow():
+    code = "import sys; from hvdtrain.cli.main import main; main(['--version'])"
     code += "; print('loaded:', [name for name in ('tensorflow', 'keras', 'horovod') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "loaded: []"
@@ -224,5 +159,4 @@ def test_completion_needs_no_tensorflow():
 
 def test_usage_names_the_verbs():
     assert all(f"\n  {verb}" in USAGE for verb in VERBS)
-    assert completion.SHELLS == ("bash", "zsh", "fish")
     assert {option.flag for option in options_of(Files)} == {"--config", "--run-dir", "--resume", "--dry-run"}
