@@ -65,12 +65,6 @@ def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
         parser.add_argument("--host-discovery-script", metavar="FILE", help="elastic: a program that prints the hosts"),
         parser.add_argument("--min-np", type=positive, metavar="N", help="elastic: fewest ranks"),
         parser.add_argument("--max-np", type=positive, metavar="N", help="elastic: most ranks"),
-        parser.add_argument(
-            "--max-restarts",
-            type=positive,
-            metavar="N",
-            help="start the job again after it has failed, N times at most",
-        ),
         parser.add_argument("--launcher-args", default="", metavar="'...'", help="further flags of the launcher"),
         parser.add_argument("--run", action="store_true", help="run the command in place of printing it"),
     ]
@@ -106,9 +100,6 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
         root=os.geteuid() == 0,
     )
     command = planner.plan(request)
-    if options.max_restarts:
-        again = ("-m", "hvdtrain", "supervise", "--max-restarts", str(options.max_restarts), "--")
-        command = LaunchCommand((planner.tools.python, *again, *command.words), command.notes, command.secret)
     for note in command.notes:
         say(f"hvdtrain: {note}")
     if not options.run:

@@ -22,7 +22,6 @@ VERBS = {
     "watch": "hvdtrain.cli.watch:main",
     "launch": "hvdtrain.cli.launch_command:main",
     "timeline": "hvdtrain.cli.timeline:main",
-    "supervise": "hvdtrain.cli.supervise:main",
     "recipes": "hvdtrain.cli.recipes:main",
     "env": "hvdtrain.cli.env:main",
     "doctor": "hvdtrain.cli.doctor:main",
@@ -47,7 +46,6 @@ Verbs:
   watch RUN_DIR        follow a run from another terminal
   launch [-np N] ...   print or run the command that starts several processes here
   timeline FILE        finish the trace of a job that died
-  supervise -- COMMAND start a job again after it has failed
   recipes              list the recipes
   env                  print what belongs into a bug report
   doctor               check the installation, part by part

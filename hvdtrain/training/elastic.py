@@ -182,8 +182,8 @@ def check_elastic(session: Session, backend: str, options: StepOptions, shard_by
     if not session.elastic:
         raise ConfigError(
             f"{opt('elastic')} needs a launcher that replaces ranks: horovodrun with a host discovery script. "
-            f"Received: {_launcher(session)}. Elsewhere `python -m hvdtrain supervise` starts a job again from its "
-            "last checkpoint, on any number of ranks."
+            f"Received: {_launcher(session)}. Elsewhere restart the job from its newest checkpoint, on any "
+            "number of ranks."
         )
     if backend != "horovod":
         raise ConfigError(f"{opt('elastic')} is for {opt('backend', 'horovod')}. Received: {opt('backend', backend)}.")

@@ -65,7 +65,7 @@ def session_of(launcher, *, elastic=False):
     [("none", "no launcher"), ("mpirun", "mpirun with a fixed"), ("horovodrun", "horovodrun with a fixed")],
 )
 def test_a_fixed_number_of_ranks_is_refused(launcher, received):
-    with pytest.raises(ConfigError, match=rf"elastic needs a launcher .* Received: {received}.*supervise"):
+    with pytest.raises(ConfigError, match=rf"elastic needs a launcher .* Received: {received}.*Elsewhere restart"):
         check_elastic(session_of(launcher), "horovod", StepOptions())
 
 

@@ -382,13 +382,6 @@ def test_what_follows_the_options_is_the_trainings(here, capsys, words, rest):
     assert capsys.readouterr().out.replace(str(here.python), "PYTHON") == f"horovodrun {rest}\n"
 
 
-def test_a_supervised_job(here, capsys):
-    assert main(["launch", "--max-restarts", "3", "digits"]) == 0
-    assert capsys.readouterr().out == (
-        "python -m hvdtrain supervise --max-restarts 3 -- horovodrun -np 2 python -m hvdtrain digits\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
