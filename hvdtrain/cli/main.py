@@ -19,7 +19,6 @@ VERBS = {
     "checkpoint": "hvdtrain.cli.checkpoint:main",
     "data": "hvdtrain.cli.data:main",
     "bench": "hvdtrain.cli.bench:main",
-    "watch": "hvdtrain.cli.watch:main",
     "launch": "hvdtrain.cli.launch_command:main",
     "timeline": "hvdtrain.cli.timeline:main",
     "recipes": "hvdtrain.cli.recipes:main",
@@ -43,7 +42,6 @@ Verbs:
   data pack|inspect|bench
                        pack class folders into TFRecords, look at data, measure their speed
   bench                compare backends, hand-written loops and collectives, with a report
-  watch RUN_DIR        follow a run from another terminal
   launch [-np N] ...   print or run the command that starts several processes here
   timeline FILE        finish the trace of a job that died
   recipes              list the recipes

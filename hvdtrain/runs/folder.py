@@ -34,11 +34,6 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def status(self) -> Path:
-        """What the run is, and whether it runs: for `watch`."""
-        return self.path / "status.json"
-
-    @property
     def logs(self) -> Path:
         """What each rank wrote to its standard output and error."""
         return self.path / "logs"

@@ -12,7 +12,6 @@ from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import Observer, Observers, RunInfo
 from hvdtrain.observability.jsonl import JsonlWriter
 from hvdtrain.observability.prometheus import open_exporter
-from hvdtrain.observability.status import StatusWriter
 from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.schedules import describe_rate
@@ -28,13 +27,12 @@ def observers_of(
     config: Config,
     session: Session,
     folder: RunFolder,
-    status: StatusWriter,
     figures: Callable[[], dict[str, float]],
     log: TextIO | None,
 ) -> Observers:
     """Return what rank 0 tells of a run: on the console, in its files, and over HTTP."""
     chosen: list[Observer] = [make_console(live=on_terminal(session.environment), log=log)]
-    chosen += [JsonlWriter(folder.metrics), status]
+    chosen.append(JsonlWriter(folder.metrics))
     if log is not None:
         chosen.append(make_console(log, live=False))
     reported = config.observability

@@ -18,7 +18,6 @@ from hvdtrain.data.identity import Identity, identity_of
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.events import BaseObserver, Observer
-from hvdtrain.observability.status import StatusWriter, cause_of
 from hvdtrain.runs.describe import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
 from hvdtrain.runs.interrupted import interrupted
@@ -38,7 +37,6 @@ from hvdtrain.runs.run_files import summary_of_run, write_end, write_start
 from hvdtrain.runs.start_files import StartFiles
 from hvdtrain.runs.trainers import run_trainer, step_arguments
 from hvdtrain.runtime.session import Session
-from hvdtrain.runtime.stopping import Stopped
 from hvdtrain.training.elastic import Commits, check_elastic
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import step_options
@@ -125,12 +123,9 @@ def _train(
         _refuse_finished(trainer, plan)
     _check_profile(config, trainer, plan)
     log = closing.enter_context(rank_logs(session, folder, trainer.state.scalars.step))
-    status = StatusWriter(folder.status, elastic=commits is not None)
     figures = run_figures(trainer, folder, session)
     observers = (
-        observers_of(config, session=session, folder=folder, status=status, figures=figures, log=log)
-        if first
-        else BaseObserver()
+        observers_of(config, session=session, folder=folder, figures=figures, log=log) if first else BaseObserver()
     )
     info = info_of(config, session=session, backend=backend, data=data, plan=plan, trainer=trainer, folder=folder)
     saver = BackgroundSaver(checkpoints, session.control, lambda state: _note_left_out(state, data))
@@ -164,13 +159,6 @@ def _train(
         if first:
             write_end(folder, config=config, trainer=trainer, summary=summary, begun=begun)
         observers.on_end(summary)
-    except Stopped:
-        status.ended("stopped")
-        raise
-    except BaseException as error:
-        if commits is None:
-            status.ended("failed", cause_of(error, session.control.failures()))
-        raise
     finally:
         saver.close()
         observers.close()

@@ -36,16 +36,6 @@ def lock(descriptor: int, *, wait: bool = False) -> None:
         raise BlockingIOError(*error.args) from None
 
 
-def is_locked(descriptor: int) -> bool:
-    """Return whether somebody else has locked the file, without locking it.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
-    answer = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WHOLE_FILE))
-    return bool(answer[0] != fcntl.F_UNLCK)
-
-
 def open_locked(file: Path, *, wait: bool = False) -> int:
     """Open a lock file whose holders remove it, and return its descriptor once it is locked and still has its name.
 

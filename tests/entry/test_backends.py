@@ -71,7 +71,7 @@ def test_workers_train_digits_on_a_parameter_server(tmp_path):
     run = tmp_path / "run"
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "env.json", "metrics.jsonl", "summary.json", "checkpoints", "tensorboard", "model.keras",
-        "curves.png", "preprocessing.json", "status.json", "logs",
+        "curves.png", "preprocessing.json", "logs",
     }  # fmt: skip
     # One process evaluates what the servers held, and goes on with it.
     assert hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path).code == 0

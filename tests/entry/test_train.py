@@ -17,7 +17,7 @@ SUMMARY_KEYS = {
 }  # fmt: skip
 FILES = {
     "config.yaml", "env.json", "preprocessing.json", "metrics.jsonl", "summary.json", "checkpoints", "tensorboard",
-    "model.keras", "curves.png", "logs", "status.json"
+    "model.keras", "curves.png", "logs"
 }  # fmt: skip
 WORLDS = [
     ("none", 1),

@@ -46,7 +46,7 @@ def test_a_file_in_the_folders_place_is_named(tmp_path, below):
 def test_the_parts_of_a_run_are_different_files_in_its_folder(tmp_path):
     folder = RunFolder(tmp_path)
     parts = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
-    assert len(parts) == len(set(parts)) == 13
+    assert len(parts) == len(set(parts)) == 12
     assert all(part.parent == tmp_path for part in parts)
 
 
