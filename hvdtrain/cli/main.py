@@ -20,7 +20,6 @@ VERBS = {
     "data": "hvdtrain.cli.data:main",
     "bench": "hvdtrain.cli.bench:main",
     "launch": "hvdtrain.cli.launch_command:main",
-    "timeline": "hvdtrain.cli.timeline:main",
     "recipes": "hvdtrain.cli.recipes:main",
     "env": "hvdtrain.cli.env:main",
     "doctor": "hvdtrain.cli.doctor:main",
@@ -43,7 +42,6 @@ Verbs:
                        pack class folders into TFRecords, look at data, measure their speed
   bench                compare backends, hand-written loops and collectives, with a report
   launch [-np N] ...   print or run the command that starts several processes here
-  timeline FILE        finish the trace of a job that died
   recipes              list the recipes
   env                  print what belongs into a bug report
   doctor               check the installation, part by part

@@ -52,7 +52,7 @@ def read_horovod(path: Path) -> Iterator[Exchange]:
     names: dict[int, str] = {}
     opened: dict[int, list[tuple[str, float]]] = {}
     start = 0.0
-    for event in _events(path):
+    for event in read_events(path):
         pid, kind = event.get("pid", 0), event.get("ph")
         if kind == "M" and event.get("name") == "process_name":
             args = event.get("args", {})
@@ -65,23 +65,16 @@ def read_horovod(path: Path) -> Iterator[Exchange]:
             yield Exchange(names.get(pid, ""), name, begin, start + event["ts"], top=not opened[pid])
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of Horovod's list, one after the other, as far as it is whole."""
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a trace in Chrome's array format, up to the first one that is cut off."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
     decoder, place = json.JSONDecoder(), text.find("[") + 1
-    while True:
-        place = _next_object(text, place)
-        if place < 0:
-            return
+    while (place := text.find("{", place)) >= 0:
         try:
             event, place = decoder.raw_decode(text, place)
         except ValueError:
             return
         yield event
-
-
-def _next_object(text: str, place: int) -> int:
-    return text.find("{", place)

@@ -1,6 +1,5 @@
 """One trace of what the ranks have recorded, in the format that Perfetto and chrome://tracing read."""
 
-import contextlib
 import json
 import math
 import os
@@ -11,10 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.runtime.tracing.horovod_file import Exchange, read_horovod
+from hvdtrain.runtime.tracing.horovod_file import Exchange, read_events, read_horovod
 from hvdtrain.runtime.tracing.overlap import Overlap, overlap_of
 
-PARTS = ".part"
+PARTS = ".json"
+"""End of the names of ranks' own files."""
 FIRST_ROW = "training"
 EXCHANGE = "exchange, as rank 0 saw it"
 STEP = "step "
@@ -31,9 +31,17 @@ class Part:
 
     @classmethod
     def read(cls, path: Path) -> "Part | None":
-        """Return what is in a file; the last line of a rank that was killed may be half there."""
-        lines = list(_objects(path))
-        return cls(lines[0], lines[1:]) if lines and "rank" in lines[0] else None
+        """Read a rank's file; None if its process was killed before it wrote its name."""
+        header, rows, events = None, {}, []
+        for event in read_events(path):
+            if event["name"] == "process_name":
+                header = event["args"]
+            elif event["name"] == "thread_name":
+                rows[event["tid"]] = event["args"]["name"]
+            else:
+                kept = {key: value for key, value in event.items() if key not in ("ph", "pid", "tid")}
+                events.append({**kept, "row": rows[event["tid"]]})
+        return None if header is None else cls(header, events)
 
     @property
     def name(self) -> str:
@@ -46,23 +54,13 @@ def parts_folder(file: Path) -> Path:
     return file.with_name(f"{file.name}.parts")
 
 
-@dataclass(frozen=True)
-class Merged:
-    """What a trace holds."""
-
-    ranks: int
-    """How many have recorded something, counted in each world."""
-    overlaps: dict[str, Overlap]
-    """Of each rank with profiled steps, by the name of its process in the trace."""
-
-
-def merge_parts(file: Path) -> Merged:
-    """Write `file` from what is in its folder of parts.
+def merge_parts(file: Path) -> dict[str, Overlap]:
+    """Write `file` from its folder of parts; return the overlap of each profiled rank, by its name in the trace.
 
     Raises:
         OSError: it cannot be written.
     """
-    found = [Part.read(path) for path in sorted(parts_folder(file).glob(f"*{PARTS}"))]
+    found = [Part.read(path) for path in sorted(parts_folder(file).glob(f"rank-*{PARTS}"))]
     parts = sorted((part for part in found if part is not None), key=lambda part: (_world(part), part.header["rank"]))
     ranks = list(_ranks(parts))
     overlaps = {rank.name: shared for rank in ranks if (shared := overlap_of(rank.events, rank.exchanges, STEP))}
@@ -72,7 +70,7 @@ def merge_parts(file: Path) -> Merged:
         stream.write(",\n".join(map(json.dumps, _merged(ranks))))
         stream.write(f'\n], "otherData": {json.dumps(_notes(parts, overlaps))}}}\n')
     os.replace(draft, file)
-    return Merged(len(parts), overlaps)
+    return overlaps
 
 
 def _world(part: Part) -> int:
@@ -190,12 +188,3 @@ def _notes(parts: Sequence[Part], overlaps: Mapping[str, Overlap]) -> dict[str, 
     }
     notes = {"clocks": clocks or "all ranks have the clock of rank 0", "exchange": EXCHANGE}
     return {**notes, "overlap": {name: asdict(found) for name, found in overlaps.items()}}
-
-
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    yield found

@@ -42,6 +42,8 @@ class Place:
 class Trace:
     """Records what this rank does into a file of its own, which `finish` merges with those of the others.
 
+    The file is in Chrome's array format, whose last bracket may be missing: viewers open it after a crash, too.
+
     Args:
         config: what is recorded, and where the merged trace goes.
         environ: of the process: Horovod takes from it where its own records go.
@@ -53,6 +55,8 @@ class Trace:
         self._folder = parts_folder(config.timeline)
         self._lock = threading.Lock()
         self._file: Any = None
+        self._rows: dict[str, int] = {}
+        """Rows of this rank's file, by name."""
         self._theirs = environ.get(TIMELINE)
         """Where the user has Horovod record, if at all."""
         self._horovod: Path | None = None
@@ -101,8 +105,11 @@ class Trace:
         offset = clock_offset(control, self._place.host, timeout=TIMEOUT_S, clock=self.now)
         self.close()
         path = self._folder / f"rank-{self._place.world}-{self._place.rank}-{os.getpid()}{PARTS}"
-        self._file = path.open("w", encoding="utf-8", buffering=1)
-        self._write(self._header(offset))
+        with self._lock:
+            self._rows = {}
+            self._file = path.open("w", encoding="utf-8", buffering=1)
+            self._file.write("[\n")
+            self._write({"name": "process_name", "ph": "M", "args": self._header(offset)})
 
     def _agree_on_shift(self, control: ControlChannel, host: str) -> None:
         """Take the difference of the wall clock and the steady one from the first rank of this host."""
@@ -114,6 +121,7 @@ class Trace:
         assert self._place is not None
         horovod = self._horovod if self._place.rank == 0 else None
         return {
+            "name": f"rank {self._place.rank} ({self._place.host})",
             **asdict(self._place),
             "process": os.getpid(),
             "offset_us": offset.microseconds,
@@ -127,13 +135,19 @@ class Trace:
 
     def record_event(self, event: dict[str, Any]) -> None:
         """Record an event with a name, a time and a duration in µs, and the row in which it is drawn."""
-        with contextlib.suppress(OSError, ValueError):  # a full disk
-            self._write(event)
-
-    def _write(self, values: dict[str, Any]) -> None:
-        with self._lock:
+        kept = {name: value for name, value in event.items() if name != "row"}
+        with self._lock, contextlib.suppress(OSError, ValueError):  # a full disk
             if self._file is not None:
-                self._file.write(json.dumps(values) + "\n")
+                self._write({**kept, "ph": "X", "tid": self._row(event["row"])})
+
+    def _row(self, name: str) -> int:
+        if name not in self._rows:
+            self._rows[name] = len(self._rows) + 1
+            self._write({"name": "thread_name", "ph": "M", "tid": self._rows[name], "args": {"name": name}})
+        return self._rows[name]
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps({**event, "pid": os.getpid()}) + ",\n")
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
@@ -180,8 +194,7 @@ class Trace:
             for message in everyone:
                 for name, text in json.loads(message).items():
                     (self._folder / Path(name).name).write_text(text, encoding="utf-8")
-            merged = merge_parts(self.config.timeline)
-            for rank, overlap in merged.overlaps.items():
+            for rank, overlap in merge_parts(self.config.timeline).items():
                 say(f"hvdtrain: {rank}: {overlap}")
             say(f"hvdtrain: the trace of all ranks is in {self.config.timeline}: open it at https://ui.perfetto.dev")
         control.barrier(TIMEOUT_S)

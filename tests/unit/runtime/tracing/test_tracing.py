@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from hvdtrain.cli.main import main
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.observability import TraceConfig, trace_config
 from hvdtrain.runtime.control.local import LocalChannel
@@ -32,8 +31,12 @@ def part(folder, rank, events, *, world=1, offset=0.0, horovod=None, process=7, 
     """Write what a rank has recorded."""
     header = {"rank": rank, "size": 2, "host": f"node-{rank}", "world": world, "process": process}
     header |= {"offset_us": offset, "uncertainty_us": 5.0 if offset else 0.0, "horovod": horovod}
-    text = "".join(json.dumps(line) + "\n" for line in [header, *events])
-    (folder / f"rank-{world}-{rank}-{process}.part").write_text(text[: len(text) - cut])
+    rows = {row: number for number, row in enumerate(dict.fromkeys(event["row"] for event in events), start=1)}
+    lines = [{"name": "process_name", "ph": "M", "pid": process, "args": header}]
+    lines += [{"name": "thread_name", "ph": "M", "tid": tid, "args": {"name": row}} for row, tid in rows.items()]
+    lines += [{**event, "ph": "X", "tid": rows[event["row"]]} for event in events]
+    text = "[\n" + "".join(json.dumps({key: line[key] for key in line if key != "row"}) + ",\n" for line in lines)
+    (folder / f"rank-{world}-{rank}-{process}.json").write_text(text[: len(text) - cut])
 
 
 def rows_of(file):
@@ -74,7 +77,7 @@ def test_ranks_come_together_on_the_clock_of_rank_0(tmp_path):
     horovod.write_text(HOROVOD)
     part(folder, 0, [{"name": "step 1", "ts": 1000000.0, "dur": 100.0, "row": "training"}], horovod=str(horovod))
     part(folder, 1, [{"name": "step 1", "ts": 2000005.0, "dur": 90.0, "row": "training"}], offset=-1000000.0)
-    assert merge_parts(file).ranks == 2
+    assert merge_parts(file) == {}
     rows = rows_of(file)
     assert [event["ts"] for event in rows["rank 0 (node-0)", "training"]] == [0]
     assert [event["ts"] for event in rows["rank 1 (node-1)", "training"]] == [5]
@@ -88,7 +91,7 @@ def test_ranks_come_together_on_the_clock_of_rank_0(tmp_path):
     assert notes["clocks"] == {"rank 1 (node-1)": "-1000000 us added, +- 5 us"}
 
 
-def test_the_exchange_behind_operations_is_counted(tmp_path, capsys):
+def test_the_exchange_behind_operations_is_counted(tmp_path):
     """Steps of 100 µs; the exchange of the second lies at 30 to 60 µs, and operations at 0 to 40 and 55 to 58."""
     file, folder = tmp_path / "trace.json", parts_folder(tmp_path / "trace.json")
     folder.mkdir()
@@ -103,24 +106,24 @@ def test_the_exchange_behind_operations_is_counted(tmp_path, capsys):
     ]
     part(folder, 0, steps + drawn, horovod=str(folder / "horovod.json"))
     part(folder, 1, steps)
-    assert main(["timeline", str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "rank 0 (node-0): 0.0 ms of exchange a step, 43% of it while TensorFlow computes" in said
-    assert "rank 1 (node-1): " not in said
+    ((rank, overlap),) = merge_parts(file).items()
+    assert (rank, str(overlap)) == (
+        "rank 0 (node-0)",
+        "0.0 ms of exchange a step, 43% of it while TensorFlow computes",
+    )
     (overlap,) = json.loads(file.read_text())["otherData"]["overlap"].values()
     assert overlap == pytest.approx({"steps": 1, "exchange_ms": 0.03, "hidden": 13 / 30})
 
 
-def test_a_rank_that_was_killed_and_worlds_that_follow_are_in_the_trace(tmp_path, capsys):
+def test_a_rank_that_was_killed_and_worlds_that_follow_are_in_the_trace(tmp_path):
     file, folder = tmp_path / "trace.json", parts_folder(tmp_path / "trace.json")
     folder.mkdir()
     steps = [{"name": f"step {n}", "ts": 10.0 * n, "dur": 5.0, "row": "training"} for n in range(3)]
     part(folder, 0, steps)
     part(folder, 1, steps, cut=9)
     part(folder, 0, steps, world=2)
-    (folder / "rank-2-1-9.part").write_text("")
-    assert main(["timeline", str(file)]) == 0
-    assert "what 3 rank(s) recorded" in capsys.readouterr().out
+    (folder / "rank-2-1-9.json").write_text("")
+    merge_parts(file)
     rows = rows_of(file)
     counts = {row: len(events) for row, events in rows.items()}
     assert counts == {
@@ -130,13 +133,22 @@ def test_a_rank_that_was_killed_and_worlds_that_follow_are_in_the_trace(tmp_path
     }
 
 
-def test_a_trace_of_which_nothing_is_left_is_refused(tmp_path, capsys):
-    file = tmp_path / "trace.json"
-    assert main(["timeline", str(file)]) == 2
-    assert f"timeline {file}: no rank has left anything in {parts_folder(file)}." in capsys.readouterr().err
-    file.touch()
-    assert main(["timeline", str(file)]) == 2
-    assert "It is written already." in capsys.readouterr().err
+def test_viewers_open_the_file_of_a_rank_that_was_killed(tmp_path):
+    """They add the last bracket of Chrome's array format, and take away a comma before it."""
+    trace = Trace(TraceConfig(tmp_path / "trace.json"), {})
+    trace.prepare(Place(0, 1, "node", 1))
+    trace.begin(LocalChannel())
+    with traced_step(trace, 7):
+        pass
+    trace.record_event({"name": "MatMul", "ts": 1.0, "dur": 2.0, "row": "TensorFlow: tf_Compute"})
+    (path,) = parts_folder(tmp_path / "trace.json").glob("rank-*.json")
+    events = json.loads(path.read_text().rstrip().removesuffix(",") + "]")
+    assert {event["pid"] for event in events} == {os.getpid()}
+    assert events[0]["args"]["name"] == "rank 0 (node)"
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    drawn = [(rows[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
+    assert drawn == [("training", "step 7"), ("TensorFlow: tf_Compute", "MatMul")]
+    trace.close()
 
 
 def test_the_offset_fits_all_readings_and_is_nearest_to_none():
