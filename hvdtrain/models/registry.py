@@ -98,7 +98,7 @@ def layout_rules(config: ModelConfig, classes: int | None, ranks: int) -> Rules 
         last = config.model.rpartition(":")[2]
         raise ConfigError(
             f"--parallel tp={ranks} splits the layers of the model, and --model {config.model} says nothing of how: "
-            f'write {last}.rules = {{"REGULAR EXPRESSION": (None, "tp")}} below the function (docs/parallel.md).'
+            f'write {last}.rules = {{"REGULAR EXPRESSION": (None, "tp")}} below the function (docs/tensor_parallel.md).'
         )
     known = [name for name in MODELS if resolve("model", name, MODELS).rules is not None]
     raise ConfigError(

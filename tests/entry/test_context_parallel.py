@@ -80,7 +80,7 @@ except Exception as error:
 
 
 def test_the_script_of_the_documentation_trains_and_mistakes_are_named(tmp_path):
-    script = next(block.text for block in blocks_of("docs/parallel.md", "python") if 'parallel="cp=2"' in block.text)
+    script = blocks_of("docs/context_parallel.md", "python")[0].text
     (tmp_path / "script.py").write_text(script + MISTAKES)
     job = run([*launcher("mpirun", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
     assert job.code == 0, job.text[-4000:]

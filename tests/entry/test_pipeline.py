@@ -1,4 +1,4 @@
-"""Pipeline parallelism as a user types it: a recipe, and the script of docs/parallel.md."""
+"""Pipeline parallelism as a user types it: a recipe, and the script of docs/pipeline_parallel.md."""
 
 import json
 import sys
@@ -57,7 +57,7 @@ except ValueError as error:
 
 
 def test_the_script_of_the_documentation_trains_and_mistakes_are_named(tmp_path):
-    script = next(block.text for block in blocks_of("docs/parallel.md", "python") if 'parallel="pp=2"' in block.text)
+    script = blocks_of("docs/pipeline_parallel.md", "python")[0].text
     (tmp_path / "script.py").write_text(script + MISTAKES)
     job = run([*launcher("gloo", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
     assert job.code == 0, job.text[-4000:]

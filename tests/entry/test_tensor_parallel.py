@@ -33,7 +33,7 @@ def test_a_recipe_trains_split_and_its_checkpoint_is_whole(tmp_path):
 
 
 def test_the_script_of_the_documentation_runs_split(tmp_path):
-    (tmp_path / "script.py").write_text(blocks_of("docs/parallel.md", "python")[0].text)
+    (tmp_path / "script.py").write_text(blocks_of("docs/tensor_parallel.md", "python")[0].text)
     job = run([*launcher("gloo", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
     assert job.code == 0, job.text
     assert job.out.count("(4, 10)") == 2

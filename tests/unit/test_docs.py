@@ -13,7 +13,7 @@ import hvdtrain
 from hvdtrain.cli.main import VERBS, main
 from hvdtrain.config.run import Config
 from hvdtrain.runtime.horovod_patches import series
-from tests.entry.docs.pages import PAGES, ROOT, commands_of, text_of
+from tests.entry.docs.pages import PAGES, ROOT, blocks_of, text_of
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 LINKED_FROM = [*PAGES, "CONTRIBUTING.md"]
@@ -91,7 +91,8 @@ def verb_of(words):
     return words[: 2 if words[1:2] and words[1] in parts.get(words[0], ()) else 1]
 
 
-PRINTED = sorted({command for page in PAGES for command in commands_of(page) if "--" in " ".join(words_of(command))})
+SHELL_BLOCKS = [block for page in PAGES for block in blocks_of(page, "bash", "sh")]
+PRINTED = sorted({text for block in SHELL_BLOCKS for text in block.commands if "--" in " ".join(words_of(text))})
 
 
 @pytest.mark.parametrize("command", PRINTED)
@@ -100,7 +101,7 @@ def test_the_options_of_printed_commands_exist(command, capsys):
     verb = verb_of(words)
     with contextlib.suppress(SystemExit):  # argparse leaves so
         main([*verb, "--help", *(["all"] if verb == ["train"] else [])])
-    text = capsys.readouterr().out + "--config --run-dir --resume --version --help"
+    text = capsys.readouterr().out + "--config --run-dir --resume --dry-run --version --help"
     assert [word for word in words if word.startswith("--") and word not in text] == []
 
 

@@ -90,7 +90,8 @@ def test_blocks_that_are_not_run_are_few_and_say_why():
     skipped = [(page, block.not_run) for page in PAGES for block in blocks_of(page) if block.not_run]
     why = "since a job has one layout"
     assert skipped == [
-        ("docs/parallel.md", f"tests/distributed/checks/fused_heads.py trains such a model, {why}"),
-        ("docs/parallel.md", f"tests/entry/test_context_parallel.py runs it, {why}"),
-        ("docs/parallel.md", f"tests/entry/test_pipeline.py runs it, {why}"),
+        ("docs/context_parallel.md", f"tests/entry/test_context_parallel.py runs it, {why}"),
+        ("docs/pipeline_parallel.md", f"tests/entry/test_pipeline.py runs it, {why}"),
+        ("docs/tensor_parallel.md", f"tests/entry/test_tensor_parallel.py runs it, {why}"),
+        ("docs/tensor_parallel.md", f"tests/distributed/checks/fused_heads.py trains such a model, {why}"),
     ]

@@ -165,7 +165,7 @@ def by_index(qkv, batch, length, size):
 
 
 class KerasAttention(FusedAttention):
-    """Attention by keras.ops, as in docs/parallel.md."""
+    """Attention by keras.ops, as in docs/tensor_parallel.md."""
 
     def call(self, x):
         batch, length, _ = keras.ops.shape(x)
