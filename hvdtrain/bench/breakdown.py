@@ -27,8 +27,8 @@ from hvdtrain.models.registry import model_family
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.objective.losses import summed_loss
 from hvdtrain.training.objective.metric_specs import MetricSpec
+from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.step.forward_backward import LocalGradients
-from hvdtrain.training.step.microbatches import per_microbatch
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate

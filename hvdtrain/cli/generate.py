@@ -15,7 +15,7 @@ from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.session import Session
 
 if TYPE_CHECKING:
-    from hvdtrain.runs.use.text_generator import Sampling
+    from hvdtrain.runs.use.generate import Sampling
 
 EPILOG = """\
 The text is written as it comes, the prompt first. The same seed gives the same text.
@@ -46,7 +46,7 @@ class Request:
         Raises:
             ConfigError: a value out of range.
         """
-        from hvdtrain.runs.use.text_generator import Sampling
+        from hvdtrain.runs.use.generate import Sampling
 
         return Sampling(self.length, self.temperature, self.top_k, self.seed)
 

@@ -140,8 +140,7 @@ def _predict(session: Session, request: Request) -> None:
     from hvdtrain.data.prediction.read import samples_from
     from hvdtrain.runs.description import described
     from hvdtrain.runs.folder import RunFolder
-    from hvdtrain.runs.use.predict import PredictOptions, predict
-    from hvdtrain.runs.use.rows import RowFormat
+    from hvdtrain.runs.use.predict import PredictOptions, RowFormat, predict
 
     folder = RunFolder(request.run_dir)
     description = described(folder, "predict", request.files)

@@ -24,7 +24,7 @@ from hvdtrain.data.splits import DataSplits
 from hvdtrain.data.streams.stream_source import StreamSource
 from hvdtrain.runs.stream_data import stream_evaluation, stream_training
 from hvdtrain.training.objective.soft_labels import has_soft_labels
-from hvdtrain.training.step.microbatches import per_microbatch
+from hvdtrain.training.step.batches import per_microbatch
 
 
 @dataclass(frozen=True)

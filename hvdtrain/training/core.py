@@ -11,6 +11,7 @@ import keras
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.background import BackgroundSaver
+from hvdtrain.config.registry import resolve
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.service.use import Services
@@ -18,12 +19,14 @@ from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import precision, with_loss_scaling
+from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.parallel.tensor.parallelize import refuse_files_of_slices
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.placement import is_split
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import Announcer
+from hvdtrain.training.agreement import agree_on_call, settings_of
 from hvdtrain.training.assembly import (
     built_optimizer,
     check_held_apart,
@@ -35,23 +38,42 @@ from hvdtrain.training.assembly import (
     refuse_instances,
 )
 from hvdtrain.training.elastic import Commits, HostsCheck
-from hvdtrain.training.engine import step_factory_for
-from hvdtrain.training.evaluation.evaluate import Evaluation
-from hvdtrain.training.evaluation.hooks import EvaluationHooks
-from hvdtrain.training.evaluation.same_weights import give_first_weights, weights_of
-from hvdtrain.training.loop.actions import Actions
+from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, give_first_weights, weights_of
+from hvdtrain.training.loop.hooks import Actions
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.loop.standard_hooks import StandardTraining
 from hvdtrain.training.objective.compile_settings import Objective, merge_compile_settings
-from hvdtrain.training.options import step_options
+from hvdtrain.training.options import StepOptions, step_options
+from hvdtrain.training.pipelined.factory import PipelineStepFactory
 from hvdtrain.training.pipelined.staging import check_optimizer, staged
 from hvdtrain.training.rollback import check_rollback, rollback_to
 from hvdtrain.training.run_info import run_info
-from hvdtrain.training.same_call import agree_on_call, settings_of
+from hvdtrain.training.step.own.factory import KerasStepFactory
+from hvdtrain.training.step.own.train_step import has_own_step
 from hvdtrain.training.step.result import CompiledStep
+from hvdtrain.training.step.step_factory import StepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.zero.building import is_built_as_slices
+
+
+def step_factory_for(
+    backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
+) -> StepFactory:
+    """Return the factory of the steps that train `model` on `backend`.
+
+    Raises:
+        ConfigError: options or layers that do not fit.
+    """
+    if isinstance(model, PipelineStage):
+        return PipelineStepFactory(
+            backend=backend, model=model, optimizer=optimizer, objective=objective, options=options
+        )
+    if has_own_step(model):
+        return KerasStepFactory(backend=backend, model=model, optimizer=optimizer, objective=objective, options=options)
+    table = {backend.name: backend.capabilities.step_factory}
+    factory: StepFactory = resolve("backend", backend.name, table)(backend, model, optimizer, objective, options)
+    return factory
 
 
 class TrainerCore:

@@ -21,11 +21,10 @@ from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.session import current
 from hvdtrain.state.scalars import Scalars
+from hvdtrain.training.agreement import agree_on_call, check_goes_on, described
 from hvdtrain.training.backup import Backup
 from hvdtrain.training.core import TrainerCore
 from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.same_call import agree_on_call
-from hvdtrain.training.same_data import check_goes_on, described
 
 Folder = str | os.PathLike[str]
 

@@ -11,6 +11,7 @@ from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.elastic import COMMIT_EVERY, check_commits
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.optim.precision import precision
+from hvdtrain.training.agreement import agree_on_call
 from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
@@ -19,7 +20,6 @@ from hvdtrain.training.fitting import FitRequest, FittingTrainer
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.rank_inputs import evaluation_data
 from hvdtrain.training.run_info import show_evaluation
-from hvdtrain.training.same_call import agree_on_call
 from hvdtrain.training.update_rules.zero.building import is_built_as_slices
 
 

@@ -20,8 +20,8 @@ from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.runs.description import RunDescription, described, map_signature
 from hvdtrain.runs.folder import RunFolder, opened
 from hvdtrain.runs.places import located, start_folder
-from hvdtrain.runs.use.outputs import readable_outputs
-from hvdtrain.runs.use.text_generator import Sampling, TextGenerator, check_language_model
+from hvdtrain.runs.use.generate import Sampling, TextGenerator, check_language_model
+from hvdtrain.runs.use.model import readable_outputs
 from hvdtrain.training.objective.outputs import inputs_for
 
 

@@ -1,7 +1,7 @@
 """An optimizer step that one of several workers takes, while the others take theirs."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -12,13 +12,31 @@ from hvdtrain.backends.protocol import Backend, Future, Workers
 from hvdtrain.data.batch import Batch, as_batch
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.asynchronous.pinned import pinned
-from hvdtrain.training.asynchronous.tally import Tally
+from hvdtrain.training.asynchronous.evaluate import Tally
 from hvdtrain.training.objective.metrics import Figure, MetricSet
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
+
+
+@contextmanager
+def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any]) -> Iterator[None]:
+    """Let `values` be what Keras variables hold, and drop what is assigned to these.
+
+    A counter that several workers read, add to and write would lose what one of them added between another's reading
+    and writing. Here what a step derives from such a counter is a function of the step's own number instead.
+
+    Args:
+        values: pairs of a Keras variable and a tensor.
+        others: Keras variables that keep, after the context, what is assigned to them within.
+    """
+    with keras.StatelessScope(values, collect_losses=True) as scope:
+        yield
+    for variable in others:
+        value = scope.get_current_value(variable)
+        if value is not None:
+            variable.assign(value)
 
 
 class AsynchronousStep:

@@ -14,7 +14,7 @@ from hvdtrain.training.data_arguments import first_batches
 from hvdtrain.training.inputs import validation_batches
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.rank_inputs import own_evaluation_data
-from hvdtrain.training.step.replica_slice import replica_slice
+from hvdtrain.training.step.batches import replica_slice
 
 
 class Predictor:

@@ -1,19 +1,154 @@
 """When a training is saved, on disk or in memory, and what the state holds of it then."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.config.checkpoint import BestMetric
+from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.terminal import say
+from hvdtrain.state.holders import TIMEOUT_S
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.loop.actions import Actions
-from hvdtrain.training.loop.hooks import EPOCH_ENDS, MEASURED, Outcome, StepEnd
+from hvdtrain.training.loop.hooks import EPOCH_ENDS, MEASURED, Actions, Outcome, StepEnd
 from hvdtrain.training.loop.keras_callbacks import KerasCallbacks
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
-from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.update_rules.base import UpdateRule
+
+
+def begin_best(metric: BestMetric | None, scalars: Scalars, metrics: Iterable[str], *, validated: bool) -> None:
+    """Check that epochs have the `metric`, and forget a best epoch by another one.
+
+    Args:
+        metric: by which the best epoch is chosen; None: there is none.
+        scalars: where it is recorded.
+        metrics: names of what an epoch reports, the loss among them if there is one.
+        validated: whether there are validation data.
+
+    Raises:
+        ConfigError: no epoch will have the metric; those that it has are named.
+    """
+    known = [f"{prefix}{name}" for prefix in ("", "val_")[: 1 + validated] for name in metrics]
+    if metric is not None and metric.name not in known:
+        more = "" if validated else " Those that begin with val_ need validation data."
+        raise ConfigError(
+            f"The best epoch is chosen by a metric of this training. Received: {metric.name!r}. It has "
+            f"{', '.join(known)}.{more}"
+        )
+    kind = metric and (metric.name, metric.mode)
+    if scalars.best is not None and kind != (scalars.best["metric"], scalars.best["mode"]):
+        scalars.best = None
+
+
+def note_best(metric: BestMetric | None, scalars: Scalars, step: int, logs: Mapping[str, Any]) -> None:
+    """Record the epoch that ended with `step`, with these figures, as the best, if it is.
+
+    Raises:
+        ConfigError: a metric with several values.
+    """
+    value = None if metric is None else logs.get(metric.name)
+    if metric is None or value is None:
+        return
+    if hasattr(value, "shape"):
+        raise ConfigError(
+            f"The best epoch is chosen by a single number. Received: {metric.name!r} of {len(value)} values. Use "
+            "another metric, or one that averages them, such as F1Score(average='macro')."
+        )
+    if metric.improves(value, scalars.best["value"] if scalars.best else None):
+        scalars.best = {"metric": metric.name, "mode": metric.mode, "value": float(value), "step": step}
+
+
+def those_of_rank_0(figures: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
+    """Return rank 0's figures where ranks have split the model; all of them call it.
+
+    Ranks along tp compute loss and metrics each by itself, from the same samples, and stages of a pipeline are told
+    them over exchanges of their own. Each rounds in its own way: a callback such as `ReduceLROnPlateau` might decide
+    differently by the last digit.
+
+    Args:
+        figures: numbers, or arrays such as one value for each class.
+        backend: the ranks.
+    """
+    if not {"tp", "pp"} & set(backend.axes):
+        return dict(figures)
+    mine = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in figures.items()}
+    first, *_ = backend.gather_bytes(json.dumps(mine, default=float).encode(), timeout=TIMEOUT_S)
+    return {
+        name: np.array(value, figures[name].dtype) if isinstance(value, list) else value
+        for name, value in json.loads(first).items()
+    }
+
+
+class Saving:
+    """Saves a training; a checkpoint that fails costs a training that goes on no more than that. Every rank calls it.
+
+    Args:
+        state: what is trained. Of its best epoch, what was not saved is taken back.
+        save: begins to write a checkpoint; raises the same on all ranks.
+        finish: waits until it is there, and raises why it is not, the same on all ranks.
+        speaks: whether this rank warns.
+    """
+
+    def __init__(
+        self, state: TrainState, save: Callable[[], object], finish: Callable[[], object], *, speaks: bool
+    ) -> None:
+        self._state = state
+        self._save = save
+        self._finish = finish
+        self._speaks = speaks
+        self._begun = 0
+        self._best_before: dict[int, dict[str, Any] | None] = {}
+
+    def finish_earlier(self) -> None:
+        """Wait for the checkpoint before, which this one may build on."""
+        self._attempt(self._finish, self._begun)
+
+    def save(self, step: StepEnd) -> None:
+        """Save `step`; before the end of training, or where all stop, wait until it is there.
+
+        Raises:
+            CheckpointError: the end of training is not saved.
+        """
+        self._begun = step.number
+        self._attempt(self._save, step.number, needed=step.last)
+        if step.last or step.stops:
+            self._attempt(self._finish, step.number, needed=step.last)
+
+    def save_beginning(self, step: int) -> None:
+        """Save before the first step, after `step` earlier ones, and wait until it is there.
+
+        Raises:
+            CheckpointError: it cannot be saved.
+        """
+        self._begun = step
+        self._attempt(self._save, step, needed=True)
+        self._attempt(self._finish, step, needed=True)
+
+    def note_best(self, before: dict[str, Any] | None) -> None:
+        """Remember which epoch was the best `before`, if that is another one by now."""
+        best = self._state.scalars.best
+        if best is not None and best != before:
+            self._best_before = {best["step"]: before}
+
+    def _attempt(self, act: Callable[[], object], step: int, *, needed: bool = False) -> None:
+        try:
+            act()
+        except CheckpointError as error:
+            if needed:
+                raise
+            best = self._state.scalars.best
+            if best is not None and best["step"] == step:
+                self._state.scalars.best = self._best_before.get(step)
+            if self._speaks:
+                what = str(error).rstrip(".")
+                text = f"hvdtrain: warning: {what}. Checkpoints that are there stay, and training goes on."
+                say(text)
 
 
 class SavingHooks:

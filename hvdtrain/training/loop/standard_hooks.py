@@ -15,21 +15,17 @@ from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.placement import is_split
 from hvdtrain.state.scalars import Progress
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.loop.actions import Actions
 from hvdtrain.training.loop.bad_steps import BadStepPolicy
-from hvdtrain.training.loop.best_epoch import begin_best, note_best
-from hvdtrain.training.loop.callback_checks import refuse_copies_of_slices, refuse_saves_within_epochs
-from hvdtrain.training.loop.data_wait import WaitingWatch
+from hvdtrain.training.loop.clock import WaitingWatch
 from hvdtrain.training.loop.desync_check import DesyncCheck
-from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Outcome, StepEnd
-from hvdtrain.training.loop.keras_callbacks import callbacks_of_all
+from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Actions, Outcome, StepEnd
+from hvdtrain.training.loop.keras_callbacks import callbacks_of_all, refuse_copies_of_slices, refuse_saves_within_epochs
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.rank_times import find_slowest_rank
 from hvdtrain.training.loop.report import TrainingReport
 from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.loop.same_figures import those_of_rank_0
-from hvdtrain.training.loop.saving_hooks import SavingHooks
+from hvdtrain.training.loop.saving_hooks import SavingHooks, begin_best, note_best, those_of_rank_0
 from hvdtrain.training.step.step_factory import StepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
 

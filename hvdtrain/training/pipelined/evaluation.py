@@ -1,19 +1,119 @@
 """Evaluation and prediction through the stages of a pipeline."""
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.compat.keras import set_mask
 from hvdtrain.data.batch import Batch
+from hvdtrain.parallel.pipeline.cut import Cut
+from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_specs, check_shapes
+from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.training.evaluation.evaluate import Evaluator
 from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.objective.losses import LossFunction
 from hvdtrain.training.objective.metrics import MetricSet
-from hvdtrain.training.pipelined.figures import FiguresBackend
-from hvdtrain.training.pipelined.forward import StageForward, share_outputs
-from hvdtrain.training.pipelined.regularization import Regularization
-from hvdtrain.training.step.replica_slice import replica_slice
+from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.pipelined.losses import FiguresBackend, Regularization
+from hvdtrain.training.step.batches import replica_slice
+
+
+class StageForward:
+    """Runs batches through the stages; to be called by all ranks of a pipeline, within a compiled function.
+
+    Args:
+        stage: what this rank holds.
+        exchange: with the other stages.
+    """
+
+    def __init__(self, stage: PipelineStage, exchange: StageExchange) -> None:
+        self._stage = stage
+        self._exchange = exchange
+
+    def __call__(self, inputs: Any, label: str) -> Any:
+        """Return the model's outputs where the last stage is, and None elsewhere.
+
+        Args:
+            inputs: of the model, the same on all ranks of the pipeline.
+            label: tells this call from every other, such as `evaluation`.
+        """
+        stage, cut = self._stage, self._stage.whole.cut
+        known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
+        outputs: Any = None
+        for number in stage.stages:
+            received = receive_forward(stage, exchange=self._exchange, known=known, number=number, label=label)
+            made = stage.run_stage(number, known, received, training=False)
+            if number + 1 < cut.stages:
+                sent = with_masks(cut, number, made)
+                check_shapes(cut, known, number, sent)
+                self._exchange.send(sent, number, number + 1, label, "forward")
+            else:
+                outputs = stage.outputs_of(made)
+        self._exchange.finish()
+        return outputs
+
+    def whole(self, outputs: Any) -> Any:
+        """Return the whole of the last stage's outputs, of which ranks along tp and cp have slices; None elsewhere."""
+        return None if outputs is None else self._stage.whole_outputs(outputs)
+
+    def packed(self, tensors: list[Any]) -> Any:
+        """Return tensors in the structure of the model's outputs."""
+        return self._stage.packed(tensors)
+
+    def specs(self, inputs: Any) -> list[Spec]:
+        """Return the specs of the model's whole outputs for a batch of `inputs`."""
+        stage, cut = self._stage, self._stage.whole.cut
+        known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
+        return boundary_specs(cut, known, cut.stages - 1)[: len(cut.graph.outputs)]
+
+
+def receive_forward(
+    stage: PipelineStage, exchange: StageExchange, known: dict[int, Any], number: int, label: str
+) -> list[tf.Tensor]:
+    """Return what the stage before `number` passes on for these inputs; nothing for the first."""
+    if number == 0:
+        return []
+    specs = boundary_specs(stage.whole.cut, known, number - 1)
+    return exchange.receive(specs, rows_of(known), number - 1, label, "forward")
+
+
+def rows_of(known: dict[int, Any]) -> Any:
+    """Return the number of samples: an int, or a tensor where it is not known when a function is compiled."""
+    first = next(iter(known.values()))
+    return tf.shape(first)[0] if first.shape[0] is None else first.shape[0]
+
+
+def share_outputs(
+    forward: StageForward, inputs: Any, outputs: Any, gather: Callable[..., tf.Tensor], label: str
+) -> Any:
+    """Return the last stage's outputs on all ranks of a pipeline.
+
+    Args:
+        forward: the stages.
+        inputs: of the model.
+        outputs: of the model where the last stage is, whole; None elsewhere.
+        gather: concatenates the pipeline's tensors.
+        label: see `StageForward`.
+    """
+    specs = forward.specs(inputs)
+    if outputs is None:
+        mine = [tf.fill([0, *spec.shape[1:]], tf.zeros([], spec.dtype)) for spec in specs]
+    else:
+        mine = tf.nest.flatten(outputs)
+    whole = [gather(tensor, name=f"{label}/output{place}") for place, tensor in enumerate(mine)]
+    shaped = [tf.ensure_shape(tensor, [None, *spec.shape[1:]]) for tensor, spec in zip(whole, specs, strict=True)]
+    return forward.packed(shaped)
+
+
+def masked(cut: Cut, stage: int, tensors: list[Any]) -> list[Any]:
+    """Give tensors the masks that are listed behind them: a compiled function takes them off; see `with_masks`."""
+    symbols = cut.outgoing(stage)
+    values = dict(zip(map(id, symbols), tensors, strict=False))
+    for symbol, mask in zip(cut.masked(stage), tensors[len(symbols) :], strict=True):
+        set_mask(values[id(symbol)], mask)
+    return tensors[: len(symbols)]
 
 
 class PipelinedEvaluator(Evaluator):

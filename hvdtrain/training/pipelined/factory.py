@@ -17,13 +17,11 @@ from hvdtrain.training.advice import narrow
 from hvdtrain.training.objective.compile_settings import Objective
 from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.pipelined.evaluation import PipelinedEvaluator, PipelinedPredictor
-from hvdtrain.training.pipelined.figures import FiguresBackend
-from hvdtrain.training.pipelined.forward import StageForward, share_outputs
+from hvdtrain.training.pipelined.evaluation import PipelinedEvaluator, PipelinedPredictor, StageForward, share_outputs
 from hvdtrain.training.pipelined.forward_backward import PipelinedForwardBackward
-from hvdtrain.training.pipelined.regularization import Regularization
+from hvdtrain.training.pipelined.losses import FiguresBackend, Regularization
 from hvdtrain.training.pipelined.stage_training import PipelineOptions
-from hvdtrain.training.step.microbatches import per_microbatch
+from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.step.step_factory import CompiledStepFactory, Evaluate, Predict
 from hvdtrain.training.step.train_step import TrainStep

@@ -16,15 +16,14 @@ from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction, LossSum
 from hvdtrain.training.objective.outputs import inputs_for
-from hvdtrain.training.pipelined import added_losses
-from hvdtrain.training.pipelined.added_losses import LossShare
-from hvdtrain.training.pipelined.forward import masked, receive_forward, rows_of
-from hvdtrain.training.pipelined.regularization import Regularization
+from hvdtrain.training.pipelined import losses
+from hvdtrain.training.pipelined.evaluation import masked, receive_forward, rows_of
+from hvdtrain.training.pipelined.losses import LossShare, Regularization
 from hvdtrain.training.pipelined.stage_training import ParametersOf, PipelineOptions, StageTraining
 from hvdtrain.training.pipelined.tied import TiedGradients
+from hvdtrain.training.step.batches import Microbatches
 from hvdtrain.training.step.finite import poison_of, zero_if_finite
 from hvdtrain.training.step.forward_backward import LocalGradients
-from hvdtrain.training.step.microbatches import Microbatches
 from hvdtrain.training.step.parameters import Collected
 from hvdtrain.training.step.placeholder import counted
 
@@ -261,7 +260,7 @@ class ScheduledRun:
 
     def _seed_of_added(self, added: tf.Tensor, packed: tf.Tensor, part: Batch) -> tf.Tensor:
         """Return with what the backward pass of a stage's own loss begins, and count that loss."""
-        share = added_losses.share_of(packed)
+        share = losses.share_of(packed)
         loss = counted(share.weight * added, part.has_samples)
         self.totals += tf.concat([loss[None], tf.zeros([3], tf.float64)], 0)
         return share.weight * share.seed
@@ -277,7 +276,7 @@ class ScheduledRun:
             share = [LossShare(taped.summed.weight, seed).packed()] if stage.needs_share else []
             return [taped.summed.total], [seed, *share]
         specs = [spec for spec in boundary_specs(stage.cut, taped.known, stage.number) if spec.is_float]
-        specs += [added_losses.SPEC] if stage.needs_share else []
+        specs += [losses.SPEC] if stage.needs_share else []
         with self._after(2):
             seeds = self._received(specs, taped, stage, label)
         return [tensor for tensor in taped.outputs if tensor.dtype.is_floating], seeds

@@ -17,7 +17,7 @@ from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.runtime.compiled import names_under
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.variables import unwrap
-from hvdtrain.training.pipelined.added_losses import adds_losses, shared_up_to
+from hvdtrain.training.pipelined.losses import adds_losses, shared_up_to
 from hvdtrain.training.step.parameters import Parameters
 from hvdtrain.training.step.placeholder import unmoved
 

@@ -14,8 +14,7 @@ from hvdtrain.layers.recompute import recomputed_model
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
 from hvdtrain.training.assembly import check_layers, splits_sequences
-from hvdtrain.training.evaluation.evaluate import Evaluation, Evaluator
-from hvdtrain.training.evaluation.hooks import EvaluationHooks
+from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, Evaluator
 from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.objective.compile_settings import Objective, build_compile_metrics, compile_for_trainer
 from hvdtrain.training.objective.losses import summed_loss
@@ -24,7 +23,7 @@ from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.objective.position_check import check_positions
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.microbatches import per_microbatch
+from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule

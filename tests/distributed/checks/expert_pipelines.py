@@ -20,7 +20,7 @@ from hvdtrain.data.batch import split_bounds
 from hvdtrain.layers.experts import MixtureOfExperts, expert_layers
 from hvdtrain.state.placement import placement_of
 from hvdtrain.state.structure import structure_of
-from hvdtrain.training.pipelined import added_losses
+from hvdtrain.training.pipelined import losses
 from hvdtrain.training.step.train_step import TrainStep
 
 REPLICAS, BATCH, EPOCHS = 2, 16, 4
@@ -182,8 +182,8 @@ def check_recomputed_experts_without_samples_count_nothing(world: World) -> None
 @contextmanager
 def uncounted() -> Iterator[None]:
     """Let stages that are not told what their losses count take them for nothing."""
-    share_of = added_losses.share_of
-    with mock.patch.object(added_losses, "share_of", lambda packed: share_of(0.0 * packed)):
+    share_of = losses.share_of
+    with mock.patch.object(losses, "share_of", lambda packed: share_of(0.0 * packed)):
         yield
 
 

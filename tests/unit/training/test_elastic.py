@@ -23,7 +23,7 @@ from hvdtrain.runtime.objects import wait_for_all
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.elastic import MOST_IN_VAIN, Commits, WorldRecord, check_elastic
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.microbatches import per_microbatch
+from hvdtrain.training.step.batches import per_microbatch
 from tests.unit.threaded_ranks import as_ranks
 
 GLOO = {

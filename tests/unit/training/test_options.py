@@ -26,7 +26,7 @@ from hvdtrain.training.advice import advice
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.objective.outputs import outputs_by_name, per_output
 from hvdtrain.training.options import StepOptions, step_options
-from hvdtrain.training.step.microbatches import per_microbatch
+from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.trainer import Trainer
 from tests.builders import samples
 

@@ -8,10 +8,10 @@ import tensorflow as tf
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.hashes import checksum
-from hvdtrain.training.evaluation.same_weights import give_first_weights
+from hvdtrain.training.agreement import agree_on_call, settings_of
+from hvdtrain.training.evaluation.evaluate import give_first_weights
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.same_call import agree_on_call, settings_of
 from tests.unit.gathering import on_ranks
 
 

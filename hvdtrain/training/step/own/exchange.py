@@ -1,9 +1,10 @@
-"""Gradients are exchanged where a model's own step applies them: in `apply` of its optimizers."""
+"""Methods replaced in a model's own step: its optimizers exchange gradients, and each replica draws its own numbers."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -16,7 +17,86 @@ from hvdtrain.optim.clipping import ordered_sum
 from hvdtrain.state.optimizers import MAIN
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import as_written, path_of, unwrap
-from hvdtrain.training.step.own.replaced import replaced, replaced_in_this_thread
+
+
+@contextmanager
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an object inside the context, past Keras' tracking of attributes."""
+    before = {name: vars(thing)[name]} if name in vars(thing) else {}
+    object.__setattr__(thing, name, value)
+    try:
+        yield
+    finally:
+        object.__delattr__(thing, name)
+        for each, original in before.items():
+            object.__setattr__(thing, each, original)
+
+
+@contextmanager
+def replaced_in_this_thread(kind: type, name: str, value: Any) -> Iterator[None]:
+    """Replace a method of a class inside the context, for calls of this thread; other threads call the original."""
+    thread = threading.get_ident()
+    with _ByThread.changing:
+        method = vars(kind).get(name)
+        if not isinstance(method, _ByThread):
+            method = _ByThread(getattr(kind, name), inherited=method is None)
+            setattr(kind, name, method)
+        method.replacements.setdefault(thread, []).append(value)
+    try:
+        yield
+    finally:
+        with _ByThread.changing:
+            method.replacements[thread].pop()
+            if not method.replacements[thread]:
+                del method.replacements[thread]
+            if not method.replacements and method.inherited:
+                delattr(kind, name)
+            elif not method.replacements:
+                setattr(kind, name, method.original)
+
+
+class _ByThread:
+    """A method that some threads have replaced."""
+
+    changing: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, original: Any, *, inherited: bool) -> None:
+        self.original = original
+        self.inherited = inherited
+        self.replacements: dict[int, list[Any]] = {}
+        """By thread, the one that counts last."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        replacements = self.replacements.get(threading.get_ident())
+        method = replacements[-1] if replacements else self.original
+        return method.__get__(instance, owner)
+
+
+_APART = 7919
+"""Distance of two replicas' seeds."""
+
+
+@contextmanager
+def draws_of(replica: int) -> Iterator[None]:
+    """Offset the global seeds of TensorFlow and Keras by the replica, for what this thread traces inside the context.
+
+    They are the same on every rank, which would give all of them the same noise for different samples. Those of
+    `keras.random.SeedGenerator`s that a model holds are set in `TrainState.seed_generators`.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    seed, following = graph.seed, keras.random.SeedGenerator.next
+
+    def offset(generator: Any, ordered: bool = True) -> Any:
+        drawn = following(generator, ordered)
+        # Keras asks for unordered seeds where a draw has none of its own.
+        return drawn if ordered else drawn + tf.cast(replica * _APART, drawn.dtype)
+
+    graph.seed = None if seed is None else seed + replica * _APART
+    try:
+        with replaced_in_this_thread(keras.random.SeedGenerator, "next", offset):
+            yield
+    finally:
+        graph.seed = seed
 
 
 class OptimizerExchange:

@@ -1,7 +1,9 @@
-"""The pieces of training a model with a `train_step` of its own."""
+"""Train and evaluate a model by a `train_step` and a `test_step` of its own."""
 
 import inspect
-from collections.abc import Hashable
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,27 +12,131 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import compile_arguments
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.compat.keras_variables import average_of, trained_variables
+from hvdtrain.config.errors import ConfigError, DataError, opt
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.source import Source
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer, refuse_exchange_of_microbatches
 from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.sync_batch_norm import sync_layers
-from hvdtrain.optim.averaging import innermost
+from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
+from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.optimizers import MAIN, optimizers_of
 from hvdtrain.state.placement import placement_of
+from hvdtrain.state.slots import replicated_slots
+from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.assembly import splits_sequences
+from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks
 from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.objective.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.own.evaluator import KerasEvaluator
 from hvdtrain.training.step.own.exchange import OptimizerExchange
-from hvdtrain.training.step.own.logs import StepLogs
-from hvdtrain.training.step.own.rule import OwnStepUpdate
-from hvdtrain.training.step.own.train_step import KerasTrainStep, keras_data, take_step
+from hvdtrain.training.step.own.logs import StepLogs, plain_figures
+from hvdtrain.training.step.own.train_step import KerasTrainStep, keras_data, samples_of, take_step
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import DEFAULT, chosen_rule
+
+
+class KerasEvaluator:
+    """Calls the model's `test_step` on every replica's part of the data.
+
+    Metrics are over all samples, and so is the mean of anything else that it returns. What the model's metrics have
+    counted in training is kept.
+    """
+
+    def __init__(self, backend: Backend, model: Any) -> None:
+        self._backend = backend
+        self._model = model
+        self._logs = StepLogs(backend, model, "test_step", accumulate=True)
+        self._update = tf.function(self._update_batch, autograph=False, reduce_retracing=True)
+        self._results = tf.function(lambda: backend.run(self._logs.results, "evaluation"), autograph=False)
+        self._look = tf.function(lambda: backend.run(self._logs.results, "evaluation_so_far"), autograph=False)
+
+    def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
+        """Evaluate on `batches`, of which each replica must have the same number; `hooks` may look in.
+
+        Raises:
+            DataError: there is nothing to evaluate.
+        """
+        begin = time.perf_counter()
+        kept = [(variable, variable.numpy()) for variable in self._logs.variables()]
+        self._logs.reset()
+        hooks = hooks or EvaluationHooks()
+        count = 0
+        for batch in self._backend.distribute(batches):
+            hooks.begin_test_step(count)
+            self._update(batch)
+            hooks.end_test_step(count, self._so_far)
+            count += 1
+        if not count:
+            raise DataError("There is nothing to evaluate: the validation data hold no samples.")
+        results = plain_figures(self._results())
+        self._model.reset_metrics()
+        for variable, value in kept:
+            variable.assign(value)
+        return Evaluation(results.pop("loss", None), results, time.perf_counter() - begin)
+
+    def _so_far(self) -> dict[str, float]:
+        return plain_figures(self._look())
+
+    def _update_batch(self, batch: Batch) -> None:
+        def count() -> tf.Tensor:
+            with self._logs.recording():
+                returned = self._model.test_step(keras_data(batch))
+            self._logs.take(returned, samples_of(batch))
+            return tf.constant(True)
+
+        # Traced without samples too: every replica has to know what the step returns.
+        tf.cond(tf.cast(batch.has_samples, tf.float32) > 0, count, lambda: tf.constant(False))
+
+
+class OwnStepUpdate(UpdateRule):
+    """Owns the slots of a model's optimizers, under `optimizer/` and, of others, `optimizers/PATH/`.
+
+    An optimizer that the step does not use, such as the one that `compile()` makes where it is given none, has none.
+
+    Args:
+        backend: the replicas.
+        model: the built model.
+        optimizers: its optimizers by path.
+    """
+
+    def __init__(self, backend: Backend, model: Any, optimizers: Mapping[str, Any]) -> None:
+        self._optimizers = optimizers
+        super().__init__(backend, model, optimizers.get(MAIN, next(iter(optimizers.values()))))
+
+    def named_tensors(self) -> dict[str, NamedTensor]:
+        """See `UpdateRule`."""
+        structure = structure_of(self.model)
+        tensors: dict[str, NamedTensor] = {}
+        for path, optimizer in self._optimizers.items():
+            if optimizer.built:
+                prefix = MAIN if path == MAIN else f"optimizers/{path}"
+                tensors |= replicated_slots(optimizer, structure, prefix)
+        return tensors
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """See `UpdateRule`: the averages of each optimizer, of the weights that it trains."""
+        return self._averages()
+
+    @contextmanager
+    def _averages(self) -> Iterator[None]:
+        pairs = [pair for optimizer in self._optimizers.values() for pair in _averages_of(optimizer)]
+        with replaced_weights([(variable, average) for variable, average in pairs if average is not None]):
+            yield
+
+    def _build_optimizer(self) -> None:
+        """Build the only optimizer for all that is trained; of several each is built where the step first uses it."""
+        if MAIN in self._optimizers and (len(self._optimizers) == 1 or self._optimizers[MAIN].built):
+            super()._build_optimizer()
+
+
+def _averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
+    if not has_averages(optimizer):
+        return []
+    inner = innermost(optimizer)
+    return [(variable, average_of(inner, variable)) for variable in trained_variables(inner)]
 
 
 class KerasStepFactory:

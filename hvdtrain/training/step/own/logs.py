@@ -11,7 +11,7 @@ from hvdtrain.compat.keras import flatten_layers, own_metrics
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.objective.metrics import BoundMetric, MetricSet
-from hvdtrain.training.step.own.replaced import replaced
+from hvdtrain.training.step.own.exchange import replaced
 
 
 class Figure(NamedTuple):

@@ -12,8 +12,7 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.finite import zero_if_finite
-from hvdtrain.training.step.own.draws import draws_of
-from hvdtrain.training.step.own.exchange import OptimizerExchange
+from hvdtrain.training.step.own.exchange import OptimizerExchange, draws_of
 from hvdtrain.training.step.own.logs import StepLogs, plain_figures
 from hvdtrain.training.step.placeholder import moved_by, unmoved
 from hvdtrain.training.step.result import Measured, StepResult

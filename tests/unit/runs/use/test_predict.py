@@ -15,8 +15,8 @@ from hvdtrain.data.prediction.samples import inputs_of
 from hvdtrain.data.prediction.tables import rows_in_memory, table_rows
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, TableColumn, TableInputs, TextInputs
 from hvdtrain.runs.description import RunDescription
-from hvdtrain.runs.use.outputs import readable_outputs
-from hvdtrain.runs.use.rows import RowFormat, RowWriter
+from hvdtrain.runs.use.model import readable_outputs
+from hvdtrain.runs.use.predict import RowFormat, RowWriter
 from tests.unit.images import encoded, picture, tar_of, write_folders
 
 IMAGE = Preprocessing(image=ImageInputs(4, 4, 3))

@@ -6,7 +6,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, TextInputs
 from hvdtrain.data.sources.tokenizers import ByteTokenizer
 from hvdtrain.runs.description import RunDescription
-from hvdtrain.runs.use.text_generator import Sampling, TextGenerator, check_language_model, drawn
+from hvdtrain.runs.use.generate import Sampling, TextGenerator, check_language_model, drawn
 
 ALPHABET = "abcdefgh"
 

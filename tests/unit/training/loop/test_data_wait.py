@@ -20,8 +20,14 @@ from hvdtrain.observability.events import BaseObserver
 from hvdtrain.runs.run_data import waiting_advice
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop import clock
-from hvdtrain.training.loop.clock import HAND_OVER_S, KEPT_STEPS, WARM_UP_STEPS, StepClock
-from hvdtrain.training.loop.data_wait import WaitingWatch, waiting_warning
+from hvdtrain.training.loop.clock import (
+    HAND_OVER_S,
+    KEPT_STEPS,
+    WARM_UP_STEPS,
+    StepClock,
+    WaitingWatch,
+    waiting_warning,
+)
 from hvdtrain.training.loop.loop import Plan
 from tests.unit.gathering import on_ranks
 

@@ -6,8 +6,7 @@ import pytest
 
 from hvdtrain.runtime.hang.activity import Activity
 from hvdtrain.state.scalars import Scalars
-from hvdtrain.training.loop.actions import Actions
-from hvdtrain.training.loop.hooks import Outcome
+from hvdtrain.training.loop.hooks import Actions, Outcome
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.saving_hooks import SavingHooks
 

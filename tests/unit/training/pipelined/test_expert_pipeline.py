@@ -16,9 +16,9 @@ from hvdtrain.parallel.pipeline.graph import graph_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.runtime.placement import Placement, place
 from hvdtrain.training.options import step_options
-from hvdtrain.training.pipelined.added_losses import LossShare, adds_losses, share_of, shared_up_to
+from hvdtrain.training.pipelined.losses import LossShare, adds_losses, share_of, shared_up_to
 from hvdtrain.training.pipelined.staging import staged
-from hvdtrain.training.step.microbatches import Microbatches
+from hvdtrain.training.step.batches import Microbatches
 
 layers = keras.layers
 BEGIN = ("middle", "second", "last")

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.training.step.own.draws import draws_of
-from hvdtrain.training.step.own.replaced import replaced_in_this_thread
+from hvdtrain.training.step.own.exchange import draws_of, replaced_in_this_thread
 from hvdtrain.training.trainer import Trainer
 
 ORIGINALS = (keras.random.SeedGenerator.next, keras.optimizers.Optimizer.apply)

@@ -1,0 +1,114 @@
+"""Losses of a pipeline's stages beside the model's: penalties on weights, and those of the routers of experts.
+
+A router's loss is a mean over the tokens of a microbatch, and counts as much as the loss of its samples does: times the
+sum of their weights, which the last stage alone knows. So that travels back through the stages, with the gradients.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.layers.exchanging import exchanging_layers
+from hvdtrain.layers.experts import MixtureOfExperts
+from hvdtrain.parallel.pipeline.cut import Cut
+from hvdtrain.parallel.pipeline.exchange import Spec
+from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.state.variables import unwrap
+
+SPEC = Spec((2,), tf.dtypes.float64)
+"""Of a `LossShare` between two stages."""
+
+
+class LossShare(NamedTuple):
+    """How much a loss that a stage adds counts in a microbatch; float64 scalars."""
+
+    weight: tf.Tensor
+    """Sum of the weights of the microbatch's loss on this replica."""
+    seed: tf.Tensor
+    """With what the backward pass of the microbatch's loss begins."""
+
+    def packed(self) -> tf.Tensor:
+        """Return both as one tensor, as `SPEC` says."""
+        return tf.stack([tf.cast(each, tf.float64) for each in self])
+
+
+def share_of(packed: tf.Tensor) -> LossShare:
+    """Return what `packed` holds."""
+    return LossShare(*tf.unstack(packed, num=2))
+
+
+def adds_losses(cut: Cut, stage: int) -> bool:
+    """Whether layers of a stage add losses in training."""
+    layers = (node.operation for node in cut.nodes(stage))
+    return any(isinstance(each, MixtureOfExperts) for layer in layers for each in exchanging_layers(layer))
+
+
+def shared_up_to(cut: Cut, stage: int) -> bool:
+    """Whether a stage, or one before it, adds losses: it must know what they count."""
+    return any(adds_losses(cut, number) for number in range(stage + 1))
+
+
+class Regularization:
+    """The penalties on the weights that a rank of a pipeline holds; a tied weight counts on the first rank that has it.
+
+    A penalty does not depend on the samples. So it is added once to a step, by the sum of the weights of its loss.
+    """
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self._variables = [
+            variable
+            for variable in stage.trainable_variables
+            if variable.regularizer is not None and stage.counts(variable)
+        ]
+
+    @property
+    def applies(self) -> bool:
+        """Whether this rank has penalties."""
+        return bool(self._variables)
+
+    def value(self) -> tf.Tensor:
+        """Return the sum of this rank's penalties, in float64."""
+        each = [tf.cast(variable.regularizer(variable), tf.float64) for variable in self._variables]
+        return tf.add_n(each) if each else tf.zeros([], tf.float64)
+
+    def gradients(self, trainable: Mapping[str, tf.Variable], factor: tf.Tensor) -> list[Gradient]:
+        """Return the gradients of `factor` times the penalties, None for variables without one.
+
+        Args:
+            trainable: the variables that are trained, by path.
+            factor: a float64 scalar.
+        """
+        penalized = {id(unwrap(variable)) for variable in self._variables}
+        with tf.GradientTape() as tape:
+            penalty = self.value()
+        variables = {path: variable for path, variable in trainable.items() if id(variable) in penalized}
+        found = dict(
+            zip(variables, tape.gradient(penalty, list(variables.values()), output_gradients=factor), strict=True)
+        )
+        return [found.get(path) for path in trainable]
+
+
+class FiguresBackend:
+    """A backend whose sums go over the stages of each replica too; the other stages count zero.
+
+    Args:
+        backend: the replicas.
+        pipeline: collectives of all stages of this replica.
+        counts: whether this rank has the last stage, and its own figures.
+    """
+
+    def __init__(self, backend: Backend, pipeline: Collectives, *, counts: bool) -> None:
+        self._backend = backend
+        self._pipeline = pipeline
+        self.counts = counts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def all_reduce(self, tensor: tf.Tensor, *, name: str, **options: Any) -> tf.Tensor:
+        """Sum elementwise over the replicas, then over the stages."""
+        mine = self._backend.all_reduce(tensor, name=name, **options)
+        return self._pipeline.all_reduce(mine, name=name)
