@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from hvdtrain.config.errors import ConfigError, LaunchError, LoneRanksError
 from hvdtrain.config.observability import trace_config
+from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.runtime import BackendName, CommunicationName, HierarchyName, MallocName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.exits import UNCLEAR, ExitWatch
@@ -44,6 +45,7 @@ def init(
     deterministic: bool = False,
     hierarchical_allreduce: HierarchyName = "auto",
     parallel: str | None = None,
+    mesh: Mapping[str, int] | None = None,
     seed: int = 0,
     timeline: str | PathLike[str] | None = None,
     profile: tuple[int, int] | None = None,
@@ -78,6 +80,7 @@ def init(
             `auto`: where that is faster by a measurement at the start (docs/performance.md).
         parallel: sizes of the axes of the mesh that the ranks are laid out on, such as `tp=2,pp=2`
             (docs/parallel.md); None: every rank is a replica of the whole model.
+        mesh: the same as a mapping, `{"tp": 2, "pp": 2}`, in place of `parallel`.
         timeline: file to which rank 0 writes one trace of all ranks at the end, with Horovod's exchange
             (docs/clusters.md).
         profile: the first and the last step whose TensorFlow operations are drawn into it: `(10, 12)`; steps of `fit`,
@@ -91,7 +94,11 @@ def init(
         LaunchError: the ranks do not fit together, or Horovod is not usable.
         ConfigError: it was called before with other arguments.
     """
-    arguments = dict(locals())
+    if mesh is not None:
+        if parallel is not None:
+            raise ConfigError(f"Give init the sizes of the axes once. Received: parallel={parallel!r}, mesh={mesh!r}.")
+        parallel = ",".join(f"{axis}={size}" for axis, size in parse_axes(mesh).items())
+    arguments = {name: value for name, value in locals().items() if name != "mesh"}
     if has_session():
         _check_same(arguments)
         return
@@ -139,7 +146,7 @@ def _check_same(arguments: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming the arguments.
     """
-    defaults = {name: each.default for name, each in inspect.signature(init).parameters.items()}
+    defaults = {name: each.default for name, each in inspect.signature(init).parameters.items() if name != "mesh"}
     if _plain(arguments) == _plain(defaults):
         return
     session = current()

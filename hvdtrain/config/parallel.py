@@ -68,6 +68,8 @@ def parse_axes(text: str | Mapping[str, int] | None) -> dict[str, int]:
             raise ConfigError(f"{opt('parallel')} knows the axes {', '.join(AXES)}. Received: {axis!r}.")
         if axis in sizes:
             raise ConfigError(f"{opt('parallel')} takes each axis once. Received: {axis} twice.")
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise ConfigError(f"The size of the axis {axis} must be an int. Received: {size!r}.")
         if size < 1 and size != REST:
             raise ConfigError(
                 f"{opt('parallel')} needs positive sizes, or -1 for the ranks that are left. Received: {axis}={size}."

@@ -64,14 +64,16 @@ def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backen
     """
     family = model_family(config.model)
     seed, loss = config.training.seed, family.loss()
-    metrics = "weighted_metrics" if config.data.tolerated else "metrics"  # what is left out weighs nothing
+    metrics = soft_label_metrics(config.data, family.metrics())
+    tolerated = config.data.tolerated  # what is left out weighs nothing
     return Trainer(
         _split(lambda: build_model(config.model, shape, classes, seed), config, classes, backend),
         lambda: build_optimizer(config.optim, steps, config.data.batch),
         soft_label_loss(config.data, loss),
         seed=seed,
         backend=backend,
-        **{metrics: soft_label_metrics(config.data, family.metrics())},
+        metrics=None if tolerated else metrics,
+        weighted_metrics=metrics if tolerated else None,
         **step_arguments(config),
     )
 

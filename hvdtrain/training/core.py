@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import keras
 
@@ -44,7 +44,7 @@ from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.loop.standard_hooks import StandardTraining
 from hvdtrain.training.objective.compile_settings import Objective, merge_compile_settings
-from hvdtrain.training.options import StepOptions, step_options
+from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
 from hvdtrain.training.pipelined.factory import PipelineStepFactory
 from hvdtrain.training.pipelined.staging import check_optimizer, staged
 from hvdtrain.training.rollback import check_rollback, rollback_to
@@ -90,10 +90,10 @@ class TrainerCore:
         weighted_metrics: Any = None,
         seed: int = 0,
         backend: Backend | None = None,
-        **options: Any,
+        **options: Unpack[TrainerOptions],
     ) -> None:
         self.backend = backend or backend_for(current())
-        self.options = step_options(options)
+        self.options = step_options(dict(options))
         self.options.check_backend(self.backend.name, self.backend.capabilities.lacks)
         self.options.check_world(self.backend.size, current().environment.controller)
         if self.backend.capabilities.needs_builders:

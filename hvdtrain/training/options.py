@@ -2,24 +2,28 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.parallel import PipelineConfig
+from hvdtrain.config.parallel import PipelineConfig, ScheduleName
 from hvdtrain.config.registry import suggestion
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.config.training import (
     BadStepConfig,
+    BadStepName,
     ClippingConfig,
+    CompressionName,
     DesyncConfig,
     ExchangeConfig,
     PrecisionName,
+    ReduceOpName,
     SparseName,
     StepConfig,
     UpdateConfig,
+    ZeroStage,
 )
 from hvdtrain.gradients.reduction import ReductionOptions
 from hvdtrain.optim.clipping import Clipping
@@ -118,6 +122,34 @@ class StepOptions(
             return options
         sparse: SparseName = "dense" if self.sparse_gradients == "dense" else "gather"
         return replace(options, gradient_groups=1, sparse_gradients=sparse)
+
+
+class TrainerOptions(TypedDict, total=False):
+    """The fields of `StepOptions` as keyword arguments, so that an editor completes them (PEP 692)."""
+
+    accumulate: int
+    precision: PrecisionName | None
+    sync_batch_norm: bool
+    jit: bool
+    recompute: bool
+    clip_norm: float | None
+    clip_value: float | None
+    reduce_op: ReduceOpName
+    compression: CompressionName
+    sparse_gradients: SparseName
+    gradient_groups: int
+    predivide: float
+    zero: ZeroStage
+    zero_prefetch: int
+    local_steps: int | None
+    average_slots: bool
+    pipeline_schedule: ScheduleName
+    virtual_stages: int
+    pipeline_stages: tuple[str, ...]
+    on_bad_step: BadStepName
+    spike_threshold: float | None
+    max_bad_steps: int
+    desync_every: int
 
 
 def step_options(given: dict[str, Any]) -> StepOptions:

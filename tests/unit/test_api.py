@@ -168,6 +168,15 @@ def test_init_is_compared_with_the_options_of_the_command_line(session, monkeypa
         hvdtrain.init(backend="single", threads=7)
 
 
+def test_the_axes_may_come_as_a_mapping(session):
+    with pytest.raises(ConfigError, match=r"arguments: parallel='dp=1,tp=1' \(before: None\)\."):
+        hvdtrain.init(backend="single", mesh={"dp": 1, "tp": 1})
+    with pytest.raises(ConfigError, match=r"once\. Received: parallel='tp=2', mesh={'tp': 2}"):
+        hvdtrain.init(parallel="tp=2", mesh={"tp": 2})
+    with pytest.raises(ConfigError, match="must be an int. Received: '2'"):
+        hvdtrain.init(mesh={"tp": "2"})
+
+
 def test_broadcast_on_one_process_changes_nothing(session):
     import keras
     import tensorflow as tf

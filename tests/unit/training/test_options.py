@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import get_type_hints
 
 import keras
 import numpy as np
@@ -25,7 +26,7 @@ from hvdtrain.optim.precision import (
 from hvdtrain.training.advice import advice
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.objective.outputs import outputs_by_name, per_output
-from hvdtrain.training.options import StepOptions, step_options
+from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
 from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.trainer import Trainer
 from tests.builders import samples
@@ -696,3 +697,7 @@ def test_data_that_do_not_fit_are_refused_with_both_shapes(data, said):
         return
     with pytest.raises(DataError, match=r"gives outputs of shape \(None, 4\); the targets of .* are \(None, 3\)"):
         Trainer(model(), "sgd", "mse").fit((X, X[:, :3]), batch=16, verbose=False)
+
+
+def test_an_editor_completes_the_options_that_there_are():
+    assert get_type_hints(TrainerOptions) == get_type_hints(StepOptions)
