@@ -15,7 +15,7 @@ RANK = """
 import signal, subprocess, sys, time
 deaf = "deaf" in sys.argv
 def leave(number, frame):
-    time.sleep(0.2)
+    time.sleep(6 if "slow" in sys.argv else 0.2)
     print("saved", flush=True)
     raise SystemExit(75)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else leave)
@@ -76,6 +76,14 @@ def test_a_rank_is_asked_first_and_its_code_is_passed_on(command):
     code, text = run_and_end(command.format(rank=rank()))
     assert "saved" in text
     assert code == 75, text
+
+
+def test_a_rank_has_the_time_that_the_user_gives_it(monkeypatch):
+    assert run_and_end(rank("slow"))[0] == 137, "Horovod's own 5 seconds"
+    monkeypatch.setenv("HOROVOD_GRACEFUL_TERMINATION_TIME", "60")
+    code, text = run_and_end(rank("slow"))
+    assert "saved" in text
+    assert code == 75
 
 
 @pytest.mark.parametrize("command", ["{rank}; exit $?", "exec {rank}"])
