@@ -15,8 +15,7 @@ from hvdtrain.runtime.launch.gpus import count_gpus
 from hvdtrain.runtime.launch.hosts import parse_hosts, read_hostfile
 from hvdtrain.runtime.launch.request import LaunchRequest
 from hvdtrain.runtime.launch.tools import Tools
-from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.launchers.environment import SECRET_VARIABLE
+from hvdtrain.runtime.launchers import SECRET_VARIABLE, detect_environment
 from hvdtrain.runtime.terminal import say
 from hvdtrain.runtime.topology import count_cores
 

@@ -87,7 +87,7 @@ def test_variables_of_a_job_that_has_ended_are_named_at_once(unactivated):
 PARENT = """
 import os, subprocess, sys
 import hvdtrain
-from hvdtrain.runtime.launchers.inherited import without_launcher
+from hvdtrain.runtime.inherited import without_launcher
 hvdtrain.init()
 if hvdtrain.rank() == 0:
     codes = ("import hvdtrain; hvdtrain.init()", "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)")

@@ -173,7 +173,7 @@ def test_the_axes_may_come_as_a_mapping(session):
         hvdtrain.init(backend="single", mesh={"dp": 1, "tp": 1})
     with pytest.raises(ConfigError, match=r"once\. Received: parallel='tp=2', mesh={'tp': 2}"):
         hvdtrain.init(parallel="tp=2", mesh={"tp": 2})
-    with pytest.raises(ConfigError, match="must be an int. Received: '2'"):
+    with pytest.raises(ConfigError, match=r"must be an int\. Received: '2'"):
         hvdtrain.init(mesh={"tp": "2"})
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.control.open import open_control
-from hvdtrain.runtime.launchers import Environment, detect_environment
-from hvdtrain.runtime.launchers.environment import SECRET_VARIABLE
+from hvdtrain.runtime.launchers import SECRET_VARIABLE, Environment, detect_environment
 
 
 def start_server() -> tuple[Any, int]:

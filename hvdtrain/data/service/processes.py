@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import DataError, opt
 from hvdtrain.data.service.served import distributed
-from hvdtrain.runtime.launchers.inherited import without_launcher
+from hvdtrain.runtime.inherited import without_launcher
 
 START_TIMEOUT_S = 120.0
 REACH_TIMEOUT_S = 10.0

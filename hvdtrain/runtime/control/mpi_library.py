@@ -11,8 +11,8 @@ from typing import Any
 
 from hvdtrain.compat.horovod import bind_mpi_at_once, load_mpi_library
 from hvdtrain.config.errors import LaunchError, LoneRanksError
+from hvdtrain.runtime.inherited import claim_rank
 from hvdtrain.runtime.launchers import Environment
-from hvdtrain.runtime.launchers.inherited import claim_rank
 from hvdtrain.runtime.terminal import say
 
 _LONGEST_VERSION = 8192

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.launchers.environment import SECRET_FILE_VARIABLE, SECRET_VARIABLE
+from hvdtrain.runtime.launchers import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 _MAC_BYTES = hashlib.sha256().digest_size
 _KEY_BYTES = 32

@@ -19,8 +19,7 @@ from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, secret_from_environment, secret_from_key_file
 from hvdtrain.runtime.interfaces import candidates
-from hvdtrain.runtime.launchers import Environment
-from hvdtrain.runtime.launchers.environment import LAUNCHER_SECRET_VARIABLE
+from hvdtrain.runtime.launchers import LAUNCHER_SECRET_VARIABLE, Environment
 
 _CONNECT_S = 1.0
 """A call that the full queue of a busy server has dropped is made anew: the system itself would wait 1, 2, 4 … s."""

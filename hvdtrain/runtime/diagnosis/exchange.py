@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
 from hvdtrain.runtime.diagnosis.process import Outcome, run
 from hvdtrain.runtime.diagnosis.software import SETUP
-from hvdtrain.runtime.launchers.inherited import without_launcher
+from hvdtrain.runtime.inherited import without_launcher
 from hvdtrain.runtime.python_environment import PythonEnvironment, activate
 
 TIMEOUT = 120.0

@@ -11,8 +11,7 @@ from hvdtrain.runtime.launch.mpi import Mpi, MpiJob, find_mpi, mpi_command
 from hvdtrain.runtime.launch.request import LaunchRequest
 from hvdtrain.runtime.launch.sites import Site, find_site
 from hvdtrain.runtime.launch.tools import Tools
-from hvdtrain.runtime.launchers.environment import DRAW_SECRET, SECRET_VARIABLE, has_secret
-from hvdtrain.runtime.launchers.slurm import in_step
+from hvdtrain.runtime.launchers import DRAW_SECRET, SECRET_VARIABLE, has_secret, in_step
 
 DEFAULT_RANKS = 2
 """On a machine without GPUs, as launch/train.sh."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.store import Store, open_store
 from hvdtrain.runtime.horovod_patches import require_patch
-from hvdtrain.runtime.launchers import Environment, detect_environment
-from hvdtrain.runtime.launchers.environment import STARTER_VARIABLE
+from hvdtrain.runtime.launchers import STARTER_VARIABLE, Environment, detect_environment
 from hvdtrain.runtime.rendezvous import network
 from hvdtrain.runtime.rendezvous.caller import Caller
 from hvdtrain.runtime.rendezvous.hello import COMPLETE, STATE

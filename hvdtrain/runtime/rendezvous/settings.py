@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.signing import secret_from_environment
-from hvdtrain.runtime.launchers import Environment
-from hvdtrain.runtime.launchers.environment import DRAW_SECRET, SECRET_VARIABLE
+from hvdtrain.runtime.launchers import DRAW_SECRET, SECRET_VARIABLE, Environment
 
 HOST = "HVDTRAIN_RENDEZVOUS_HOST"
 PORT = "HVDTRAIN_RENDEZVOUS_PORT"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint.naming import complete
-from hvdtrain.runtime.launchers.slurm import expand_hosts
+from hvdtrain.runtime.launchers import expand_hosts
 from tests.awake import awake_seconds
 from tests.clusters.namespaces import NoHosts
 from tests.clusters.slurm.cluster import cluster as made_cluster

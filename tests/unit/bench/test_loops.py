@@ -16,7 +16,7 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.runs.run_data import run_data
 from hvdtrain.runs.trainers import run_trainer
-from hvdtrain.runtime.launchers.nobody import Nobody
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.training.step.forward_backward import LocalGradients
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -34,7 +34,7 @@ MLP = replace(
 
 
 def test_the_plain_loop_trains_and_knows_its_gradients():
-    loop = PlainLoop(DLRM, Nobody().detect({}))
+    loop = PlainLoop(DLRM, detect_environment({}))
     before = [v.numpy() for v in loop.model.trainable_variables]
     assert window_of(loop.steps(2), 4) > 0
     moved = [not np.array_equal(a, v.numpy()) for a, v in zip(before, loop.model.trainable_variables, strict=True)]
@@ -51,7 +51,7 @@ def test_the_plain_loop_computes_in_the_precision_it_is_asked_for():
     import keras
 
     narrow = replace(MLP, training=replace(MLP.training, precision="mixed_bfloat16"))
-    loop = PlainLoop(narrow, Nobody().detect({}))
+    loop = PlainLoop(narrow, detect_environment({}))
     assert loop.model.get_layer("hidden0").compute_dtype == "bfloat16"
     assert keras.config.dtype_policy().name == "float32", "others are not to find another policy"
 

@@ -16,7 +16,7 @@ from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.interrupted import interrupted, launch_command
 from hvdtrain.runtime.failures import describe, show_failure
 from hvdtrain.runtime.interrupts import Interrupted, InterruptWatch, show_interrupt
-from hvdtrain.runtime.launchers.environment import place
+from hvdtrain.runtime.launchers import place
 
 
 def environment(rank=0, size=1, launcher="mpirun", controller="mpi"):

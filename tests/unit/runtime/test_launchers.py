@@ -2,8 +2,7 @@ import pytest
 
 from hvdtrain.config.errors import LaunchError, LoneRanksError
 from hvdtrain.runtime.failures import show_alone
-from hvdtrain.runtime.launchers import UNKNOWN, Environment, detect_environment
-from hvdtrain.runtime.launchers.slurm import expand_hosts
+from hvdtrain.runtime.launchers import UNKNOWN, Environment, detect_environment, expand_hosts
 from hvdtrain.runtime.world import refuse_lone_ranks
 from tests.unit import launcher_environments as started_by
 

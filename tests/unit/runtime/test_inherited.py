@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from hvdtrain.config.errors import LoneRanksError
+from hvdtrain.runtime.inherited import claim_rank, refuse_ended_launcher, without_launcher
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.launchers.inherited import claim_rank, refuse_ended_launcher, without_launcher
 from tests.unit import launcher_environments as started_by
 
 
