@@ -15,7 +15,7 @@ from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras_variables import disable_gradient_sums
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.config.training import BadStepConfig, ExchangeConfig, UpdateConfig
-from hvdtrain.runtime.roles import SERVER, WORKER, Roles
+from hvdtrain.runtime.parameter_server import SERVER, WORKER, Roles
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy
 

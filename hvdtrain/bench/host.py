@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.runtime.diagnosis.process import first_line
+from hvdtrain.runtime.diagnosis.machine import first_line
 from hvdtrain.runtime.report import collect_environment, nvidia_gpus
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import psutil
 
-from hvdtrain.runtime.diagnosis.exchange import launch_environment
-from hvdtrain.runtime.diagnosis.process import kill_tree
+from hvdtrain.runtime.diagnosis.machine import kill_tree, launch_environment
 
 BUSY = ("user", "nice", "system", "irq", "softirq")
 

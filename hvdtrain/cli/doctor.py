@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hvdtrain.cli.script.report import read_scripts
-from hvdtrain.runtime.diagnosis.check import Check
 from hvdtrain.runtime.diagnosis.diagnose import diagnose
+from hvdtrain.runtime.diagnosis.machine import Check
 
 WIDTH = 80
 """Width of plain text."""

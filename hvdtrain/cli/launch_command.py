@@ -10,6 +10,7 @@ from pathlib import Path
 from hvdtrain.cli.launch import positive
 from hvdtrain.cli.local import run_here
 from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.runtime.devices import count_cores
 from hvdtrain.runtime.launch.command import LaunchCommand, LaunchPlanner
 from hvdtrain.runtime.launch.gpus import count_gpus
 from hvdtrain.runtime.launch.hosts import parse_hosts, read_hostfile
@@ -17,7 +18,6 @@ from hvdtrain.runtime.launch.request import LaunchRequest
 from hvdtrain.runtime.launch.tools import Tools
 from hvdtrain.runtime.launchers import SECRET_VARIABLE, detect_environment
 from hvdtrain.runtime.terminal import say
-from hvdtrain.runtime.topology import count_cores
 
 _DESCRIPTION = """\
 Prints the command that starts several processes of `python -m hvdtrain ARGS`, or of a script of your own, in the place

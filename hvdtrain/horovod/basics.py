@@ -56,7 +56,7 @@ from horovod.tensorflow import (
 from hvdtrain.config.errors import LoneRanksError
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
-from hvdtrain.runtime.control.mpi_library import prepare_mpi
+from hvdtrain.runtime.control.mpi import prepare_mpi
 from hvdtrain.runtime.failures import show_alone
 from hvdtrain.runtime.horovod_patches import warn_if_unpatched
 from hvdtrain.runtime.launchers import detect_environment

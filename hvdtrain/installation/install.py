@@ -22,8 +22,8 @@ from hvdtrain.installation.mpi import OPENMPI, Mpi, choose_mpi
 from hvdtrain.installation.pip import Pip
 from hvdtrain.installation.steps import Steps, install_with, say
 from hvdtrain.installation.wheel import TENSORFLOW_NAMES, cache_folder, find_wheel, keep_wheel, wheel_key
-from hvdtrain.runtime.diagnosis.check import Check
-from hvdtrain.runtime.diagnosis.exchange import check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
+from hvdtrain.runtime.diagnosis.diagnose import check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
+from hvdtrain.runtime.diagnosis.machine import Check
 from hvdtrain.runtime.diagnosis.software import TENSORFLOW
 from hvdtrain.runtime.file_lock import lock
 from hvdtrain.runtime.horovod_patches import patched_version

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.runtime.diagnosis.process import kill_tree
+from hvdtrain.runtime.diagnosis.machine import kill_tree
 
 
 def short_hash(content: bytes) -> str:

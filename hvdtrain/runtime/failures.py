@@ -14,7 +14,7 @@ from typing import Protocol, TextIO, TypeAlias
 from hvdtrain.config.errors import LaunchError, LoneRanksError, UserError, in_script
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel, end_process, flush_output, name_ranks
-from hvdtrain.runtime.hang.stacks import HANG
+from hvdtrain.runtime.hang.position import HANG
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.open_files import limit_reached
 from hvdtrain.runtime.stopping import EXIT_INTERRUPTED

@@ -8,21 +8,18 @@ from dataclasses import dataclass, field
 
 from hvdtrain.compat.tensorflow import check_frames_and_threads
 from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.broken_links import BrokenLinkWatch, Place
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel, end_process
 from hvdtrain.runtime.control.open import open_control
-from hvdtrain.runtime.elastic.engine import Engine
-from hvdtrain.runtime.elastic.hosts import HostsChangedError
-from hvdtrain.runtime.elastic.worlds import Worlds, is_over
+from hvdtrain.runtime.elastic import Engine, HostsChangedError, Worlds, is_over
 from hvdtrain.runtime.failures import FailFast, FailurePolicy
-from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.position import show_stacks_on_quit
 from hvdtrain.runtime.hang.progress import ProgressWatch
-from hvdtrain.runtime.hang.stacks import show_stacks_on_quit
+from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.hang.watch import HangWatch
 from hvdtrain.runtime.interfaces import hosts_by_address
 from hvdtrain.runtime.launchers import Environment, detect_environment
-from hvdtrain.runtime.network.broken_links import BrokenLinkWatch
-from hvdtrain.runtime.network.places import Place
 from hvdtrain.runtime.output.rank_output import RankOutput
 from hvdtrain.runtime.rendezvous import meet
 from hvdtrain.runtime.stopping import StopAgreement, code_of

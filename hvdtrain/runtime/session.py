@@ -14,9 +14,10 @@ from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.config.observability import TraceConfig
 from hvdtrain.config.parallel import REST, parse_axes
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
+from hvdtrain.runtime.broken_links import exchange_places
 from hvdtrain.runtime.control.agreement import agree, installed_versions
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import LocalChannel
 from hvdtrain.runtime.devices import (
     DevicePlan,
     choose_deterministic_operations,
@@ -24,7 +25,7 @@ from hvdtrain.runtime.devices import (
     place_process,
 )
 from hvdtrain.runtime.gpus import agree_on_gpu, visible_gpus
-from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.hierarchy_choice import choose_hierarchy, resolve_hierarchy
 from hvdtrain.runtime.iterators import end_iterators_at_once
 from hvdtrain.runtime.launchers import Environment
@@ -32,9 +33,8 @@ from hvdtrain.runtime.leaving import leave_together
 from hvdtrain.runtime.link import Link, open_link
 from hvdtrain.runtime.malloc import Malloc, choose_malloc
 from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.network.places import exchange_places
+from hvdtrain.runtime.parameter_server import roles_of
 from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
-from hvdtrain.runtime.roles import roles_of
 from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices
 from hvdtrain.runtime.tracing.trace import Place, Trace
 from hvdtrain.runtime.tuning import FUSION_THRESHOLD, fuse_nothing, lose_silent_ranks, outlast_hangs

@@ -15,7 +15,7 @@ from pathlib import Path
 from hvdtrain.compat.tensorflow import is_compute_thread
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.terminal import say
 
 _BOARD = "pace"

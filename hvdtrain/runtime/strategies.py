@@ -8,8 +8,7 @@ from hvdtrain.config.errors import LaunchError, opt
 from hvdtrain.config.runtime import WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.launchers import Environment
-from hvdtrain.runtime.parameter_server import join_cluster
-from hvdtrain.runtime.roles import Roles, roles_of
+from hvdtrain.runtime.parameter_server import Roles, join_cluster, roles_of
 from hvdtrain.runtime.tf_config import VARIABLE, agreed_tf_config, workers_only
 
 DEFAULT_REPLICAS = 2

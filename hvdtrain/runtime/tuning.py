@@ -5,7 +5,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from hvdtrain.config.errors import LaunchError, opt
-from hvdtrain.runtime.network.open_mpi import leave_out_bridges
+from hvdtrain.runtime.interfaces import leave_out_bridges
 
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
 AUTOTUNE = "HOROVOD_AUTOTUNE"

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.failures import FailurePolicy
-from hvdtrain.runtime.hang.stacks import HANG, show_own_stacks
+from hvdtrain.runtime.hang.position import HANG, show_own_stacks
 from hvdtrain.runtime.terminal import say
 
 _LOOKS_A_SECOND = 500

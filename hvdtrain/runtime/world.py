@@ -8,14 +8,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hvdtrain.config.errors import LaunchError, LoneRanksError
+from hvdtrain.runtime.broken_links import sockets
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.control.mpi_library import prepare_mpi
-from hvdtrain.runtime.elastic.engine import Engine, place_taken, threads
+from hvdtrain.runtime.control.mpi import prepare_mpi
+from hvdtrain.runtime.elastic import Engine, place_taken, threads
 from hvdtrain.runtime.hierarchy.grid import HostGrid, host_grid
 from hvdtrain.runtime.horovod_patches import warn_if_unpatched
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.mesh import GROUPS, Mesh, process_sets_of
-from hvdtrain.runtime.network.sockets import sockets
 from hvdtrain.runtime.tracing.trace import TIMELINE
 from hvdtrain.runtime.tuning import ALONE
 

@@ -15,7 +15,7 @@ from hvdtrain.config.data import Sharding
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.control.agreement import check_same_call, encode_call
-from hvdtrain.runtime.elastic.hosts import HostsChangedError
+from hvdtrain.runtime.elastic import HostsChangedError
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import StepOptions

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.runtime.control.mpi_library import _short
+from hvdtrain.runtime.control.mpi import _short
 from tests.launching import job_environment
 from tests.unit import launcher_environments as started_by
 

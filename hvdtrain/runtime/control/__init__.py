@@ -2,5 +2,5 @@
 
 Start with `channel.py`, the protocol; `open.py` chooses between MPI (`mpi.py`) and the store of horovodrun
 (`store.py`), over both of which `rooted.py` works; `board.py` is the status board beside the exchanges. `signing.py`
-and `refusals.py` keep others out. Imports neither TensorFlow nor Horovod; mpi4py only under an MPI launch.
+keeps others out. Imports neither TensorFlow nor Horovod; mpi4py only under an MPI launch.
 """

@@ -14,10 +14,8 @@ from typing import Literal, NoReturn, Protocol
 
 from hvdtrain.config.errors import LaunchError, MissingRankError
 from hvdtrain.runtime.control.board import BoardTransport, StatusBoard
-from hvdtrain.runtime.control.channel import OnWait, flush_output, name_ranks
-from hvdtrain.runtime.control.refusals import Refusals
+from hvdtrain.runtime.control.channel import OnWait, Refusals, UnansweredTime, flush_output, name_ranks
 from hvdtrain.runtime.control.signing import Signer
-from hvdtrain.runtime.control.unanswered import UnansweredTime
 
 _MOST_NAMED = 64
 """Missing ranks told to the others; keeps the message small enough that MPI sends it without a handshake."""

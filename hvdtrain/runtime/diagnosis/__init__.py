@@ -1,4 +1,4 @@
 """The checks of `doctor`: is everything here that distributed training needs? Each check tries the real thing.
 
-Start with `diagnose.py`, which lists them; `check.py` is what a check returns.
+Start with `diagnose.py`, which lists them; `machine.py` has what a check returns, and reads facts of the machine.
 """

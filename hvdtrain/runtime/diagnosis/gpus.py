@@ -5,10 +5,18 @@ import re
 import sys
 from collections.abc import Iterator
 
-from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
-from hvdtrain.runtime.diagnosis.exchange import beside_python, find_report, launch_environment, what_went_wrong
+from hvdtrain.runtime.diagnosis.machine import (
+    Check,
+    beside_python,
+    failed,
+    find_report,
+    launch_environment,
+    ok,
+    run,
+    warning,
+    what_went_wrong,
+)
 from hvdtrain.runtime.diagnosis.probe import Finding
-from hvdtrain.runtime.diagnosis.process import run
 from hvdtrain.runtime.diagnosis.software import SETUP, TENSORFLOW
 from hvdtrain.runtime.python_environment import activate
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.runtime.diagnosis.process import Outcome, run
+from hvdtrain.runtime.diagnosis.machine import Outcome, run
 from hvdtrain.runtime.horovod_patches import installed_hashes
 
 Finding = dict[str, Any]

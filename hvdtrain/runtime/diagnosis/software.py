@@ -5,9 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from hvdtrain.compat import KERAS_REQUIREMENT, untested_keras
-from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
+from hvdtrain.runtime.diagnosis.machine import Check, failed, ok, run, warning
 from hvdtrain.runtime.diagnosis.probe import Finding
-from hvdtrain.runtime.diagnosis.process import run
 from hvdtrain.runtime.horovod_patches import difference
 from hvdtrain.runtime.python_environment import activate
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvdtrain.runtime.hang.activity import Activity, Phase
 from hvdtrain.runtime.hang.position import Position, State, current_position, with_collectives
-from hvdtrain.runtime.hang.signs import Signs, SignsOfLife
+from hvdtrain.runtime.hang.signs import Activity, Phase, Signs, SignsOfLife
 
 _BELIEVED = 12
 """Times the hang timeout for which work that shows no step is believed to be work: an hour at the default."""

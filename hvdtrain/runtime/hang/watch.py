@@ -10,8 +10,8 @@ from typing import Protocol
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.hang.position import show_own_stacks
 from hvdtrain.runtime.hang.progress import ProgressWatch, Report
-from hvdtrain.runtime.hang.stacks import show_own_stacks
 from hvdtrain.runtime.hang.verdict import (
     Seen,
     Verdict,

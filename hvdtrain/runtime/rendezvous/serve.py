@@ -1,15 +1,20 @@
-"""The store of a job, in a process of its own beside rank 0: it answers while rank 0 computes, or is stopped.
+"""Serve a job's store in a process beside rank 0: it answers while rank 0 computes, or is stopped.
 
     python -m hvdtrain.runtime.rendezvous.serve < order
 
 Its first line of input says what to serve, its first line of output on which port. It ends with rank 0: at the end
 of its input or, where a child of rank 0 holds that open, when it has another parent.
+
+A rank knows the store of its job before it sends the token: the store signs a number that the rank draws. Somebody else
+may listen on the port. What he is sent is of no use to him, and what he answers does not pass.
 """
 
 import contextlib
+import hmac
 import http.client
 import json
 import os
+import re
 import select
 import signal
 import socketserver
@@ -17,7 +22,33 @@ import sys
 from typing import Any
 
 from hvdtrain.compat.horovod import stored_value
-from hvdtrain.runtime.rendezvous.hello import COMPLETE, STATE, answer, nonce_of
+
+_PATH = re.compile(r"/hello/([0-9a-f]{32})")
+STATE = ("rendezvous", "state")
+"""Scope and key of the store under which rank 0 notes that all ranks have come."""
+COMPLETE = b"complete"
+
+
+def path_of(nonce: str) -> str:
+    """Return the path under which the store signs `nonce`, 32 hexadecimal digits."""
+    return f"/hello/{nonce}"
+
+
+def nonce_of(path: str) -> str | None:
+    """Return what is to be signed for a request of `path`; None if it is another request."""
+    match = _PATH.fullmatch(path)
+    return match[1] if match else None
+
+
+def answer(key: bytes, port: int, nonce: str) -> bytes:
+    """Return the signed answer of the store that listens on `port`: it does not pass for that of another port."""
+    return hmac.digest(key, json.dumps(["hello", port, nonce]).encode(), "sha256").hex().encode()
+
+
+def is_answer(text: bytes, key: bytes, port: int, nonce: str) -> bool:
+    """Tell whether the store of this job has answered."""
+    return hmac.compare_digest(text, answer(key, port, nonce))
+
 
 _LOOK_S = 0.5
 _QUEUE = 1024

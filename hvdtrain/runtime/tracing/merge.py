@@ -3,15 +3,152 @@
 import json
 import math
 import os
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.runtime.tracing.horovod_file import Exchange, read_events, read_horovod
-from hvdtrain.runtime.tracing.overlap import Overlap, overlap_of
+from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.tracing.overlap import Exchange, Overlap, overlap_of
+
+SHORTEST_US = 1.0
+"""Shorter events are left out: there are thousands in a step."""
+
+
+def events_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of the profiles in `folder`, in µs of this host's clock."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    for file in sorted(folder.rglob("*.xplane.pb")):
+        space = xplane_pb2.XSpace()
+        space.ParseFromString(file.read_bytes())
+        start = _start(space)
+        for plane in space.planes:
+            yield from _events_of_plane(plane, start)
+
+
+def _start(space: Any) -> float:
+    """Return when the profiler was started, in ns of the wall clock: times count from there."""
+    for plane in space.planes:
+        names = {number: known.name for number, known in plane.stat_metadata.items()}
+        for stat in plane.stats:
+            if names.get(stat.metadata_id) == "profile_start_time":
+                return float(stat.uint64_value or stat.int64_value)
+    return 0.0
+
+
+def _events_of_plane(plane: Any, start: float) -> Iterator[dict[str, Any]]:
+    names = {number: known.display_name or known.name for number, known in plane.event_metadata.items()}
+    for line in plane.lines:
+        row = f"TensorFlow: {_row(plane.name, line)}"
+        for event in line.events:
+            duration = event.duration_ps / 1e6
+            if duration >= SHORTEST_US:
+                begin = (start + line.timestamp_ns) / 1e3 + event.offset_ps / 1e6
+                yield {"name": _short(names.get(event.metadata_id, "")), "ts": begin, "dur": duration, "row": row}
+
+
+def _row(plane: str, line: Any) -> str:
+    name = line.display_name or line.name or str(line.id)
+    return name if plane == "/host:CPU" else f"{plane} {name}"
+
+
+def _short(name: str) -> str:
+    """Return the name of an operation without what follows it after `#`."""
+    return name.partition("#")[0] or "?"
+
+
+def read_horovod(path: Path) -> Iterator[Exchange]:
+    """Yield what is in the file; what a process that was killed left half written is passed over."""
+    names: dict[int, str] = {}
+    opened: dict[int, list[tuple[str, float]]] = {}
+    start = 0.0
+    for event in read_events(path):
+        pid, kind = event.get("pid", 0), event.get("ph")
+        if kind == "M" and event.get("name") == "process_name":
+            args = event.get("args", {})
+            start = float(args.get("start_time_since_epoch_in_micros", start))
+            names[pid] = args.get("name", names.get(pid, ""))
+        elif kind == "B":
+            opened.setdefault(pid, []).append((event["name"], start + event["ts"]))
+        elif kind == "E" and opened.get(pid):
+            name, begin = opened[pid].pop()
+            yield Exchange(names.get(pid, ""), name, begin, start + event["ts"], top=not opened[pid])
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a trace in Chrome's array format, up to the first one that is cut off."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    decoder, place = json.JSONDecoder(), text.find("[") + 1
+    while (place := text.find("{", place)) >= 0:
+        try:
+            event, place = decoder.raw_decode(text, place)
+        except ValueError:
+            return
+        yield event
+
+
+ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Offset:
+    """What is added to a rank's clock to get that of rank 0."""
+
+    microseconds: float
+    uncertainty: float
+    """The true offset is at most so many µs away."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One comparison: rank 0 read its clock after this rank's was at `before`, and before it was at `after`, in ns."""
+
+    before: int
+    after: int
+    root: int
+
+
+def clock_offset(
+    control: ControlChannel, host: str, *, timeout: float, clock: Callable[[], int] = time.time_ns
+) -> Offset:
+    """Return how far this rank's clock is behind that of rank 0; every rank calls it.
+
+    Ranks of one host have one clock. Others enter one exchange after the other: rank 0 reads its clock between two of
+    them, after the part of this rank to the first has come, and before its own to the second is here.
+
+    Args:
+        control: the channel between the ranks.
+        host: this rank's.
+        timeout: seconds to wait for the others.
+        clock: tells the time in ns.
+    """
+    hosts = control.exchange(host.encode(), timeout=timeout)
+    if len(set(hosts)) == 1:
+        return Offset(0.0, 0.0)
+    readings, before = [], clock()
+    control.exchange(b"", timeout=timeout)
+    for _ in range(ROUNDS):
+        entered = clock()
+        roots = control.exchange(json.dumps(clock()).encode(), timeout=timeout)
+        readings.append(Reading(before, clock(), json.loads(roots[0])))
+        before = entered
+    return Offset(0.0, 0.0) if hosts[0] == host.encode() else offset_of(readings)
+
+
+def offset_of(readings: Sequence[Reading]) -> Offset:
+    """Return the offset that fits all readings and is nearest to 0: clocks that may agree are taken to agree."""
+    least = max(reading.root - reading.after for reading in readings) / 1000
+    most = min(reading.root - reading.before for reading in readings) / 1000
+    offset = min(max(0.0, least), most)
+    return Offset(offset, max(most - offset, offset - least))
+
 
 PARTS = ".json"
 """End of the names of ranks' own files."""

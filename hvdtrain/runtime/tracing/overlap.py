@@ -2,10 +2,49 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hvdtrain.runtime.tracing.horovod_file import Exchange
+NEGOTIATE = "NEGOTIATE_"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What Horovod did with a tensor for a while."""
+
+    tensor: str
+    name: str
+    """``NEGOTIATE_ALLREDUCE``: it waits for ranks that have not asked for it yet; ``ALLREDUCE``: it is carried out."""
+    begin: float
+    """In µs of the wall clock."""
+    end: float
+    top: bool = True
+    """Whether it is no part of another one."""
+    tensors: int = 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether not all ranks had come yet."""
+        return self.name.startswith(NEGOTIATE)
+
+    def shifted(self, microseconds: float) -> "Exchange":
+        """Return it on another clock."""
+        return replace(self, begin=self.begin + microseconds, end=self.end + microseconds)
+
+    def with_another(self, other: "Exchange") -> "Exchange":
+        """Return both as one."""
+        return replace(self, end=max(self.end, other.end), tensors=self.tensors + other.tensors)
+
+    def event(self) -> dict[str, Any]:
+        """Return it as an event of a trace."""
+        many = {"tensors": self.tensors} if self.tensors > 1 else {}
+        return {
+            "name": self.name,
+            "ts": self.begin,
+            "dur": self.end - self.begin,
+            "args": {"tensor": self.tensor, **many},
+        }
+
 
 Interval = tuple[float, float]
 COMPUTES = re.compile(r"TensorFlow: (tf_Compute|/device:|/host:CPU tf_Compute)")

@@ -15,10 +15,9 @@ from typing import Any
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.observability import TraceConfig
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.hang.activity import Activity, Phase
+from hvdtrain.runtime.hang.signs import Activity, Phase
 from hvdtrain.runtime.terminal import say
-from hvdtrain.runtime.tracing.clocks import Offset, clock_offset
-from hvdtrain.runtime.tracing.merge import PARTS, merge_parts, parts_folder
+from hvdtrain.runtime.tracing.merge import PARTS, Offset, clock_offset, merge_parts, parts_folder
 
 TIMELINE = "HOROVOD_TIMELINE"
 DYNAMIC = "DYNAMIC"
@@ -172,7 +171,7 @@ class Trace:
             return
         import tensorflow as tf
 
-        from hvdtrain.runtime.tracing.profile import events_of
+        from hvdtrain.runtime.tracing.merge import events_of
 
         folder, self._profiles, self._profiled = self._profiles, None, True
         tf.profiler.experimental.stop()

@@ -9,7 +9,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.checkpoint import BestMetric
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
-from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.clock import StepClock

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.signs import Activity
 
 WARM_UP_STEPS = 5
 """Steps at the start that do not count: they compile, and fill buffers."""

@@ -10,7 +10,7 @@ import numpy as np
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.checkpoint import BestMetric
 from hvdtrain.config.errors import CheckpointError, ConfigError
-from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.terminal import say
 from hvdtrain.state.holders import TIMEOUT_S
 from hvdtrain.state.scalars import Scalars

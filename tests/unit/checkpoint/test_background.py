@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.naming import complete
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import LocalChannel
 from hvdtrain.state.scalars import Scalars
 from tests.unit.threaded_ranks import as_ranks
 

@@ -15,11 +15,10 @@ import pytest
 from rich.console import Console
 
 from hvdtrain.cli import doctor
+from hvdtrain.runtime.diagnosis import diagnose
 from hvdtrain.runtime.diagnosis import diagnose as diagnosis
-from hvdtrain.runtime.diagnosis import exchange
-from hvdtrain.runtime.diagnosis.check import Check, failed, ok, warning
+from hvdtrain.runtime.diagnosis.machine import Check, Outcome, failed, first_line, ok, run, warning
 from hvdtrain.runtime.diagnosis.probe import find, probe
-from hvdtrain.runtime.diagnosis.process import Outcome, first_line, run
 from hvdtrain.runtime.horovod_patches import patched_version, series_hashes
 
 TENSORFLOW = {"version": "2.21.0", "gpus": 0}
@@ -154,37 +153,37 @@ class TestExchange:
         ],
     )
     def test_what_a_launch_says(self, script: Script, text: str, status: str, detail: str) -> None:
-        check = exchange.check_ranks("mpi", [str(script("launcher", text))], timeout=30)
+        check = diagnose.check_ranks("mpi", [str(script("launcher", text))], timeout=30)
         assert check.name == "2 ranks, MPI"
         assert (check.status, bool(check.fix)) == (status, status != "ok")
         assert detail in check.detail
         assert "chatter" not in check.detail
 
     def test_a_launcher_that_is_not_there(self) -> None:
-        check = exchange.check_ranks("mpi", ["/nowhere/mpirun"])
+        check = diagnose.check_ranks("mpi", ["/nowhere/mpirun"])
         assert (check.status, check.detail) == ("failed", "/nowhere/mpirun: No such file or directory")
 
     def test_a_launch_that_hangs_is_killed_with_all_it_started(self, script: Script, tmp_path: Path) -> None:
         """The rank is in a session of its own, as launchers make them."""
         hang = script("hang", f"setsid sleep 321 & echo $! > {tmp_path}/pid; echo 'stuck in a barrier'; wait")
         start = time.monotonic()
-        check = exchange.check_ranks("gloo", [str(hang)], timeout=1.0)
+        check = diagnose.check_ranks("gloo", [str(hang)], timeout=1.0)
         assert time.monotonic() - start < 20
         assert (check.status, check.detail) == ("failed", "no answer after 1 s\nstuck in a barrier")
         assert _dies(int((tmp_path / "pid").read_text()))
 
     def test_root_and_few_cores_are_no_obstacle(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
-        environ = exchange.launch_environment({"HOME": "/root"})
+        environ = diagnose.launch_environment({"HOME": "/root"})
         assert environ["HOME"] == "/root"
         assert environ["OMPI_ALLOW_RUN_AS_ROOT"] == environ["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
         assert environ["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
-        assert "OMPI_ALLOW_RUN_AS_ROOT" not in exchange.launch_environment({})
+        assert "OMPI_ALLOW_RUN_AS_ROOT" not in diagnose.launch_environment({})
 
     def test_variables_of_another_job_do_not_reach_the_ranks(self) -> None:
         stale = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_ess": "^singleton", "HOME": "/root"}
-        environ = exchange.launch_environment(stale)
+        environ = diagnose.launch_environment(stale)
         assert stale.keys() & environ.keys() == {"HOME"}
 
 
@@ -198,15 +197,15 @@ class TestAlone:
     @pytest.fixture(autouse=True)
     def own_mpi(self, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         version: list[str | None] = ["4.1.8"]
-        monkeypatch.setattr(exchange.PythonEnvironment, "version", lambda self, *names: version[0])
+        monkeypatch.setattr(diagnose.PythonEnvironment, "version", lambda self, *names: version[0])
         return version
 
     def test_one_process_starts(self, python: Callable[[str], None]) -> None:
         python(f"echo '{REPORT % (1, 'mpi')}'")
-        for check in (exchange.check_horovod_alone(), exchange.check_mpi_alone()):
+        for check in (diagnose.check_horovod_alone(), diagnose.check_mpi_alone()):
             assert (check.status, check.fix) == ("ok", "")
 
-    @pytest.mark.parametrize("check", [exchange.check_horovod_alone, exchange.check_mpi_alone])
+    @pytest.mark.parametrize("check", [diagnose.check_horovod_alone, diagnose.check_mpi_alone])
     def test_one_that_aborts_is_named_with_the_fix(
         self, python: Callable[[str], None], own_mpi: list[str | None], check: Callable[[], Check]
     ) -> None:
@@ -219,7 +218,7 @@ class TestAlone:
 
     def test_a_sum_that_is_wrong(self, python: Callable[[str], None]) -> None:
         python("""echo '{"ok": false, "wrong_elements": 7}'; exit 1""")
-        assert "wrong in 7 elements" in exchange.check_horovod_alone().detail
+        assert "wrong in 7 elements" in diagnose.check_horovod_alone().detail
 
 
 class TestProcess:
@@ -307,10 +306,10 @@ class TestWhole:
             "mpi4py": {"library": OPEN_MPI},
         }
         monkeypatch.setattr(diagnosis, "probe", lambda: found)
-        monkeypatch.setattr(exchange, "check_horovod_alone", lambda: ok("1 process", ""))
-        monkeypatch.setattr(exchange, "check_mpi_alone", lambda: ok("1 process, MPI", ""))
-        monkeypatch.setattr(exchange, "check_gloo", lambda: ok("2 ranks, Gloo", ""))
-        monkeypatch.setattr(exchange, "check_mpi", lambda: ok("2 ranks, MPI", ""))
+        monkeypatch.setattr(diagnose, "check_horovod_alone", lambda: ok("1 process", ""))
+        monkeypatch.setattr(diagnose, "check_mpi_alone", lambda: ok("1 process, MPI", ""))
+        monkeypatch.setattr(diagnose, "check_gloo", lambda: ok("2 ranks, Gloo", ""))
+        monkeypatch.setattr(diagnose, "check_mpi", lambda: ok("2 ranks, MPI", ""))
         return found
 
     def names(self) -> Iterator[str]:

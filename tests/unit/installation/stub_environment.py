@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.installation import install
-from hvdtrain.runtime.diagnosis.check import Check, ok
+from hvdtrain.runtime.diagnosis.machine import Check, ok
 from hvdtrain.runtime.horovod_patches import patched_version
 from hvdtrain.runtime.python_environment import PythonEnvironment
 

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.config.errors import SetupError
 from hvdtrain.installation import build, install, wheel
 from hvdtrain.installation.steps import Steps, excerpt
-from hvdtrain.runtime.diagnosis.check import failed
+from hvdtrain.runtime.diagnosis.machine import failed
 from hvdtrain.runtime.horovod_patches import patched_version
 from tests.awake import awake_seconds
 from tests.unit.installation.stub_environment import CHECKS, builds

@@ -7,10 +7,10 @@ import pytest
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import LocalChannel
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.link import Link
-from hvdtrain.runtime.roles import Roles, roles_of
+from hvdtrain.runtime.parameter_server import Roles, roles_of
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy
 from hvdtrain.runtime.tf_config import agreed_tf_config, check_given, tf_config

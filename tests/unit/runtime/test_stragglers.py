@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.stragglers import Pace, StragglerWatch, any_thread_runs, slowest
 
 

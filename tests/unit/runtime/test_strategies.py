@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, RuntimeConfig
-from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import LocalChannel
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import wants_horovod
 from hvdtrain.runtime.strategies import open_strategy

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from hvdtrain.runtime.devices import DevicePlan, plan_devices
-from hvdtrain.runtime.topology import Place, count_cores, divide, expand, read_topology
+from hvdtrain.runtime.devices import DevicePlan, Place, count_cores, divide, expand, plan_devices, read_topology
 
 MACHINES = {
     # "processor core socket node" of `lscpu -p=CPU,CORE,SOCKET,NODE`, as ranges

@@ -14,11 +14,9 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError, LaunchError, MissingRankError
 from hvdtrain.data.batch import per_replica
-from hvdtrain.runtime.elastic.engine import Engine, threads
-from hvdtrain.runtime.elastic.hosts import HostNotices, HostsChangedError
-from hvdtrain.runtime.elastic.worlds import is_over
+from hvdtrain.runtime.broken_links import sockets
+from hvdtrain.runtime.elastic import Engine, HostNotices, HostsChangedError, is_over, threads
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.network.sockets import sockets
 from hvdtrain.runtime.objects import wait_for_all
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.elastic import MOST_IN_VAIN, Commits, WorldRecord, check_elastic

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.runtime.control.store import Store
-from hvdtrain.runtime.elastic.heartbeat import SCOPE, Beat, Heartbeat
-from hvdtrain.runtime.elastic.worlds import Worlds
+from hvdtrain.runtime.elastic import SCOPE, Beat, Heartbeat, Worlds
 from hvdtrain.runtime.tuning import GLOO_PATIENCE, PATIENCE_IF_ELASTIC, lose_silent_ranks
 
 silent_ranks = pytest.importorskip("horovod.runner.elastic.silent_ranks", reason="Horovod is not installed")
@@ -165,7 +164,7 @@ def test_a_rank_gives_signs_of_life_until_it_stops(monkeypatch):
         sent.append(message)
         enough.release()
 
-    monkeypatch.setattr("hvdtrain.runtime.elastic.heartbeat.Store.put", put)
+    monkeypatch.setattr("hvdtrain.runtime.elastic.Store.put", put)
     place = {"HOROVOD_HOSTNAME": "host-b", "HOROVOD_LOCAL_RANK": "1", GLOO_PATIENCE: "0.2"}
     store = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
     heartbeat = Heartbeat({**place, **store}, 120.0)

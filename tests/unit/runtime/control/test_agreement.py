@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.config.errors import ConfigError, DataError, LaunchError, MissingRankError, UserError
 from hvdtrain.runtime.control import agreement
 from hvdtrain.runtime.control.agreement import agree, installed_versions, on_first, together
-from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import LocalChannel
 from tests.unit.threaded_ranks import as_ranks
 
 

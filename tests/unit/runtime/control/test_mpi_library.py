@@ -5,8 +5,8 @@ import os
 import pytest
 
 from hvdtrain.config.errors import LoneRanksError
-from hvdtrain.runtime.control import mpi_library
-from hvdtrain.runtime.control.mpi_library import prepare_mpi
+from hvdtrain.runtime.control import mpi
+from hvdtrain.runtime.control.mpi import prepare_mpi
 from hvdtrain.runtime.launchers import detect_environment
 from tests.unit import launcher_environments as started_by
 
@@ -24,7 +24,7 @@ PMI2 = {
 @pytest.fixture
 def prepare(monkeypatch):
     def call(environ, library):
-        monkeypatch.setattr(mpi_library, "_library", lambda: library)
+        monkeypatch.setattr(mpi, "_library", lambda: library)
         prepare_mpi(detect_environment(environ), environ)
 
     return call
@@ -33,7 +33,7 @@ def prepare(monkeypatch):
 @pytest.fixture
 def ompi_info(tmp_path, monkeypatch):
     """Put an `ompi_info` first that lists components."""
-    monkeypatch.setattr(mpi_library.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "python"))
 
     def lists(*components):
         lines = "".join(f"echo 'mca:{component}:version:\"component:4.1.8\"'\n" for component in components)

@@ -146,7 +146,7 @@ def test_a_guarded_store_unpickles_for_nobody(tmp_path):
 
 def test_a_guarded_store_tells_ranks_of_an_elastic_job_their_next_place():
     rendezvous = pytest.importorskip("horovod.runner.elastic.rendezvous", reason="Horovod is not installed")
-    from hvdtrain.runtime.elastic.engine import take_next_place
+    from hvdtrain.runtime.elastic import take_next_place
 
     slot = SimpleNamespace(rank=1, size=3, to_response_string=lambda: "1,3,0,1,1,3")
     driver = SimpleNamespace(record_ready=lambda *place: None, get_slot_info=lambda *place: slot)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.runtime.diagnosis import host, software
-from hvdtrain.runtime.diagnosis.check import ok
-from hvdtrain.runtime.diagnosis.machine import GIB, MIB, cpu_quota, memory_limits, read_machine
+from hvdtrain.runtime.diagnosis import machine, software
+from hvdtrain.runtime.diagnosis.machine import GIB, MIB, cpu_quota, memory_limits, ok, read_machine
 from hvdtrain.runtime.horovod_patches import patched_version, series_hashes
 from hvdtrain.runtime.malloc import Malloc
 
@@ -156,16 +155,16 @@ class TestSoftware:
 
 class TestHost:
     def test_cores(self) -> None:
-        machine = replace(read_machine(), cores=8, usable_cores=4, cpu_quota=None)
-        assert host.check_cores(machine, {}) == ok("Cores", "4 of 8 usable")
-        assert "OMP_NUM_THREADS=3" in host.check_cores(machine, {"OMP_NUM_THREADS": "3"}).detail
-        limited = host.check_cores(replace(machine, cpu_quota=1.5), {})
+        facts = replace(read_machine(), cores=8, usable_cores=4, cpu_quota=None)
+        assert machine.check_cores(facts, {}) == ok("Cores", "4 of 8 usable")
+        assert "OMP_NUM_THREADS=3" in machine.check_cores(facts, {"OMP_NUM_THREADS": "3"}).detail
+        limited = machine.check_cores(replace(facts, cpu_quota=1.5), {})
         assert (limited.status, "time of 1.5" in limited.detail) == ("warning", True)
-        assert host.check_cores(replace(machine, cpu_quota=4.0), {}).status == "ok"
+        assert machine.check_cores(replace(facts, cpu_quota=4.0), {}).status == "ok"
 
     @pytest.mark.parametrize(("available", "status"), [(GIB, "warning"), (3 * GIB, "ok")])
     def test_memory(self, available: int, status: str) -> None:
-        assert host.check_memory(replace(read_machine(), available_memory=available)).status == status
+        assert machine.check_memory(replace(read_machine(), available_memory=available)).status == status
 
     @pytest.mark.parametrize(
         ("faults", "environ", "status", "fix"),
@@ -177,7 +176,7 @@ class TestHost:
         ],
     )
     def test_allocator(self, faults: int, environ: dict[str, str], status: str, fix: str) -> None:
-        check = host.check_malloc(Malloc(keeps=True, about="some allocator"), faults, environ)
+        check = machine.check_malloc(Malloc(keeps=True, about="some allocator"), faults, environ)
         assert (check.status, check.fix) == (status, fix)
         assert check.detail.startswith(f"some allocator; {faults:,} page faults in 16,384 pages")
 
@@ -191,20 +190,20 @@ class TestHost:
         ],
     )
     def test_shm(self, total: int | None, free: int | None, status: str) -> None:
-        check = host.check_shm(replace(read_machine(), shm=total, shm_free=free))
+        check = machine.check_shm(replace(read_machine(), shm=total, shm_free=free))
         assert (check.status, bool(check.fix)) == (status, status != "ok")
 
     def test_the_key_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         key = tmp_path / "job.key"
-        assert host.check_key(key).status == "ok"
+        assert machine.check_key(key).status == "ok"
         key.write_bytes(b"k" * 32)
         key.chmod(0o600)
-        assert host.check_key(key).status == "ok"
+        assert machine.check_key(key).status == "ok"
         key.chmod(0o640)
-        assert (host.check_key(key).status, "0640" in host.check_key(key).detail) == ("failed", True)
+        assert (machine.check_key(key).status, "0640" in machine.check_key(key).detail) == ("failed", True)
         key.chmod(0o600)
         monkeypatch.setattr(os, "geteuid", lambda: key.stat().st_uid + 1)
-        assert "belongs to user" in host.check_key(key).detail
+        assert "belongs to user" in machine.check_key(key).detail
 
     def test_the_tightest_quota_counts(self, tmp_path: Path) -> None:
         (tmp_path / "job/step").mkdir(parents=True)

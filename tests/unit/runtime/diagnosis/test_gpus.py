@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.runtime import gpucheck
 from hvdtrain.runtime.diagnosis import gpus
-from hvdtrain.runtime.diagnosis.check import Check, ok
+from hvdtrain.runtime.diagnosis.machine import Check, ok
 
 TENSORFLOW = {"version": "2.21.0", "gpus": 2}
 HOROVOD = {"version": "0.28.1", "gloo": True, "mpi": True, "nccl": 23203, "cuda": True}

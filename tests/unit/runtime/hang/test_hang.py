@@ -9,10 +9,9 @@ import pytest
 
 from hvdtrain.config.errors import LaunchError, on_command_line
 from hvdtrain.runtime import hang
-from hvdtrain.runtime.hang.activity import Activity
 from hvdtrain.runtime.hang.position import Position
 from hvdtrain.runtime.hang.progress import ProgressWatch, Report
-from hvdtrain.runtime.hang.signs import Signs
+from hvdtrain.runtime.hang.signs import Activity, Signs
 from hvdtrain.runtime.hang.verdict import Seen, decide, describe_hang, describe_left, describe_wait, left_alone
 from hvdtrain.runtime.hang.watch import HangWatch, Rhythm
 

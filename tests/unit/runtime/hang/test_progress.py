@@ -9,10 +9,9 @@ import weakref
 
 import pytest
 
-from hvdtrain.runtime.hang.activity import Activity
 from hvdtrain.runtime.hang.position import Position, current_position, position_of
 from hvdtrain.runtime.hang.progress import ProgressWatch, shows_work
-from hvdtrain.runtime.hang.signs import Signs, SignsOfLife
+from hvdtrain.runtime.hang.signs import Activity, Signs, SignsOfLife
 
 T = 300.0
 

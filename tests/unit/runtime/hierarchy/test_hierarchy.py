@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import LocalChannel
 from hvdtrain.runtime.hierarchy.grid import host_grid
 from hvdtrain.runtime.hierarchy.sums import sum_by_host
 from hvdtrain.runtime.hierarchy_choice import HOROVOD_VARIABLE, choose_hierarchy, resolve_hierarchy

@@ -14,12 +14,16 @@ from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.interfaces import interfaces
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.rendezvous import meet
-from hvdtrain.runtime.rendezvous.caller import Caller
-from hvdtrain.runtime.rendezvous.hello import answer, is_answer, nonce_of, path_of
-from hvdtrain.runtime.rendezvous.network import address_towards, interface_of, resolve
-from hvdtrain.runtime.rendezvous.serve import start
-from hvdtrain.runtime.rendezvous.settings import PORTS, read_settings
-from hvdtrain.runtime.rendezvous.store_process import StoreProcess
+from hvdtrain.runtime.rendezvous.meeting import (
+    PORTS,
+    Caller,
+    StoreProcess,
+    address_towards,
+    interface_of,
+    read_settings,
+    resolve,
+)
+from hvdtrain.runtime.rendezvous.serve import answer, is_answer, nonce_of, path_of, start
 from tests.unit.runtime.control.test_uninvited import ask
 from tests.unit.threaded_ranks import on_threads
 

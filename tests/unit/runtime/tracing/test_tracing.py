@@ -9,11 +9,17 @@ import pytest
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.observability import TraceConfig, trace_config
-from hvdtrain.runtime.control.local import LocalChannel
+from hvdtrain.runtime.control.open import LocalChannel
 from hvdtrain.runtime.session import new_trace
-from hvdtrain.runtime.tracing.clocks import Reading, clock_offset, offset_of
-from hvdtrain.runtime.tracing.horovod_file import read_horovod
-from hvdtrain.runtime.tracing.merge import EXCHANGE, merge_parts, parts_folder
+from hvdtrain.runtime.tracing.merge import (
+    EXCHANGE,
+    Reading,
+    clock_offset,
+    merge_parts,
+    offset_of,
+    parts_folder,
+    read_horovod,
+)
 from hvdtrain.runtime.tracing.trace import TIMELINE, Place, Trace, TracedActivity, traced_step
 
 HOROVOD = """[

@@ -12,7 +12,7 @@ from hvdtrain.backends.single import NoOpCollectives, SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError, LaunchError, NonFiniteError
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.observability.events import BaseObserver
-from hvdtrain.runtime.roles import Roles
+from hvdtrain.runtime.parameter_server import Roles
 from hvdtrain.runtime.session import current
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan

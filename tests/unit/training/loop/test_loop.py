@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, NonFiniteError
-from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.loop import loss_monitor
 from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Outcome, When

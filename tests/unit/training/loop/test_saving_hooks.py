@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.runtime.hang.activity import Activity
+from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.loop.hooks import Actions, Outcome
 from hvdtrain.training.loop.loop import Plan

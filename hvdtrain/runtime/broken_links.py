@@ -5,14 +5,120 @@ of an hour. Here the systems of the hosts ask one another for signs of life over
 anyway. A rank that stands still has a system that answers: it is not taken for a host that is gone.
 """
 
+import array
 import contextlib
+import fcntl
+import json
 import math
+import os
+import socket
+import struct
+import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from hvdtrain.config.errors import opt
-from hvdtrain.runtime.control.channel import name_ranks
-from hvdtrain.runtime.network.sockets import heard, probe_when_idle, remote_address, shared, sockets
+from hvdtrain.runtime.control.channel import ControlChannel, name_ranks
+from hvdtrain.runtime.interfaces import own_addresses
+from hvdtrain.runtime.launchers import Environment
+
+
+@dataclass(frozen=True)
+class Place:
+    """The host of a rank."""
+
+    host: str
+    """Its name."""
+    addresses: Sequence[str]
+    """By which others may reach it."""
+
+
+def exchange_places(control: ControlChannel, environment: Environment, *, timeout: float) -> list[Place]:
+    """Return the place of each rank; every rank calls it.
+
+    Raises:
+        LaunchError: a rank did not come within `timeout` seconds.
+    """
+    mine = json.dumps({"host": environment.hostname, "addresses": list(own_addresses())})
+    return [Place(**json.loads(theirs)) for theirs in control.exchange(mine.encode(), timeout=timeout)]
+
+
+_DESCRIPTORS = "/proc/self/fd"
+_TCP_INFO = struct.Struct("=8B24I")
+"""The head of `struct tcp_info` (linux/tcp.h), which does not change."""
+_WINDOW = struct.Struct("=I")
+_WINDOW_AT = 228
+"""Where the room that the other end has stands in it, from Linux 5.4 on."""
+_ESTABLISHED = 1
+_PROBES = 100
+"""Unanswered ones after which the system gives a connection up: later than whoever looks at it here."""
+
+
+def sockets() -> dict[str, int]:
+    """Return the open sockets of this process, those of C++ too: their descriptors by the system's names."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):  # it has just been closed
+                name = os.readlink(f"{_DESCRIPTORS}/{entry}")
+                if name.startswith("socket:"):
+                    found[name] = int(entry)
+    return found
+
+
+@contextlib.contextmanager
+def shared(name: str, descriptor: int) -> Iterator[socket.socket | None]:
+    """Context with a second handle of a socket; None where the descriptor is no longer that of `name`."""
+    with socket.socket(fileno=os.dup(descriptor)) as same:
+        yield same if os.readlink(f"{_DESCRIPTORS}/{same.fileno()}") == name else None
+
+
+def remote_address(connection: socket.socket) -> str | None:
+    """Return the address of the other end of a TCP connection; None if it is this host, or no such connection."""
+    if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        own, other = (_plain(end[0]) for end in (connection.getsockname(), connection.getpeername()))
+    except OSError:  # it listens, or is not connected yet
+        return None
+    return None if own == other or other == "::1" or other.startswith("127.") else other
+
+
+def _plain(address: str) -> str:
+    """Return an IPv4 address that an IPv6 socket speaks to as such."""
+    return address.removeprefix("::ffff:")
+
+
+def probe_when_idle(connection: socket.socket, every: int) -> None:
+    """Have the system ask the other end's system for a sign of life, every so many seconds in which nothing came."""
+    for option, value in ((socket.TCP_KEEPIDLE, every), (socket.TCP_KEEPINTVL, every), (socket.TCP_KEEPCNT, _PROBES)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """When something last came over a connection."""
+
+    seconds: float
+    """Since then: data, or a mere sign of life of the other end's system."""
+    no_room: bool
+    """Whether data wait that the other end has no room for. The system then asks it at growing intervals only."""
+
+
+def heard(connection: socket.socket) -> Heard | None:
+    """Return when something last came; None if the connection is not established."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WINDOW_AT + _WINDOW.size)
+    fields = _TCP_INFO.unpack_from(info)
+    state, unacknowledged, data, acknowledgement = fields[0], fields[12], fields[19], fields[20]
+    if state != _ESTABLISHED:
+        return None
+    waiting = array.array("i", [0])
+    fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, waiting)
+    room = _WINDOW.unpack_from(info, _WINDOW_AT)[0] if len(info) >= _WINDOW_AT + _WINDOW.size else 1
+    return Heard(min(data, acknowledgement) / 1000, waiting[0] > 0 and (not room or not unacknowledged))
+
 
 _STALL_S = 5.0
 """Seconds without a look after which this process, or its machine, stood still itself: it then knows nothing."""

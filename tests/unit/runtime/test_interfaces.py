@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.runtime.network.open_mpi import leave_out_bridges
+from hvdtrain.runtime.interfaces import leave_out_bridges
 
 EXCLUDE = "OMPI_MCA_btl_tcp_if_exclude"
 

@@ -5,10 +5,9 @@ import socket
 import pytest
 
 from hvdtrain.config.errors import on_command_line
+from hvdtrain.runtime import broken_links
+from hvdtrain.runtime.broken_links import BrokenLinkWatch, Heard, heard, probe_when_idle, remote_address, sockets
 from hvdtrain.runtime.interfaces import hosts_by_address, own_addresses
-from hvdtrain.runtime.network import broken_links
-from hvdtrain.runtime.network.broken_links import BrokenLinkWatch
-from hvdtrain.runtime.network.sockets import Heard, heard, probe_when_idle, remote_address, sockets
 
 RANKS = {"b": [2, 3], "c": [4]}
 

@@ -1,0 +1,330 @@
+"""Run an elastic job: worlds that follow one another in the same processes, as ranks are lost and others come.
+
+`horovodrun` with host discovery decides who takes part, and Horovod tells that a rank is gone. `Worlds` is the loop
+that a process goes through; it tells `horovodrun`, which gives up ranks that fall silent, that it lives, and hears from
+it of hosts that come and go.
+"""
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdtrain.config.errors import LaunchError, MissingRankError
+from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.runtime.broken_links import shared, sockets
+from hvdtrain.runtime.consequences import is_consequence
+from hvdtrain.runtime.control.channel import ControlChannel, end_process
+from hvdtrain.runtime.control.store import Store, split_address
+from hvdtrain.runtime.tuning import GLOO_PATIENCE
+
+SCOPE = "heartbeat"
+"""Scope of these messages in the store of `horovodrun` (its patch `silent-ranks`); the key is HOST:LOCAL_RANK."""
+_LONGEST_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank tells of its job with each sign of life."""
+
+    lost_after: float
+    """Seconds of silence after which a rank counts as lost."""
+    start_timeout: float
+    """Seconds that a rank which has just been started has for its first sign."""
+
+    def encode(self) -> bytes:
+        """Return the beat as bytes."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> "Beat":
+        """Return the beat of a message.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        values = json.loads(message)
+        return cls(float(values["lost_after"]), float(values["start_timeout"]))
+
+
+class Heartbeat:
+    """A thread that gives signs of life for as long as the process lives, also between two worlds.
+
+    Args:
+        environ: of the process.
+        start_timeout: see `Beat`.
+    """
+
+    def __init__(self, environ: Mapping[str, str], start_timeout: float) -> None:
+        self._environ = environ
+        self._start_timeout = start_timeout
+        address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        self._store = Store(address, port, patience=0.0)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hvdtrain-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin; once only."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Fall silent."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._beat()):
+            continue
+
+    def _beat(self) -> float:
+        """Give a sign, and return the seconds until the next; Gloo counts the same seconds of silence."""
+        beat = Beat(float(self._environ[GLOO_PATIENCE]), self._start_timeout)
+        with contextlib.suppress(LaunchError):  # the next one may arrive
+            self._store.put(SCOPE, place_of(self._environ), beat.encode())
+        return min(_LONGEST_PAUSE_S, beat.lost_after / 4)
+
+
+def place_of(environ: Mapping[str, str]) -> str:
+    """Return the name by which `horovodrun` knows this process: HOST:LOCAL_RANK."""
+    return f"{environ['HOROVOD_HOSTNAME']}:{environ['HOROVOD_LOCAL_RANK']}"
+
+
+ELASTIC = "HOROVOD_ELASTIC"
+_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+_THREADS = "/proc/self/task"
+
+
+class NoPlaceError(LaunchError):
+    """The launcher has no place for this process in the world that begins."""
+
+
+def take_next_place(environ: MutableMapping[str, str], timeout: float) -> None:
+    """Ask `horovodrun` for this process's place in the next world, and write it to `environ`.
+
+    It answers once all other ranks that are left have asked, too.
+
+    Args:
+        environ: of the process.
+        timeout: seconds to wait for that.
+
+    Raises:
+        NoPlaceError: there is none for this process.
+        LaunchError: no answer came.
+    """
+    try:
+        answer = _ask(environ, timeout)
+    except (OSError, http.client.HTTPException) as error:
+        raise LaunchError(
+            f"horovodrun gave no place in the next world ({type(error).__name__}: {error}): it has ended, or a rank "
+            f"that is left did not ask for its own within {timeout:g} s."
+        ) from error
+    numbers = [int(number) for number in answer.split(",")]
+    if numbers[0] < 0:
+        raise NoPlaceError(f"{environ['HOROVOD_HOSTNAME']} was taken out of the elastic job: this process ends.")
+    environ.update({f"HOROVOD_{name}": str(number) for name, number in zip(_PLACE, numbers, strict=True)})
+
+
+def _ask(environ: Mapping[str, str], timeout: float) -> str:
+    """Return what `horovodrun` answers; once it is asked, it must not be asked again."""
+    address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    host, path = split_address(address, port)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    with contextlib.closing(connection):
+        connection.request("GET", f"{path}/rank_and_size/{place_of(environ)}")
+        return connection.getresponse().read().decode()
+
+
+@contextmanager
+def place_taken(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Context in which Horovod starts without asking for its place once more.
+
+    It would count as another rank, and where a rank is lost meanwhile, Horovod's C++ ends the process.
+    """
+    before = environ[ELASTIC]
+    environ[ELASTIC] = "0"
+    try:
+        yield
+    finally:
+        environ[ELASTIC] = before
+
+
+class Engine:
+    """Horovod's threads and connections in this process, as it has started them for a world.
+
+    Horovod leaves its connections open when it stops because a rank is lost: ranks that wait for this one, and not for
+    the lost one, would do so until Gloo loses patience. The watchdog looks at it, and cuts them.
+
+    Args:
+        threads_before: what `threads` returned before Horovod started; it just has.
+        sockets_before: what `sockets` returned then.
+    """
+
+    ends_job = False
+
+    def __init__(self, threads_before: set[str], sockets_before: set[str]) -> None:
+        self._threads = threads() - threads_before
+        self._sockets = set(sockets()) - sockets_before
+
+    @property
+    def stopped(self) -> bool:
+        """Whether Horovod has stopped, as it does when a rank is lost."""
+        return bool(self._threads - threads())
+
+    def check(self) -> None:
+        """Raise HorovodInternalError once Horovod has stopped."""
+        from horovod.common.exceptions import HorovodInternalError
+
+        if self.stopped:
+            raise HorovodInternalError("Horovod has stopped: a rank is gone.")
+
+    def look(self, now: float) -> None:
+        """Cut the connections once Horovod has stopped; see `Watch.look`."""
+        if self.stopped:
+            self.cut()
+
+    def cut(self) -> None:
+        """Shut the connections down, so that every rank that waits for this one sees that this world is over."""
+        for name, descriptor in sockets().items():
+            if name in self._sockets:
+                _shut_down(name, descriptor)
+
+
+def threads() -> set[str]:
+    """Return the numbers of this process's threads, those of C++ too; none where the system does not tell."""
+    try:
+        return set(os.listdir(_THREADS))
+    except OSError:
+        return set()
+
+
+def _shut_down(name: str, descriptor: int) -> None:
+    """Shut a socket down, if the descriptor is still that of `name`."""
+    with contextlib.suppress(OSError), shared(name, descriptor) as same:
+        if same is not None:
+            same.shutdown(socket.SHUT_RDWR)
+
+
+class HostsChangedError(Exception):
+    """The hosts of the job have changed: this world ends, and nothing of it is lost."""
+
+
+class HostNotices:
+    """Hears what `horovodrun` says of hosts, by Horovod's own notification service.
+
+    Only the process that is rank 0 when the hosts change is told so, and any may be.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Event()
+
+    def listen(self) -> None:
+        """Begin to listen, for as long as the process lives; may be called again."""
+        from horovod.common.elastic import notification_manager
+
+        notification_manager.init()
+        notification_manager.register_listener(self)
+
+    def forget(self) -> None:
+        """Forget what was said: a world begins that is made from what is known by now."""
+        self._changed.clear()
+
+    @property
+    def changed(self) -> bool:
+        """Whether the hosts have changed since this world began."""
+        return self._changed.is_set()
+
+    def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
+        """Note that they have; called by Horovod, on a thread of its own."""
+        self._changed.set()
+
+
+_NO_PLACE = 1
+"""Exit code, at which horovodrun does not look where it has taken the host out of the job itself."""
+_LOOKS, _PAUSE_S = 5, 0.1
+"""A rank that fails reports it before its exchanges break, but the store may be slow to answer."""
+
+
+class Worlds:
+    """The worlds that this process takes part in, one after another.
+
+    Args:
+        environ: of the process; its place in each world is written there.
+    """
+
+    def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        self._environ = environ
+        self._hosts = HostNotices()
+        self.entered = 0
+        """Worlds that this process has been in, this one included."""
+        self.trained = False
+        """Whether the elastic training of a script has begun."""
+        self.training = False
+        """Whether an elastic training is under way, which goes on without ranks that are lost."""
+
+    def enter(self, start_timeout: float) -> None:
+        """Take this rank's place in the next world; a process for which there is none ends.
+
+        The first place is in the environment already.
+
+        Args:
+            start_timeout: seconds that ranks wait for those that have just been started.
+        """
+        if not self.entered:
+            Heartbeat(self._environ, start_timeout).start()
+        self._hosts.forget()
+        if self.entered:
+            try:
+                take_next_place(self._environ, RuntimeConfig.load_timeout)
+            except NoPlaceError as error:
+                print(f"hvdtrain: {error}", file=sys.stderr)
+                end_process(_NO_PLACE)
+        self.entered += 1
+        self._hosts.listen()
+
+    def leave(self) -> None:
+        """End Horovod here, if it has started: this world is over."""
+        import horovod.tensorflow as hvd
+
+        hvd.shutdown()
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which a job that hangs waits for silent ranks to be given up, beyond its hang timeout."""
+        return float(self._environ[GLOO_PATIENCE]) if self.training else 0.0
+
+    @property
+    def job(self) -> str:
+        """Name of the job, the same in all of its worlds; others cannot reach its store by it."""
+        address, port = self._environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], self._environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+        return hashlib.sha256(f"{address} {port}".encode()).hexdigest()[:16]
+
+    @property
+    def hosts_changed(self) -> bool:
+        """Whether hosts have come or gone since this world began; the launcher tells rank 0 alone."""
+        return self._hosts.changed
+
+
+def is_over(error: BaseException, control: ControlChannel) -> bool:
+    """Tell whether `error` ends this world and not the job: a rank was lost, or the hosts have changed.
+
+    A rank that was lost has reported nothing. What a rank reports is a mistake, which another world would only repeat.
+    """
+    if isinstance(error, HostsChangedError):
+        return True
+    return (isinstance(error, MissingRankError) or is_consequence(error)) and not _reported(control)
+
+
+def _reported(control: ControlChannel) -> bool:
+    for _ in range(_LOOKS):
+        if control.failures():
+            return True
+        time.sleep(_PAUSE_S)
+    return False
