@@ -38,8 +38,7 @@ Verbs:
                        continue a text with the language model of a run
   checkpoint list|verify|export DIR
                        show checkpoints, compare them with their checksums, export a model
-  data pack|inspect|bench
-                       pack class folders into TFRecords, look at data, measure their speed
+  data pack SRC DEST   pack class folders of images into TFRecords
   bench                compare backends, hand-written loops and collectives, with a report
   launch [-np N] ...   print or run the command that starts several processes here
   recipes              list the recipes

@@ -47,16 +47,11 @@ class DataConfig:
     """How to handle unreadable samples: raise, or skip:N to skip up to N."""
     data_threads: int = 0
     """Threads that read and decode on each rank; 0 lets TensorFlow decide."""
-    data_service: str | None = None
-    """Read, decode and augment in other processes, by tf.data service: local starts them on each host, grpc://HOST:PORT
-    names one that runs (`python -m hvdtrain data serve`), several separated by commas."""
-    data_workers: int = 1
-    """Processes of --data-service local on each host; each has as many threads as cores."""
     data_memory_mb: int = 0
     """MiB that TensorFlow may use for prefetched samples on each rank; 0 lets it decide."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "eval_batch", "data_workers"):
+        for name in ("batch", "eval_batch"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{opt(name)} must be at least 1. Received: {getattr(self, name)}.")
         for name in ("data_threads", "data_memory_mb"):
@@ -64,8 +59,6 @@ class DataConfig:
                 raise ConfigError(f"{opt(name)} must not be negative. Received: {getattr(self, name)}.")
         if self.on_bad_record != "raise" and not re.fullmatch(r"skip:[1-9]\d*", self.on_bad_record):
             raise ConfigError(f"--on-bad-record must be raise or skip:N. Received: {self.on_bad_record!r}.")
-        if self.data_workers > 1 and self.data_service != "local":
-            raise ConfigError(f"--data-workers is for {opt('data_service', 'local')}. Received: {self.data_workers}.")
         if len(set(self.augment)) < len(self.augment):
             raise ConfigError(f"--augment names one change twice. Received: {' '.join(self.augment)}.")
         if self.cache != "none" and self.tolerated:

@@ -13,7 +13,7 @@ ARGUMENTS = frozenset(
         *("zero", "zero_prefetch", "local_steps", "average_slots"),
         *("on_bad_step", "spike_threshold", "max_bad_steps", "desync_every"),
         *("loss", "metrics", "optimizer", "seed", "batch", "epochs", "shuffle", "log_every"),
-        *("steps_per_epoch", "validation_steps", "data_service", "elastic", "commit_every"),
+        *("steps_per_epoch", "validation_steps", "elastic", "commit_every"),
         *("backend", "replicas", "communication", "parameter_servers", "threads", "pin", "malloc"),
         *("start_timeout", "load_timeout", "hang_timeout", "link_timeout"),
         *("deterministic", "hierarchical_allreduce", "parallel", "sequence_parallel"),

@@ -7,7 +7,6 @@ samples.
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,8 +18,6 @@ from hvdtrain.data.bad_records import BadRecords, GatherBytes, with_weights
 from hvdtrain.data.batch import Batch, as_batch, packed, per_replica, slice_batch, slice_bounds, slice_bounds_of_tensor
 from hvdtrain.data.file_order import FileOrder
 from hvdtrain.data.order import Order
-from hvdtrain.data.service.scope import for_service
-from hvdtrain.data.service.served import served
 from hvdtrain.data.source import Source, with_static_shapes
 
 PREFETCH = 4
@@ -67,8 +64,6 @@ class ReadOptions:
     """Threads for reading and decoding; 0 lets TensorFlow decide."""
     memory_mb: int = 0
     """MiB for prefetched samples; 0 lets TensorFlow decide."""
-    service: tuple[str, ...] = ()
-    """Addresses of services that read and transform in place of this process; see `data/service`."""
     options: tf.data.Options = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -83,18 +78,9 @@ class ReadOptions:
     def batches(self, numbers: tf.data.Dataset, load: Callable[..., Any], *, heavy: bool) -> tf.data.Dataset:
         """Map `load` over `numbers`, in order; in parallel if it is heavy."""
         parallel = (self.threads or tf.data.AUTOTUNE) if heavy else None
-
-        remote = bool(self.service) and heavy
-
-        def call(*numbers: Any) -> Any:
-            with for_service() if remote else nullcontext():
-                return load(*numbers)
-
-        def build(numbers: tf.data.Dataset) -> tf.data.Dataset:
-            loaded = numbers.map(no_autograph(call), num_parallel_calls=parallel)
-            return loaded.prefetch(PREFETCH).with_options(self.options)
-
-        return served(numbers, build, self.service).prefetch(PREFETCH) if remote else build(numbers)
+        return (
+            numbers.map(no_autograph(load), num_parallel_calls=parallel).prefetch(PREFETCH).with_options(self.options)
+        )
 
 
 class SourceTraining:

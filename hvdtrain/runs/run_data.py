@@ -18,7 +18,6 @@ from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.cached import cached
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining, TrainingData
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.service.use import open_service, refuse_python
 from hvdtrain.data.source import Source
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.data.streams.stream_source import StreamSource
@@ -64,11 +63,7 @@ def run_data(config: Config, backend: Backend) -> RunData:
     splits = loaded_splits(config, backend)
     loaded, where = splits, config.data.cache
     splits = replace(splits, train=_cached(splits.train, where), validation=_cached(splits.validation, where))
-    service = _service(config.data, splits, backend)
-    training = _training(config, splits, backend, service)
-    if service:
-        refuse_python(training.batches(0))
-    return RunData(splits, loaded, training, _validation(config, splits, backend, service))
+    return RunData(splits, loaded, _training(config, splits, backend), _validation(config, splits, backend))
 
 
 def check_batch(config: Config, backend: Backend) -> None:
@@ -80,18 +75,6 @@ def check_batch(config: Config, backend: Backend) -> None:
     uneven, shares = backend.capabilities.uneven, backend.data_parallel.size
     per_replica(config.data.batch, shares, uneven=uneven)
     per_microbatch(config.data.batch, shares, config.training.accumulate, uneven=uneven)
-
-
-def _service(config: DataConfig, splits: DataSplits, backend: Backend) -> tuple[str, ...]:
-    """Return the services that read for this rank; every rank calls it."""
-    if config.data_service is None:
-        return ()
-    if not (splits.train.heavy or config.augment):
-        raise ConfigError(
-            f"--data-service is for samples that are read, decoded or augmented: {splits.train.name} is in memory. "
-            "Leave it out."
-        )
-    return open_service(config.data_service, config.data_workers, backend)
 
 
 def loaded_splits(config: Config, backend: Backend) -> DataSplits:
@@ -115,14 +98,13 @@ def check_loaded(config: DataConfig, splits: DataSplits, backend: Backend) -> Da
     return splits
 
 
-def _training(config: Config, splits: DataSplits, backend: Backend, service: tuple[str, ...] = ()) -> TrainingData:
+def _training(config: Config, splits: DataSplits, backend: Backend) -> TrainingData:
     data, source = config.data, _stream_of(splits.train)
     if source is not None:
-        return stream_training(source, config, backend, service)
+        return stream_training(source, config, backend)
     _refuse_steps("--steps-per-epoch", config.training.steps_per_epoch, splits.train)
     options = replace(
         _read_options(data, splits),
-        service=service,
         augment=augmentation(data.augment, spec=splits.train.spec, classes=splits.classes),
     )
     return SourceTraining(
@@ -142,12 +124,7 @@ def _training(config: Config, splits: DataSplits, backend: Backend, service: tup
 
 
 def waiting_advice(config: DataConfig, *, heavy: bool) -> str:
-    """Return the advice shown if steps wait for data; see `input_advice`."""
-    return f"{input_advice(config, heavy=heavy)} `python -m hvdtrain data bench` measures it.".strip()
-
-
-def input_advice(config: DataConfig, *, heavy: bool) -> str:
-    """Return what would speed up the pipeline, given the options in use: a sentence, or "".
+    """Return the advice shown if steps wait for data, given the options in use: a sentence, or "".
 
     Args:
         config: options of the data.
@@ -166,11 +143,11 @@ def input_advice(config: DataConfig, *, heavy: bool) -> str:
     return f"What helps: {', '.join(named)}." if named else ""
 
 
-def _validation(config: Config, splits: DataSplits, backend: Backend, service: tuple[str, ...] = ()) -> Iterable[Batch]:
+def _validation(config: Config, splits: DataSplits, backend: Backend) -> Iterable[Batch]:
     steps = config.training.validation_steps
     if _stream_of(splits.validation) is None:
         _refuse_steps("--validation-steps", steps, splits.validation)
-    return evaluation_of(splits.validation, config.data, splits, backend, steps=steps, service=service)
+    return evaluation_of(splits.validation, config.data, splits, backend, steps=steps)
 
 
 def _stream_of(source: Any) -> StreamSource | None:
@@ -192,7 +169,6 @@ def evaluation_of(
     backend: Backend,
     *,
     steps: int | None = None,
-    service: tuple[str, ...] = (),
 ) -> Any:
     """Return this replica's batches of `source`, to be evaluated like the validation samples of `splits`.
 
@@ -202,11 +178,10 @@ def evaluation_of(
         splits: how samples are finished.
         backend: the replicas.
         steps: batches of a stream to evaluate; None: all of them.
-        service: addresses of services that read and decode.
     """
     if isinstance(source, StreamSource):
         return stream_evaluation(source, config, steps, backend)
-    options = replace(_read_options(config, splits), service=service)
+    options = _read_options(config, splits)
     if has_soft_labels(config):
         # Loss and metrics take one kind of targets: convert hard labels to soft ones.
         options = replace(options, finish=_on_shares(options, splits.classes))

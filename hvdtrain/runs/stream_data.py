@@ -13,9 +13,7 @@ from hvdtrain.training.data_arguments import first_batches
 from hvdtrain.training.inputs import training_data, validation_batches
 
 
-def stream_training(
-    source: StreamSource, config: Config, backend: Backend, service: tuple[str, ...] = ()
-) -> TrainingData:
+def stream_training(source: StreamSource, config: Config, backend: Backend) -> TrainingData:
     """Return this replica's training batches of a stream.
 
     Raises:
@@ -30,7 +28,6 @@ def stream_training(
         seed=config.training.seed,
         shuffle=config.data.shuffle,
         steps_per_epoch=config.training.steps_per_epoch,
-        service=service,
     )
 
 

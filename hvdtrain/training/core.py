@@ -14,7 +14,6 @@ from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.config.registry import resolve
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
-from hvdtrain.data.service.use import Services
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
@@ -120,7 +119,6 @@ class TrainerCore:
         self._factory = step_factory_for(
             self.backend, model=self.model, optimizer=optimizer, objective=objective, options=self.options
         )
-        self._services = Services()
         self._rule: UpdateRule | None = None
         self._state: TrainState | None = None
         self._announcer = Announcer(self.backend, self.options, notes)

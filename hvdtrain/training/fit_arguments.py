@@ -10,7 +10,6 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
-from hvdtrain.data.service.use import Services
 from hvdtrain.data.streams.generator_object import as_function
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.data_arguments import (
@@ -44,7 +43,6 @@ class DataArguments:
     steps_per_epoch: int | None
     shuffle: bool
     shard: str | None
-    data_service: str | None
 
     def given(self) -> Any:
         """Return the data as one argument; see `combined`."""
@@ -54,7 +52,7 @@ class DataArguments:
         """Return the samples of a step over all ranks; None where the data come in batches."""
         return global_batch(self.batch_size, self.batch, backend, BATCH_SIZE if is_arrays(self.given()) else None)
 
-    def training(self, data: Any, backend: Backend, seed: int, services: Services) -> TrainingData:
+    def training(self, data: Any, backend: Backend, seed: int) -> TrainingData:
         """Return the stream of this replica's batches of `data`; see `training_data`."""
         read = training_data if self.shard is None else rank_training_data
         return read(
@@ -64,7 +62,6 @@ class DataArguments:
             seed=seed,
             shuffle=bool(self.shuffle),
             steps_per_epoch=self.steps_per_epoch,
-            service=() if self.data_service is None else services.open(self.data_service, backend),
         )
 
 
@@ -126,7 +123,7 @@ class FitArguments:
                 f"validation_freq is a number of epochs, or a list of those to evaluate after. Received: {freq!r}."
             )
 
-    def streams(self, backend: Backend, seed: int, services: Services) -> tuple[TrainingData, Iterable[Batch] | None]:
+    def streams(self, backend: Backend, seed: int) -> tuple[TrainingData, Iterable[Batch] | None]:
         """Return this replica's batches to train on and, if there are any, to evaluate.
 
         Raises:
@@ -136,7 +133,7 @@ class FitArguments:
         data, held_out = self.data.given(), combined(self.validation.validation_data)
         if held_out is None and self.validation.validation_split:
             data, held_out = split_arrays(data, self.validation.validation_split)
-        training = self.data.training(data, backend, seed, services)
+        training = self.data.training(data, backend, seed)
         if held_out is None:
             return training, None
         return training, self.validation.batches(held_out, backend, self.data.batch_size, self.data.shard)

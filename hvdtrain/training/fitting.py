@@ -46,7 +46,7 @@ class FittingTrainer(ResumableTrainer):
             refuse_both(saved, backup)
             saved = backup.checkpoint
         check_rollback(self.options, saves=saved is not None)
-        data, validation = arguments.streams(self.backend, self._seed, self._services)
+        data, validation = arguments.streams(self.backend, self._seed)
         source = getattr(data, "source", None)
         if source is not None:
             self._factory.check(source)

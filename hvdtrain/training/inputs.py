@@ -8,11 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
+from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
-from hvdtrain.data.service.use import PYTHON
 from hvdtrain.data.streams.dataset_batches import Change, DatasetTraining, evaluation_of_dataset
 from hvdtrain.data.streams.first_pass import FirstPass
 from hvdtrain.data.streams.given import AsMany, Given, check_given, content_of
@@ -24,7 +23,7 @@ from hvdtrain.data.streams.python_batches import (
     mapped,
     opened,
 )
-from hvdtrain.data.streams.python_code import python_in, warn_of_python
+from hvdtrain.data.streams.python_code import warn_of_python
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset, first_and_shards, length_of
 
 
@@ -36,7 +35,6 @@ def training_data(
     seed: int,
     shuffle: bool,
     steps_per_epoch: int | None,
-    service: tuple[str, ...] = (),
 ) -> TrainingData:
     """Return the stream of this replica's batches of `data`.
 
@@ -49,16 +47,13 @@ def training_data(
         seed: decides the order of arrays, and of a PyDataset's batches.
         shuffle: whether these are shuffled; the order of the others is their own.
         steps_per_epoch: steps of an epoch of data that do not end.
-        service: addresses of services that run the maps of a Dataset.
 
     Raises:
         ConfigError: no batch where one is needed, or one that does not divide among the replicas.
         DataError: no samples, or ranks that were given other samples, or read them in different orders.
     """
     if isinstance(data, tf.data.Dataset | WeightedDataset):
-        return _dataset(data, backend=backend, batch=batch, steps_per_epoch=steps_per_epoch, service=service)
-    if service:
-        raise ConfigError(f"{opt('data_service')} is for a tf.data.Dataset. Received: data of another kind.")
+        return _dataset(data, backend=backend, batch=batch, steps_per_epoch=steps_per_epoch)
     if is_stream(data):
         return _stream(data, backend=backend, batch=batch, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
     if batch is None:
@@ -83,11 +78,8 @@ def _dataset(
     backend: Backend,
     batch: int | None,
     steps_per_epoch: int | None,
-    service: tuple[str, ...] = (),
 ) -> DatasetTraining:
     data, change = data if isinstance(data, WeightedDataset) else (data, None)
-    if service and python_in(data):
-        raise ConfigError(PYTHON)
     if backend.primary:
         warn_of_python(data)
     dataset = data if batch is None else data.batch(batch)
@@ -104,7 +96,6 @@ def _dataset(
             steps_per_epoch=steps_per_epoch,
             shards=shards,
             change=change,
-            service=service[backend.process % len(service)] if service else None,
             uneven=backend.capabilities.uneven,
             **place,
         )

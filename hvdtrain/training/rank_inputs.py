@@ -26,7 +26,6 @@ def rank_training_data(
     seed: int,
     shuffle: bool,
     steps_per_epoch: int | None,
-    service: tuple[str, ...] = (),
 ) -> TrainingData:
     """Return the stream of this rank's own data; see `training_data`.
 
@@ -37,15 +36,12 @@ def rank_training_data(
         seed: decides the order of arrays, and of a PyDataset's batches.
         shuffle: whether these are shuffled.
         steps_per_epoch: steps of an epoch of data that do not end; finite Datasets are repeated.
-        service: see `training_data`.
 
     Raises:
         ConfigError: see `training_data`.
         DataError: no rank has samples, or those of two ranks differ in structure.
     """
     options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "steps_per_epoch": steps_per_epoch}
-    if service:
-        options["service"] = (service[backend.process % len(service)],)
     if backend.processes == 1:
         return training_data(data, backend, batch=batch, **options)
     _refuse_shared_samples(backend)

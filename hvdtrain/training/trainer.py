@@ -74,7 +74,6 @@ class Trainer(FittingTrainer):
         validation_batch: int | None = None,
         log_every: int = 10,
         shard: str | None = None,
-        data_service: str | None = None,
         checkpoint: Checkpoint | str | PathLike[str] | None = None,
         elastic: bool = False,
         commit_every: int = COMMIT_EVERY,
@@ -110,8 +109,6 @@ class Trainer(FittingTrainer):
             log_every: steps between two logged steps.
             shard: "rank" if each rank is given its own part of the data (validation data too), in arrays or in batches
                 of its own; None if every rank is given all of them.
-            data_service: run the maps of a Dataset in other processes, by tf.data service: "local" starts one on each
-                host, "grpc://HOST:PORT" names one that runs, several separated by commas.
             checkpoint: where and when to save the training state: `hvdtrain.Checkpoint(folder, …)`, or the folder
                 alone. A training that was interrupted goes on after `trainer.resume(folder)`. In place of both,
                 `BackupAndRestore(folder)` among the callbacks saves every epoch, goes on by itself, and removes the
@@ -140,7 +137,6 @@ class Trainer(FittingTrainer):
                 steps_per_epoch=steps_per_epoch,
                 shuffle=shuffle,
                 shard=shard,
-                data_service=data_service,
             ),
             validation=ValidationArguments(
                 validation_split=validation_split,

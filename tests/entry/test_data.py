@@ -1,9 +1,6 @@
 """Data as users have them: class folders, damaged files, runs that are resumed on other numbers of ranks."""
 
 import json
-import re
-import signal
-import subprocess
 import sys
 
 import keras
@@ -92,33 +89,6 @@ def test_class_folders(tmp_path, controller, size):
     assert 0.0 <= summary["data_wait"] <= 1.0
 
 
-@pytest.fixture
-def serving(tmp_path):
-    """The address of `data serve`."""
-    words = [sys.executable, "-m", "hvdtrain", "data", "serve", "--host", "localhost"]
-    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        yield process.stdout.readline().split()[0]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-
-
-def test_a_data_service_decodes_the_same_samples(tmp_path, serving):
-    write_folders(tmp_path / "photos", each=20, kind="jpeg")
-    words = [*IMAGES, "--data-args", "path", "photos", "--augment", "crop", "flip"]
-    sides = {
-        "plain": (),
-        "local": ("--data-service", "local", "--data-workers", "2"),
-        "address": ("--data-service", serving),
-    }
-    trainings = [[*words, *more, "--run-dir", name] for name, more in sides.items()]
-    train_all("mpirun", 2, trainings, cwd=tmp_path, timeout=300)
-    figures = {}
-    for name in sides:
-        summary = json.loads((tmp_path / name / "summary.json").read_text())
-        figures[name] = summary["train_loss"], summary["val_loss"], summary["parameter_hash"]
-    assert figures["local"] == figures["address"] == figures["plain"]
-
-
 def test_a_damaged_image_is_named_and_can_be_left_out(tmp_path):
     files = write_folders(tmp_path / "photos/train", each=20)
     held = write_folders(tmp_path / "photos/val", each=4)
@@ -169,12 +139,3 @@ def test_what_becomes_of_the_tail_and_blended_labels(tmp_path):
     drop, repeat, mixup = (json.loads((tmp_path / name / "summary.json").read_text()) for name in words)
     assert (drop["steps"], repeat["steps"]) == (14, 15)
     assert mixup["val_accuracy"] > 0.8
-
-
-def test_the_pipeline_against_the_step(tmp_path):
-    job = hvdtrain("mpirun", 2, "data", "bench", "digits", "--steps", "5", "--batch", "32", cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
-    rates = dict(re.findall(r"^(pipeline|step|together) +([\d,]+) samples/s$", job.out, re.MULTILINE))
-    assert set(rates) == {"pipeline", "step", "together"}
-    assert job.out.count("times as fast as the step") == 1
-    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""`data pack` and `data inspect` as they are typed: to the end, killed midway, and over damage."""
+"""`data pack` as it is typed: to the end, killed midway, and over damage."""
 
 import json
 import os
@@ -53,9 +53,6 @@ def test_packed_images_are_trained_on(folder):
     said = done(folder, "pack", "images", "packed", "--shards", "2", "--validation", "8", "--workers", "2")
     assert "packed holds 40 images of 2 classes (32 for train, 8 for validation) in 3 files" in said
     assert said.splitlines()[-1] == "Train on it with --data tfrecord --data-args path packed"
-    shown = done(folder, "inspect", "packed")
-    assert ["cat", "16", "4"] in [line.split() for line in shown.splitlines()]
-    assert "nothing is damaged" in shown
     words = ("--data", "tfrecord", "--data-args", "path", "packed", "--shard-by", "files", "--batch", "8")
     job = hvdtrain("mpirun", 2, *words, "--epochs", "1", "--run-dir", "run", cwd=folder)
     assert job.code == 0, job.text[-4000:]
@@ -69,19 +66,12 @@ def test_damage_is_named_and_mended_by_packing_again(folder):
     whole = [shard.read_bytes() for shard in shards]
     flip_byte(shards[1], 150)  # in the first record, behind its length
     shards[2].write_bytes(whole[2][:-100])
-    job = typed(folder, "inspect", "packed")
-    assert job.code == 1, job.text
-    assert f"{shards[1].name}, record 0 (" in job.out
-    assert "the record is damaged (its checksum is wrong)" in job.out
-    assert f"{shards[2].name}, record 9" in job.out
-    assert "the file ends within it" in job.out
     train = ("--data", "tfrecord", "--data-args", "path", "packed", "--batch", "8", "--max-steps", "2")
     failed = hvdtrain("none", 1, *train, cwd=folder, HVDTRAIN_CACHE=str(folder / "cache"))
     assert failed.code == 2, failed.text[-4000:]
     assert f"{shards[2].name} has {len(whole[2]) - 100} bytes instead of {len(whole[2])}" in failed.err
     done(folder, *words)
     assert [shard.read_bytes() for shard in shards] == whole
-    assert "nothing is damaged" in done(folder, "inspect", "packed")
 
 
 # Killed midway
@@ -183,7 +173,3 @@ def test_real_images_go_through_unchanged(folder):
         pytest.skip(f"the folder HVDTRAIN_DATA holds no {IMAGES}")
     said = done(folder, "pack", IMAGES, "packed", "--shards", "8", "--validation", "5000")
     assert "50,000 images of 10 classes (45,000 for train, 5,000 for validation) in 9 files" in said
-    shown = done(folder, "inspect", "packed")
-    assert "image uint8 [32, 32, 3]" in shown
-    assert ["airplane", "4,500", "500"] in [line.split() for line in shown.splitlines()]
-    assert "nothing is damaged" in shown

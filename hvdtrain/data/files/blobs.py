@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.service.scope import traced_for_service
 
 KEPT_OPEN = 256
 """Files kept open; others are opened for each read. Most machines allow a process 1024."""
@@ -79,8 +78,6 @@ class Blobs:
 
     def tensor(self, numbers: tf.Tensor) -> tf.Tensor:
         """Return the blobs `numbers` [n] as strings [n]; usable within tf.data.Dataset.map."""
-        if traced_for_service():
-            return self._read_by_tensorflow(numbers)
         pieces = tf.numpy_function(self._read_all, [numbers], tf.string)
         return tf.ensure_shape(pieces, numbers.shape)
 
@@ -115,23 +112,6 @@ class Blobs:
         for place, number in enumerate(numbers):
             pieces[place] = self.read(number)
         return pieces
-
-    def _read_by_tensorflow(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Do what `_read_all` does without Python, and without `check`: for processes that do not have this object."""
-        paths = tf.constant([os.fsencode(file.resolve()) for file in self.files])
-        if len(self.files) == len(self) and not self.offsets.any():
-            return tf.map_fn(
-                lambda n: tf.io.read_file(paths[n]), tf.gather(self.file_of, numbers), fn_output_signature=tf.string
-            )
-        sizes = np.array([file.stat().st_size for file in self.files])
-        behind = sizes[self.file_of] - self.offsets - self.lengths
-
-        def read(place: tuple[tf.Tensor, ...]) -> tf.Tensor:
-            file, offset, length, rest = place
-            return tf.data.FixedLengthRecordDataset(paths[file], length, offset, rest).get_single_element()
-
-        places = tuple(tf.gather(part, numbers) for part in (self.file_of, self.offsets, self.lengths, behind))
-        return tf.map_fn(read, places, fn_output_signature=tf.string)
 
     def _pread(self, file: int, length: int, offset: int) -> bytes:
         if file in self._open:

@@ -143,16 +143,7 @@ class TFRecordSource:
         """Return the labels [n, …] after checking their range."""
         if not labels.dtype.is_integer:
             return labels
-        classes = self._description.classes
-        assert classes is not None, "asked by the caller"
-        wide = tf.cast(labels, tf.int64)
-        inside = tf.reduce_all((wide >= 0) & (wide < classes))
-        # Python only names a strange label: a data service, which has none, reads the others.
-        seen = tf.cond(
-            inside,
-            lambda: labels,
-            lambda: tf.numpy_function(self._refuse_strange, [labels, numbers], labels.dtype),
-        )
+        seen = tf.numpy_function(self._refuse_strange, [labels, numbers], labels.dtype)
         return tf.ensure_shape(seen, labels.shape)
 
     def _refuse_strange(self, labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -8,7 +8,6 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, NoSamplesError, opt
 from hvdtrain.data.batch import Batch, as_batch, per_replica
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
-from hvdtrain.data.service.served import distributed
 from hvdtrain.data.streams.first_pass import FirstPass
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset
 
@@ -31,7 +30,6 @@ class DatasetTraining:
         steps_per_epoch: required if the dataset is infinite; counted if None.
         shards: the same dataset, sharded at its source; None where it cannot be.
         change: applied to this replica's samples.
-        service: address of a service that maps in place of this process.
         uneven: whether a batch need not divide among the replicas.
     """
 
@@ -50,14 +48,12 @@ class DatasetTraining:
         steps_per_epoch: int | None = None,
         shards: ShardedDataset | None = None,
         change: Change | None = None,
-        service: str | None = None,
         uneven: bool = False,
     ) -> None:
         per_replica(batch, size, uneven=uneven)
         self.batch = batch
         self._index = index
         self._size = size
-        self._service = service
         self._one_shape = all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
         slices = self._cut(dataset) if shards is None else shards.slices(index, size)
         self._slices = slices if change is None else slices.map(no_autograph(lambda batch: _changed(change, batch)))
@@ -71,11 +67,7 @@ class DatasetTraining:
             yield from map(self._with_static_values, self.first_pass.take(start_step))
             # The pass that counted is the first epoch, also where training goes on behind it.
             start_step = max(0, start_step - self.steps_per_epoch)
-        if self._service is not None:
-            slices = distributed(self._slices.repeat().skip(start_step), self._service).prefetch(PREFETCH)
-        else:
-            slices = _repeated(self._slices).skip(start_step)
-        yield from map(self._with_static_values, slices)
+        yield from map(self._with_static_values, _repeated(self._slices).skip(start_step))
 
     def sample(self) -> Batch:
         """Return a batch like those to come, and read nothing ahead.

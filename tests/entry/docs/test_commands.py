@@ -35,15 +35,6 @@ NOT_RUN = {
     "python -m hvdtrain cifar10 --data-args path photos.tar.gz validation 500": "tests/entry/test_data.py",
     "python -m hvdtrain data pack photos.tar.gz packed --validation 500": "tests/entry/test_data_pack.py",
     "python -m hvdtrain cifar10 --data tfrecord --data-args path packed --cache file": "tests/entry/test_data_pack.py",
-    "python -m hvdtrain data inspect packed": "tests/entry/test_data_pack.py",
-    "python -m hvdtrain data bench cifar10": "tests/entry/test_data.py",
-    "horovodrun -np 4 python -m hvdtrain cifar10 --data-args path photos --data-service local": (
-        "tests/entry/test_data.py, 2 ranks"
-    ),
-    "horovodrun -np 4 python -m hvdtrain cifar10 --data-args path photos --data-service grpc://bighost:5050": (
-        "tests/entry/test_data.py, 2 ranks"
-    ),
-    "python -m hvdtrain data serve --port 5050": "tests/entry/test_data.py",
     "python -m hvdtrain bench --models resnet20 lm --rounds 5": "takes minutes; tests/entry/test_bench.py, small",
     "python -m hvdtrain bench collectives --sizes 1KB 1MB 100MB": "tests/entry/test_bench.py, small",
     "python -m hvdtrain bench compare bench/2026-11-21-2-cores bench/2026-11-22-2-cores": "tests/entry/test_bench.py",

@@ -41,8 +41,6 @@ OTHER = Config(
         augment=("flip", "crop"),
         cache="memory",
         data_threads=2,
-        data_service="local",
-        data_workers=2,
         data_memory_mb=64,
     ),
     OptimConfig(
@@ -308,7 +306,6 @@ LIMITS = {
     # option: (refused, accepted at the edge)
     "batch": ([0, -64], [1]),
     "data_threads": ((-1,), (0, 8)),
-    "data_workers": ((0, -1), (1,)),
     "data_memory_mb": ((-1,), (0, 64)),
     "eval_batch": ([0, -1], [1, None]),
     "learning_rate": ([0, 0.0, -1e-3, NAN, INF, -INF], [1e-12, 100.0]),

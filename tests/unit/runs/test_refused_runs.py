@@ -1,8 +1,7 @@
-"""Command lines that `train` and `data bench` refuse in one process, in the words of the command line."""
+"""Command lines that `train` refuses in one process, in the words of the command line."""
 
 import pytest
 
-from hvdtrain.cli.data_bench import main as data_bench
 from hvdtrain.cli.train import parse
 from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.runs.run import train
@@ -25,8 +24,6 @@ CASES = [
     ("--augment mixup --loss mse --model-args width 4", ["--augment mixup blends labels"]),
     ("--on-bad-record skip", ["raise or skip:N"]),
     ("--data-threads -1", ["--data-threads must not be negative"]),
-    ("--data-service local", ["--data-service is for samples that are read, decoded or augmented"]),
-    ("--data-workers 2", ["--data-workers is for --data-service local"]),
     ("--zero 1 --local-steps 2", ["--zero needs every rank's gradients", "leave out --zero or --local-steps."]),
     (
         "gpt_char --sequence-parallel",
@@ -51,16 +48,3 @@ def test_an_option_that_a_backend_lacks_is_refused():
     with pytest.raises(UserError) as raised:
         step_options({"compression": "bf16"}).check_backend("mirrored", ("compression",))
     assert "--compression is not for --backend mirrored: leave it out" in on_command_line(raised.value.message)
-
-
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ("--steps none", "--steps must be a positive number. Received: none."),
-        ("--run-dir run", "data bench writes nothing: leave out --run-dir and --resume."),
-        ("nosuch", "Unknown recipe 'nosuch'"),
-    ],
-)
-def test_data_bench_refuses_what_it_does_not_take(capsys, line, part):
-    assert data_bench(line.split()) == 2
-    assert part in capsys.readouterr().err

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.cli import data_inspect, data_pack
+from hvdtrain.cli import data_pack
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files import features
-from hvdtrain.data.packing.inspection import inspect
 from hvdtrain.data.packing.pack import PackProgress, pack
 from hvdtrain.data.packing.shard_writer import encoded_example
 from hvdtrain.data.registry import load_splits
@@ -242,7 +241,6 @@ def test_an_image_that_cannot_be_read_ends_packing_until_it_can(source, tmp_path
     image.write_bytes(picture(14))
     monkeypatch.setattr(packing, "scan", scan)
     pack(source, dest, shards=30, workers=2)
-    assert inspect(str(dest)).damaged == []
 
 
 def test_a_worker_that_is_killed_is_told(tmp_path):
@@ -353,10 +351,6 @@ def test_a_packed_folder_that_may_not_be_read_is_named(source, tmp_path):
             pytest.raises(DataError, match=rf"^{re.escape(str(named))} cannot be read: Permission denied"),
         ):
             load(packed)
-    with closed(shard):
-        report = inspect(str(packed))
-    assert len(report.damaged) == 15
-    assert report.damaged[0] == f"{shard.name}, record 0: {shard} cannot be read: Permission denied"
 
 
 def test_tfrecord_files_that_may_not_be_read_are_named(source, tmp_path):
@@ -370,220 +364,6 @@ def test_tfrecord_files_that_may_not_be_read_are_named(source, tmp_path):
     file = tmp_path / "plain/train-00000-of-00001.tfrecord"
     with closed(file), pytest.raises(DataError, match=rf"^{file} cannot be read: Permission denied"):
         load(file)
-
-
-# Inspection
-
-
-def test_a_packed_folder_is_shown(source, tmp_path):
-    pack(source, tmp_path / "packed", shards=2, workers=1, validation=3)
-    report = inspect(str(tmp_path / "packed"))
-    assert (report.kind, report.damaged) == ("packed images", [])
-    assert report.facts["records"] == "30 of 3 classes in 3 files"
-    assert report.facts["image/encoded"] == "image uint8 [6, 5, 3]"
-    assert report.balance == {name: {"train": 9, "validation": 1} for name in CLASSES}
-    text = data_inspect.lines(report)
-    assert [line.split() for line in text if "ant" in line] == [["ant", "9", "1"]]
-    assert text[-1].strip() == "nothing is damaged"
-
-
-def test_damage_to_a_packed_folder_is_named(source, tmp_path):
-    dest = tmp_path / "packed"
-    packed = pack(source, dest, shards=5, workers=1)
-    shards = sorted(dest.glob("*.tfrecord"))
-    records = packed.records()
-    names = [tf.train.Example.FromString(records.read(n)).features.feature["image/filename"] for n in range(30)]
-    names = [name.bytes_list.value[0].decode() for name in names]
-    flip_byte(shards[0], int(records.index.offsets[2] + records.index.lengths[2] // 2))
-    flip_byte(shards[1], 3)  # in a length, of which the index has its own
-    shards[2].write_bytes(shards[2].read_bytes()[:-20])
-    shards[3].unlink()
-    report = inspect(str(dest))
-    assert report.damaged == [
-        f"{shards[0].name}, record 2 ({names[2]}): the record is damaged (its checksum is wrong)",
-        next(line for line in report.damaged if line.startswith(f"{shards[2].name}, record 5")),
-        f"{shards[1].name}: the file is not the one that was packed (size or checksum)",
-        f"{shards[3].name} is missing",
-    ]
-    assert "the file ends within it" in report.damaged[1]
-
-
-def test_an_image_that_was_broken_when_it_was_packed_is_named(source, tmp_path):
-    (source / "bee" / "14.png").write_bytes(picture(14)[:-10])
-    (source / "cat" / "25.png").write_bytes(b"no image at all")
-    pack(source, tmp_path / "packed", shards=1, workers=1)
-    for path in (source, tmp_path / "packed"):
-        damaged = sorted(re.search(r"[a-z]+/\d+\.png", line).group() for line in inspect(str(path)).damaged)
-        assert damaged == ["bee/14.png", "cat/25.png"], inspect(str(path)).damaged
-
-
-def test_other_tfrecord_files_are_shown_up_to_the_damage(tmp_path):
-    path = tmp_path / "a.tfrecord"
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        for number in range(6):
-            writer.write(encoded_example({"label": number % 2, "image": picture(number), "text": b"abc"}))
-    report = inspect(str(path))
-    assert (report.kind, report.damaged) == ("TFRecord files", [])
-    assert report.balance == {"0": {"records": 3}, "1": {"records": 3}}
-    assert (report.facts["image"], report.facts["label"], report.facts["text"]) == (
-        "image uint8 [6, 5, 3]",
-        "int64 [1]",
-        "bytes [1]",
-    )
-    data = path.read_bytes()
-    path.write_bytes(data[:-5])
-    report = inspect(str(path))
-    assert report.facts["records"] == "5 in 1 file"
-    assert re.fullmatch(
-        r"a\.tfrecord, record 5: the file ends 5 bytes too early; what follows cannot be read", report.damaged[0]
-    )
-    assert len(report.damaged) == 1
-
-
-def test_class_folders_and_tar_files_are_shown(source, tmp_path):
-    with tarfile.open(tmp_path / "all.tar", "w") as tar:
-        tar.add(source, "all")
-    for path in (source, tmp_path / "all.tar"):
-        report = inspect(str(path))
-        assert (report.kind, report.damaged) == ("images in class folders", [])
-        assert report.facts["image"] == "image uint8 [6, 5, 3]"
-        assert report.balance == {name: {"train": 10} for name in CLASSES}
-
-
-@pytest.mark.parametrize("above", ["", "photos/"])
-def test_a_tar_file_of_splits_is_not_taken_for_cifar(source, tmp_path, above):
-    """CIFAR-100's archive holds files of the names train and test."""
-    with tarfile.open(tmp_path / "photos.tar.gz", "w:gz") as tar:
-        for split in ("train", "validation", "test"):
-            tar.add(source, f"{above}{split}")
-    report = inspect(str(tmp_path / "photos.tar.gz"))
-    assert (report.kind, report.damaged) == ("images in class folders", [])
-    assert report.balance == {name: {"train": 10, "validation": 10, "test": 10} for name in CLASSES}
-
-
-def test_an_image_may_be_called_like_a_shard(source, tmp_path):
-    (source / CLASSES[0] / "photo-1-of-3.png").symlink_to(next((source / CLASSES[0]).glob("*.png")))
-    report = inspect(str(source))
-    assert (report.kind, report.damaged) == ("images in class folders", [])
-    assert report.balance[CLASSES[0]] == {"train": 11}
-
-
-def test_what_may_not_be_inspected_is_named(tmp_path):
-    text = tmp_path / "a.txt"
-    text.write_text("one")
-    with closed(text), pytest.raises(DataError, match=rf"^{text} cannot be read: Permission denied"):
-        inspect(str(text))
-    name = "x" * 300
-    with pytest.raises(DataError, match=rf"^{name} cannot be read: File name too long"):
-        inspect(name)
-
-
-def test_arrays_are_shown(tmp_path):
-    x = np.zeros((4, 2), np.float32)
-    x[2, 1] = np.nan
-    np.savez(tmp_path / "a.npz", x=x, y=np.array([0, 1, 1, 1]))
-    report = inspect(str(tmp_path / "a.npz"))
-    assert report.facts["x"].startswith("float32 [4, 2]")
-    assert report.balance == {"0": {"y": 1}, "1": {"y": 3}}
-    assert report.damaged == ["x, sample 2: NaN or infinite"]
-    flip_byte(tmp_path / "a.npz", 150)
-    assert any(line.startswith("x: ") for line in inspect(str(tmp_path / "a.npz")).damaged)
-
-
-def test_text_is_shown(tmp_path):
-    (tmp_path / "a.txt").write_bytes("one\nzwö\n".encode() + b"thr\xffee\n")
-    report = inspect(str(tmp_path / "a.txt"))
-    assert report.facts["lines"] == "3"
-    assert report.damaged == [f"{tmp_path / 'a.txt'}, line 3: bytes that are no UTF-8"]
-
-
-def test_what_the_loaders_know_is_shown(tmp_path):
-    (tmp_path / "arrays").mkdir()
-    np.save(tmp_path / "arrays/x.npy", np.zeros((4, 2), np.float32))
-    np.save(tmp_path / "arrays/y.npy", np.array([0, 1, 1, 1]))
-    (tmp_path / "arrays/z.npy").write_bytes(b"none")
-    report = inspect(str(tmp_path / "arrays"))
-    assert (report.kind, list(report.facts)) == ("arrays", ["x", "y"])
-    assert report.balance == {"0": {"y": 1}, "1": {"y": 3}}
-    assert len(report.damaged) == 1
-    assert report.damaged[0].startswith("z: ")
-
-    for name, text in (("a", "one\ntwo\n"), ("deep/b", "zwö\n")):
-        (tmp_path / f"texts/{name}.txt").parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"texts/{name}.txt").write_text(text, encoding="utf-8")
-    report = inspect(str(tmp_path / "texts"))
-    assert report.facts == {
-        "files": "2",
-        "size": "13 bytes",
-        "characters": "12, 8 different ones",
-        "lines": "3",
-    }
-    (tmp_path / "texts/deep/b.txt").write_bytes(b"one\n\xff\n")
-    assert inspect(str(tmp_path / "texts")).damaged == [
-        f"{tmp_path / 'texts/deep/b.txt'}, line 2: bytes that are no UTF-8"
-    ]
-
-
-def test_tables_are_shown(tmp_path):
-    (tmp_path / "a.csv").write_text("price,town,gone\n1.5,Bonn,\n-2,,\n4,Ulm,\n")
-    report = inspect(str(tmp_path / "a.csv"))
-    assert (report.kind, report.damaged) == ("table", [])
-    assert report.facts == {
-        "rows": "3",
-        "column price": "numbers from -2 to 4",
-        "column town": "2 different texts, 1 missing",
-        "column gone": "nothing",
-    }
-    (tmp_path / "b.tsv").write_text("a\tb\n1\t2\n3\n")
-    (damage,) = inspect(str(tmp_path / "b.tsv")).damaged
-    assert damage == f"{tmp_path / 'b.tsv'}, line 3: the row has 1 values; the header names 2."
-
-
-def idx_bytes(array):
-    return bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
-
-
-def test_the_files_of_mnist_are_shown(tmp_path):
-    images, labels = np.zeros((20, 3, 2), np.uint8), np.arange(20, dtype=np.uint8) % 2
-    for part, count in (("train", 20), ("t10k", 4)):
-        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(images[:count]))
-        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels[:count]))
-    report = inspect(str(tmp_path))
-    assert (report.kind, report.damaged) == ("idx files, as of MNIST", [])
-    assert report.facts == {"train": "20 images uint8 [3, 2, 1]", "validation": "4 images uint8 [3, 2, 1]"}
-    assert report.balance == {label: {"train": 10, "validation": 2} for label in "01"}
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(idx_bytes(images)[:-1])
-    (damage,) = inspect(str(tmp_path)).damaged
-    assert "train-images-idx3-ubyte holds 135 bytes; its header promises 136" in damage
-
-
-def test_the_files_of_cifar_are_shown(tmp_path):
-    folder = tmp_path / "cifar-10-batches-bin"
-    folder.mkdir()
-    for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
-        (folder / name).write_bytes(b"".join(bytes([label, *bytes(3072)]) for label in (3, 9)))
-    with tarfile.open(tmp_path / "cifar.tar.gz", "w:gz") as archive:
-        archive.add(folder, folder.name)
-    for path in (folder, tmp_path / "cifar.tar.gz"):
-        report = inspect(str(path))
-        assert (report.kind, report.damaged) == ("CIFAR's files", [])
-        assert report.facts == {"train": "10 images uint8 [32, 32, 3]", "validation": "2 images uint8 [32, 32, 3]"}
-        assert report.balance == {label: {"train": 5, "validation": 1} for label in "39"}
-    (folder / "data_batch_2.bin").write_bytes(b"x")
-    (damage,) = inspect(str(folder)).damaged
-    assert "data_batch_2.bin holds 1 bytes" in damage
-
-
-def test_something_else_is_refused(tmp_path):
-    (tmp_path / "a.bin").write_bytes(bytes(100))
-    with pytest.raises(DataError, match="is none of what data inspect knows"):
-        inspect(str(tmp_path / "a.bin"))
-    with pytest.raises(DataError, match="There is no "):
-        inspect(str(tmp_path / "nowhere"))
-    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no images"):
-        inspect(str(tmp_path / "empty"))
 
 
 # The command line
@@ -622,21 +402,6 @@ def test_a_description_is_written_whole_or_not_at_all(source, tmp_path, monkeypa
         with pytest.raises(DataError, match="packed cannot be written into: No space left on device"):
             pack(source, tmp_path / "packed", shards=1, workers=1)
     assert not (tmp_path / "features.yaml").exists()
-
-
-def test_many_classes_make_a_small_table():
-    from hvdtrain.data.packing.inspection_report import Report
-
-    report = Report("TFRecord files", "x")
-    for label in range(1000):
-        report.count(str(label), "records", label + 1)
-    table = [line.split() for line in data_inspect.lines(report)]
-    assert ["999", "1,000"] in table
-    assert ["0", "1"] in table
-    assert ["500", "501"] not in table
-    assert ["…", "980", "more"] in table
-    report.damaged = [f"record {number}" for number in range(25)]
-    assert data_inspect.lines(report)[-1].strip() == "… and 5 more"
 
 
 def test_the_index_is_plain_json(source, tmp_path):
