@@ -85,7 +85,7 @@ def verb_of(words):
         return ["train"]
     parts = {
         "checkpoint": ("list", "verify", "export"),
-        "data": ("pack", "inspect", "bench"),
+        "data": ("pack",),
         "bench": ("collectives", "compare", "report"),
     }
     return words[: 2 if words[1:2] and words[1] in parts.get(words[0], ()) else 1]

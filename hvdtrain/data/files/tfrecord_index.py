@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import itertools
 import os
 import re
 import zlib
@@ -22,6 +23,7 @@ from hvdtrain.data.files.walking import files_below
 
 INDEXED_AT_ONCE = 8
 """Files indexed at a time: on a network file system that is waiting, not work."""
+_SHARD = re.compile(r"(.+)-\d+-of-(\d+)")
 _IS_RECORD_FILE = re.compile(r"\.(tfrecords?|tfrec)(\.(gz|zlib))?$|-\d+-of-\d+(\.\w+)?$", re.IGNORECASE)
 
 
@@ -38,8 +40,6 @@ class Records:
     file_of: np.ndarray
     """[records] int64, ascending: index into `files`."""
     index: Index
-    labels: np.ndarray | None = None
-    """[records] labels, if the index of a packed folder holds them."""
 
     def __len__(self) -> int:
         return len(self.file_of)
@@ -97,7 +97,20 @@ def record_files(path: str) -> list[Path]:
     files = sorted(file for file in files_below(found) if is_record_file(file))
     if not files:
         raise DataError(f"{found} holds no TFRecord files (*.tfrecord, or names such as train-00000-of-00008).")
+    _refuse_missing_shards(files)
     return files
+
+
+def _refuse_missing_shards(files: Sequence[Path]) -> None:
+    """Refuse a folder of `NAME-00000-of-00008` … that lacks some of its files."""
+    shards = [(file.parent / part[1], int(part[2]), file) for file in files if (part := _SHARD.match(file.name))]
+    for (series, expected), mine in itertools.groupby(shards, key=lambda shard: shard[:2]):
+        count = sum(1 for _ in mine)
+        if count < expected:
+            raise DataError(
+                f"{series.parent} holds {count} of {expected} files {series.name}-*-of-*: some are missing. Name those "
+                "to read by a pattern, as in path 'DIR/train-*'."
+            )
 
 
 def is_record_file(file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""TFRecord files: folders of `data pack`, and others with a description of their records (see `features`)."""
+"""TFRecord files with a description of their records (see `features`), as `data pack` writes it."""
 
 import re
 from collections.abc import Callable, Collection
@@ -10,7 +10,6 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files.class_folders import SPLITS
 from hvdtrain.data.files.features import FILE_NAME, Description, read_description
 from hvdtrain.data.files.locations import find_data
-from hvdtrain.data.files.packed_folder import is_packed, read_packed, refuse_changed
 from hvdtrain.data.files.tfrecord_index import Records, record_files, records_of
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.data.source import Source, input_shape
@@ -26,8 +25,8 @@ def load(
     """Load the samples of TFRecord files; compressed ones (GZIP or ZLIB) are unpacked into the cache.
 
     Args:
-        path: a folder that `data pack` made, or a TFRecord file, a folder of them or a pattern such as "data/train-*".
-            Files belong to the split in their names: train, validation (or val), test.
+        path: a TFRecord file, a folder of them or a pattern such as "data/train-*". Files belong to the split in their
+            names: train, validation (or val), test.
         features: the description of the records (see `features`); default: features.yaml beside the files.
         validation: records to hold out if there are no validation files; 0: one in ten.
         validation_path: validation files, like `path`; of a folder with several splits, the validation split.
@@ -52,7 +51,7 @@ def load(
 
     train, held = _split(source, parts, validation)
     finish = to_unit if any(spec.dtype == tf.uint8 for spec in tf.nest.flatten(train.spec[0])) else None
-    inputs, names = train.spec[0], description.class_names or _packed_names(path, description.classes)
+    inputs = train.spec[0]
     pixels = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8 and inputs.shape.rank == 3
     return DataSplits(
         train,
@@ -60,17 +59,9 @@ def load(
         input_shape(train),
         description.classes,
         finish=finish,
-        preprocessing=Preprocessing(names, image=ImageInputs(*inputs.shape) if pixels else None),
+        preprocessing=Preprocessing(description.class_names, image=ImageInputs(*inputs.shape) if pixels else None),
         held_out=_held(parts) is None,
     )
-
-
-def _packed_names(path: str, classes: int | None) -> tuple[str, ...] | None:
-    """Return the class names of a folder that `data pack` made; None for other files."""
-    if _is_pattern(path) or not is_packed(find_data(path)):
-        return None
-    names = tuple(read_packed(find_data(path)).classes)
-    return names if len(names) == classes else None
 
 
 def _split(
@@ -80,7 +71,7 @@ def _split(
     held = _held(parts)
     if held is None:
         whole = source("train", "")
-        return hold_out(whole, validation, parts["train"].labels)
+        return hold_out(whole, validation)
     if validation:
         raise ConfigError(f"There are files for {held}: leave out --data-args validation.")
     return source("train", "training"), source(held, held)
@@ -93,19 +84,11 @@ def _held(parts: Collection[str]) -> str | None:
 
 def _parts(path: str) -> dict[str, Records]:
     """Return the records by split; `train` is never empty."""
-    if not _is_pattern(path) and is_packed(find_data(path)):
-        packed = read_packed(find_data(path))
-        refuse_changed(packed)
-        return {split: packed.records(split) for split in packed.splits}
     parts: dict[str, list[Path]] = {}
     files = record_files(path)
     for file in files:
         parts.setdefault(_split_of(file), []).append(file)
     return {name: records_of(mine) for name, mine in (parts if "train" in parts else {"train": files}).items()}
-
-
-def _is_pattern(path: str) -> bool:
-    return re.search(r"[*?\[]", path) is not None
 
 
 def _split_of(file: Path) -> str:

@@ -1,1 +1,0 @@
-"""`data pack`: writing sharded TFRecords; nothing in training imports it."""
