@@ -12,7 +12,7 @@ SOURCES = {
     "cifar": "hvdtrain.data.sources.cifar_archives:load",
     "class_folders": "hvdtrain.data.sources.images:load",
     "csv": "hvdtrain.data.sources.table:load",
-    "digits": "hvdtrain.data.sources.digits:load",
+    "digits": "hvdtrain.data.digits:load",
     "hf": "hvdtrain.data.sources.hugging_face:load",
     "idx": "hvdtrain.data.sources.idx:load",
     "masked_text": "hvdtrain.data.sources.masked_text:load",

@@ -89,9 +89,10 @@ def model_of(feature, target):
     return tf.losses.softmax_cross_entropy(tf.one_hot(tf.cast(target, tf.int32), 10, 1, 0), logits)
 
 def main(_):
-    from sklearn.datasets import load_digits
+    from hvdtrain.data.digits import load_digits
 
-    images, labels = load_digits(return_X_y=True)
+    images, labels = load_digits()
+    images = 16 * images.reshape(-1, 64)
     with tf.name_scope("input"):
         image = tf.placeholder(tf.float32, [None, 64], name="image")
         label = tf.placeholder(tf.float32, [None], name="label")

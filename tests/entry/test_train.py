@@ -135,7 +135,7 @@ def test_the_saved_model_is_the_trained_one(runs):
     import keras
     import numpy as np
 
-    from hvdtrain.data.sources.digits import load
+    from hvdtrain.data.digits import load
 
     _, folder = runs("mpirun", 2)
     model = keras.models.load_model(folder / "model.keras")

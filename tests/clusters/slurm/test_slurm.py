@@ -47,7 +47,7 @@ def cluster():
 SLOW_DIGITS = """\
 import dataclasses, os, time
 import tensorflow as tf
-from hvdtrain.data.sources.digits import load
+from hvdtrain.data.digits import load
 
 class Slow:
     def __init__(self, source):

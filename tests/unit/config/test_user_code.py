@@ -291,7 +291,7 @@ def nested():
     return [x, y, y], [x, y, y]
 
 def ours():
-    from hvdtrain.data.sources.digits import load
+    from hvdtrain.data.digits import load
     return load()
 
 def nothing(): ...
