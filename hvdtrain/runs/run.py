@@ -18,23 +18,22 @@ from hvdtrain.data.identity import Identity, identity_of
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.events import BaseObserver, Observer
-from hvdtrain.runs.describe import describe_run
+from hvdtrain.runs.description import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
-from hvdtrain.runs.interrupted import interrupted
 from hvdtrain.runs.live_figures import run_figures
 from hvdtrain.runs.rank_logs import rank_logs
 from hvdtrain.runs.reporting import info_of, left_out_line, observers_of
 from hvdtrain.runs.resume import (
     Resume,
     check_samples,
+    interrupted,
     is_finished,
     newest_of_run,
     settle_processes,
     stretched_schedule,
 )
 from hvdtrain.runs.run_data import RunData, left_out, run_data
-from hvdtrain.runs.run_files import summary_of_run, write_end, write_start
-from hvdtrain.runs.start_files import StartFiles
+from hvdtrain.runs.run_files import StartFiles, summary_of_run, write_end, write_start
 from hvdtrain.runs.trainers import run_trainer, step_arguments
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.elastic import Commits, check_elastic

@@ -1,10 +1,11 @@
-"""Files of a run's folder: configuration, environment, model, curves and summary."""
+"""Write a run's files: configuration, summary, curves, and the trained model."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend, split_axes, world_size
+from hvdtrain.checkpoint.lock import FolderLock
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
@@ -15,7 +16,6 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.optim.schedules import scaled_learning_rate
 from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
-from hvdtrain.runs.start_files import StartFiles
 from hvdtrain.runtime.open_files import reason
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
@@ -23,6 +23,44 @@ from hvdtrain.runtime.terminal import say
 from hvdtrain.state.placement import is_split
 from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.trainer import Trainer
+
+
+class StartFiles:
+    """What a run's folder must hold for its checkpoints to be of use: `config.yaml`, `env.json` and the description.
+
+    Args:
+        folder: of the run.
+        lock: this job's on the folder.
+    """
+
+    def __init__(self, folder: RunFolder, lock: FolderLock) -> None:
+        self._folder = folder
+        self._lock = lock
+        self._contents: dict[Path, bytes] = {}
+
+    def remember(self) -> None:
+        """Keep in memory what the files hold, once they are written."""
+        folder = self._folder
+        files = (folder.config, folder.environment, folder.preprocessing, folder.tokenizer)
+        self._contents = {file: file.read_bytes() for file in files if file.is_file()}
+
+    def restore(self) -> None:
+        """Write those again that are missing, and warn of it; called where the folder is about to be written.
+
+        Raises:
+            CheckpointError: another job writes to the folder by now.
+            OSError: it cannot be written.
+        """
+        self._lock.renew()
+        missing = [file for file in self._contents if not file.exists()]
+        for file in missing:
+            file.write_bytes(self._contents[file])
+        if missing:
+            names = ", ".join(file.name for file in missing)
+            say(
+                f"hvdtrain: warning: {names} of the run folder {self._folder.path} were removed while the run trains. "
+                "They are written again; checkpoints from before are not."
+            )
 
 
 def write_start(folder: RunFolder, config: Config, description: RunDescription, start: Path) -> None:

@@ -22,8 +22,7 @@ from hvdtrain.data.sources.decoding import finish_of
 from hvdtrain.data.splits import DataSplits
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.summary import write_json
-from hvdtrain.runs.describe import describe_run
-from hvdtrain.runs.description import RunDescription, write_description
+from hvdtrain.runs.description import RunDescription, describe_run, write_description
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.run_data import check_loaded, evaluation_of, left_out, loaded_splits
 from hvdtrain.runs.trainers import trainer_for

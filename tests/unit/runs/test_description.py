@@ -20,8 +20,7 @@ from hvdtrain.data.preprocessing import (
 )
 from hvdtrain.data.registry import load_like, load_splits
 from hvdtrain.models.objective import output_kind
-from hvdtrain.runs.describe import describe_run
-from hvdtrain.runs.description import RunDescription, described, read_description, write_description
+from hvdtrain.runs.description import RunDescription, describe_run, described, read_description, write_description
 from hvdtrain.runs.folder import RunFolder
 from tests.unit.images import write_folders
 

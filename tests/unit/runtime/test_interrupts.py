@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.runs.folder import RunFolder
-from hvdtrain.runs.interrupted import interrupted, launch_command
+from hvdtrain.runs.resume import interrupted, launch_command
 from hvdtrain.runtime.failures import describe, show_failure
 from hvdtrain.runtime.interrupts import Interrupted, InterruptWatch, show_interrupt
 from hvdtrain.runtime.launchers import place
@@ -198,8 +198,8 @@ def test_a_scripts_interrupt_shows_the_scripts_own_lines(capsys):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("hvdtrain.runs.interrupted.complete", lambda path: sorted(path.iterdir()))
-    monkeypatch.setattr("hvdtrain.runs.interrupted.step_of", lambda path: int(path.name))
+    monkeypatch.setattr("hvdtrain.runs.resume.complete", lambda path: sorted(path.iterdir()))
+    monkeypatch.setattr("hvdtrain.runs.resume.step_of", lambda path: int(path.name))
     return RunFolder(tmp_path / "my run")
 
 

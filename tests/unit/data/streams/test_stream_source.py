@@ -13,8 +13,7 @@ from hvdtrain.config.training import TrainingConfig
 from hvdtrain.data.identity import check_same_samples, identity_of
 from hvdtrain.data.sources.user_data import splits_of
 from hvdtrain.data.streams.stream_source import StreamSource
-from hvdtrain.runs.run_data import check_loaded, evaluation_of
-from hvdtrain.runs.stream_data import stream_training
+from hvdtrain.runs.run_data import check_loaded, evaluation_of, stream_training
 
 X = np.random.default_rng(0).random((10, 3)).astype("float32")
 Y = np.arange(10) % 4
