@@ -120,8 +120,8 @@ OF_OTHERS += ("A system-required", "Requested to", "exited on signal", "Exit cod
 
 
 def listed_messages():
-    rows = re.findall(r"^\| (`.*?) \| ", text_of("docs/troubleshooting.md"), re.MULTILINE)
-    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    items = re.findall(r"^- ((?:`[^`]+`(?: \(137\))?,?\s*)+):", text_of("docs/troubleshooting.md"), re.MULTILINE)
+    return [" ".join(message.split()) for item in items for message in re.findall(r"`([^`]+)`", item)]
 
 
 def messages_in_the_code():
