@@ -1,4 +1,4 @@
-"""The public functions of a user's own script."""
+"""Public functions for user scripts."""
 
 import atexit
 import inspect
@@ -51,48 +51,45 @@ def init(
     profile: tuple[int, int] | None = None,
     profile_ranks: Sequence[int] = (),
 ) -> None:
-    """Join the job: call it once, before TensorFlow does any work and before datasets and models are made.
+    """Join the job; call once, before TensorFlow is used and before datasets and models are created.
 
-    From here on an exception on one rank, or `sys.exit` with a code other than 0, ends the job, and the ranks leave
-    together at the end of the script, where the first to come wait up to an hour for those that are still at work.
-    `raise SystemExit(n)` hides its code, and counts as an end like any other: use `sys.exit(n)` for a failure. With
-    `backend="parameter_server"` it returns on rank 0 only: the others serve it until its script ends, and end with it.
+    From here on, an exception on one rank, or `sys.exit` with a nonzero code, ends the job. At the end of the script
+    the ranks exit together: the first to arrive wait up to an hour for the others. `raise SystemExit(n)` hides its code
+    and counts as a normal end: use `sys.exit(n)` for a failure. With `backend="parameter_server"` it returns on rank 0
+    only: the other ranks serve it until its script ends.
 
     Args:
-        backend: `horovod`, `single`, a strategy of tf.distribute (`mirrored`, `multi_worker_mirrored`,
-            `central_storage`, `one_device`, `tpu`, `parameter_server`), or `auto`: horovod under a launcher, else
-            single.
-        replicas: replicas in the one process of `mirrored` and `central_storage`; None: every GPU, or 2 parts of the
-            CPU.
-        communication: what `multi_worker_mirrored` sends over: `ring`, `nccl` or `auto`.
-        parameter_servers: ranks of `parameter_server` that hold the parameters, the last ones; None: one.
-        threads: threads an operation may use; None divides the cores among the ranks of this machine.
-        pin: give each rank its own cores where there are enough.
-        malloc: `keep` freed memory in the process for the next step, or `system`: glibc's own settings, which return it
-            to the system (docs/performance.md).
+        backend: `horovod`, `single`, a tf.distribute strategy (`mirrored`, `multi_worker_mirrored`, `central_storage`,
+            `one_device`, `tpu`, `parameter_server`), or `auto`: horovod under a launcher, else single.
+        replicas: replicas in the one process of `mirrored` and `central_storage`; None: one per GPU, or 2 on the CPU.
+        communication: transport of `multi_worker_mirrored`: `ring`, `nccl` or `auto`.
+        parameter_servers: number of parameter servers of `parameter_server`, the last ranks; None: one.
+        threads: threads per op; None divides the cores among the ranks of this host.
+        pin: pin each rank to its own cores if there are enough.
+        malloc: `keep` freed memory in the process for the next step, or `system`: glibc's defaults, which return it to
+            the system (docs/performance.md).
         start_timeout: seconds to wait for the other ranks.
-        load_timeout: seconds to wait for ranks that still load their data, when they meet in `fit`.
-        hang_timeout: seconds after which a job ends whose ranks wait for one another; 0: never (docs/reliability.md).
-        link_timeout: seconds without a packet from another host after which the job ends; 0: never.
-        deterministic: train to the same bits in every run of the same job, on any number of ranks: messages between
-            them are cut in one way, and TensorFlow's operations add up in one order (docs/reliability.md).
-        hierarchical_allreduce: sum gradients inside each host first, then between the hosts: `always`, `never`, or
-            `auto`: where that is faster by a measurement at the start (docs/performance.md).
-        parallel: sizes of the axes of the mesh that the ranks are laid out on, such as `tp=2,pp=2`
-            (docs/parallel.md); None: every rank is a replica of the whole model.
+        load_timeout: seconds to wait in `fit` for ranks that are still loading data.
+        hang_timeout: seconds without progress before a deadlocked job is ended; 0: never (docs/reliability.md).
+        link_timeout: seconds without a packet from another host before the job is ended; 0: never.
+        deterministic: bitwise reproducible training on any number of ranks: fixed messages, deterministic ops
+            (docs/reliability.md).
+        hierarchical_allreduce: reduce gradients within each host first, then between hosts: `always`, `never`, or
+            `auto`: where a measurement at startup shows that it is faster (docs/performance.md).
+        parallel: mesh axis sizes, such as `tp=2,pp=2` (docs/parallel.md); None: every rank is a full replica.
         mesh: the same as a mapping, `{"tp": 2, "pp": 2}`, in place of `parallel`.
-        timeline: file to which rank 0 writes one trace of all ranks at the end, with Horovod's exchange
+        timeline: file to which rank 0 writes one trace of all ranks at the end, including Horovod's collectives
             (docs/clusters.md).
-        profile: the first and the last step whose TensorFlow operations are drawn into it: `(10, 12)`; steps of `fit`,
-            or those that a loop of your own names by `hvdtrain.trace_step(number)`.
-        profile_ranks: ranks whose operations are drawn; all by default.
-        seed: seeds Python, NumPy and TensorFlow alike on all ranks, so that datasets shuffle alike.
+        profile: first and last step whose TensorFlow ops are recorded in it: `(10, 12)`; steps of `fit`, or of a custom
+            loop that uses `hvdtrain.trace_step(number)`.
+        profile_ranks: ranks whose ops are recorded; default: all.
+        seed: seed of Python, NumPy and TensorFlow, the same on all ranks, so that datasets shuffle identically.
 
-    Calling it again without arguments, or with the same ones, does nothing.
+    A repeated call without arguments, or with the same ones, does nothing. Collective.
 
     Raises:
         LaunchError: the ranks do not fit together, or Horovod is not usable.
-        ConfigError: it was called before with other arguments.
+        ConfigError: called before with other arguments.
     """
     if mesh is not None:
         if parallel is not None:
@@ -141,10 +138,10 @@ def init(
 
 
 def _check_same(arguments: Mapping[str, Any]) -> None:
-    """Refuse a second `init` that asks for something else than the first.
+    """Reject a second `init` with other arguments than the first.
 
     Raises:
-        ConfigError: naming the arguments.
+        ConfigError: names the arguments.
     """
     defaults = {name: each.default for name, each in inspect.signature(init).parameters.items() if name != "mesh"}
     if _plain(arguments) == _plain(defaults):
@@ -165,7 +162,7 @@ def _check_same(arguments: Mapping[str, Any]) -> None:
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `init` in the form in which they can be compared."""
+    """Normalize `init` arguments for comparison."""
     timeline, ranks = arguments["timeline"], arguments["profile_ranks"]
     profile = arguments["profile"]
     return {
@@ -177,22 +174,22 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rank() -> int:
-    """Return this process's number among all, from 0."""
+    """Return this process's rank in the job, from 0."""
     return current().environment.rank
 
 
 def size() -> int:
-    """Return the number of processes."""
+    """Return the number of ranks."""
     return current().environment.size
 
 
 def local_rank() -> int:
-    """Return this process's number among those on this machine, from 0."""
+    """Return this process's rank on its host, from 0."""
     return current().environment.local_rank
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
-    """Give every rank the values that `root_rank` has in `variables` (Keras 3 variables or tf.Variables)."""
+    """Assign rank `root_rank`'s values to `variables` (Keras 3 or tf.Variables). Collective."""
     from hvdtrain.backends.select import backend_for
     from hvdtrain.state.variables import unique_paths, unwrap
 
@@ -202,65 +199,65 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether this process has joined its job by `init`."""
+    """Return whether `init` has been called."""
     return has_session()
 
 
 def barrier(name: str = "", *, timeout: float | None = None) -> None:
-    """Wait until every rank has called it: what one rank did before it is done for all after it.
+    """Block until all ranks reach this barrier. Collective.
 
     Args:
-        name: of this barrier; ranks that wait at barriers of different names are refused.
-        timeout: seconds to wait for the others; None: the `load_timeout` of `init`, an hour by default.
+        name: of this barrier; ranks at barriers with different names raise.
+        timeout: seconds to wait for the others; None: the `load_timeout` of `init`, by default an hour.
 
     Raises:
-        LaunchError: a rank did not come in time; it is named.
+        LaunchError: a rank timed out; it is named.
         ConfigError: a rank made another call.
     """
     wait_for_all(current(), name, timeout)
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, *, timeout: float | None = None) -> Any:
-    """Return on every rank the object of rank `root_rank`; what the others pass is not looked at.
+    """Return rank `root_rank`'s object on every rank. Collective.
 
     Args:
-        obj: anything that pickle takes, of up to a GiB; `root_rank` gets back the object itself.
-        root_rank: the rank whose object it is, the same on every rank.
-        timeout: see `barrier`.
+        obj: any picklable object, up to 1 GiB; ignored on other ranks. `root_rank` gets the object itself.
+        root_rank: rank of the object, the same on all ranks.
+        timeout: as for `barrier`.
 
     Raises:
-        LaunchError: a rank did not come in time; it is named.
+        LaunchError: a rank timed out; it is named.
         ConfigError: a rank made another call, or the object cannot be sent; the same on every rank.
     """
     return object_of_root(current(), obj, root_rank, timeout)
 
 
 def gather_object(obj: Any, *, timeout: float | None = None) -> list[Any]:
-    """Return on every rank a list with the object of each rank, in rank order.
+    """Return the list of all ranks' objects, in rank order, on every rank. Collective.
 
     Args:
-        obj: anything that pickle takes, of up to a GiB on all ranks together.
-        timeout: see `barrier`.
+        obj: any picklable object, up to 1 GiB over all ranks.
+        timeout: as for `barrier`.
 
     Raises:
-        LaunchError: a rank did not come in time; it is named.
+        LaunchError: a rank timed out; it is named.
         ConfigError: a rank made another call, or an object cannot be sent; the same on every rank.
     """
     return objects_of_all(current(), obj, timeout)
 
 
 def trace_step(number: int) -> AbstractContextManager[None]:
-    """Return a context for the step `number`, from 1, of a loop of your own, in the trace of the job.
+    """Return a context that records step `number`, from 1, of a custom loop in the trace.
 
-    Without `init(timeline=…)` it does nothing. `fit` needs none: its steps are recorded.
+    A no-op without `init(timeline=…)`. Not needed for `fit`.
     """
     return traced_step(current().link.trace, number)
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorate a function so that only rank 0 runs it; on all other ranks it does nothing and returns None.
+    """Decorate a function to run on rank 0 only; other ranks return None.
 
-    Nothing in it may wait for the other ranks (`fit`, `barrier`, `broadcast_object` …): they would not come.
+    It must not contain collectives (`fit`, `barrier`, `broadcast_object` …): the other ranks would not join.
     """
 
     @wraps(function)
@@ -271,7 +268,7 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def _fail(link: Link | None, error: BaseException) -> None:
-    """End the job if it has other ranks; return where this process is alone."""
+    """End a multi-rank job; return if this process is alone."""
     try:
         environment = link.environment if link else detect_environment()
     except LoneRanksError:
@@ -300,16 +297,16 @@ def _end_with_the_job(session: Session) -> None:
 
 
 def _last(session: Session) -> Session:
-    """Return the session of an elastic job's last world, `session` being that of its first."""
+    """Return the session of the current world of an elastic job."""
     return current() if has_session() else session
 
 
 def _leave(session: Session, exits: ExitWatch) -> None:
-    """Leave with the other ranks, or end the job where this rank's script left by an exit code.
+    """Exit together with the other ranks, or end the job if this script failed.
 
-    An exit whose code cannot be seen ends most scripts well (`raise SystemExit(main())`), so this rank waits for the
-    others as long as after any other end: they may still save. If it left them in an exchange instead, it says so while
-    it waits, Horovod names it as missing, and the job fails when the wait is over.
+    An exit with an unknown code is normal for most scripts (`raise SystemExit(main())`), so this rank waits for the
+    others as usual: they may still be saving. If the others wait for it in a collective, Horovod reports it as missing,
+    and the job fails when the wait times out.
     """
     session, left = _last(session), exits.found()
     session.link.activity.exit = exits.described

@@ -1,4 +1,4 @@
-"""Options of checkpoints, and the metric by which the best one is chosen."""
+"""Checkpoint options and the metric that selects the best checkpoint."""
 
 import math
 import os
@@ -17,29 +17,29 @@ _HIGHER_IS_BETTER = "accuracy|acc|auc|precision|recall|sensitivity|specificity|f
 
 @dataclass(frozen=True)
 class BestMetric:
-    """The figure of an epoch by which the best checkpoint is chosen, and whether the lowest or the highest is best."""
+    """The metric that selects the best checkpoint, and its direction."""
 
     name: str
     """As in the history of `fit`: `loss`, `accuracy`, `val_loss` …"""
     mode: Literal["min", "max"]
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Tell whether `value` is better than `best`, the best one so far; NaN is never better."""
+        """Return whether `value` is better than `best`, the best so far; NaN never is."""
         if math.isnan(value) or best is None:
             return not math.isnan(value)
         return value < best if self.mode == "min" else value > best
 
 
 def best_metric(name: str, mode: ModeName, *, option: str) -> BestMetric:
-    """Return the metric `name` with its mode, which `auto` infers from the words of the name.
+    """Return the metric `name`; mode `auto` infers the direction from words in the name.
 
     Args:
-        name: of the metric.
+        name: metric name.
         mode: `min`, `max` or `auto`.
-        option: the option that sets the mode, as errors call it.
+        option: the mode option's name, for error messages.
 
     Raises:
-        ConfigError: an unknown mode, or a name from which none can be inferred.
+        ConfigError: unknown mode, or the direction cannot be inferred.
     """
     if mode not in ("auto", "min", "max"):
         raise ConfigError(f"{option} must be auto, min or max. Received: {mode!r}.")
@@ -57,25 +57,27 @@ def best_metric(name: str, mode: ModeName, *, option: str) -> BestMetric:
 
 
 GRACE_S = 120.0
-"""Clouds take a spot machine away 30 to 120 s after they say so; Kubernetes and Slurm kill after 30 s by default."""
+"""Clouds give 30 to 120 s of notice before they reclaim a spot instance; Kubernetes and Slurm kill after 30 s by
+default.
+"""
 
 
 @section
 class CheckpointConfig:
-    """When checkpoints are saved, and how many are kept."""
+    """When to save checkpoints, and how many to keep."""
 
     checkpoint_every: int | None = None
     """Save every this many steps; None saves at the end of every epoch. The end of training always saves."""
     keep: int = 3
-    """Number of newest checkpoints to keep."""
+    """Number of most recent checkpoints to keep."""
     keep_best: str = "val_loss"
-    """Keep the checkpoint of the epoch with the best value of this metric as well; `none` keeps only the newest."""
+    """Also keep the checkpoint of the epoch with the best value of this metric; `none` keeps only the most recent."""
     keep_best_mode: ModeName = "auto"
-    """Whether the lowest (`min`) or the highest (`max`) value is best; `auto` infers it from the metric's name."""
+    """Whether lower (`min`) or higher (`max`) is better; `auto` infers it from the metric's name."""
     keep_every_hours: float | None = None
-    """Keep the first checkpoint, and from then on one of every so many hours, as well; None keeps none for its age."""
+    """Also keep the first checkpoint, and one every N hours from then on; None keeps none by age."""
     grace_seconds: float = GRACE_S
-    """Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the process ends, also if the last step is not saved by then."""
+    """Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the process exits, even if the last step is not saved by then."""
 
     def __post_init__(self) -> None:
         _check_positive(self.keep_every_hours, "hours", "--keep-every-hours")
@@ -89,7 +91,7 @@ class CheckpointConfig:
 
     @property
     def best(self) -> BestMetric | None:
-        """The metric of the best checkpoint; None where none is kept."""
+        """The metric of the best checkpoint; None if no best checkpoint is kept."""
         if self.keep_best == "none":
             return None
         return best_metric(self.keep_best, self.keep_best_mode, option="--keep-best-mode")
@@ -97,23 +99,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoints that `Trainer.fit(checkpoint=…)` saves: the whole training state, whole or not at all.
+    """Checkpoint policy for `Trainer.fit(checkpoint=…)`: the full training state, saved atomically.
 
     Args:
-        folder: where they are saved, as `folder/step-N`; only rank 0 needs to see it.
-        every: save every this many optimizer steps; None saves at the end of every epoch. The end of training always
-            saves.
-        keep: number of newest checkpoints to keep.
-        best: keep the checkpoint of the epoch with the best value of this metric as well, such as `"val_loss"`; None
-            keeps only the newest.
-        mode: whether the lowest (`"min"`) or the highest (`"max"`) value is best; `"auto"` infers it from the name.
-        keep_every_hours: keep the first checkpoint, and from then on one of every so many hours, as well; None keeps
-            none for its age.
-        grace_seconds: seconds from SIGTERM, SIGUSR1 or Ctrl-C until the process ends, also if the last step is not
+        folder: parent of the checkpoints, `folder/step-N`; only rank 0 needs to see it.
+        every: save every N optimizer steps; None saves at the end of every epoch. The end of training always saves.
+        keep: number of most recent checkpoints to keep.
+        best: also keep the checkpoint of the epoch with the best value of this metric, such as `"val_loss"`; None keeps
+            only the most recent.
+        mode: whether lower (`"min"`) or higher (`"max"`) is better; `"auto"` infers it from the name.
+        keep_every_hours: also keep the first checkpoint, and one every N hours from then on; None keeps none by age.
+        grace_seconds: seconds from SIGTERM, SIGUSR1 or Ctrl-C until the process exits, even if the last step is not
             saved by then.
 
     Raises:
-        ConfigError: a value that is none of its option's.
+        ConfigError: an invalid value.
     """
 
     folder: str | os.PathLike[str]
@@ -138,7 +138,7 @@ class Checkpoint:
 
     @property
     def metric(self) -> BestMetric | None:
-        """The metric of the best checkpoint; None where none is kept."""
+        """The metric of the best checkpoint; None if no best checkpoint is kept."""
         return None if self.best is None else best_metric(self.best, self.mode, option="Checkpoint(mode=…)")
 
 
@@ -148,10 +148,10 @@ def _check_positive(value: float | None, unit: str, option: str) -> None:
 
 
 def checkpoint_of(given: Checkpoint | str | os.PathLike[str] | None) -> Checkpoint | None:
-    """Return what the argument `checkpoint` of `fit` stands for: a folder alone takes the defaults.
+    """Normalize the `checkpoint` argument of `fit`; a bare path gets the default policy.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: neither a path nor a `Checkpoint`.
     """
     if isinstance(given, str | os.PathLike):
         return Checkpoint(given)

@@ -14,7 +14,7 @@ Sharding = Literal["samples", "files"]
 
 
 MOST_EVALUATED = 256
-"""Samples that are evaluated at once by default, at most."""
+"""Upper bound on the default evaluation batch."""
 
 
 @section
@@ -22,29 +22,30 @@ class DataConfig:
     """Where samples come from and how they form batches."""
 
     data: str = "digits"
-    """Name of a data source, or PACKAGE.MODULE:FUNCTION of your own, which returns (train, validation)."""
+    """Name of a data source, or PACKAGE.MODULE:FUNCTION of your own, returning (train, validation)."""
     data_args: dict[str, Scalar] = field(default_factory=dict)
     """Arguments of the data source, as NAME VALUE pairs."""
     batch: int = 64
     """Samples per optimizer step over all ranks (the global batch)."""
     eval_batch: int | None = None
-    """Samples per evaluation step over all ranks, which need not divide anything; by default as many as --batch, 256 at
-    most."""
+    """Samples per evaluation step over all ranks; need not divide anything. Default: --batch, but at most 256."""
     shuffle: bool = True
-    """Visit the training samples in a new order every epoch."""
+    """Reshuffle the training samples every epoch."""
     tail: Tail = "pad"
-    """How to handle the last samples of an epoch if they do not fill a batch: in a short batch (pad), dropped (drop),
-    or filled up with samples from the start of the epoch (repeat). Evaluation always counts each sample once."""
+    """Handling of a final partial batch: keep it short (pad), drop it (drop), or fill it with samples from the start of
+    the epoch (repeat). Evaluation always counts each sample once.
+    """
     shard_by: Sharding = "samples"
-    """What is divided among the ranks: the samples of each batch, in an order that is the same for any number of ranks,
-    or whole files, read sequentially and shuffled in a buffer, for slow disks. With files, an epoch must end on as
-    many ranks as it began on."""
+    """Unit of sharding: the samples of each batch, in an order independent of the number of ranks, or whole files, read
+    sequentially and shuffled in a buffer, for slow disks. With files, an epoch must end on as many ranks as it began
+    on.
+    """
     augment: tuple[str, ...] = ()
     """Augmentations of training images: crop, flip, mixup, in any order."""
     cache: Cache = "none"
     """Keep decoded samples in the memory of each rank, or in a file that all ranks of a host share."""
     on_bad_record: str = "raise"
-    """How to handle unreadable samples: raise, or skip:N to skip up to N."""
+    """Handling of unreadable samples: raise, or skip:N to skip up to N."""
     data_threads: int = 0
     """Threads that read and decode on each rank; 0 lets TensorFlow decide."""
     data_memory_mb: int = 0
@@ -68,7 +69,7 @@ class DataConfig:
 
     @property
     def samples_evaluated(self) -> int:
-        """Samples per evaluation step: by default no more than training has at once, nor all of many microbatches."""
+        """Samples per evaluation step."""
         return min(self.batch, MOST_EVALUATED) if self.eval_batch is None else self.eval_batch
 
     @property

@@ -4,17 +4,20 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.section import section
 
 COMMIT_EVERY = 10
-"""Steps: what a lost rank costs at most, and the copy of a state is cheap beside as many steps."""
+"""Default interval in steps: the most work that a lost rank costs.
+
+Copying the state is cheap next to this many steps.
+"""
 
 
 @section
 class ElasticConfig:
-    """Training that goes on when ranks are lost or come, under horovodrun with host discovery."""
+    """Training that continues when ranks are lost or join, under horovodrun with host discovery."""
 
     elastic: bool = False
-    """Go on from the last commit when ranks are lost, and with new ones when hosts come: horovodrun --min-np …"""
+    """Resume from the last commit when ranks are lost, and admit new hosts: horovodrun --min-np …"""
     commit_every: int = COMMIT_EVERY
-    """With --elastic: keep the state in memory every this many steps, at which new ranks can join."""
+    """With --elastic: commit the state to host memory every N steps; new ranks join at commits."""
 
     def __post_init__(self) -> None:
         check_commits(self.commit_every)
@@ -23,11 +26,7 @@ class ElasticConfig:
 
 
 def check_commits(every: int) -> int:
-    """Return the number of steps between two commits, once it is seen to be one.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Validate and return the commit interval. Raises ConfigError: not a positive integer."""
     if not isinstance(every, int) or every < 1:
         raise ConfigError(f"{opt('commit_every')} must be at least 1. Received: {every!r}.")
     return every

@@ -1,10 +1,13 @@
-"""Errors that users can fix: messages name the cause, the value received and the option that fixes it."""
+"""Errors that users can fix.
+
+Messages name the cause, the value received and the option that fixes it.
+"""
 
 import re
 from collections.abc import Mapping
 
 _OPTION = re.compile("\x02([a-z_]+)(?:=([^\x03]*))?\x03")
-"""An option in a message, as `opt` writes it: in characters that no text of a user's has."""
+"""An option as `opt` encodes it, between control characters that user text never contains."""
 ARGUMENTS = frozenset(
     (
         *("accumulate", "precision", "sync_batch_norm", "jit", "recompute", "clip_norm", "clip_value"),
@@ -22,21 +25,20 @@ ARGUMENTS = frozenset(
         *("final_rate", "decay_power", "decay_at", "decay_factor"),
     )
 )
-"""Options that scripts have too, as arguments of `Trainer`, `fit`, `init` and `learning_rate_schedule`."""
+"""Options that are also Python arguments of `Trainer`, `fit`, `init` or `learning_rate_schedule`."""
 _UNQUOTED = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?|True|False|None|[A-Z]")
-"""Values that Python takes without quotes, and placeholders (N)."""
+"""Values that Python writes without quotes, and placeholders (N)."""
 
 
 class UserError(ValueError):
     """A user's mistake, shown as one message without a traceback.
 
-    Messages name options by `opt("accumulate")` or `opt("precision", "mixed_bfloat16")`, which are worded for whoever
-    reads them: by `str()` for a script, which has arguments, and by `on_command_line(error.message)` for the command
-    line. What else is in a message, such as a user's own text, stays as it is.
+    Messages name options by `opt("accumulate")` or `opt("precision", "mixed_bfloat16")`. `str()` renders them as Python
+    arguments, `on_command_line(error.message)` as flags; other text is left unchanged.
     """
 
     _keras_call_info_injected = True
-    """Keras leaves the message as it is, where it would put one of a layer's `call` between the call's arguments."""
+    """Stops Keras from rewriting the message when the error passes through a layer's `call`."""
 
     def __str__(self) -> str:
         return in_script(self.message)
@@ -46,12 +48,12 @@ class UserError(ValueError):
 
     @property
     def message(self) -> str:
-        """The message as it was written, to be worded later or to become part of another one."""
+        """The raw message with encoded options, to be rendered later or embedded in another one."""
         return str(self.args[0]) if self.args else ""
 
 
 class ConfigError(UserError):
-    """An option, a configuration file or a combination of them that cannot work."""
+    """An option, configuration file or combination of options that cannot work."""
 
 
 class DataError(UserError):
@@ -63,7 +65,7 @@ class NoSamplesError(DataError):
 
 
 class BadStepError(UserError):
-    """A step whose loss is a spike, or too many bad steps; the message names the step."""
+    """A loss spike, or too many bad steps; the message names the step."""
 
 
 class NonFiniteError(BadStepError):
@@ -71,7 +73,7 @@ class NonFiniteError(BadStepError):
 
 
 class DesyncError(UserError):
-    """Ranks hold different weights where they must be equal; the message names the variables and the ranks."""
+    """Replicas have diverged; the message names the variables and the ranks."""
 
 
 class CheckpointError(UserError):
@@ -83,12 +85,10 @@ class LaunchError(UserError):
 
 
 class LoneRanksError(LaunchError):
-    """A launcher started several processes that cannot find one another; each would train a model of its own.
+    """Several processes were started but cannot find one another; each would train its own model.
 
     Args:
-        message: the error.
-        rank: this process's number among those that are sure to meet the error, the first of which shows it: of the
-            job, or of this host.
+        rank: this process's rank in the job or on this host; the lowest rank reports the error.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:
@@ -97,39 +97,38 @@ class LoneRanksError(LaunchError):
 
 
 class MissingRankError(LaunchError):
-    """A rank did not come to where the others wait for it."""
+    """A rank did not reach a synchronization point in time."""
 
 
 class CompatibilityError(UserError):
-    """A library does not do what hvdtrain relies on; the message names the library's version and who relies on it."""
+    """A library violates an assumption; the message names its version and the affected code."""
 
 
 class SetupError(UserError):
-    """Something that building or installing Horovod needs is missing, or a step of it failed."""
+    """A prerequisite for building Horovod is missing, or a build step failed."""
 
 
 def opt(name: str, value: object = None) -> str:
-    """Name an option in a message, with a value if there is one, to be worded for whoever reads the message.
+    """Encode an option for an error message, to be rendered as argument or flag.
 
     Args:
-        name: of its field in `config`. For a script it is a flag as well, if it is none of `ARGUMENTS`.
-        value: of the option; a capital letter stands for any.
+        name: field name in `config`. A name outside `ARGUMENTS` is rendered as a flag in scripts, too.
+        value: of the option; a capital letter is a placeholder.
     """
     return f"\x02{name}\x03" if value is None else f"\x02{name}={value}\x03"
 
 
 def in_script(message: str, called: Mapping[str, str] | None = None) -> str:
-    """Word the options of a message as arguments: `accumulate`, `precision='mixed_bfloat16'`.
+    """Render a message's options as Python arguments: `precision='mixed_bfloat16'`.
 
     Args:
-        message: as it was written.
-        called: what else options are called, by their name or by `name=value`.
+        called: other renderings, by option name or by `name=value`.
     """
     return _OPTION.sub(lambda found: _as_argument(found, called or {}), message)
 
 
 def on_command_line(message: str) -> str:
-    """Word the options of a message as one types them: `--accumulate`, `--precision mixed_bfloat16`."""
+    """Render a message's options as flags: `--precision mixed_bfloat16`."""
     return _OPTION.sub(_as_flag, message)
 
 

@@ -1,4 +1,4 @@
-"""Configurations as YAML, and small files as the first rank sees them: hosts need not share a folder."""
+"""Read and write configurations as YAML; share rank 0's small files with other hosts."""
 
 import base64
 import dataclasses
@@ -17,23 +17,19 @@ from hvdtrain.config.run import Config
 
 
 class FilesRead:
-    """Reads files, and remembers what was in them.
+    """Reads files and remembers their contents.
 
     Args:
-        given: what the first rank has found in files; None for one that is not there. They are not read here.
+        given: contents that rank 0 has read, by path; None for a missing file. These are not read again.
     """
 
     def __init__(self, given: Mapping[str, bytes | None] | None = None) -> None:
         self._given = dict(given or {})
         self.contents: dict[str, bytes | None] = {}
-        """Of the files read so far, by path; None for one that is not there."""
+        """Contents of the files read so far, by path; None for a missing file."""
 
     def read(self, path: Path) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            OSError: it is not there, or cannot be read.
-        """
+        """Return a file's content. Raises OSError: it is missing or unreadable."""
         content = self._given[str(path)] if str(path) in self._given else _content(path)
         self.contents[str(path)] = content
         if content is None:
@@ -41,16 +37,16 @@ class FilesRead:
         return content
 
     def text(self, path: Path) -> str:
-        """Return the content of a file as text.
+        """Return a file's content as text.
 
         Raises:
-            OSError: as `read`.
+            OSError: it is missing or unreadable.
             UnicodeDecodeError: it is not UTF-8.
         """
         return self.read(path).decode("utf-8")
 
     def exists(self, path: Path) -> bool:
-        """Whether there is a file at `path` that can be read."""
+        """Return whether the file `path` exists and is readable."""
         try:
             self.read(path)
         except OSError:
@@ -58,13 +54,13 @@ class FilesRead:
         return True
 
     def encode(self) -> bytes:
-        """Return the files read so far, for `decoded` on another rank."""
+        """Serialize the files read so far; `decoded` is the inverse."""
         coded = {path: _coded(content) for path, content in self.contents.items()}
         return json.dumps(coded, sort_keys=True).encode()
 
 
 def decoded(message: bytes) -> dict[str, bytes | None]:
-    """Return what another rank has read, from what its `FilesRead.encode` returned."""
+    """Deserialize the output of another rank's `FilesRead.encode`."""
     return {path: None if text is None else base64.b64decode(text) for path, text in json.loads(message).items()}
 
 
@@ -80,7 +76,7 @@ def _coded(content: bytes | None) -> str | None:
 
 
 def to_yaml(config: Config) -> str:
-    """Return `config` as YAML, in the order of declaration."""
+    """Return `config` as YAML, in declaration order."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
@@ -90,11 +86,7 @@ def digest(config: Config) -> str:
 
 
 def read_values(path: Path, files: FilesRead | None = None) -> dict[str, Any]:
-    """Return the sections and options that the file sets; `files` reads it.
-
-    Raises:
-        ConfigError: it cannot be read, or is not a mapping.
-    """
+    """Return the sections and options set in a YAML file. Raises ConfigError: unreadable, or not a mapping."""
     try:
         values = yaml.safe_load((files or FilesRead()).text(path))
     except OSError as error:
@@ -112,7 +104,7 @@ def apply_values(base: Config, values: dict[str, Any], origin: str) -> Config:
     """Return `base` overridden by `values`, nested as in the file.
 
     Raises:
-        ConfigError: unknown keys or wrong types; names the path of each.
+        ConfigError: unknown keys or wrong types, each with its path.
     """
     import pydantic
 

@@ -1,4 +1,4 @@
-"""Options of what a run reports."""
+"""Options of logging, TensorBoard, tracing and metrics export."""
 
 import re
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ LOOPBACK = "127.0.0.1"
 
 @section
 class ObservabilityConfig:
-    """What a run records."""
+    """Logging, event files, traces and metrics of a run."""
 
     log_every: int = 10
-    """Steps between two logged steps."""
+    """Steps between two log lines."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
     plots: bool = True
-    """Draw curves.png at the end."""
+    """Plot curves.png at the end."""
     timeline: str | None = None
-    """Write one trace of all ranks to this file, with Horovod's exchange, for ui.perfetto.dev."""
+    """Write one trace of all ranks, including Horovod's collectives, to this file, for ui.perfetto.dev."""
     profile: str | None = None
-    """START:STOP, both included: draw TensorFlow's operations in these steps into the timeline as well."""
+    """START:STOP, inclusive: also record TensorFlow ops of these steps in the timeline."""
     profile_ranks: tuple[int, ...] = ()
-    """Ranks whose operations are drawn; all by default."""
+    """Ranks whose ops are recorded; default: all."""
     metrics_port: int | None = None
-    """Serve figures of the run to Prometheus at this port of rank 0's host; 0: at any free one."""
+    """Serve metrics to Prometheus on this port of rank 0's host; 0: any free port."""
     metrics_host: str = LOOPBACK
-    """Address at which they are served; 0.0.0.0: at all of the host's, to whoever can reach it."""
+    """Address to serve metrics on; 0.0.0.0: all interfaces, open to everyone who can reach them."""
 
     def __post_init__(self) -> None:
         if self.log_every < 1:
@@ -42,34 +42,30 @@ class ObservabilityConfig:
 
 
 def check_metrics_port(port: int | None) -> None:
-    """Refuse what is no port.
-
-    Raises:
-        ConfigError: naming the value.
-    """
+    """Validate a port number. Raises ConfigError: out of range."""
     if port is not None and not 0 <= port < 65536:
         raise ConfigError(f"--metrics-port must be a port, up to 65535, or 0 for any free one. Received: {port}.")
 
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """What is recorded for the trace of a job."""
+    """Scope of a job's trace."""
 
     timeline: Path
-    """Where rank 0 writes it."""
+    """Path that rank 0 writes."""
     steps: tuple[int, int] | None = None
-    """The first and the last step whose operations are recorded; None: of no step."""
+    """First and last step whose ops are recorded; None: no step."""
     profile_ranks: tuple[int, ...] = ()
-    """The ranks whose operations are; empty: all."""
+    """Ranks whose ops are recorded; empty: all."""
 
 
 def trace_config(
     timeline: str | Path | None, profile: str | Sequence[int] | None = None, profile_ranks: Sequence[int] = ()
 ) -> TraceConfig | None:
-    """Return what is to be recorded, as `--timeline`, `--profile` and `--profile-ranks` say; None for nothing.
+    """Parse `--timeline`, `--profile` and `--profile-ranks`; None without a timeline.
 
     Raises:
-        ConfigError: options that do not fit together, or steps that are none.
+        ConfigError: conflicting options or invalid steps.
     """
     if timeline is None:
         useless = opt("profile") if profile is not None else opt("profile_ranks") if profile_ranks else None
@@ -88,7 +84,6 @@ def trace_config(
 
 
 def _steps(profile: str | Sequence[int]) -> tuple[int, int]:
-    """Return the first and the last step."""
     if isinstance(profile, str):
         found = re.fullmatch(r"(\d+):(\d+)", profile.strip())
         numbers = tuple(map(int, found.groups())) if found else ()

@@ -19,7 +19,7 @@ SCHEDULES_OF = {
     "decay_at": ("step",),
     "decay_factor": ("step",),
 }
-"""Options that only some schedules use."""
+"""Schedules that use each option."""
 
 
 @section
@@ -33,9 +33,9 @@ class OptimConfig(ClippingConfig):
     learning_rate: float = 1e-3
     """Peak learning rate, before any scaling by the batch."""
     lr_scaling: ScalingName = "none"
-    """Multiply the learning rate by batch / base_batch (linear) or by the root of that (sqrt)."""
+    """Multiply the learning rate by batch / base_batch (linear) or its square root (sqrt)."""
     base_batch: int | None = None
-    """The batch (samples per step over all ranks) that the learning rate was tuned for."""
+    """Global batch that the learning rate was tuned for."""
     schedule: ScheduleName = "constant"
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = 0
@@ -45,13 +45,13 @@ class OptimConfig(ClippingConfig):
     decay_power: float = 1.0
     """Exponent of the polynomial schedule; 1 is linear."""
     decay_at: tuple[float, ...] = ()
-    """Where the step schedule lowers the rate, as fractions of the run: 0.5 0.75."""
+    """Points where the step schedule lowers the rate, as fractions of the run: 0.5 0.75."""
     decay_factor: float = 0.1
-    """Factor by which the step schedule lowers the rate each time."""
+    """Factor of each reduction of the step schedule."""
     weight_decay: float | None = None
-    """Weight decay, except of biases and normalization parameters; default: the optimizer's own."""
+    """Weight decay, except on biases and normalization parameters; default: the optimizer's own."""
     ema: float = 0.0
-    """Momentum of a moving average of the weights, which is evaluated and saved instead; 0: none."""
+    """Momentum of an exponential moving average of the weights, used for evaluation and saving; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

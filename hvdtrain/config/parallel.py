@@ -1,4 +1,4 @@
-"""Options of the mesh: how ranks are laid out on its axes, and how a pipeline is cut and scheduled."""
+"""Options of the device mesh and of pipeline parallelism."""
 
 import re
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 
 @section
 class PipelineConfig:
-    """How the ranks along the pp axis of --parallel share a model's layers; --accumulate sets the microbatches."""
+    """Pipeline parallelism along the pp axis of --parallel; --accumulate sets the microbatches."""
 
     _: KW_ONLY
     pipeline_schedule: ScheduleName = "1f1b"
-    """Order of forward and backward passes; interleaved: several stages on each rank, and less idle time."""
+    """Order of forward and backward passes; interleaved: several stages per rank, smaller bubble."""
     virtual_stages: int = 1
-    """Stages on each rank, with --pipeline-schedule=interleaved."""
+    """Stages per rank, with --pipeline-schedule=interleaved."""
     pipeline_stages: tuple[str, ...] = ()
-    """Names of the layers that begin the second stage, the third …; default: stages of equal cost."""
+    """Names of the layers that begin the second stage, the third …; default: balance the cost."""
 
     def __post_init__(self) -> None:
         if self.virtual_stages < 1:
@@ -40,26 +40,27 @@ class PipelineConfig:
 
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
-"""Pipeline, data, context, expert and tensor parallel; those that exchange most are last, among neighbouring ranks."""
+"""Pipeline, data, context, expert and tensor parallel, from outermost to innermost: the axes that communicate most
+connect neighbouring ranks.
+"""
 DATA_AXES = ("dp", "ep")
-"""Axes along which ranks are given different samples."""
+"""Axes along which ranks have different samples."""
 REPLICA_AXES = ("dp", "cp", "ep")
-"""Axes along which ranks hold the same model, but for experts and tables, and compute different parts of its loss."""
+"""Axes along which non-expert weights are replicated and ranks compute different terms of the loss."""
 HOLDER_AXES = ("dp", "cp")
-"""Of these, those along which experts and tables are the same, too."""
+"""Axes along which experts and sharded tables are replicated, too."""
 USER_AXES = ("pp", *REPLICA_AXES)
-"""Axes along which the ranks lie that use one weight, in several stages, if replicas do not hold it apart."""
+"""Axes along which a weight may be shared between ranks: pipeline stages and replicas."""
 REST = -1
-"""Stands for the ranks that the other axes leave."""
+"""Placeholder for the ranks that the other axes leave."""
 _FORM = "such as tp=2,pp=2"
 
 
 def parse_axes(text: str | Mapping[str, int] | None) -> dict[str, int]:
-    """Return the sizes of the axes that `text` names, such as `tp=2,pp=2,dp=-1`; none for None.
+    """Parse axis sizes such as `tp=2,pp=2,dp=-1`; empty for None.
 
     Raises:
-        ConfigError: not of this form, an axis twice or unknown, a size that is no positive number, or several that are
-            to take the rest.
+        ConfigError: bad syntax, an unknown or repeated axis, a size that is not positive, or more than one -1.
     """
     pairs = list(text.items()) if isinstance(text, Mapping) else _pairs(text)
     sizes: dict[str, int] = {}

@@ -30,10 +30,10 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 
 
 def check_arguments(kind: str, name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments without a matching keyword of `function`, or of another type than its default.
+    """Reject arguments that `function` does not accept, or whose type differs from the default's.
 
     Raises:
-        ConfigError: names the argument, and the accepted ones.
+        ConfigError: names the argument and the accepted ones.
     """
     accepted = {
         parameter.name: parameter
@@ -49,7 +49,7 @@ def check_arguments(kind: str, name: str, function: Callable[..., Any], given: M
 
 
 def check_type(what: str, value: Any, default: Any) -> None:
-    """Refuse a value of another type than its default; without a default, or with None, any type passes.
+    """Reject a value whose type differs from its default's; a default of None accepts any type.
 
     Raises:
         ConfigError: names `what`, the type and the value.

@@ -46,7 +46,7 @@ class Config:
 
     @property
     def processes(self) -> RuntimeConfig:
-        """The options of processes, with the mesh that the other options ask for where `--parallel` is not given."""
+        """Runtime options, with the mesh implied by other options if `--parallel` is not given."""
         if self.runtime.parallel or self.model.embedding_sharding == "none":
             return self.runtime
         return replace(self.runtime, parallel="ep=-1")
@@ -57,11 +57,11 @@ NAMED_WITH_ARGUMENTS = (
     ("data", "data", "data_args"),
     ("optim", "optimizer", "optimizer_args"),
 )
-"""(section, option, arguments) of everything that the configuration names."""
+"""(section, option, arguments) of each configurable component."""
 
 
 def without_foreign_arguments(base: Config, chosen: Config) -> Config:
-    """Return `base` without the arguments of a model, data source or optimizer that `chosen` replaces."""
+    """Drop arguments in `base` of components that `chosen` replaces."""
     for part, name, arguments in NAMED_WITH_ARGUMENTS:
         old = getattr(base, part)
         if getattr(old, name) != getattr(getattr(chosen, part), name):
@@ -70,7 +70,7 @@ def without_foreign_arguments(base: Config, chosen: Config) -> Config:
 
 
 def with_arguments_of(config: Config, other: Config) -> Config:
-    """Return `config` with the arguments of `other` filled in where it has none."""
+    """Fill in missing component arguments from `other`."""
     for part, _, arguments in NAMED_WITH_ARGUMENTS:
         mine, theirs = getattr(config, part), getattr(getattr(other, part), arguments)
         if not getattr(mine, arguments) and theirs:

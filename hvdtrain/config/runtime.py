@@ -1,4 +1,4 @@
-"""Options of processes, threads and the exchange between ranks."""
+"""Options of backend, processes, threads and timeouts."""
 
 import math
 from dataclasses import KW_ONLY
@@ -46,27 +46,27 @@ class RuntimeConfig:
     replicas: int | None = None
     """Replicas of mirrored and central_storage; None: one per GPU, or 2 on the CPU."""
     communication: CommunicationName = "auto"
-    """Transport of multi_worker_mirrored: ring (gRPC), nccl (GPUs), or auto: TensorFlow chooses."""
+    """Transport of multi_worker_mirrored: ring (gRPC), nccl (GPUs), or auto (TensorFlow chooses)."""
     parameter_servers: int | None = None
-    """Number of parameter servers, the last ranks; rank 0 coordinates, those between train. None: 1."""
+    """Number of parameter servers, the last ranks; rank 0 coordinates, the others train. None: 1."""
     threads: int | None = None
-    """Threads per operation on each rank; None divides the cores among the ranks of a machine."""
+    """Threads per op on each rank; None divides the cores among the ranks of a host."""
     pin: bool = True
     """Pin each rank to its own cores if there are enough."""
     start_timeout: float = 120.0
-    """Seconds to wait for the other ranks at the start."""
+    """Seconds to wait for the other ranks at startup."""
     load_timeout: float = 3600.0
-    """Seconds to wait for ranks that still load, unpack or decode their data."""
+    """Seconds to wait for ranks that are still loading, unpacking or decoding data."""
     hang_timeout: float = 300.0
-    """Seconds without progress after which a job whose ranks wait for one another ends; 0: never."""
+    """Seconds without progress before a deadlocked job is ended; 0: never."""
     link_timeout: float = 15.0
-    """Seconds without a packet from another host after which the job ends; 0: never."""
+    """Seconds without a packet from another host before the job is ended; 0: never."""
     deterministic: bool = False
-    """Train to the same bits in every run of the same job: fixed messages, deterministic operations."""
+    """Bitwise reproducible training: fixed messages, deterministic ops."""
     hierarchical_allreduce: HierarchyName = "auto"
-    """Sum gradients inside each host first, then between the hosts; auto: measured at the start."""
+    """Reduce gradients within each host first, then between hosts; auto: measure at startup."""
     parallel: str | None = None
-    """Split the model among ranks: sizes of the axes pp, dp, cp, ep, tp, such as tp=2,pp=2; dp takes the rest."""
+    """Mesh axis sizes (pp, dp, cp, ep, tp), such as tp=2,pp=2; dp takes the remaining ranks."""
     malloc: MallocName = "keep"
     """Keep freed memory in the process for the next step, or let glibc return it to the system."""
 

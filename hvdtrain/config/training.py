@@ -1,4 +1,4 @@
-"""Options of training: the compiled step, the exchange of gradients, the update, and what is done about bad steps."""
+"""Options of the compiled step, gradient exchange, weight update, and bad-step policy."""
 
 import math
 from dataclasses import KW_ONLY
@@ -16,15 +16,15 @@ class StepConfig:
 
     _: KW_ONLY
     accumulate: int = 1
-    """Microbatches per rank and optimizer step; gradients are exchanged once."""
+    """Microbatches per rank and optimizer step; gradients are reduced once."""
     precision: PrecisionName | None = "float32"
-    """Compute dtype of layers; if mixed, variables, the last layer and the loss stay float32."""
+    """Compute dtype of layers; mixed policies keep variables, the last layer and the loss in float32."""
     sync_batch_norm: bool = False
-    """Compute the statistics of BatchNormalization over all ranks."""
+    """Compute BatchNormalization statistics over all ranks."""
     jit: bool = False
     """Compile forward and backward pass with XLA. On CPU it made a CNN 0.7x as fast, a transformer 1.2x at best."""
     recompute: bool = False
-    """Recompute activations in the backward pass instead of keeping them: less memory."""
+    """Recompute activations in the backward pass instead of storing them: less memory."""
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -33,13 +33,13 @@ class StepConfig:
 
 @section
 class ClippingConfig:
-    """Bounds on the gradient of the global batch."""
+    """Gradient clipping, on the gradient of the global batch."""
 
     _: KW_ONLY
     clip_norm: float | None = None
     """Bound on the L2 norm of the whole gradient."""
     clip_value: float | None = None
-    """Bound on the size of each of the gradient's elements."""
+    """Bound on the absolute value of each gradient element."""
 
     def __post_init__(self) -> None:
         for option, bound in ((opt("clip_norm"), self.clip_norm), (opt("clip_value"), self.clip_value)):
@@ -56,16 +56,16 @@ ZeroStage = Literal[0, 1, 2, 3]
 
 @section
 class UpdateConfig:
-    """How gradients become new weights; by default they are all-reduced, and every rank takes the same step."""
+    """How gradients become new weights; by default all-reduce and the same update everywhere."""
 
     zero: ZeroStage = 0
-    """Each rank keeps a slice: 1 of the optimizer's slots, 2 of the gradients too, 3 of the parameters too."""
+    """ZeRO stage; each rank keeps a shard of 1: optimizer state, 2: gradients too, 3: parameters too."""
     zero_prefetch: int = 0
-    """With --zero 3: gather the parameters of this many layers ahead of the one that computes."""
+    """With --zero 3: all-gather the parameters of this many layers ahead of the computing one."""
     local_steps: int | None = None
-    """Each rank takes this many optimizer steps by itself before the weights are averaged; None: gradients travel."""
+    """Local SGD: average the weights every N local optimizer steps; None: reduce gradients every step."""
     average_slots: bool = False
-    """With --local-steps: average the optimizer's slots along with the weights."""
+    """With --local-steps: average the optimizer state along with the weights."""
 
     def __post_init__(self) -> None:
         if self.zero not in get_args(ZeroStage):
@@ -94,18 +94,18 @@ SparseName = Literal["auto", "gather", "dense"]
 
 @section
 class ExchangeConfig:
-    """How gradients are reduced over the ranks, and how they travel."""
+    """Gradient reduction and transport."""
 
     reduce_op: ReduceOpName = "average"
-    """average over the global batch; sum: that times the ranks; adasum: scale-invariant, needs MPI and 2^n ranks."""
+    """average over the global batch; sum: average x ranks; adasum: scale-invariant, needs MPI and 2^n ranks."""
     compression: CompressionName = "none"
-    """Gradients on the wire: in 32 bits, or in 16 with sums in 32."""
+    """Gradient dtype on the wire: 32 bits, or 16 bits summed in 32."""
     sparse_gradients: SparseName = "auto"
-    """Gradients of embeddings: gather rows, or reduce the dense table; auto moves fewer bytes."""
+    """Embedding gradients: gather rows, or reduce the dense table; auto picks whichever moves fewer bytes."""
     gradient_groups: int = 0
     """Number of groups in which gradients are sent; 0: each as soon as it is computed."""
     predivide: float = 1.0
-    """Divide gradients by this before the sum, and the rest after it."""
+    """Divide gradients by this before the sum, and by the rest after it."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -123,7 +123,6 @@ class ExchangeConfig:
             self._check_adasum()
 
     def _check_adasum(self) -> None:
-        """Refuse options that Adasum's formula does not allow."""
         unfit = {
             opt("compression"): self.compression != "none",
             opt("gradient_groups"): self.gradient_groups > 0,
@@ -143,17 +142,19 @@ MAX_BAD_STEPS = 10
 
 @section
 class BadStepConfig:
-    """What becomes of a step whose loss or gradient is NaN or infinite, or whose loss is a spike."""
+    """Policy for bad steps: NaN or infinity in loss or gradient, or a loss spike."""
 
     _: KW_ONLY
     on_bad_step: BadStepName = "raise"
-    """How to handle a step with NaN, infinity or a spike: raise, skip its update on all ranks, or rollback to the
-    newest good checkpoint, leaving out the batches since then."""
+    """Policy for a step with NaN, infinity or a spike: raise, skip its update on all ranks, or rollback to the newest
+    good checkpoint, leaving out the batches since then.
+    """
     spike_threshold: float | None = None
-    """Treat a loss as bad that exceeds the median of the last 64 good steps by this many standard deviations, estimated
-    from the median absolute deviation; None: no loss is a spike."""
+    """Treat a loss as a spike if it exceeds the median of the last 64 good steps by this many standard deviations,
+    estimated from the median absolute deviation; None: never.
+    """
     max_bad_steps: int = MAX_BAD_STEPS
-    """End the training once more steps in a row are bad (skip), or more rollbacks are needed (rollback)."""
+    """Raise after this many consecutive bad steps (skip) or rollbacks (rollback)."""
 
     def __post_init__(self) -> None:
         bound = self.spike_threshold
@@ -166,22 +167,23 @@ class BadStepConfig:
 
     @property
     def guarded(self) -> bool:
-        """Whether a step has to know before its update whether it is bad."""
+        """Whether steps must be checked before their update is applied."""
         return self.on_bad_step != "raise" or self.spike_threshold is not None
 
 
 DESYNC_EVERY = 100
-"""Steps. A look reads the state once (200 MB take 0.03 s) and exchanges 8 bytes."""
+"""Default interval in steps. One check reads the state once (0.03 s per 200 MB) and exchanges 8 bytes."""
 
 
 @section
 class DesyncConfig:
-    """How often ranks are compared, which must hold the same weights and optimizer state."""
+    """How often to check that replicas have not diverged."""
 
     _: KW_ONLY
     desync_every: int = DESYNC_EVERY
-    """Compare a hash of weights and optimizer state over the ranks every this many steps, after the first steps, and at
-    the end of every epoch; 0 never compares."""
+    """Compare a hash of weights and optimizer state across ranks every N steps, after the first steps, and at the end
+    of every epoch; 0: never.
+    """
 
     def __post_init__(self) -> None:
         if self.desync_every < 0:
@@ -190,18 +192,18 @@ class DesyncConfig:
 
 @section
 class TrainingConfig(StepConfig):
-    """How long training runs and what makes it repeatable."""
+    """Length and seed of training."""
 
     epochs: int = 10
     """Passes over the training samples."""
     max_steps: int | None = None
     """Stop after this many optimizer steps, even within an epoch."""
     steps_per_epoch: int | None = None
-    """Steps of an epoch, for data of --data PACKAGE.MODULE:FUNCTION that never end."""
+    """Steps per epoch, for infinite data of --data PACKAGE.MODULE:FUNCTION."""
     validation_steps: int | None = None
-    """Batches of an evaluation, for validation data of --data PACKAGE.MODULE:FUNCTION that never end."""
+    """Batches per evaluation, for infinite validation data of --data PACKAGE.MODULE:FUNCTION."""
     seed: int = 0
-    """Initial weights, sample order and dropout are functions of it."""
+    """Seed of initial weights, sample order and dropout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Loading a user's own code, named PACKAGE.MODULE:ATTRIBUTE; its own exceptions pass through."""
+"""Import user code named PACKAGE.MODULE:ATTRIBUTE; its own exceptions propagate."""
 
 import difflib
 import importlib
@@ -14,19 +14,15 @@ from hvdtrain.config.registry import check_type, suggestion
 
 
 def is_user_code(name: str) -> bool:
-    """Whether `name` refers to a user's code, not to a built-in."""
+    """Return whether `name` refers to a user's code, not to a built-in."""
     return ":" in name
 
 
 def load_attribute(option: str, name: str) -> Any:
     """Import the attribute `name`, MODULE:ATTRIBUTE; the working folder is searched first.
 
-    Args:
-        option: the flag that holds the name.
-        name: dotted module and attribute.
-
     Raises:
-        ConfigError: malformed name, or no such module or attribute.
+        ConfigError: malformed name, or missing module or attribute.
     """
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
@@ -45,7 +41,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     """Import the function or class `name`, MODULE:FUNCTION.
 
     Raises:
-        ConfigError: see `load_attribute`; or it is not callable.
+        ConfigError: as `load_attribute`, or not callable.
     """
     function = load_attribute(option, name)
     if not callable(function):
@@ -56,17 +52,14 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 def arguments_for(
     option: str, name: str, function: Callable[..., Any], offered: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return keyword arguments for `function`: those of `offered` that it accepts, overridden by `given`.
+    """Select keyword arguments for `function` from `offered`, overridden by `given`.
 
     Args:
-        option: the flag that names the function; `option`-args is the flag of its arguments.
-        name: the function's name in that flag.
-        function: the function to call.
-        offered: values for parameters of these names, if it has them; None if unknown.
-        given: the user's arguments.
+        option: the flag that names the function; `option`-args sets its arguments.
+        offered: values for parameters of these names, passed if accepted; None if unknown.
 
     Raises:
-        ConfigError: required parameters without a value, or arguments that it does not accept.
+        ConfigError: required parameters without a value, or arguments that are not accepted.
     """
     parameters = _parameters(function)
     by_name = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -103,7 +96,6 @@ def _search_working_folder() -> str:
 
 
 def _import(option: str, module_name: str) -> Any:
-    """Import a module as `python -m` would from here."""
     folder = _search_working_folder()
     try:
         return importlib.import_module(module_name)
@@ -118,13 +110,11 @@ def _import(option: str, module_name: str) -> Any:
 
 
 def _first(folder: str) -> str:
-    """Name the folder that is searched before the working folder, if there is one."""
     first = sys.path[0] if sys.path else ""
     return f"from {first}, " if first not in ("", folder) and os.path.isdir(first) else ""
 
 
 def _neighbour(module_name: str, folder: str) -> str:
-    """Return a module or package with a similar name beside the missing one."""
     parent, _, last = module_name.rpartition(".")
     places = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [folder]
     found = {entry.removesuffix(".py") for place in places if os.path.isdir(place) for entry in os.listdir(place)}
