@@ -1,12 +1,12 @@
-"""Collectives with the gradients that belong to them, for what is split within one replica of a model.
+"""Collectives with gradients, for models that are split within one replica.
 
-Each is the adjoint of its partner: where one gathers in the forward pass, the other is what the backward pass does.
-Horovod's own registered gradients are not used: those of its all-gather and reduce-scatter are wrong by a factor of the
-number of ranks. The pairs are those of Shoeybi et al. 2019 (arXiv:1909.08053, f and g) and Korthikanti et al. 2022
+Each function is the adjoint of its partner: where one gathers in the forward pass, the other gathers in the backward
+pass. Horovod's registered gradients are not used: those of its all-gather and reduce-scatter are wrong by a factor of
+the number of ranks. The pairs are those of Shoeybi et al. 2019 (arXiv:1909.08053, f and g) and Korthikanti et al. 2022
 (arXiv:2205.05198, g and its conjugate along the sequence).
 
-Every call has a name, which the ranks of the group share, and which tells it from every other one in a step; the
-backward pass uses the name with `/back`.
+Every call has a name that is the same on all ranks of the group and unique within a step; the backward pass appends
+`/back`.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,19 @@ from hvdtrain.runtime.placement import even_slice
 
 
 def copy_to(x: tf.Tensor, group: Collectives, *, name: str) -> tf.Tensor:
-    """Return `x`, which all ranks hold alike and each uses in its own way: gradients are added up."""
+    """Return a replicated `x` for rank-specific use; its gradients are all-reduced."""
     return _pair(x, lambda value: value, lambda dy: group.all_reduce(dy, name=f"{name}/back"))
 
 
 def sum_from(x: tf.Tensor, group: Collectives, *, name: str) -> tf.Tensor:
-    """Return the sum of the ranks' `x`, which all go on to use alike: each has the whole gradient."""
+    """All-reduce `x`, for replicated use; the gradient passes unchanged."""
     return _pair(x, lambda value: group.all_reduce(value, name=name), lambda dy: dy)
 
 
 def gather_from(x: tf.Tensor, group: Collectives, dim: int, *, name: str, length: int | None = None) -> tf.Tensor:
-    """Return the ranks' slices side by side along `dim`, for what all go on to do alike: each keeps its slice of the
-    gradient.
+    """All-gather shards along `dim`, for replicated use; the gradient is sliced.
 
-    Slices of a dim of `length` may differ by one element, as `even_slice` has them; all have one size without it.
+    With `length`, shards may differ by one element, as in `even_slice`; without it, all are equal.
     """
     if length is None or length % group.size == 0:
         return _pair(x, lambda value: _gathered(value, group, dim, name), lambda dy: _own_part(dy, group, dim))
@@ -44,14 +43,12 @@ def gather_from(x: tf.Tensor, group: Collectives, dim: int, *, name: str, length
 
 
 def slice_to(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Tensor:
-    """Return this rank's slice along `dim` of an `x` that all ranks hold alike: the slices' gradients are gathered."""
+    """Return this rank's shard of a replicated `x` along `dim`; gradients are all-gathered."""
     return _pair(x, lambda value: _own_part(value, group, dim), lambda dy: _gathered(dy, group, dim, f"{name}/back"))
 
 
 def gather_to(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Tensor:
-    """Return the ranks' slices side by side along `dim`, for each to use in its own way: gradients are added up, and
-    each rank keeps its slice of the sum.
-    """
+    """All-gather shards along `dim`, for rank-specific use; gradients are reduce-scattered."""
     return _pair(
         x,
         lambda value: _gathered(value, group, dim, name),
@@ -60,7 +57,7 @@ def gather_to(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Te
 
 
 def sum_slices_from(x: tf.Tensor, group: Collectives, dim: int, *, name: str) -> tf.Tensor:
-    """Return this rank's slice along `dim` of the sum of the ranks' `x`: the slices' gradients are gathered."""
+    """Reduce-scatter `x` along `dim`; gradients are all-gathered."""
     return _pair(
         x,
         lambda value: _summed_part(value, group, dim, name),
@@ -69,10 +66,10 @@ def sum_slices_from(x: tf.Tensor, group: Collectives, dim: int, *, name: str) ->
 
 
 def exchange_parts(x: tf.Tensor, group: Collectives, cut: int, joined: int, *, name: str) -> tf.Tensor:
-    """Cut `x` along the dim `cut` into one part for each rank, and join what came along the dim `joined`.
+    """All-to-all: split `x` along dim `cut`, and concatenate the received parts along dim `joined`.
 
-    With `cut` and `joined` swapped it is its own inverse, and its own adjoint. The dim `cut` must be a static multiple
-    of the number of ranks; all ranks must have the same shape.
+    With `cut` and `joined` swapped it is its own inverse and its own adjoint. Dim `cut` must be a static multiple of
+    the number of ranks; all ranks must have the same shape.
     """
     return _pair(
         x,
@@ -92,7 +89,7 @@ def _pair(
 
 
 def _first(x: tf.Tensor, dim: int) -> tuple[tf.Tensor, list[int]]:
-    """Return `x` with `dim` as its first dim, and the order that puts it back."""
+    """Move `dim` to the front; return the result and the inverse permutation."""
     rank = x.shape.rank
     dim %= rank
     order = [dim, *(i for i in range(rank) if i != dim)]
@@ -111,7 +108,7 @@ def _gathered(x: tf.Tensor, group: Collectives, dim: int, name: str, length: int
 
 
 def _summed_part(x: tf.Tensor, group: Collectives, dim: int, name: str) -> tf.Tensor:
-    """Sum by an all-to-all: both controllers take less time for it than for their own reduce-scatter."""
+    """Reduce-scatter by an all-to-all, faster under MPI and Gloo than their own reduce-scatter."""
     if group.size == 1:
         return x
     first, back = _first(x, dim)

@@ -1,4 +1,4 @@
-"""Horovod: one replica, or a part of one, in each process, collectives by its C++ engine."""
+"""Horovod backend: one replica, or a shard of one, per process."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from hvdtrain.runtime.session import Session
 
 
 class HorovodBackend(AxisCollectives):
-    """Training over the ranks of a session; its collectives are those of the replicas, see `Backend`."""
+    """Horovod backend; its own collectives are among the replicas."""
 
     name = "horovod"
     local_index = 0
@@ -36,38 +36,38 @@ class HorovodBackend(AxisCollectives):
         self.transport = session.environment.controller if self.job_size > 1 else None
 
     def scope(self) -> AbstractContextManager[Any]:
-        """No context is needed: each process holds plain variables."""
+        """Return a null context: variables are plain."""
         return nullcontext()
 
     def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Return `batches`, which are this rank's already."""
+        """Return `batches` unchanged: they are this rank's already."""
         return batches
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step`: this process has one replica."""
+        """Call `step` once: one replica per process."""
         return step(*args)
 
     def prepare(self, optimizer: Any) -> None:
-        """Leave it as it is: it knows of no replicas."""
+        """No-op: Keras optimizers do not all-reduce under Horovod."""
 
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Take all: they are plain variables."""
+        """No-op: plain variables may be updated in the forward pass."""
 
     @property
     def everyone(self) -> AxisCollectives:
-        """The collectives among all ranks of the session's world."""
+        """Collectives among all ranks of the session's world."""
         return self._session.world.everyone if self.job_size > self.processes else self
 
     def along(self, *axes: str) -> AxisCollectives:
-        """Return the collectives of the session's world."""
+        """Return the world's collectives along `axes`."""
         return self._session.world.along(*axes)
 
     def between(self, axis: str, here: int, there: int) -> AxisCollectives:
-        """Return the collectives of the session's world."""
+        """Return the world's collectives of two neighbours along `axis`."""
         return self._session.world.between(axis, here, there)
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
-        """Assign the values of member `root`."""
+        """Assign member `root`'s values. Collective."""
         if among == "replicas":
             super().broadcast(tensors, root=root)
         elif among == "job":
@@ -76,11 +76,10 @@ class HorovodBackend(AxisCollectives):
             self._group_of(among).broadcast(tensors, root=root)
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        """Exchange `payload` over the control channel."""
+        """Gather `payload` over the control channel. Collective."""
         return self._session.gather(payload, timeout, self._members(among))
 
     def _members(self, among: Among) -> tuple[int, ...] | None:
-        """Return the ranks of a group; None for all."""
         if among == "job":
             return None
         if among == "replicas":
@@ -92,5 +91,5 @@ class HorovodBackend(AxisCollectives):
         return self.along(*axes[among])
 
     def close(self) -> None:
-        """Wait for all ranks and shut Horovod down."""
+        """Wait for all ranks and shut down Horovod. Collective."""
         self._session.close()

@@ -1,4 +1,4 @@
-"""tf.distribute's ParameterServerStrategy: workers that change parameters on servers, each at its own pace."""
+"""Backend for tf.distribute's ParameterServerStrategy: asynchronous workers update shared parameters."""
 
 import re
 from collections import deque
@@ -20,17 +20,19 @@ from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy
 
 WAITING_PER_WORKER = 4
-"""Calls that wait for each worker, with their batches in the chief's memory: a slow one does not stop the others."""
+"""Bound on the calls queued per worker, whose batches occupy the chief's memory; deep enough that a slow worker does
+not stall the others.
+"""
 
 
 class ParameterServerBackend(NoOpCollectives):
-    """Asynchronous training, as the chief sees it: it reads the data, and has each step taken by one of the workers.
+    """Chief of asynchronous training: reads the data and dispatches each step to a worker.
 
-    Variables that are made within `scope` lie on the parameter servers.
+    Variables created within `scope` are placed on the parameter servers.
     """
 
-    # A worker exchanges nothing, and of what a compiled function may call it has the model's variables only by way of
-    # their servers: XLA could not reach them, and sums and random states of its own would lie on the chief.
+    # Workers do not communicate with one another, and reach the model's variables only through the servers: XLA
+    # cannot compile that, and gradient sums or random states of a worker would be placed on the chief.
     capabilities = Capabilities(
         lacks=(
             *(option.name for part in (ExchangeConfig, UpdateConfig, BadStepConfig) for option in fields(part)),
@@ -51,14 +53,14 @@ class ParameterServerBackend(NoOpCollectives):
         self.workers = CoordinatedWorkers(opened.strategy, opened.roles)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which variables are made on the parameter servers."""
+        """Return the strategy's variable scope."""
         return self._strategy.scope()
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step` as a worker's replica; within a function of the chief's own as it is.
+        """Call `step` in a worker's replica context, or directly in the chief's functions.
 
-        In this thread: `Strategy.run` would have optimizers apply gradients in another one, which sees nothing of the
-        contexts that `step` has opened.
+        Stays in this thread: `Strategy.run` would apply gradients in another one, without the contexts that `step` has
+        entered.
         """
         if tf.distribute.get_strategy() is not self._strategy:
             return step(*args)
@@ -66,11 +68,7 @@ class ParameterServerBackend(NoOpCollectives):
             return step(*args)
 
     def prepare(self, optimizer: Any) -> None:
-        """Keep it from adding gradients up, which there is no need to.
-
-        Raises:
-            ConfigError: it changes the scale of the loss by itself.
-        """
+        """Disable the optimizer's own gradient aggregation. Raises ConfigError: dynamic loss scaling."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ConfigError(
                 f"Dynamic loss scaling is not for {opt('backend', self.name)}, whose workers would change the scale "
@@ -80,12 +78,12 @@ class ParameterServerBackend(NoOpCollectives):
         disable_gradient_sums(optimizer)
 
     def close(self) -> None:
-        """Let the servers go and end the session."""
+        """Release the servers and end the session."""
         self._session.close()
 
 
 class CoordinatedWorkers:
-    """The workers, through tf.distribute's ClusterCoordinator; see `Workers`."""
+    """`Workers` on top of tf.distribute's ClusterCoordinator."""
 
     def __init__(self, strategy: Any, roles: Roles) -> None:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -94,11 +92,11 @@ class CoordinatedWorkers:
 
     @property
     def count(self) -> int:
-        """See `Workers`."""
+        """Number of workers."""
         return self._roles.workers
 
     def schedule(self, function: Callable[..., Any], *args: Any) -> "_Result":
-        """See `Workers`."""
+        """Dispatch a call; blocks while the queue is full."""
         while len(self._waiting) >= WAITING_PER_WORKER * self.count:
             self._waiting.popleft().fetch()
         result = _Result(self._coordinator, self._coordinator.schedule(function, args=args), self._roles)
@@ -106,26 +104,24 @@ class CoordinatedWorkers:
         return result
 
     def join(self) -> None:
-        """See `Workers`."""
+        """Wait for all dispatched calls."""
         waiting, self._waiting = self._waiting, deque()
         for result in waiting:
             result.fetch()
 
 
 class _Result:
-    """See `Future`."""
-
     def __init__(self, coordinator: Any, value: Any, roles: Roles) -> None:
         self._coordinator = coordinator
         self._value = value
         self._roles = roles
 
     def fetch(self) -> Any:
-        """See `Future`.
+        """Wait for the result.
 
         Raises:
             LaunchError: a process is gone.
-            tf.errors.OpError: this call failed, or another one, with which all that were waiting were given up.
+            tf.errors.OpError: this call failed, or was cancelled because another one did.
         """
         try:
             return self._value.fetch()
@@ -140,7 +136,7 @@ class _Result:
             raise cause from None
 
     def _first_error(self) -> tf.errors.OpError | None:
-        """Take the error that ended the calls from the coordinator, which would raise it at the next one."""
+        """Pop the error that cancelled the calls, which the coordinator would re-raise on the next one."""
         try:
             self._coordinator.join()
         except tf.errors.OpError as error:
@@ -149,7 +145,7 @@ class _Result:
 
 
 def lost_process(message: str, roles: Roles) -> str:
-    """Say which process an error of TensorFlow's is about: a server that a worker misses, else the worker."""
+    """Name the process an error refers to: an unreachable server, else the worker."""
     for kind, name in {SERVER: "parameter server", WORKER: "worker"}.items():
         found = re.search(rf"/job:{kind}/replica:\d+/task:(\d+)", message)
         if found:

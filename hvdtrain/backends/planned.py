@@ -1,6 +1,6 @@
-"""One rank of a job that is not started: where it would stand on the mesh, as if all others did what it does.
+"""Dry-run backend: one rank of a job that is not launched.
 
-A trainer can be made on it, and refuses what it would refuse in the job. Nothing can be trained.
+A trainer can be constructed on it and refuses the same options as in the job; it cannot train.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,35 +33,30 @@ _AXES: dict[Among, tuple[str, ...]] = {
 
 
 class PlannedCollectives(NoOpCollectives):
-    """Collectives of `size` ranks that all hold what this one does; results have the shapes that they would have.
-
-    Args:
-        size: number of ranks.
-        index: this rank's place among them.
-    """
+    """Collectives of `size` identical ranks: results have the shapes of the real ones."""
 
     def __init__(self, size: int, index: int) -> None:
         self.size, self.index = size, index
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Return `tensor` once for each rank."""
+        """Repeat `tensor` once per rank."""
         return tf.concat([tensor] * self.size, 0)
 
     def grouped_all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        """Do so for each of `tensors`."""
+        """Repeat each of `tensors` once per rank."""
         return [self.all_gather(tensor, name=name) for tensor in tensors]
 
 
 class PlannedWorld(World):
-    """The world of a job that is not started."""
+    """World of a job that is not launched."""
 
     def along(self, *axes: str) -> Any:
-        """See `World`."""
+        """Return planned collectives along `axes`."""
         return PlannedCollectives(self.mesh.size(*axes), self.mesh.coordinate(*axes))
 
 
 class PlannedBackend(PlannedCollectives):
-    """A rank's backend in a job that is not started, in place of Horovod's; see `Backend`."""
+    """Horovod's backend in a job that is not launched."""
 
     name = "horovod"
     roles: Mapping[str, int] = {}
@@ -75,68 +70,67 @@ class PlannedBackend(PlannedCollectives):
 
     @property
     def data_parallel(self) -> PlannedCollectives:
-        """See `Backend`."""
+        """Planned collectives along the data axes."""
         return self.along(*DATA_AXES)
 
     @property
     def process(self) -> int:
-        """See `Backend`."""
+        """Index along the data axes."""
         return self.data_parallel.index
 
     @property
     def processes(self) -> int:
-        """See `Backend`."""
+        """Size of the data axes."""
         return self.data_parallel.size
 
     @property
     def rank(self) -> int:
-        """See `Backend`."""
+        """Rank on the mesh."""
         return self._mesh.rank
 
     @property
     def job_size(self) -> int:
-        """See `Backend`."""
+        """Size of the mesh."""
         return self._mesh.size(*self._mesh.axis_names)
 
     @property
     def everyone(self) -> PlannedCollectives:
-        """See `Backend`."""
+        """Planned collectives of the whole job."""
         return PlannedCollectives(self.job_size, self.rank)
 
     def along(self, *axes: str) -> PlannedCollectives:
-        """See `Backend`."""
+        """Return planned collectives along `axes`."""
         return PlannedCollectives(self._mesh.size(*axes), self._mesh.coordinate(*axes))
 
     def between(self, axis: str, here: int, there: int) -> PlannedCollectives:
-        """See `Backend`."""
+        """Return planned collectives of two neighbours."""
         return PlannedCollectives(2, int(here > there))
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        """Return `payload` once for each rank."""
+        """Repeat `payload` once per rank."""
         return [payload] * (self.job_size if among == "job" else self._mesh.size(*_AXES[among]))
 
     def scope(self) -> AbstractContextManager[Any]:
-        """No context is needed."""
+        """Return a null context."""
         return nullcontext()
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step`."""
+        """Call `step` once."""
         return step(*args)
 
     def prepare(self, optimizer: Any) -> None:
-        """Leave it as it is."""
+        """No-op."""
 
     def close(self) -> None:
-        """There is nobody to leave together with."""
+        """No-op."""
 
 
 @contextmanager
 def planned(config: RuntimeConfig, mesh: Mesh) -> Iterator[PlannedBackend]:
-    """Make this process, inside the context, the rank of `mesh` in a job that is not started.
+    """Make this process a rank of `mesh` inside the context, without launching the job.
 
     Args:
-        config: options of processes.
-        mesh: as this rank of the job has it.
+        mesh: the mesh as this rank sees it.
     """
     ranks = mesh.size(*mesh.axis_names)
     environment = replace(detect_environment({}), controller="mpi", rank=mesh.rank, size=ranks)

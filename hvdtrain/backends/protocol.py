@@ -1,4 +1,4 @@
-"""What a training loop needs of whoever distributes it."""
+"""Protocols that a distribution backend implements for the training loop."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,43 +9,46 @@ import tensorflow as tf
 
 ReduceOp = Literal["sum", "average", "adasum"]
 Among = Literal["job", "replicas", "holders", "data_parallel", "tp"]
-"""Every process of the job; those that hold the same part of the model as this one, in the order of `index`; of these,
-those that hold the same experts and tables too: along `dp` and `cp`; those that are given different samples, in the
-order of `process`; or those that hold slices of the same layers for the same samples: along `tp`."""
+"""`job`: all ranks.
+
+`replicas`: ranks with my shard of the model, in the order of `index`. `holders`: of those, the ones with my experts and
+tables (dp x cp). `data_parallel`: ranks with different samples, in the order of `process`. `tp`: my tensor-parallel
+group.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do, and what it needs."""
+    """Capabilities and requirements of a backend."""
 
     lacks: tuple[str, ...] = ()
-    """Names of the step's options that cannot be used."""
+    """Names of unsupported step options."""
     sends_together: bool = False
-    """Gradients leave in one message, which no condition of the graph may hold."""
+    """Gradients are reduced in one message, which must not be inside a conditional of the graph."""
     needs_builders: bool = False
-    """Model and optimizer must be made within `Backend.scope`."""
+    """Model and optimizer must be created within `Backend.scope`."""
     uneven: bool = False
-    """Whether global batches need not divide among the replicas, whose number changes: see `data.batch.per_replica`."""
+    """Whether global batches may be uneven, as the number of replicas changes: see `data.batch.per_replica`."""
     asynchronous: bool = False
-    """Workers take the steps, each at its own pace; to the loop they are one replica that takes whole batches."""
+    """Workers take steps at their own pace; the loop sees one replica that takes whole batches."""
     step_factory: str = "hvdtrain.training.step.step_factory:CompiledStepFactory"
-    """`module:class` of the factory whose steps this backend runs, for models without a step of their own."""
+    """`module:class` of the step factory for models without a custom `train_step`."""
 
 
 class HostSum(Protocol):
-    """Sums in two levels: inside each host first, then between the hosts."""
+    """Two-level all-reduce: within each host, then between hosts."""
 
     def suits(self, tensor: tf.Tensor) -> bool:
-        """Tell whether tensors of this shape and dtype are added up so; alike on all replicas."""
+        """Return whether tensors of this shape and dtype use two levels; replicas agree."""
 
     def sum(
         self, tensor: tf.Tensor, between: "Callable[[tf.Tensor, Collectives], tf.Tensor]", *, name: str
     ) -> tf.Tensor:
-        """Sum inside the host, let `between` sum this replica's slice over the hosts, and gather the whole."""
+        """Reduce-scatter within the host, apply `between` to the shard across hosts, then all-gather."""
 
 
 class Collectives(Protocol):
-    """Collectives among the replicas; usable within a compiled function, in what `Backend.run` calls."""
+    """Collectives among replicas; usable in a compiled function under `Backend.run`."""
 
     @property
     def size(self) -> int:
@@ -53,197 +56,196 @@ class Collectives(Protocol):
 
     @property
     def index(self) -> int:
-        """This replica's place among them; outside of `Backend.run` that of this process's first."""
+        """This replica's index; outside of `Backend.run` that of the process's first replica."""
 
     @property
     def fuses(self) -> bool:
-        """Whether tensors that are reduced at the same time may share a message."""
+        """Whether tensors reduced at the same time may share a message (tensor fusion)."""
 
     @property
     def by_host(self) -> HostSum | None:
-        """How large tensors are added up in two levels; None where all replicas exchange at once."""
+        """Two-level reduction of large tensors; None if all replicas communicate directly."""
 
     def all_reduce(
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
-        """Reduce elementwise over the replicas; the factors multiply input and result."""
+        """Reduce elementwise; the factors scale input and result. Collective."""
 
     def grouped_all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> list[tf.Tensor]:
-        """Sum several tensors in messages that leave together."""
+        """All-reduce several tensors in fused messages. Collective."""
 
     def reduce_scatter(
         self, tensor: tf.Tensor, *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
-        """Sum over the replicas, of which each keeps its slice of dim 0.
+        """Sum over the replicas and return this replica's shard of dim 0. Collective.
 
-        Slices are consecutive; where they cannot be equal, the first replicas keep one row more than the last.
+        Shards are consecutive; if dim 0 does not divide evenly, the first replicas keep one row more.
         """
 
     def grouped_reduce_scatter(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> list[tf.Tensor]:
-        """Do so for several tensors of one dtype, in messages that leave together."""
+        """Reduce-scatter several tensors of one dtype in fused messages. Collective."""
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Concatenate along dim 0."""
+        """Concatenate along dim 0. Collective."""
 
     def grouped_all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        """Do so for several tensors of one dtype, in messages that leave together."""
+        """All-gather several tensors of one dtype in fused messages. Collective."""
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Send the i-th of equal parts along dim 0 to replica i, and concatenate what came."""
+        """Send the i-th equal part of dim 0 to replica i and concatenate. Collective."""
 
 
 class Pair(Protocol):
-    """The collectives of two neighbouring ranks."""
+    """Collectives of two neighbouring ranks."""
 
     @property
     def index(self) -> int:
-        """This rank's place: 0 or 1."""
+        """This rank's index: 0 or 1."""
 
     def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
-        """Return the tensor that the rank at place `root` gave; both give one of the same shape and dtype."""
+        """Return the tensor of rank `root`; both pass the same shape and dtype. Collective."""
 
 
 class Future(Protocol):
-    """What a compiled function returns once it has run."""
+    """Result of a dispatched function."""
 
     def fetch(self) -> Any:
-        """Wait for it, and return it with NumPy arrays and numbers for tensors."""
+        """Wait for the result and return it, with NumPy arrays and numbers for tensors."""
 
 
 class Workers(Protocol):
-    """Processes that run compiled functions for this one, each by itself and at its own pace."""
+    """Processes that run compiled functions for this one, each at its own pace."""
 
     @property
     def count(self) -> int:
-        """Their number."""
+        """Number of workers."""
 
     def schedule(self, function: Callable[..., Any], *args: Any) -> Future:
-        """Let the next worker that is free call `function`, a `tf.function`, with `args` of tensors.
+        """Dispatch `function`, a `tf.function`, to the next free worker.
 
-        It returns before the function has run, unless very many are waiting.
+        Returns before the function has run, unless the queue is full.
         """
 
     def join(self) -> None:
-        """Wait until everything that was scheduled has run."""
+        """Wait until every dispatched call has run."""
 
 
 class Backend(Collectives, Protocol):
-    """The seam between the loop and its distribution engine.
+    """Interface between the training loop and a distribution engine.
 
-    `size` and `index`, and all collectives, are those of the replicas: the processes that hold the same part of the
-    model and are given different samples, or different positions of the same samples.
+    `size`, `index` and all collectives refer to the replicas: the processes that hold the same shard of the model and
+    have different samples, or different positions of the same samples.
     """
 
     @property
     def data_parallel(self) -> Collectives:
-        """The collectives among the replicas that are given different samples: a global batch is divided among them."""
+        """Collectives among replicas with different samples: they share a global batch."""
 
     @property
     def primary(self) -> bool:
-        """Whether this process writes the run's files and speaks to the user."""
+        """Whether this process writes files and logs to the console (rank 0)."""
 
     @property
     def name(self) -> str:
-        """The backend's name, as `--backend` takes it."""
+        """Name, as in `--backend`."""
 
     @property
     def transport(self) -> str | None:
-        """What tensors travel over, where there is a choice: `mpi`, `gloo`, `ring` …"""
+        """Transport, where there is a choice: `mpi`, `gloo`, `ring` …"""
 
     @property
     def process(self) -> int:
-        """This process's place among those that read data: each reads its part of every global batch."""
+        """This process's index among the data readers; each reads its share of every global batch."""
 
     @property
     def processes(self) -> int:
-        """Number of processes that read different samples; together they hold all replicas that are given these."""
+        """Number of processes that read different samples."""
 
     @property
     def local_index(self) -> int:
-        """This replica's place among those of its process; outside of `run` 0."""
+        """This replica's index within its process; 0 outside of `run`."""
 
     @property
     def local_size(self) -> int:
-        """Number of replicas in each process."""
+        """Number of replicas per process."""
 
     @property
     def remarks(self) -> Sequence[str]:
-        """What the user should know about how tensors travel, a line each."""
+        """Notes for the user about the transport, one per line."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this backend can do, and what it needs of model, optimizer and step."""
+        """Capabilities and requirements."""
 
     @property
     def roles(self) -> Mapping[str, int]:
-        """How many of the job's ranks are what, where they have different roles; else empty."""
+        """Number of ranks per role, if roles differ; else empty."""
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The context in which model and optimizer are created."""
+        """Return the context in which model and optimizer are created."""
 
     def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Hand this process's batches to its replicas."""
+        """Distribute this process's batches to its replicas."""
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step` once for each replica of this process, within a compiled function.
+        """Call `step` once per replica of this process, within a compiled function.
 
-        Every replica is given `args`: what is its own it finds by its place. Returns what the first one returned.
+        Every replica gets the same `args` and selects its share by its index. Returns the first replica's result.
         """
 
     def prepare(self, optimizer: Any) -> None:
-        """Let a Keras optimizer apply gradients that were reduced already."""
+        """Make a Keras optimizer accept gradients that are already reduced."""
 
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Refuse variables, by path, that the model changes in its forward pass, where that cannot be done."""
+        """Reject variables (by path) that the model updates in its forward pass, if unsupported."""
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Sizes of the axes of the mesh that hold several ranks."""
+        """Sizes of the mesh axes with more than one rank."""
 
     @property
     def rank(self) -> int:
-        """This process's place among all processes of the job."""
+        """This process's rank in the job."""
 
     @property
     def job_size(self) -> int:
-        """Number of processes of the job; more than `processes` where each replica of the model is split among some."""
+        """Number of ranks in the job; more than `processes` if a replica spans several ranks."""
 
     @property
     def everyone(self) -> Collectives:
-        """The collectives among all processes of the job; within `run`, where it is the replicas that exchange."""
+        """Collectives among all ranks; within `run`, among replicas if these communicate."""
 
     def along(self, *axes: str) -> Collectives:
-        """Return the collectives among the ranks of the job that differ from this one along `axes` of the mesh only."""
+        """Return the collectives among ranks that differ from this one only along `axes`."""
 
     def between(self, axis: str, here: int, there: int) -> Pair:
         """Return the collectives of this rank, at `here` along `axis`, and its neighbour at `there`.
 
-        The first and the last are neighbours too.
+        The first and the last are neighbours, too.
         """
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
-        """Assign the values that member `root` has, by path."""
+        """Assign the values of member `root`, by path. Collective."""
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        """Return the `payload` of every process, outside of TensorFlow.
+        """Gather every rank's `payload` over the control channel. Collective over the whole job.
 
-        Every process of the job must call it, whoever is asked for. Waits for `timeout` seconds; None: for as long as
-        the others may take to load their data.
+        Every rank must call it, whatever `among`. Waits for `timeout` seconds; None: the load timeout.
         """
 
     def close(self) -> None:
-        """Leave together with the other processes."""
+        """Shut down together with the other ranks. Collective."""
 
 
 def world_size(backend: Backend) -> int:
-    """Return how many take part: replicas, or ranks where these have different roles or share a replica."""
+    """Return the number of participants: replicas, or ranks if roles differ or ranks share a replica."""
     return sum(backend.roles.values()) or max(backend.size, backend.job_size)
 
 
 def split_axes(backend: Backend) -> dict[str, int]:
-    """Return the sizes of the mesh's axes if anything of the model is split along one of them."""
+    """Return the mesh axes if the model is split along any of them; else empty."""
     return dict(backend.axes) if set(backend.axes) - {"dp"} else {}

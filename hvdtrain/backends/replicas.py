@@ -1,4 +1,4 @@
-"""What each replica of a process has for itself."""
+"""Per-replica objects of a process."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -9,11 +9,10 @@ T = TypeVar("T")
 
 
 class ForEachReplica(Generic[T]):
-    """One object for each replica of this process, such as the variables in which it counts.
+    """One object per replica of this process, such as its counters.
 
     Args:
-        backend: the replicas.
-        make: makes one, given the replica's place in the process.
+        make: factory, called with the replica's local index.
     """
 
     def __init__(self, backend: Backend, make: Callable[[int], T]) -> None:
@@ -22,5 +21,5 @@ class ForEachReplica(Generic[T]):
 
     @property
     def own(self) -> T:
-        """That of the replica which asks; outside of `Backend.run` the first one's."""
+        """The calling replica's object; outside of `Backend.run` the first one's."""
         return self.all[self._backend.local_index]

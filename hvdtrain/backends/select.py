@@ -7,7 +7,7 @@ from hvdtrain.runtime.session import Session, current
 
 
 def backend_for(session: Session) -> Backend:
-    """Return the backend of the strategy that the session holds, of Horovod where it runs, else the single one."""
+    """Return the session's backend: tf.distribute if it has a strategy, Horovod if running, else single."""
     if session.strategy is not None and session.strategy.roles is not None:
         from hvdtrain.backends.parameter_server import ParameterServerBackend
 
@@ -28,10 +28,10 @@ def backend_for(session: Session) -> Backend:
 
 
 def current_exchange() -> Backend:
-    """Return the backend of the current session, for a loop of one's own.
+    """Return the current session's backend, for a custom loop.
 
     Raises:
-        ConfigError: its replicas exchange nothing with one another.
+        ConfigError: its workers do not communicate.
         LaunchError: `hvdtrain.init()` was not called.
     """
     backend = backend_for(current())

@@ -1,4 +1,4 @@
-"""The backend of one process and one replica: the reference that every other one must match."""
+"""Backend of one process with one replica: the reference for all others."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from hvdtrain.runtime.session import Session
 
 
 class NoOpCollectives:
-    """Every collective is the identity; a base of backends."""
+    """Identity collectives; base class of backends."""
 
     transport: str | None = None
     size = 1
@@ -26,59 +26,59 @@ class NoOpCollectives:
 
     @property
     def data_parallel(self) -> "NoOpCollectives":
-        """It takes all samples."""
+        """Itself: it gets all samples."""
         return self
 
     @property
     def process(self) -> int:
-        """The process is the replica."""
+        """Same as `index`."""
         return self.index
 
     @property
     def processes(self) -> int:
-        """There are as many as replicas."""
+        """Same as `size`."""
         return self.size
 
     @property
     def rank(self) -> int:
-        """The processes are those of the job."""
+        """Same as `process`."""
         return self.process
 
     @property
     def job_size(self) -> int:
-        """The processes are those of the job."""
+        """Same as `processes`."""
         return self.processes
 
     def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Return `batches` as they are."""
+        """Return `batches` unchanged."""
         return batches
 
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Take all: they are plain variables."""
+        """No-op: plain variables may be updated in the forward pass."""
 
     def all_reduce(
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
-        """Return `tensor`, times the two factors."""
+        """Return `tensor`, scaled."""
         factor = prescale * postscale
         return tensor if factor == 1.0 else tensor * factor
 
     def grouped_all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> list[tf.Tensor]:
-        """Return `tensors`, times the two factors."""
+        """Return `tensors`, scaled."""
         return [self.all_reduce(t, name=name, prescale=prescale, postscale=postscale) for t in tensors]
 
     def reduce_scatter(
         self, tensor: tf.Tensor, *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
-        """Return `tensor`, times the two factors: its slice is the whole."""
+        """Return `tensor`, scaled: its shard is the whole."""
         return self.all_reduce(tensor, name=name, prescale=prescale, postscale=postscale)
 
     def grouped_reduce_scatter(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> list[tf.Tensor]:
-        """Return `tensors`, times the two factors."""
+        """Return `tensors`, scaled."""
         return self.grouped_all_reduce(tensors, name=name, prescale=prescale, postscale=postscale)
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
@@ -95,15 +95,15 @@ class NoOpCollectives:
 
     @property
     def everyone(self) -> "NoOpCollectives":
-        """The replicas are the processes of the job."""
+        """Itself."""
         return self
 
     def along(self, *axes: str) -> "NoOpCollectives":
-        """Return the exchange of one rank."""
+        """Return one-rank collectives."""
         return NoOpCollectives()
 
     def between(self, axis: str, here: int, there: int) -> "NoOpCollectives":
-        """Return the exchange of one rank."""
+        """Return one-rank collectives."""
         return NoOpCollectives()
 
     def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
@@ -111,7 +111,7 @@ class NoOpCollectives:
         return tensor
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
-        """Leave everything as it is."""
+        """No-op."""
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
         """Return this process's payload alone."""
@@ -119,7 +119,7 @@ class NoOpCollectives:
 
 
 class SingleBackend(NoOpCollectives):
-    """The whole batch in this process."""
+    """One process that takes whole batches."""
 
     name = "single"
     capabilities = Capabilities()
@@ -129,15 +129,15 @@ class SingleBackend(NoOpCollectives):
         self._session = session
 
     def scope(self) -> AbstractContextManager[Any]:
-        """No context is needed."""
+        """Return a null context."""
         return nullcontext()
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step`."""
+        """Call `step` once."""
         return step(*args)
 
     def prepare(self, optimizer: Any) -> None:
-        """Leave it as it is."""
+        """No-op."""
 
     def close(self) -> None:
         """End the session."""

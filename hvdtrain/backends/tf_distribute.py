@@ -1,4 +1,4 @@
-"""The strategies of tf.distribute: several replicas in one process, or one in each worker."""
+"""Backends for tf.distribute strategies: several replicas per process, or one per worker."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,10 +17,10 @@ from hvdtrain.runtime.strategies import OpenStrategy
 
 
 class StrategyBackend:
-    """Data parallel training over the replicas of a strategy, by a loop of our own and not by `Model.fit`.
+    """Data-parallel training over a strategy's replicas, by hvdtrain's own loop.
 
-    A process that holds several replicas reads the whole global batch, of which each replica takes its part within
-    the compiled step.
+    A process with several replicas reads the whole global batch; each replica slices its share within the compiled
+    step.
     """
 
     capabilities = Capabilities(
@@ -50,7 +50,7 @@ class StrategyBackend:
 
     @property
     def index(self) -> int:
-        """See `Collectives`."""
+        """Replica index in its context; outside that of the process's first replica."""
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self._strategy:
             return self.process * self.local_size
@@ -58,7 +58,7 @@ class StrategyBackend:
 
     @property
     def local_index(self) -> int:
-        """See `Backend`."""
+        """Replica index within this process."""
         return self.index - self.process * self.local_size
 
     by_host = None
@@ -66,34 +66,30 @@ class StrategyBackend:
 
     @property
     def fuses(self) -> bool:
-        """See `Collectives`: TensorFlow decides."""
+        """Always true: TensorFlow decides."""
         return True
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which variables become those of all replicas."""
+        """Return the strategy's variable scope."""
         return self._strategy.scope()
 
     def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Return `batches`: the step cuts them."""
+        """Return `batches` unchanged: the step slices them."""
         return batches
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step` for each replica of this process."""
+        """Call `step` on each replica of this process; return the first one's results."""
         results = self._strategy.run(step, args=args)
         return tf.nest.map_structure(lambda result: self._strategy.experimental_local_results(result)[0], results)
 
     def prepare(self, optimizer: Any) -> None:
-        """Keep it from adding gradients up over the replicas: Keras' optimizers do so, and would count them n times."""
+        """Disable Keras' own gradient sum over replicas, which would count gradients n times."""
         while optimizer is not None:
             disable_gradient_sums(optimizer)
             optimizer = getattr(optimizer, "inner_optimizer", None)
 
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Refuse them where all replicas share one copy.
-
-        Raises:
-            ConfigError: naming the first.
-        """
+        """Reject variables that are shared by all replicas. Raises ConfigError: names the first one."""
         if self.name == "central_storage" and variables:
             raise ConfigError(
                 f"{opt('backend', 'central_storage')} holds one copy of each variable, which no layer may change in "
@@ -102,7 +98,7 @@ class StrategyBackend:
             )
 
     def _context(self, name: str) -> Any:
-        """Return the replica context in which `name` is exchanged."""
+        """Return the replica context that `name` is reduced in."""
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self._strategy:
             raise ConfigError(
@@ -125,7 +121,7 @@ class StrategyBackend:
     def grouped_all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> list[tf.Tensor]:
-        """Sum over the replicas, as one batch."""
+        """Sum over the replicas in one batch."""
         scaled = [_times(tensor, prescale) for tensor in tensors]
         totals = self._context(name).all_reduce(tf.distribute.ReduceOp.SUM, scaled)
         return [_times(total, postscale) for total in totals]
@@ -133,17 +129,13 @@ class StrategyBackend:
     def reduce_scatter(
         self, tensor: tf.Tensor, *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
-        """Refuse: tf.distribute has none on every device.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse: tf.distribute has no reduce-scatter on every device. Raises ConfigError: always."""
         raise ConfigError(f"tf.distribute has no reduce-scatter: {opt('backend', self.name)} cannot exchange {name!r}.")
 
     def grouped_reduce_scatter(
         self, tensors: Sequence[tf.Tensor], *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> list[tf.Tensor]:
-        """Refuse, as `reduce_scatter` does."""
+        """Refuse, like `reduce_scatter`."""
         return [self.reduce_scatter(each, name=name) for each in tensors]
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
@@ -156,28 +148,24 @@ class StrategyBackend:
         return [self.all_gather(each, name=name) for each in tensors]
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Refuse: tf.distribute has no such exchange.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse: tf.distribute has no all-to-all. Raises ConfigError: always."""
         raise ConfigError(f"tf.distribute has no all-to-all: {opt('backend', self.name)} cannot exchange {name!r}.")
 
     @property
     def everyone(self) -> Collectives:
-        """The replicas: the model is split among none."""
+        """Itself: the model is not split."""
         return self
 
     def along(self, *axes: str) -> Collectives:
-        """Return the exchange of one rank: the model is split among none."""
+        """Return one-rank collectives: the model is not split."""
         return NoOpCollectives()
 
     def between(self, axis: str, here: int, there: int) -> Pair:
-        """Return the exchange of one rank."""
+        """Return one-rank collectives."""
         return NoOpCollectives()
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
-        """Give every worker the values of `root`; the replicas of one process are always given the same."""
+        """Assign `root`'s values on every worker; replicas of one process always agree. Collective."""
         if self.processes == 1:
             return
 
@@ -189,23 +177,23 @@ class StrategyBackend:
             variable.assign(found[path])
 
     def _from(self, root: int, value: tf.Tensor, path: str) -> tf.Tensor:
-        """Return the value of `root`: the sum of its own and of zeros."""
+        """Broadcast as a sum in which all other replicas contribute zeros."""
         known = value.dtype in _SUMMABLE
         mine = value if known else tf.cast(value, tf.int64)
         total = self.all_reduce(mine if self.index == root else tf.zeros_like(mine), name=f"broadcast/{path}")
         return total if known else tf.cast(total, value.dtype)
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        """Exchange `payload` over the control channel."""
+        """Gather `payload` over the control channel. Collective."""
         return self._session.gather(payload, timeout)
 
     def close(self) -> None:
-        """Wait for the other workers and end the session."""
+        """Wait for the other workers and end the session. Collective."""
         self._session.close()
 
 
 _SUMMABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-"""What collectives add up on every device; other integers and booleans travel as int64."""
+"""Dtypes that collectives sum on every device; other integers and booleans are sent as int64."""
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
