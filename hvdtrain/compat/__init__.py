@@ -1,12 +1,10 @@
-"""Private names of other libraries, and the only place where they stand.
+"""The only place that names private parts of Keras, TensorFlow, Horovod and mpi4py.
 
 `keras.py` (layers and models), `keras_variables.py` (variables and optimizers), `tf_keras.py`, `tensorflow.py` and
-`horovod.py` (with mpi4py) alone name private modules, attributes, frames and threads of these libraries. Everybody else
-calls their functions, which are named by what they mean. Each says what it takes for granted about the library, and has
-a contract test in `tests/unit/compat/`, which names the function and the library's version when that no longer holds.
-
-A rename shows as an AttributeError by itself. Where a change would show as nothing at all (gradients summed twice,
-whole variables in memory, a job that hangs), the function looks first, and raises `CompatibilityError`.
+`horovod.py` (with mpi4py) wrap private modules, attributes, frames and threads in functions named by meaning. Each
+states its assumption about the library and has a contract test in `tests/unit/compat/`, which names the function and
+the library's version on failure. A rename shows as an AttributeError; where a change would be silent (gradients summed
+twice, full variables in memory, a deadlock), the function checks first and raises `CompatibilityError`.
 """
 
 import warnings
@@ -18,7 +16,7 @@ from typing import Any
 from hvdtrain.config.errors import CompatibilityError
 
 TESTED_KERAS = ((3, 14), (3, 15))
-"""The first and the last minor version of Keras that the tests run with; `setup.cfg` allows no other."""
+"""First and last tested minor version of Keras; `setup.cfg` allows no other."""
 KERAS_REQUIREMENT = "keras>=3.14,<3.16"
 _ADVICE = {
     "keras": f"Run: pip install '{KERAS_REQUIREMENT}'",
@@ -28,7 +26,7 @@ _ADVICE = {
 
 
 def unlike(library: str, function: Callable[..., Any], reliance: str) -> CompatibilityError:
-    """Return the error that a library does not do what `function`, of this package, relies on."""
+    """Return the error for a library that violates an assumption of `function`."""
     return CompatibilityError(
         f"{reliance}: {function.__module__}.{function.__name__} relies on it. Received: {library} {version(library)}, "
         f"which does otherwise. {_ADVICE[library]}"
@@ -36,13 +34,13 @@ def unlike(library: str, function: Callable[..., Any], reliance: str) -> Compati
 
 
 def uses_attribute(kind: type, name: str) -> bool:
-    """Whether a method of `kind`, or of a class that it derives from, uses the attribute `name`."""
+    """Return whether a method of `kind` or of its bases uses the attribute `name`."""
     methods = [method for each in kind.__mro__ for method in vars(each).values() if hasattr(method, "__code__")]
     return any(name in method.__code__.co_names for method in methods)
 
 
 def untested_keras(installed: str) -> str:
-    """Return why a version of Keras may not do, and what does; empty if hvdtrain is tested with it."""
+    """Return why a version of Keras may not work, and the fix; empty if tested."""
     first, last = TESTED_KERAS
     if first <= tuple(int(part) for part in installed.split(".")[:2]) <= last:
         return ""
@@ -53,7 +51,7 @@ def untested_keras(installed: str) -> str:
 
 
 def warn_of_untested_keras() -> None:
-    """Warn if the installed Keras is not of a version that hvdtrain is tested with; Keras is not imported."""
+    """Warn if the installed Keras version is untested, without importing Keras."""
     with suppress(PackageNotFoundError):
         reason = untested_keras(version("keras"))
         if reason:
@@ -61,8 +59,5 @@ def warn_of_untested_keras() -> None:
 
 
 def fingerprint_of(dataset: Any) -> str:
-    """Return what tells the rows of a `datasets.Dataset` (Hugging Face) from those of others, in every process.
-
-    Assumed: `Dataset._fingerprint`.
-    """
+    """Return the fingerprint of a Hugging Face `Dataset`, equal in all processes. Assumes `Dataset._fingerprint`."""
     return str(dataset._fingerprint)

@@ -1,4 +1,4 @@
-"""Private names of Horovod and mpi4py, by what hvdtrain uses them for; a function imports the library that it needs."""
+"""Private names of Horovod and mpi4py. Each function imports only the library that it needs."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def all_reduce(tensor: Any, **options: Any) -> Any:
-    """Reduce a tensor as Horovod's op does: without a gradient, compression, or a division of its own.
+    """Reduce a tensor by Horovod's bare op: no gradient, compression or division.
 
-    Assumed: `mpi_ops._allreduce`, and the arguments `name`, `op`, `prescale_factor`, `postscale_factor`, `process_set`.
+    Assumes `mpi_ops._allreduce` with `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`.
     """
     from horovod.tensorflow import mpi_ops
 
@@ -16,60 +16,45 @@ def all_reduce(tensor: Any, **options: Any) -> Any:
 
 
 def grouped_all_reduce(tensors: Sequence[Any], **options: Any) -> list[Any]:
-    """Reduce tensors of one dtype in one message, as `all_reduce`.
-
-    Assumed: `mpi_ops._grouped_allreduce`.
-    """
+    """Reduce tensors of one dtype in one message. Assumes `mpi_ops._grouped_allreduce`."""
     from horovod.tensorflow import mpi_ops
 
     return list(mpi_ops._grouped_allreduce(tensors, **options))
 
 
 def reduce_scatter(tensor: Any, **options: Any) -> Any:
-    """Reduce a tensor and return this rank's rows of it, as `all_reduce`.
-
-    Assumed: `mpi_ops._reducescatter`.
-    """
+    """Reduce a tensor and return this rank's rows. Assumes `mpi_ops._reducescatter`."""
     from horovod.tensorflow import mpi_ops
 
     return mpi_ops._reducescatter(tensor, **options)
 
 
 def grouped_reduce_scatter(tensors: Sequence[Any], **options: Any) -> list[Any]:
-    """Reduce tensors of one dtype in one message, and return this rank's rows of each.
-
-    Assumed: `mpi_ops._grouped_reducescatter`.
-    """
+    """Reduce-scatter tensors of one dtype in one message. Assumes `mpi_ops._grouped_reducescatter`."""
     from horovod.tensorflow import mpi_ops
 
     return list(mpi_ops._grouped_reducescatter(tensors, **options))
 
 
 def keras_callbacks() -> ModuleType:
-    """Return the module with the parts of Horovod's callbacks that are the same for both of its Keras packages.
-
-    Assumed: `horovod._keras.callbacks`.
-    """
+    """Return the shared base of Horovod's Keras callbacks. Assumes `horovod._keras.callbacks`."""
     from horovod._keras import callbacks
 
     return callbacks
 
 
 def keras_elastic_callbacks() -> ModuleType:
-    """Return the same for callbacks of elastic jobs.
-
-    Assumed: `horovod._keras.elastic`.
-    """
+    """Return the shared base of Horovod's elastic Keras callbacks. Assumes `horovod._keras.elastic`."""
     from horovod._keras import elastic
 
     return elastic
 
 
 def learning_rate_schedule() -> type:
-    """Return Horovod's class of callbacks that schedule the learning rate, which a method `set_rate(epoch)` sets.
+    """Return Horovod's schedule callback with an overridable `set_rate(epoch)`.
 
-    Assumed: `LearningRateScheduleCallbackImpl` asks `_adjust_learning_rate` to set the rate of an epoch, a fraction
-    maybe, and `_restore_momentum_if_needed` to put back a momentum that it has changed.
+    Assumes `LearningRateScheduleCallbackImpl` calls `_adjust_learning_rate` with the epoch, possibly a fraction, and
+    `_restore_momentum_if_needed` after it changed a momentum.
     """
 
     class LearningRateSchedule(keras_callbacks().LearningRateScheduleCallbackImpl):  # type: ignore[misc]
@@ -80,15 +65,15 @@ def learning_rate_schedule() -> type:
             self.set_rate(epoch)
 
         def _restore_momentum_if_needed(self) -> None:
-            """Do nothing: the momentum itself is not changed."""
+            """No-op: the momentum is not changed."""
 
     return LearningRateSchedule
 
 
 def script_utilities() -> tuple[Any, Any, Any]:
-    """Return the functions that scripts take from `horovod.tensorflow.util`, besides its public ones.
+    """Return private helpers of `horovod.tensorflow.util` that scripts import.
 
-    Assumed: `_cache`, `_executing_eagerly` and `_make_subgraph`.
+    Assumes `_cache`, `_executing_eagerly` and `_make_subgraph`.
     """
     from horovod.tensorflow import util
 
@@ -96,10 +81,10 @@ def script_utilities() -> tuple[Any, Any, Any]:
 
 
 def aggregation_of_present() -> type:
-    """Return Horovod's class that adds gradients of graphs up locally, but for variables whose gradient is None.
+    """Return Horovod's local gradient aggregation, fixed for gradients that are None.
 
-    Assumed: `LocalGradientAggregationHelper._allreduce_grads_helper` matches gradients that are not None with `vars` by
-    position, and `not_none_indexes` holds their places.
+    Assumes `LocalGradientAggregationHelper._allreduce_grads_helper` matches gradients that are not None with `vars` by
+    position, and `not_none_indexes` holds their indices.
     """
     from horovod.tensorflow import gradient_aggregation
 
@@ -111,82 +96,61 @@ def aggregation_of_present() -> type:
 
 
 def legacy_optimizer_type() -> Any:
-    """Return what tells `LocalGradientAggregationHelper` that it is for an optimizer of TensorFlow 1.
-
-    Assumed: `_OPTIMIZER_TYPE_LEGACY`.
-    """
+    """Return the marker for TensorFlow 1 optimizers. Assumes `_OPTIMIZER_TYPE_LEGACY`."""
     from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 
     return LocalGradientAggregationHelper._OPTIMIZER_TYPE_LEGACY
 
 
 def replace_reduction(owner: Any, reduce: Callable[..., Any]) -> None:
-    """Let an optimizer of TensorFlow 1, or what aggregates for it, reduce gradients by `reduce(gradients, variables)`.
-
-    Assumed: `_allreduce_grads` of both.
-    """
+    """Replace the reduction of a TensorFlow 1 optimizer or its aggregation helper. Assumes `_allreduce_grads`."""
     owner._allreduce_grads = reduce
 
 
 def replace_aggregation(optimizer: Any, helper: Any) -> None:
-    """Let an optimizer of TensorFlow 1 add gradients up by a LocalGradientAggregationHelper, from pass to pass.
-
-    Assumed: `_agg_helper`, None where each pass reduces.
-    """
+    """Set the aggregation helper of a TensorFlow 1 optimizer. Assumes `_agg_helper`."""
     optimizer._agg_helper = helper
 
 
 def aggregates_gradients(optimizer: Any) -> bool:
-    """Whether an optimizer of Keras knows how Horovod adds gradients up over several passes: one of Keras 2's does.
+    """Return whether a Keras optimizer supports Horovod's local aggregation (Keras 2 only).
 
-    Assumed: `_aggregate_gradients` of those in `tf_keras.optimizers.legacy`.
+    Assumes `_aggregate_gradients` of `tf_keras.optimizers.legacy`.
     """
     return hasattr(optimizer, "_aggregate_gradients")
 
 
 def session_optimizer_class() -> Any:
-    """Return Horovod's class that wraps an optimizer of TensorFlow 1.
-
-    Assumed: `horovod.tensorflow._DistributedOptimizer`.
-    """
+    """Return Horovod's wrapper of a TensorFlow 1 optimizer. Assumes `horovod.tensorflow._DistributedOptimizer`."""
     import horovod.tensorflow as hvd
 
     return hvd._DistributedOptimizer
 
 
 def session_adasum_class() -> Any:
-    """Return Horovod's class that wraps an optimizer of TensorFlow 1 and combines its steps by Adasum.
-
-    Assumed: `horovod.tensorflow._DistributedAdasumOptimizer`.
-    """
+    """Return Horovod's Adasum wrapper of a TensorFlow 1 optimizer. Assumes `_DistributedAdasumOptimizer`."""
     import horovod.tensorflow as hvd
 
     return hvd._DistributedAdasumOptimizer
 
 
 def wrapped_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that one of these two wraps.
-
-    Assumed: `_optimizer`.
-    """
+    """Return the optimizer inside either wrapper. Assumes `_optimizer`."""
     return optimizer._optimizer
 
 
 def stored_value(handler: Any, scope: str, key: str) -> bytes | None:
-    """Return what is kept in the store of Horovod's rendezvous, of which `handler` answers a request; None: nothing.
-
-    Assumed: `KVStoreHandler._get_value`.
-    """
+    """Return a value in Horovod's rendezvous store; None if missing. Assumes `KVStoreHandler._get_value`."""
     return handler._get_value(scope, key)
 
 
 def load_mpi_library() -> Any:
-    """Return the MPI library (ctypes) that mpi4py loads, before MPI starts.
+    """Return the MPI library (ctypes) that mpi4py loads, before MPI is initialized.
 
-    Assumed: `mpi4py._mpiabi._dlopen_libmpi`, since mpi4py 4.1.
+    Assumes `mpi4py._mpiabi._dlopen_libmpi`, since mpi4py 4.1.
 
     Raises:
-        ImportError, AttributeError: mpi4py is another one, such as one that was compiled for a single MPI.
+        ImportError, AttributeError: another mpi4py, such as one compiled for a single MPI.
         RuntimeError, OSError: the library cannot be loaded.
     """
     from mpi4py import _mpiabi
@@ -195,9 +159,9 @@ def load_mpi_library() -> Any:
 
 
 def bind_mpi_at_once(mode: int) -> None:
-    """Let mpi4py open the MPI library with this mode (`os.RTLD_…`); nothing where it was compiled for a single MPI.
+    """Make mpi4py open the MPI library with `mode` (`os.RTLD_…`), if built for several MPIs.
 
-    Assumed: `mpi4py._mpiabi.LIBMPI_MODE`.
+    Assumes `mpi4py._mpiabi.LIBMPI_MODE`.
 
     Raises:
         ImportError: mpi4py is missing or another one.

@@ -1,4 +1,4 @@
-"""Private names of Keras 3's variables and optimizers, by what hvdtrain uses them for."""
+"""Private names of Keras 3's variables and optimizers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,34 +13,30 @@ from hvdtrain.compat import unlike, uses_attribute
 
 
 def declared_dtype(variable: Any) -> str:
-    """Return the dtype in which a Keras variable is kept, whatever a layer of mixed precision reads it as.
+    """Return a Keras variable's stored dtype, regardless of autocasting.
 
-    Assumed: `Variable._dtype`, which is there before the variable has a value.
+    Assumes `Variable._dtype`, set before the variable has a value.
     """
     return str(variable._dtype)
 
 
 def tensor_of(variable: Any) -> Any:
-    """Return the tf.Variable under a Keras variable, None where there is none yet; `variable` if it is no Keras one.
+    """Return a Keras variable's tf.Variable (None before it has one), or `variable` itself.
 
-    Not `Variable.value`: what is read may be drawn, gathered or converted for its reader.
-    Assumed: `Variable._value`.
+    Not `Variable.value`, which may generate, gather or cast its result. Assumes `Variable._value`.
     """
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def autocast(variable: Any, value: Any) -> Any:
-    """Return `value` as a layer reads `variable`: in its compute dtype, inside the call of one of mixed precision.
-
-    Assumed: `Variable._maybe_autocast`.
-    """
+    """Cast `value` to the dtype in which the calling layer reads `variable`. Assumes `Variable._maybe_autocast`."""
     return variable._maybe_autocast(value)
 
 
 def hold(variable: Any, tensor: Any) -> None:
-    """Let a Keras variable be one with this tf.Variable, of another shape maybe; None: it cannot be read.
+    """Set a Keras variable's tf.Variable, possibly of another shape; None makes it unreadable.
 
-    Assumed: `Variable._value` and `_shape`.
+    Assumes `Variable._value` and `_shape`.
     """
     variable._value = tensor
     if tensor is not None:
@@ -48,36 +44,28 @@ def hold(variable: Any, tensor: Any) -> None:
 
 
 def declare_shape(variable: Any, shape: Iterable[int]) -> None:
-    """Let a Keras variable say that it has another shape.
-
-    Assumed: `Variable.shape` is `_shape`.
-    """
+    """Override a Keras variable's shape. Assumes `Variable.shape` is `_shape`."""
     variable._shape = tuple(int(size) for size in shape)
 
 
 def rename(variable: Any, path: str) -> None:
-    """Let a Keras variable have another path.
-
-    Assumed: `Variable.path` is `_path`.
-    """
+    """Override a Keras variable's path. Assumes `Variable.path` is `_path`."""
     variable._path = path
 
 
 def replace_regularizer(variable: Any, penalty: Callable[[Any], Any]) -> None:
-    """Let a Keras variable have a penalty that need not be one of Keras' regularizers.
+    """Set a Keras variable's penalty, which may be any function of the variable.
 
-    Assumed: `Variable.regularizer` is `_regularizer`, and is called with the variable.
+    Assumes `Variable.regularizer` is `_regularizer`.
     """
     variable._regularizer = penalty
 
 
 def when_initialized(variable: Any, then: Callable[[Any], None]) -> bool:
-    """Call `then` with the tf.Variable that a Keras variable without a value is going to get, once.
+    """Call `then` with the tf.Variable of an uninitialized Keras variable, once created.
 
-    Returns:
-        Whether it is one. Keras makes such while it looks for shapes alone, in a stateless scope.
-
-    Assumed: `Variable._value` is None until `_initialize`, which sets it.
+    Returns whether it is uninitialized: Keras defers initialization in a stateless scope, where it only infers shapes.
+    Assumes `Variable._value` is None until `_initialize` sets it.
     """
     if not isinstance(variable, keras.Variable) or variable._value is not None:
         return False
@@ -93,18 +81,19 @@ def when_initialized(variable: Any, then: Callable[[Any], None]) -> bool:
 
 
 MakeVariable = Callable[[Any, Callable[..., Any], Callable[..., tf.Variable]], tf.Variable]
-"""Takes a Keras variable that is being made, its initializer, and a function that makes the tf.Variable under it: with
-the initial value that it is given, or as Keras asks."""
+"""Takes a Keras variable under creation, its initializer, and a factory of its tf.Variable, which takes an initial
+value or uses Keras' own.
+"""
 
 
 @contextmanager
 def making_variables(make: MakeVariable) -> Iterator[None]:
-    """Let `make` make the tf.Variable under each Keras variable that an initializer draws inside the context.
+    """Create by `make` each tf.Variable that an initializer fills inside the context.
 
-    Assumed: Keras gives TensorFlow a function whose closure holds the variable, `self`, and its `initializer`.
+    Assumes the initial value is a function whose closure holds the Keras variable (`self`) and its `initializer`.
 
     Raises:
-        CompatibilityError: it does not: all variables would be whole in memory.
+        CompatibilityError: it does not: all variables would be materialized in full.
     """
     seen: list[Any] = []
 
@@ -131,7 +120,7 @@ def making_variables(make: MakeVariable) -> Iterator[None]:
 
 
 def _asker(initial_value: Any) -> tuple[Any, Any]:
-    """Return the Keras variable that asks for a tf.Variable, and its initializer; None for other initial values."""
+    """Return the Keras variable under creation and its initializer; None for other initial values."""
     code = getattr(initial_value, "__code__", None)
     if code is None or set(code.co_freevars) != {"initializer", "self"}:
         return None, None
@@ -140,23 +129,23 @@ def _asker(initial_value: Any) -> tuple[Any, Any]:
 
 
 class LazyVariable(keras.Variable):
-    """A Keras variable whose value is not in memory as it is read: made by setting the class of an existing variable.
+    """Keras variable whose value is computed on read; assigned as the class of an existing one.
 
-    Assumed: whoever reads a variable goes through `value`, and whoever assigns to it through `_direct_assign`.
+    Assumes reads go through `value` and assignments through `_direct_assign`.
     """
 
     @property
     def value(self) -> Any:
-        """What `read` returns, or Keras' own value."""
+        """The result of `read`, or Keras' own value."""
         found = self.read()
         return super().value if found is None else autocast(self, found)
 
     def read(self) -> Any:
-        """Return the value, in the declared dtype; None for that of a variable as Keras makes it."""
+        """Return the value in the declared dtype; None to use Keras' own."""
         raise NotImplementedError
 
     def write(self, value: Any) -> None:
-        """Take a value that is assigned."""
+        """Store an assigned value."""
         raise NotImplementedError
 
     def _direct_assign(self, value: Any) -> None:
@@ -164,17 +153,14 @@ class LazyVariable(keras.Variable):
 
 
 def assign_to_tensor(variable: Any, value: Any) -> None:
-    """Assign to the tf.Variable under a Keras variable, as Keras does, whatever the variable's class.
-
-    Assumed: `Variable._direct_assign`.
-    """
+    """Assign to a Keras variable's tf.Variable, whatever its class. Assumes `Variable._direct_assign`."""
     keras.Variable._direct_assign(variable, value)
 
 
 def is_stateless() -> bool:
-    """Whether Keras keeps what changes aside at this place: values of variables, losses.
+    """Return whether Keras is in a stateless scope, which captures state changes and losses.
 
-    Assumed: `in_stateless_scope` in keras.src.backend.
+    Assumes `in_stateless_scope` in keras.src.backend.
     """
     from keras.src.backend.common.stateless_scope import in_stateless_scope
 
@@ -182,9 +168,9 @@ def is_stateless() -> bool:
 
 
 def finds_shapes_alone() -> bool:
-    """Whether Keras runs a layer's call for its shapes alone at this place, in a graph that nobody runs.
+    """Return whether Keras is tracing a layer for shape inference only.
 
-    Assumed: it does so in a stateless scope.
+    Assumes it does so in a stateless scope.
     """
     return is_stateless() and not tf.executing_eagerly()
 
@@ -193,12 +179,12 @@ def finds_shapes_alone() -> bool:
 
 
 def disable_gradient_sums(optimizer: Any) -> None:
-    """Keep `optimizer`, as long as it lives, from adding gradients up over the replicas of a tf.distribute strategy.
+    """Disable an optimizer's gradient sum over the replicas of a tf.distribute strategy.
 
-    Assumed: each update asks the optimizer's `_all_reduce_sum_gradients` for the sums, of (gradient, variable) pairs.
+    Assumes each update calls `_all_reduce_sum_gradients` with (gradient, variable) pairs.
 
     Raises:
-        CompatibilityError: it does not: gradients would be counted once for each replica.
+        CompatibilityError: it does not: gradients would be counted once per replica.
     """
     kind = type(optimizer)
     if not hasattr(kind, "_all_reduce_sum_gradients") or not uses_attribute(kind, "_all_reduce_sum_gradients"):
@@ -209,68 +195,53 @@ def disable_gradient_sums(optimizer: Any) -> None:
 
 
 def trained_variables(optimizer: Any) -> list[Any]:
-    """Return the variables that an optimizer was built for; empty before.
-
-    Assumed: `Optimizer._trainable_variables`.
-    """
+    """Return the variables an optimizer was built for; else empty. Assumes `Optimizer._trainable_variables`."""
     return list(optimizer._trainable_variables)
 
 
 def step_counter(optimizer: Any) -> Any:
-    """Return the variable that counts the steps, those of gradient accumulation one by one.
-
-    Assumed: `Optimizer._iterations`.
-    """
+    """Return the step counter, which counts accumulation steps, too. Assumes `Optimizer._iterations`."""
     return optimizer._iterations
 
 
 def rate_or_schedule(optimizer: Any) -> Any:
-    """Return the variable of the learning rate, or the schedule that it comes from.
-
-    Assumed: `Optimizer._learning_rate`.
-    """
+    """Return the learning-rate variable or schedule. Assumes `Optimizer._learning_rate`."""
     return optimizer._learning_rate
 
 
 def slot_of(optimizer: Any, slots: Sequence[Any], variable: Any) -> Any:
-    """Return that one of `slots`, which are of all variables, which is of `variable`.
+    """Return the element of `slots`, one per variable, for `variable`.
 
-    Assumed: `Optimizer._get_variable_index`, of a Keras variable or the tf.Variable under it.
+    Assumes `Optimizer._get_variable_index`, of a Keras variable or its tf.Variable.
     """
     return slots[optimizer._get_variable_index(variable)]
 
 
 def adam_slots(optimizer: Any, variable: Any) -> tuple[Any, Any]:
-    """Return Adam's averages of the gradient and of its square, of `variable`.
-
-    Assumed: `Adam._momentums` and `_velocities`.
-    """
+    """Return Adam's first and second moment of `variable`. Assumes `Adam._momentums` and `_velocities`."""
     return slot_of(optimizer, optimizer._momentums, variable), slot_of(optimizer, optimizer._velocities, variable)
 
 
 def average_of(optimizer: Any, variable: Any) -> Any:
-    """Return the moving average of `variable`; None for variables that Keras overwrites instead of training.
+    """Return the EMA of `variable`; None for variables overwritten by Keras.
 
-    Assumed: `Optimizer._model_variables_moving_average`, with `use_ema`.
+    Assumes `Optimizer._model_variables_moving_average`, with `use_ema`.
     """
     return slot_of(optimizer, optimizer._model_variables_moving_average, variable)
 
 
 def is_decayed(optimizer: Any, variable: Any) -> bool:
-    """Whether weight decay is for `variable`, which `exclude_from_weight_decay` may say by its name.
-
-    Assumed: `Optimizer._use_weight_decay`.
-    """
+    """Return whether weight decay applies to `variable`. Assumes `Optimizer._use_weight_decay`."""
     return bool(optimizer._use_weight_decay(variable))
 
 
 def set_decayed(optimizer: Any, variable: Any, decayed: bool) -> None:
-    """Let weight decay be for `variable` or not, whatever its name.
+    """Set whether weight decay applies to `variable`, regardless of its name.
 
-    Assumed: `Optimizer._use_weight_decay` looks into `_exclude_from_weight_decay_cache` first, by `_var_key`.
+    Assumes `Optimizer._use_weight_decay` consults `_exclude_from_weight_decay_cache`, by `_var_key`, first.
 
     Raises:
-        CompatibilityError: it does not: slices would decay that whole variables do not, or the other way round.
+        CompatibilityError: it does not: shards and full variables would be decayed differently.
     """
     is_decayed(optimizer, variable)  # makes the cache
     optimizer._exclude_from_weight_decay_cache[optimizer._var_key(variable)] = decayed
@@ -279,34 +250,30 @@ def set_decayed(optimizer: Any, variable: Any, decayed: bool) -> None:
 
 
 class OptimizerWithOwnDecay(keras.optimizers.Optimizer):
-    """A Keras optimizer whose weight decay is a part of its update.
+    """Keras optimizer whose update includes the weight decay.
 
-    Assumed: `Optimizer.apply` decays weights by `_apply_weight_decay`.
+    Assumes `Optimizer.apply` decays weights by `_apply_weight_decay`.
     """
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Create the variables.
-
-        Raises:
-            CompatibilityError: it does not: weights would decay twice.
-        """
+        """Create the variables. Raises CompatibilityError: Keras decays weights elsewhere: they would decay twice."""
         if not uses_attribute(keras.optimizers.Optimizer, "_apply_weight_decay"):
             raise unlike("keras", OptimizerWithOwnDecay, "Optimizer.apply decays weights by _apply_weight_decay")
         super().build(variables)
 
     def _apply_weight_decay(self, variables: Any) -> None:
-        """Do nothing."""
+        """No-op."""
 
 
 OPTIMIZER_BOOKKEEPING = frozenset({"_variables", "_trainable_variables", "_trainable_variables_indices", "_tracker"})
-"""Attributes in which Keras lists what an optimizer's other attributes hold already."""
+"""Attributes in which Keras tracks values that an optimizer's other attributes hold already."""
 
 
 def forget_slots(optimizer: Any) -> None:
-    """Let `optimizer` be as before it was built: with a count of steps and a learning rate, and nothing else.
+    """Reset an optimizer to its unbuilt state: only step counter and learning rate.
 
-    Assumed: `_variables` lists them all, `_trainable_variables_indices` those that it was built for, and `_tracker`
-    those that it saves.
+    Assumes `_variables` lists all variables, `_trainable_variables_indices` the trained ones, and `_tracker` the saved
+    ones.
     """
     first = {id(optimizer._iterations), id(optimizer._learning_rate)}
     kept = [variable for variable in optimizer._variables if id(variable) in first]
@@ -322,17 +289,14 @@ def forget_slots(optimizer: Any) -> None:
 
 
 def momentum_slots(optimizer: Any) -> list[Any] | None:
-    """Return the velocities of an optimizer with momentum that is built; None if it has none that are known.
-
-    Assumed: `momentums` or `_momentums`.
-    """
+    """Return a built optimizer's momentum variables; None if unknown. Assumes `momentums` or `_momentums`."""
     return getattr(optimizer, "momentums", getattr(optimizer, "_momentums", None))
 
 
 def load_optimizer_weights(group: Any) -> list[Any]:
-    """Return the arrays of an optimizer in a file of Keras 2 (HDF5).
+    """Return an optimizer's arrays from a Keras 2 file (HDF5).
 
-    Assumed: keras.src.legacy.saving.legacy_h5_format.
+    Assumes keras.src.legacy.saving.legacy_h5_format.
     """
     from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 

@@ -1,4 +1,4 @@
-"""Private names of TensorFlow, by what hvdtrain uses them for; TensorFlow is imported where a function needs it."""
+"""Private names of TensorFlow, which is imported only where a function needs it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def mark_stateful(op: Any, uid: int) -> None:
-    """Keep an op of a graph, which has no state, from being merged with another or folded into a constant.
+    """Protect a stateless graph op from common-subexpression elimination and constant folding.
 
-    Assumed: `Operation._set_attr`; that Grappler merges no ops whose attributes differ, whatever their names, and that
-    the runtime folds no op with a `_scoped_allocator` (`IsConstantFoldable` in constant_folding.cc).
+    Assumes `Operation._set_attr`; Grappler merges no ops with different attributes, whatever their names; the runtime
+    folds no op with a `_scoped_allocator` (`IsConstantFoldable` in constant_folding.cc).
     """
     from tensorflow.core.framework import attr_value_pb2
 
@@ -28,25 +28,19 @@ def mark_stateful(op: Any, uid: int) -> None:
 
 
 def add_control_inputs(op: Any, before: Sequence[Any]) -> None:
-    """Let an op of a graph that is being traced wait for other operations.
-
-    Assumed: `Operation._add_control_inputs`.
-    """
+    """Add control dependencies to an op of a graph under construction. Assumes `Operation._add_control_inputs`."""
     op._add_control_inputs(before)
 
 
 def replace_input(op: Any, place: int, tensor: Any) -> None:
-    """Let an op of a graph that is being traced take another tensor as its input number `place`.
-
-    Assumed: `Operation._update_input`.
-    """
+    """Replace input number `place` of an op in a graph under construction. Assumes `Operation._update_input`."""
     op._update_input(place, tensor)
 
 
 def copy_op(op: Any, inputs: Sequence[Any]) -> Any:
-    """Add an op like `op` to its graph, of other inputs, and return it.
+    """Copy an op of a graph with other inputs.
 
-    Assumed: `Graph._create_op_internal` takes the attributes of a node as they are.
+    Assumes `Graph._create_op_internal` takes a node's attributes unchanged.
     """
     attributes = {name: op.node_def.attr[name] for name in op.node_def.attr}
     with op.graph.as_default():
@@ -56,17 +50,14 @@ def copy_op(op: Any, inputs: Sequence[Any]) -> Any:
 
 
 def unique_id(variable: Any) -> str:
-    """Return what tells a tf.Variable from all others of this process, and is not its name.
-
-    Assumed: `Variable._unique_id`.
-    """
+    """Return a tf.Variable's process-wide unique id. Assumes `Variable._unique_id`."""
     return str(variable._unique_id)
 
 
 def is_resource_variable(variable: Any) -> bool:
-    """Whether a variable has a handle, and is none of TensorFlow 1's that are references.
+    """Return whether a variable is a resource, not a TensorFlow 1 reference variable.
 
-    Assumed: tensorflow.python.ops.resource_variable_ops.
+    Assumes tensorflow.python.ops.resource_variable_ops.
     """
     from tensorflow.python.ops import resource_variable_ops
 
@@ -74,9 +65,9 @@ def is_resource_variable(variable: Any) -> bool:
 
 
 def is_compiled_by_xla(graph: Any) -> bool:
-    """Whether a graph, or one that it is inside of, is traced for XLA.
+    """Return whether a graph or an outer one is traced for XLA.
 
-    Assumed: tensorflow.python.ops.control_flow_util.
+    Assumes tensorflow.python.ops.control_flow_util.
     """
     from tensorflow.python.ops import control_flow_util
 
@@ -84,12 +75,11 @@ def is_compiled_by_xla(graph: Any) -> bool:
 
 
 def release(function: Any) -> None:
-    """Let the graph of a concrete function be freed with it, which nobody calls or differentiates any more.
+    """Allow the graph of an unused concrete function to be freed with it.
 
-    TensorFlow keeps the gradient of each call of a `tf.custom_gradient` function in a table, with the graph that it
-    was traced in. Every step of a Keras optimizer has such a call.
-    Assumed: the table is `gradient_registry._registry`, by the attribute `_gradient_op_type` of an IdentityN; a graph
-    has those of the functions that it calls in `_functions`.
+    TensorFlow registers a gradient for each call of a `tf.custom_gradient` function, which keeps its graph alive. Every
+    step of a Keras optimizer has such a call. Assumes the registry is `gradient_registry._registry`, keyed by the
+    attribute `_gradient_op_type` of an IdentityN, and a graph lists its callees in `_functions`.
     """
     import tensorflow as tf
     from tensorflow.python.framework import ops
@@ -108,13 +98,13 @@ _SCOPES = {"variable_capturing_scope": "first", "invalid_creator_scope": "second
 
 
 def trace_number(graph: "tf.Graph") -> str:
-    """Return which trace of a `tf.function` a FuncGraph is for: "first", which may create variables, or "second".
+    """Return whether a FuncGraph is a `tf.function`'s "first" or "second" trace; else empty.
 
-    TensorFlow traces a function again, for good, whose first trace created variables. Empty for other graphs.
-    Assumed: both traces run in a scope of variable creators of their own, whose function says by its name which one.
+    Only the first may create variables; TensorFlow retraces a function that did. Assumes the names of the
+    variable-creator scopes of both traces.
 
     Raises:
-        CompatibilityError: they do not: ranks would name collectives otherwise, and wait for one another for ever.
+        CompatibilityError: they differ: ranks would name collectives differently and deadlock.
     """
     from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
@@ -128,75 +118,71 @@ def trace_number(graph: "tf.Graph") -> str:
 
 
 def tape_options(tape: Any) -> tuple[bool, bool]:
-    """Return what a `tf.GradientTape` was made with: `persistent` and `watch_accessed_variables`.
+    """Return a `tf.GradientTape`'s `persistent` and `watch_accessed_variables`.
 
-    Assumed: `GradientTape._persistent` and `_watch_accessed_variables`.
+    Assumes `GradientTape._persistent` and `_watch_accessed_variables`.
     """
     return bool(tape._persistent), bool(tape._watch_accessed_variables)
 
 
 def share_recording(tape: Any, recorded: Any) -> None:
-    """Let a `tf.GradientTape` go on with what another one, `recorded`, has recorded.
+    """Make a `tf.GradientTape` continue the recording of another one.
 
-    Assumed: `GradientTape._tape`, None where it has not begun.
+    Assumes `GradientTape._tape`, None before recording.
     """
     tape._tape = recorded._tape
 
 
 def session_slot(optimizer: Any, variable: Any, name: str) -> Any:
-    """Return a slot of zeros of an optimizer of TensorFlow 1 for `variable`, made where it does not exist.
-
-    Assumed: `Optimizer._zeros_slot`.
-    """
+    """Return or create a TensorFlow 1 optimizer's zero slot for `variable`. Assumes `Optimizer._zeros_slot`."""
     return optimizer._zeros_slot(variable, name, optimizer.get_name())
 
 
 def session_counter(optimizer: Any, name: str, beside: Any) -> Any:
-    """Return a counter of an optimizer of TensorFlow 1 in the graph of the variable `beside`, made from 0.
+    """Create a TensorFlow 1 optimizer's zero counter in the graph of variable `beside`.
 
-    Assumed: `Optimizer._create_non_slot_variable`.
+    Assumes `Optimizer._create_non_slot_variable`.
     """
     import tensorflow as tf
 
     return optimizer._create_non_slot_variable(tf.constant(0, tf.int64), name, beside)
 
 
-# Frames and threads, as they are seen from outside: without TensorFlow
+# Frames and threads; usable without TensorFlow
 
 
 def is_compiled_call(frame: FrameType) -> bool:
-    """Whether a frame of a Python stack runs a compiled function.
+    """Return whether a Python stack frame runs a compiled function.
 
-    Assumed: all of them run in `AtomicFunction.call_flat`, whose `self` is the function.
+    Assumes all run in `AtomicFunction.call_flat`, whose `self` is the function.
     """
     module = str(frame.f_globals.get("__name__", ""))
     return frame.f_code.co_name == "call_flat" and module.endswith(".atomic_function")
 
 
 def is_data_read(frame: FrameType) -> bool:
-    """Whether a frame of a Python stack waits for the next element of a tf.data.Dataset.
+    """Return whether a Python stack frame waits for a tf.data.Dataset.
 
-    Assumed: the ops `iterator_get_next…` of gen_dataset_ops.
+    Assumes the ops `iterator_get_next…` of gen_dataset_ops.
     """
     return frame.f_code.co_name.startswith("iterator_get_next")
 
 
 def is_compute_thread(name: str) -> bool:
-    """Whether a thread of this process, by its name in /proc, computes or reads for TensorFlow.
+    """Return whether a thread, by its name in /proc, computes or reads for TensorFlow.
 
-    Assumed: the names of its thread pools begin with `tf_`.
+    Assumes its thread pools' names begin with `tf_`.
     """
     return name.startswith("tf_")
 
 
 def function_definitions(function: Any, most: int) -> Iterator[Any]:
-    """Yield the definition (FunctionDef) of a compiled function, and of those that it calls.
+    """Yield the FunctionDefs of a compiled function and its callees.
+
+    Assumes `AtomicFunction._bound_context` finds them by name, and `cached_definition` is the function's own.
 
     Args:
         function: the `self` of a frame for which `is_compiled_call` holds.
-        most: how many of these that are called are looked at.
-
-    Assumed: `AtomicFunction._bound_context` knows them by name, `cached_definition` is the function's own.
     """
     context, left, seen = function._bound_context, [function.cached_definition], set[str]()
     while left and len(seen) < most:
@@ -209,10 +195,10 @@ def function_definitions(function: Any, most: int) -> Iterator[Any]:
 
 
 def check_frames_and_threads() -> None:
-    """Check what the hang watch knows TensorFlow's frames and threads by, once TensorFlow has devices.
+    """Check the hang watchdog's assumptions, once TensorFlow has devices.
 
     Raises:
-        CompatibilityError: it does not hold: ranks that work would be taken for ones that hang, or the other way round.
+        CompatibilityError: violated: busy ranks would look hung, or hung ranks busy.
     """
     from tensorflow.python.eager.polymorphic_function import atomic_function
     from tensorflow.python.ops import gen_dataset_ops
@@ -250,60 +236,42 @@ ZIPS = frozenset({"_ZipDataset"})
 
 
 def is_kind(dataset: Any, kinds: frozenset[str]) -> bool:
-    """Whether a tf.data.Dataset is one of `MAPS`, `PASSING`, `ORDERS`, `BATCHES`, `ZIPS` ….
+    """Return whether a tf.data.Dataset is one of `MAPS`, `PASSING`, `ORDERS`, `BATCHES`, `ZIPS` ….
 
-    Assumed: the names of their classes, in tensorflow.python.data.ops. By another one, maps stay where they are.
+    Assumes class names in tensorflow.python.data.ops; with others, maps are left in place.
     """
     return type(dataset).__name__ in kinds
 
 
 def input_of(dataset: Any) -> Any:
-    """Return the dataset that a dataset of one input, such as a map, is made from.
-
-    Assumed: `_input_dataset`.
-    """
+    """Return the input of a single-input dataset, such as a map. Assumes `_input_dataset`."""
     return dataset._input_dataset
 
 
 def inputs_of(dataset: Any) -> list[Any]:
-    """Return the datasets that any dataset is made from.
-
-    Assumed: `Dataset._inputs()`.
-    """
+    """Return a dataset's inputs. Assumes `Dataset._inputs()`."""
     return list(dataset._inputs())
 
 
 def zipped_nest(dataset: Any) -> Any:
-    """Return the datasets of a zip in their nest.
-
-    Assumed: `_datasets` of `_ZipDataset`.
-    """
+    """Return the nest of datasets in a zip. Assumes `_datasets` of `_ZipDataset`."""
     return dataset._datasets
 
 
 def batch_of(dataset: Any) -> tuple[int, bool]:
-    """Return the size of the batches that one of `BATCHES` forms, and whether it drops the remainder.
-
-    Assumed: `_batch_size` and `_drop_remainder`.
-    """
+    """Return batch size and `drop_remainder` of one of `BATCHES`. Assumes `_batch_size` and `_drop_remainder`."""
     return int(dataset._batch_size), bool(dataset._drop_remainder)
 
 
 def ops_of_functions(dataset: Any) -> Iterator[set[str]]:
-    """Yield the op types of each function that a dataset itself calls, those that the function calls included.
-
-    Assumed: `Dataset._functions()`.
-    """
+    """Yield the op types, nested calls included, of each function of a dataset. Assumes `Dataset._functions()`."""
     # Not the graph of the whole dataset, which would copy every array in it; the functions are small.
     for wrapped in dataset._functions():
         yield _ops_in(wrapped)
 
 
 def ops_of_map(dataset: Any) -> set[str]:
-    """Return the op types of the function of a map, those that it calls included.
-
-    Assumed: `_map_func`.
-    """
+    """Return the op types, nested calls included, of a map's function. Assumes `_map_func`."""
     return _ops_in(dataset._map_func)
 
 
@@ -313,9 +281,9 @@ def _ops_in(wrapped: Any) -> set[str]:
 
 
 def is_stateful_op(kind: str) -> bool:
-    """Whether ops of a type carry state, as random numbers and Python functions do.
+    """Return whether an op type is stateful, as are random numbers and Python functions.
 
-    Assumed: tensorflow.python.framework.op_def_registry.
+    Assumes tensorflow.python.framework.op_def_registry.
     """
     from tensorflow.python.framework import op_def_registry
 
@@ -324,10 +292,10 @@ def is_stateful_op(kind: str) -> bool:
 
 
 def function_of_map(dataset: Any) -> Callable[[Any], Any]:
-    """Return the function of a map, traced already: of an element as one argument, a nest.
+    """Return a map's traced function, which takes an element as one nest.
 
-    Assumed: `_map_func` holds the function and its `output_structure`; `structure` in tensorflow.python.data.util takes
-    elements apart and puts them together as it does.
+    Assumes `_map_func` holds the function and its `output_structure`, and `structure` in tensorflow.python.data.util
+    converts between nests and flat tensors as it does.
     """
     import tensorflow as tf
     from tensorflow.python.data.util import structure
@@ -343,11 +311,10 @@ def function_of_map(dataset: Any) -> Callable[[Any], Any]:
 
 
 def reordered(like: Any, elements: Any) -> Any:
-    """Return `elements` in the order that `like`, one of `ORDERS` or `PASSING`, gives to its input.
+    """Apply the reordering of `like`, one of `ORDERS` or `PASSING`, to other elements.
 
-    A shuffle keeps the seeds that it was given or has drawn, which `Dataset.shuffle` would draw anew.
-    Assumed: `_count`, and of shuffles `_buffer_size`, `_seed`, `_seed2` and `_reshuffle_each_iteration`; of any dataset
-    `_variant_tensor` and `_flat_structure`.
+    A shuffle keeps its seeds; `Dataset.shuffle` would generate new ones. Assumes `_count`; of shuffles `_buffer_size`,
+    `_seed`, `_seed2` and `_reshuffle_each_iteration`; of any dataset `_variant_tensor` and `_flat_structure`.
     """
     import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""Private names of Keras 2 (tf_keras), by what the face of Horovod uses them for."""
+"""Private names of Keras 2 (tf_keras), for the Horovod-compatible API."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,10 @@ from hvdtrain.compat import unlike, uses_attribute
 
 
 class BatchNormalizationByMoments(tf_keras.layers.BatchNormalization):
-    """Keras' batch normalization with moments that a subclass computes.
+    """Keras 2's batch normalization with overridable moments.
 
-    Assumed: without `fused` or `virtual_batch_size`, `call` asks `_moments` for them, by `_calculate_mean_and_var`.
+    Assumes `call` obtains them from `_moments`, via `_calculate_mean_and_var`, unless `fused` or `virtual_batch_size`
+    is set.
     """
 
     def moments(
@@ -25,7 +26,7 @@ class BatchNormalizationByMoments(tf_keras.layers.BatchNormalization):
         """Create the variables.
 
         Raises:
-            CompatibilityError: Keras does not ask for the moments: they would be those of one replica.
+            CompatibilityError: Keras does not call `_moments`: statistics would be per replica.
         """
         if not uses_attribute(tf_keras.layers.BatchNormalization, "_moments"):
             raise unlike(
@@ -42,14 +43,13 @@ class BatchNormalizationByMoments(tf_keras.layers.BatchNormalization):
 def compute_gradients(optimizer: Any, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> list[tuple[Any, Any]]:
     """Return this rank's (gradient, variable) pairs.
 
-    Args:
-        optimizer: or its `super()`, for what a class further up computes.
-        loss: a function, or a value that `tape` has recorded.
-        var_list: the variables.
-        grad_loss: the gradient of the loss, for optimizers of `tf_keras.optimizers.legacy` alone.
-        tape: or None.
+    Assumes `_compute_gradients` of legacy optimizers.
 
-    Assumed: `_compute_gradients` of legacy optimizers.
+    Args:
+        optimizer: the optimizer or its `super()`.
+        loss: a function, or a value recorded by `tape`.
+        grad_loss: the gradient of the loss, for `tf_keras.optimizers.legacy` only.
+        tape: or None.
     """
     legacy = getattr(optimizer, "_compute_gradients", None)
     pairs = legacy(loss, var_list, grad_loss, tape) if legacy else optimizer.compute_gradients(loss, var_list, tape)
@@ -57,26 +57,20 @@ def compute_gradients(optimizer: Any, loss: Any, var_list: Any, grad_loss: Any, 
 
 
 def strategy_of(optimizer: Any) -> Any:
-    """Return the strategy of tf.distribute that an optimizer was made in, which cannot be copied.
-
-    Assumed: `_distribution_strategy`.
-    """
+    """Return the tf.distribute strategy an optimizer was created in. Assumes `_distribution_strategy`."""
     return optimizer._distribution_strategy
 
 
 def create_slots(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Create the variables of an optimizer for `variables`.
-
-    Assumed: `_create_all_weights` of legacy optimizers, which have no `build`.
-    """
+    """Create an optimizer's variables. Assumes `_create_all_weights` of legacy optimizers, which lack `build`."""
     build = getattr(optimizer, "build", None) or optimizer._create_all_weights
     build(list(variables))
 
 
 def momentum_slots(optimizer: Any) -> list[Any] | None:
-    """Return the velocities of an optimizer with momentum, as far as they exist; None if it has none that are known.
+    """Return an optimizer's existing momentum variables; None if unknown.
 
-    Assumed: `_slots` of legacy optimizers; `_built` and `momentums` or `_momentums` of others.
+    Assumes `_slots` of legacy optimizers; `_built` and `momentums` or `_momentums` of others.
     """
     if isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer):
         return [slots["momentum"] for slots in optimizer._slots.values() if "momentum" in slots]
@@ -86,9 +80,9 @@ def momentum_slots(optimizer: Any) -> list[Any] | None:
 
 
 def rates_of(optimizer: Any) -> list[Any]:
-    """Return the learning rate, and of a legacy optimizer its other hyperparameters, in the same order on all ranks.
+    """Return the learning rate, and a legacy optimizer's other hyperparameters, in fixed order.
 
-    Assumed: `_hyper` of legacy optimizers, `_learning_rate` of others.
+    Assumes `_hyper` of legacy optimizers, `_learning_rate` of others.
     """
     if isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer):
         return [optimizer._hyper[name] for name in sorted(optimizer._hyper)]
@@ -96,16 +90,13 @@ def rates_of(optimizer: Any) -> list[Any]:
 
 
 def loss_scale_of(optimizer: Any) -> Any:
-    """Return the variable with the scale of a LossScaleOptimizer.
-
-    Assumed: `_loss_scale`.
-    """
+    """Return a LossScaleOptimizer's scale variable. Assumes `_loss_scale`."""
     return optimizer._loss_scale.current_loss_scale
 
 
 def is_within_loss_scale(optimizer: Any) -> bool:
-    """Whether a LossScaleOptimizer is around an optimizer.
+    """Return whether an optimizer is wrapped by a LossScaleOptimizer.
 
-    Assumed: `_is_wrapped_by_loss_scale_optimizer`, which a LossScaleOptimizer sets.
+    Assumes `_is_wrapped_by_loss_scale_optimizer`.
     """
     return bool(getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False))

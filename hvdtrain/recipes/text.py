@@ -1,4 +1,4 @@
-"""Language models on text: any of your own, or the documentation that comes with Python."""
+"""Language models on text: your own, or Python's bundled documentation."""
 
 from dataclasses import replace
 
