@@ -1,5 +1,5 @@
-"""Layouts of one model on the mesh of ranks, a folder for each kind.
+"""Model parallelism on the mesh of ranks, one folder per kind.
 
-Start with `parallelize.py` and `pipeline/schedule.py`. May import `gradients`, `state`, `layers` and what lies below;
-`training` runs what is made here.
+Start with `parallelize.py` and `pipeline/schedule.py`. May import `gradients`, `state`, `layers` and everything below;
+`training` runs the split models.
 """

@@ -1,4 +1,4 @@
-"""Outputs of a model as this rank has them, where it has a part of them alone."""
+"""Model outputs of which a rank may hold only a shard."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,9 @@ from hvdtrain.parallel.tensor.outputs import gathered, sharded_outputs, tagged_o
 
 
 def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call `forward`, which is `model` or calls its layers, and leave this rank's slices of the outputs as they are.
+    """Call `forward`, the model or its layers, keeping outputs sharded and marked.
 
-    They are marked: see `shard_of` for slices along the last dim, and `positions_of` for slices of a sequence.
+    `shard_of` returns the mark of a shard along the last dim, `positions_of` that of a shard of the sequence.
     """
 
     def sharded(*inner: Any, **more: Any) -> Any:
@@ -20,14 +20,14 @@ def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options
 
 
 def marked_outputs(model: Any, outputs: Any) -> Any:
-    """Mark the slices among `outputs`, which the layers of `model` have given one by one; see `local_outputs`."""
+    """Mark the shards among outputs that the model's layers returned one by one."""
     slices = position_slices(model)
     marked = tagged_outputs(model, outputs)
     return marked if slices is None else slices.tagged(marked)
 
 
 def whole_outputs(model: Any, outputs: Any) -> Any:
-    """Return the whole of `outputs` that are marked; every rank that has a slice calls it."""
+    """All-gather marked outputs. Collective over the ranks that hold shards."""
     slices = position_slices(model)
     features = gathered(outputs)
     return features if slices is None else slices.gathered(features)

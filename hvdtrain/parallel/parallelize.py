@@ -1,4 +1,4 @@
-"""Split a model among ranks along the axes of the mesh; start here."""
+"""Split a model along the axes of the mesh; start here."""
 
 from typing import Any
 
@@ -17,31 +17,29 @@ from hvdtrain.parallel.tensor.rules import Rules
 def parallelize(
     model: Any, rules: Rules | None = None, *, inputs: Any = None, sequence_parallel: bool = False
 ) -> keras.Model:
-    """Return a model that is split among the ranks along `tp` and `cp`, and computes what the whole one does.
+    """Return a model split along `tp` and `cp` that computes the same as the full one. Collective.
 
-    Along `tp` each rank holds slices of the layers: rules map regular expressions of variable paths to layouts, as in
-    Keras' `LayoutMap`, one entry for each dim, None or `"tp"`. A kernel that is cut along its output makes a layer
-    column parallel, one that is cut along its input row parallel; biases follow. `hvdtrain.FusedHeads` in place of
-    `"tp"` is for a kernel of query, key and value. Without a `tp` axis the layers stay whole, and the rules are checked
-    nevertheless.
+    Along `tp` each rank holds shards of the layers: rules map regular expressions of variable paths to layouts, as in
+    Keras' `LayoutMap`, with one entry per dim, None or `"tp"`. A kernel sharded along its output makes a layer
+    column-parallel, along its input row-parallel; biases follow. Use `hvdtrain.FusedHeads` instead of `"tp"` for a
+    fused query-key-value kernel. Without a `tp` axis, layers stay full, but the rules are still checked.
 
-    Along `cp` each rank holds the whole model and computes a slice of the positions of every sequence, which needs no
-    rules: sequences are cut where an Embedding looks them up. A rule such as `{"patches/output": (None, "cp", None)}`
-    cuts them behind another layer.
+    Along `cp` each rank holds the full model and computes a shard of the positions of every sequence, without rules:
+    sequences are sharded at their Embedding lookup. A rule such as `{"patches/output": (None, "cp", None)}` shards them
+    after another layer.
 
-    Every rank calls it. See docs/parallel.md.
+    See docs/parallel.md.
 
     Args:
         model: a built Keras model, which is split in place, or a function without arguments that builds one: then no
-            process ever holds the whole of more than one variable.
+            process ever materializes more than one full variable.
         rules: layouts by regular expression.
-        inputs: a batch, or anything with the shapes and dtypes of one, for a model of the user's own class: it tells
-            how the model is called.
-        sequence_parallel: keep activations between the blocks as slices of the sequence, along `tp`.
+        inputs: for a model class of the user's own: a batch, or anything with its shapes and dtypes.
+        sequence_parallel: keep activations between blocks sharded along the sequence, over `tp`.
 
     Raises:
-        ConfigError: rules that match nothing or do not divide; a layer that cannot be split, or that is given an
-            activation which it cannot take; it is named.
+        ConfigError: rules that match nothing or do not divide; a layer that cannot be split, or that receives an
+            activation it cannot use; it is named.
         LaunchError: `hvdtrain.init` was not called.
     """
     backend = current_exchange()

@@ -1,8 +1,8 @@
-"""Follow slices of a sequence through a model, and refuse what would look at other positions than a rank has.
+"""Propagate sequence shards through a model, and reject operations across positions.
 
-As `parallel/tensor/flow/check.py` does for slices of features: the model is traced whole and with slices, and each
-operation between the layers that are known must compute every position from itself alone. Gradients need no look: each
-rank's are those of its own positions, and are added up.
+Like `parallel/tensor/flow/check.py` for feature shards: the model is traced in full and sharded, and every operation
+between known layers must compute each position independently. Gradients need no check: each rank's gradient covers its
+own positions, and they are summed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,17 @@ _ASSIGN = ("AssignVariableOp", "AssignAddVariableOp")
 
 
 def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]) -> Draws:
-    """Check that a model computes from slices of its sequences what it computes from whole ones.
+    """Verify that a model computes the same from sharded and full sequences.
 
     Args:
-        sliced: a trace of the model with slices.
-        whole: a trace of the same model with whole sequences.
-        ranks: how many slices there are.
-        variables: the model's tf.Variables by path.
+        sliced: trace with sequence shards.
+        whole: trace of the same model with full sequences.
 
     Returns:
-        What its random generators draw for.
+        Which random generators are used for shards, and which for replicated tensors.
 
     Raises:
-        ConfigError: naming the layer that looks at other positions, or at their number.
+        ConfigError: names the layer that looks at other positions, or at their number.
     """
     walk = _Walk(sliced, whole, variables)
     walk.go()
@@ -56,7 +54,7 @@ def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]
 
 
 class _Walk:
-    """Goes through the operations of a trace in their order."""
+    """Visits the operations of a trace in order."""
 
     def __init__(self, trace: Trace, whole: Trace, variables: Mapping[str, Any]) -> None:
         self._trace = trace
@@ -85,7 +83,7 @@ class _Walk:
                 self._pass(op)
 
     def _arrive(self, call: Any) -> None:
-        """Check what a known layer takes: slices, wholes, or either."""
+        """Check the inputs of a known layer: sharded, full, or either."""
         taken = {tensor.name: tensor.shape.rank + dim for tensor, dim in call.takes}
         passed = {tensor.name: moved for tensor, _, moved in call.passes}
         for op in self._operations[call.begin : call.end]:
@@ -125,7 +123,7 @@ class _Walk:
             self._layouts[tensor.name] = layout
 
     def _read(self, op: Any) -> Layout:
-        """States of random generators: what they draw for slices serves as well."""
+        """Return the layout of a random generator's state, which is valid for shards, too."""
         path = self._paths.get(id(op.inputs[0]), UNSEEDED)
         generator = bool(op.outputs[0].dtype.is_integer)
         return Layout(constant=generator, draws=frozenset([path] if generator else []))
@@ -153,11 +151,7 @@ class _Walk:
             self._lengths.update(tensor.name for tensor in op.outputs)
 
     def check_outputs(self, ranks: int) -> None:
-        """Refuse outputs that are not slices of the positions.
-
-        Raises:
-            ConfigError: an output of whole samples.
-        """
+        """Reject outputs that are not sharded by position. Raises ConfigError: an output of whole samples."""
         for tensor in self._trace.outputs:
             if self.layout_of(tensor).dim != POSITION_DIM:
                 raise ConfigError(
@@ -168,7 +162,7 @@ class _Walk:
 
 
 def _confirm(tensor: Any, whole: Any, layout: Layout, ranks: int) -> None:
-    """Compare the shape of a tensor with that of whole sequences."""
+    """Compare a tensor's shape with the one for full sequences."""
     if tensor.shape.rank is None or whole.shape.rank is None or layout.constant:
         return
     longer = [
@@ -187,7 +181,7 @@ def _confirm(tensor: Any, whole: Any, layout: Layout, ranks: int) -> None:
 
 
 def _compare_constants(mine: Any, theirs: Any) -> None:
-    """Refuse a number that was computed from the length of the sequence when the model was traced."""
+    """Reject a constant computed from the sequence length at trace time."""
     if mine.type != "Const":
         return
     value, whole = (tf.get_static_value(op.outputs[0]) for op in (mine, theirs))

@@ -1,8 +1,8 @@
-"""Layers of a model whose sequences are sharded along `cp`: embeddings, products, experts and attention.
+"""Layers of a model with sequences sharded along `cp`: embeddings, products, experts, attention.
 
-After its projections an attention layer has all heads of this rank's positions. An all-to-all gives it all positions of
-some heads, for which it computes attention as one process would, and another one gives it its own positions back. All
-other layers compute each position from itself alone.
+After its projections, an attention layer has all heads of this rank's positions. An all-to-all turns them into all
+positions of some heads, attention is computed as in one process, and a second all-to-all restores this rank's
+positions. All other layers compute each position independently.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,22 +27,22 @@ from hvdtrain.runtime.compiled import numbered
 
 @dataclass
 class Group:
-    """The ranks among which sequences are cut."""
+    """The context-parallel group."""
 
     exchange: Collectives
     record: FlowRecord = field(default_factory=FlowRecord)
-    """Where layers note what they take and give while the model is checked."""
+    """Where layers record inputs and outputs while the model is checked."""
     cuts: bool = False
-    """Whether sequences are cut: not while the whole model is traced."""
+    """Whether sequences are sharded; False while the full model is traced."""
 
     @property
     def positions(self) -> Positions:
-        """The slice that this rank has."""
+        """This rank's shard of the positions."""
         return Positions(self.exchange.index, self.exchange.size)
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
-        """Let layers compute all positions inside this context, as in one process."""
+        """Compute all positions inside this context, as in one process."""
         before, self.cuts = self.cuts, False
         try:
             yield
@@ -54,15 +54,15 @@ EMBEDDINGS = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
 
 
 def is_embedding(layer: Any) -> bool:
-    """Whether a layer looks rows up as Keras' embeddings do."""
+    """Return whether a layer looks up rows like Keras' embeddings."""
     return any(calls_as(layer, kind) for kind in EMBEDDINGS)
 
 
 def cut_lookups(layer: Any, group: Group, length: int) -> None:
-    """Let an embedding look up this rank's positions alone of sequences of `length`.
+    """Make an embedding look up only this rank's positions of sequences of `length`.
 
-    Other inputs, such as a class of each sample, stay whole. Positions are looked up like tokens: numbers from 0 to
-    the length, [positions] or [1, positions], are cut like the tokens that they belong to.
+    Other inputs, such as a class per sample, stay full. Position indices, 0 to the length, [positions] or [1,
+    positions], are sharded like tokens.
     """
     whole_call, whole_mask, name = layer.call, layer.compute_mask, described(layer)
     lists = _Lists(name, group)
@@ -98,9 +98,10 @@ def cut_lookups(layer: Any, group: Group, length: int) -> None:
 
 
 class _Lists:
-    """Whether the lists that an embedding looks up have an element for each position, or for each sample.
+    """Distinguishes 1-D inputs of an embedding: per position, or per sample.
 
-    While the model is checked a batch has no size; later one may have as many samples as a sequence has positions.
+    Decided while the model is checked, when the batch has no size; later, a batch may have as many samples as
+    positions.
     """
 
     def __init__(self, name: str, group: Group) -> None:
@@ -109,11 +110,7 @@ class _Lists:
         self._of_positions: bool | None = None
 
     def have_positions(self, size: int | None, length: int) -> bool:
-        """Return what was found when the model was checked.
-
-        Raises:
-            ConfigError: the embedding looks up both.
-        """
+        """Return the decision of the check. Raises ConfigError: the embedding is used for both."""
         if self._group.record.graph is None:
             return bool(self._of_positions)
         if self._of_positions not in (None, size == length):
@@ -126,7 +123,7 @@ class _Lists:
 
 
 def _dim_of(inputs: Any, length: int, group: Group, lists: _Lists) -> int | None:
-    """Return the dim of what is looked up that counts positions; None where it has none, or all are wanted."""
+    """Return the sequence dimension of the lookup's indices; None if there is none or it stays full."""
     rank = inputs.shape.rank
     if rank == 1:
         return 0 if lists.have_positions(inputs.shape[0], length) and group.cuts else None
@@ -136,7 +133,7 @@ def _dim_of(inputs: Any, length: int, group: Group, lists: _Lists) -> int | None
 
 
 def cut_output(layer: Any, group: Group) -> None:
-    """Let `layer` give this rank's positions of its output alone."""
+    """Make `layer` return only this rank's positions of its output."""
     whole_call, name = layer.call, described(layer)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -152,18 +149,18 @@ def cut_output(layer: Any, group: Group) -> None:
 
 
 def all_but_last(inputs: Any) -> Any:
-    """Return the function that lets every dim but the last be a slice, and keeps its place."""
+    """Return a dim mapping that allows sharding along every dim but the last."""
     last = int(inputs.shape.rank) - 1
     return lambda dim: None if dim == last else dim
 
 
 def is_dense(layer: Any) -> bool:
-    """Whether a layer is a Dense or EinsumDense of Keras'."""
+    """Return whether a layer is a Keras Dense or EinsumDense."""
     return calls_as(layer, keras.layers.Dense) or calls_as(layer, keras.layers.EinsumDense)
 
 
 def note_dense(layer: Any, group: Group) -> None:
-    """Let `layer` note which dims of its input it passes on."""
+    """Make `layer` record which sharded dims it passes through."""
     call = layer.call
 
     def noting(inputs: Any, *args: Any, **options: Any) -> Any:
@@ -176,7 +173,7 @@ def note_dense(layer: Any, group: Group) -> None:
 
 
 def _passed_on(layer: Any, inputs: Any) -> Callable[[int], int | None]:
-    """Return the function from a dim of the input to where it is in the output; None of one that is summed over."""
+    """Return the mapping from input dims to output dims; None for contracted dims."""
     if not isinstance(layer, keras.layers.EinsumDense):
         return all_but_last(inputs)
     taken, output = layer.equation.replace(" ", "").split("->")
@@ -196,14 +193,14 @@ def _passed_on(layer: Any, inputs: Any) -> Callable[[int], int | None]:
 
 
 def is_experts(layer: Any) -> bool:
-    """Whether a layer is a mixture of experts that calls them as ours does."""
+    """Return whether a layer is a mixture of experts with hvdtrain's `call`."""
     return calls_as(layer, MixtureOfExperts)
 
 
 def note_experts(layer: Any, group: Group) -> None:
-    """Let `layer` note that it takes and gives slices.
+    """Make `layer` record sharded inputs and outputs.
 
-    It is not given whole sequences: each rank would send the same tokens, and they would count several times.
+    Full sequences are rejected: every rank would send the same tokens, which would count several times.
     """
     whole_call = layer.call
 
@@ -221,24 +218,23 @@ def note_experts(layer: Any, group: Group) -> None:
 
 MASKS = ("query_mask", "value_mask", "key_mask")
 HEAD_DIM = 2
-"""The dim of projections [batch, positions, heads, features] that counts heads."""
+"""Head dim of projections, [batch, positions, heads, features]."""
 
 
 def is_attention(layer: Any) -> bool:
-    """Whether a layer calls as Keras' attention by heads; it may compute its own for all positions of some heads."""
+    """Return whether a layer has Keras' attention `call`; its attention function may be overridden."""
     return any(calls_as(layer, kind) for kind in KINDS)
 
 
 def split_attention(layer: Any, group: Group, name: str) -> None:
-    """Let an attention layer see all positions, of which each rank has a slice.
+    """Make an attention layer see all positions of sharded sequences.
 
     Args:
         layer: a MultiHeadAttention or GroupQueryAttention.
-        group: the ranks.
         name: of the layer, the same on all ranks.
 
     Raises:
-        ConfigError: heads that the ranks do not divide, or attention over other dims.
+        ConfigError: heads not divisible by the ranks, or attention over other dims.
     """
     _check(layer, group.exchange.size)
     exchange = _Exchange(group, name)
@@ -276,14 +272,14 @@ def _check(layer: Any, ranks: int) -> None:
 
 
 class _Exchange:
-    """The messages of one attention layer."""
+    """Collectives of one attention layer."""
 
     def __init__(self, group: Group, name: str) -> None:
         self._exchange = group.exchange
         self._name = name
 
     def heads(self, query: Any, key: Any, value: Any) -> Sequence[Any]:
-        """Return all positions of this rank's heads, in one message where the three have one shape."""
+        """Return all positions of this rank's heads; one message if all three have the same shape."""
         parts = (query, key, value)
         if query.shape[:3].as_list() != key.shape[:3].as_list():
             return [self._to_heads(part, role) for part, role in zip(parts, ("query", "key", "value"), strict=True)]
@@ -298,20 +294,20 @@ class _Exchange:
         return exchange_parts(x, self._exchange, POSITION_DIM, HEAD_DIM, name=numbered(f"{self._name}/output"))
 
     def whole_mask(self, mask: Any) -> Any:
-        """Return the mask of all positions, from that of this rank's."""
+        """All-gather a mask along the positions."""
         numbers = gather_to(tf.cast(mask, tf.int32), self._exchange, POSITION_DIM, name=numbered(f"{self._name}/mask"))
         return tf.cast(numbers, tf.bool)
 
 
 def _of_length(x: Any, group: Group) -> Any:
-    """Return a stand-in for the whole of `x`: masks by position, such as the causal one, look at its length alone."""
+    """Return a placeholder of `x`'s full length: positional masks, such as causal ones, only use its shape."""
     known = x.shape[POSITION_DIM]
     own = tf.shape(x)[POSITION_DIM] if known is None else known
     return tf.zeros([1, own * group.exchange.size, 1])
 
 
 def _note(layer: Any, group: Group) -> None:
-    """Let an attention layer note what it takes and gives."""
+    """Make an attention layer record its inputs and outputs."""
     whole_call = layer.call
 
     def call(query: Any, value: Any, key: Any = None, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Outputs of a model of which each rank has a slice of the positions, and the targets that belong to it."""
+"""Model outputs sharded by position, with matching targets."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,24 +13,23 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.compiled import numbered
 
 POSITION_DIM = 1
-"""The dim of tensors [batch, positions, …] that is cut."""
+"""Position dim of tensors, [batch, positions, …]."""
 _ATTRIBUTE = "_hvdtrain_positions"
 _LAYOUT = "_hvdtrain_position_slices"
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Which slice of a sequence a rank has."""
+    """A rank's shard of the positions."""
 
     index: int
     ranks: int
 
     def of(self, tensor: Any, dim: int = POSITION_DIM, *, what: str = "sequence") -> Any:
-        """Return this rank's slice of `tensor` along `dim`.
+        """Return this rank's shard of `tensor` along `dim`.
 
         Raises:
-            ConfigError: a length that the ranks do not divide, if it is known before the tensor is; otherwise the step
-                fails.
+            ConfigError: the static length is not divisible by the ranks; for a dynamic length the step fails.
         """
         length = tensor.shape[dim]
         if length is not None and length % self.ranks:
@@ -51,11 +50,10 @@ def _undivided(what: str) -> str:
 
 
 class PositionSlices:
-    """Lets whoever calls a model get outputs of all positions, unless within `kept`.
+    """Gathers a model's outputs over all positions, except within `kept`.
 
     Args:
-        exchange: the ranks that have the other slices.
-        whole: makes the context in which the layers of the model compute all positions.
+        whole: returns a context in which the model's layers compute all positions.
     """
 
     def __init__(self, exchange: Collectives, whole: Callable[[], AbstractContextManager[None]]) -> None:
@@ -65,7 +63,7 @@ class PositionSlices:
         self._kept = False
 
     def install(self, model: Any) -> None:
-        """Replace the call of `model`, all of whose outputs are slices."""
+        """Replace the call of `model`, whose outputs are all sharded."""
         sliced_call = model.call
 
         def call(*args: Any, **options: Any) -> Any:
@@ -76,13 +74,13 @@ class PositionSlices:
         vars(model)[_LAYOUT] = self
 
     def tagged(self, outputs: Any) -> Any:
-        """Mark `outputs` as slices."""
+        """Mark `outputs` as sharded."""
         for tensor in tf.nest.flatten(outputs):
             setattr(tensor, _ATTRIBUTE, self._positions)
         return outputs
 
     def gathered(self, outputs: Any) -> Any:
-        """Return `outputs` of all positions; every rank that has a slice calls it."""
+        """All-gather `outputs` along the positions. Collective."""
 
         def whole(tensor: Any) -> Any:
             return gather_to(tensor, self._exchange, POSITION_DIM, name=numbered("context/outputs"))
@@ -91,12 +89,12 @@ class PositionSlices:
 
     @property
     def ranks(self) -> int:
-        """How many slices there are."""
+        """Number of shards."""
         return self._positions.ranks
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Let callers of the model get slices inside this context."""
+        """Return sharded outputs to callers of the model inside this context."""
         before, self._kept = self._kept, True
         try:
             yield
@@ -105,13 +103,13 @@ class PositionSlices:
 
 
 def position_slices(model: Any) -> PositionSlices | None:
-    """Return how the outputs of `model` are put together, if its sequences are split."""
+    """Return a model's gathering of outputs, if its sequences are sharded."""
     slices: PositionSlices | None = vars(model).get(_LAYOUT)
     return slices
 
 
 def sliced_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call `forward`, which is `model` or calls its layers, and leave outputs that are slices as they are."""
+    """Call `forward`, the model or its layers, keeping outputs sharded."""
     slices = position_slices(model)
     if slices is None:
         return forward(*args, **options)
@@ -120,24 +118,24 @@ def sliced_outputs(model: Any, forward: Callable[..., Any], *args: Any, **option
 
 
 def positions_of(output: Any) -> Positions | None:
-    """Return which slice of the positions `output` has; None if it has all."""
+    """Return the shard of the positions in `output`; None if full."""
     return getattr(output, _ATTRIBUTE, None)
 
 
 def with_positions(output: Any, positions: Positions) -> Any:
-    """Return the slice of an `output` of all positions that the rank at `positions` would have."""
+    """Return the shard of a full `output` at `positions`."""
     own = tf.identity(positions.of(output))
     setattr(own, _ATTRIBUTE, positions)
     return own
 
 
 def belonging(output: Any, targets: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """Return the targets and weights of those positions that `output` has.
+    """Return the targets and weights for the positions of `output`.
 
-    Weights of whole samples, [samples] or [samples, 1], hold for each position.
+    Per-sample weights, [samples] or [samples, 1], apply to each position.
 
     Raises:
-        ConfigError: targets that are not one for each position.
+        ConfigError: targets without a position dim of matching length.
     """
     positions = positions_of(output)
     if positions is None:

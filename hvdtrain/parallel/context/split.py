@@ -1,4 +1,4 @@
-"""Shard the sequences that a model is given among the ranks along `cp`; start here."""
+"""Shard a model's input sequences along `cp`; start here."""
 
 import json
 import re
@@ -38,10 +38,10 @@ AXIS = "cp"
 
 
 def separated(rules: Any) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Return the rules about other axes, and those that cut sequences along cp.
+    """Partition layout rules into rules for other axes and for cp.
 
     Raises:
-        ConfigError: a rule along cp that is none of an output [batch, positions, features].
+        ConfigError: a cp rule that is not for an output [batch, positions, features].
     """
     if not isinstance(rules, Mapping | None):
         LayoutRules(rules)  # refuses whatever a user has written
@@ -60,11 +60,7 @@ def _cuts_sequences(layout: Any) -> bool:
 
 
 def named_layers(rules: Mapping[str, Layout], layers: Sequence[Any]) -> list[Any]:
-    """Return those of `layers` that the rules name.
-
-    Raises:
-        ConfigError: a rule that names none.
-    """
+    """Return the layers matched by rules. Raises ConfigError: a rule without a match."""
     found = []
     for expression in rules:
         matches = [layer for layer in layers if re.search(expression, f"{layer.path or layer.name}{OUTPUT}")]
@@ -79,15 +75,13 @@ _TIMEOUT_S = 600.0
 
 
 def agree_on_model(backend: Backend, model: Any, specs: Any) -> None:
-    """Refuse ranks that split sequences of different models; every rank of the job calls it.
+    """Verify that all ranks split the same model. Collective over the whole job.
 
     Args:
-        backend: the ranks.
-        model: a built model.
-        specs: shapes and dtypes of what it is called with.
+        specs: shapes and dtypes of its inputs.
 
     Raises:
-        ConfigError: the same on every rank, naming one that differs, and in what.
+        ConfigError: the same on every rank; names a rank that differs, and how.
     """
     variables = structure_of(model).by_path(model.variables)
     mine = [f"{path} of the shape {tuple(variable.shape)}" for path, variable in variables.items()]
@@ -105,13 +99,13 @@ def agree_on_model(backend: Backend, model: Any, specs: Any) -> None:
 
 
 def split_sequences(model: Any, exchange: Collectives, rules: Mapping[str, Layout], inputs: Any = None) -> None:
-    """Let `model` compute this rank's positions alone of the whole sequences that it is given.
+    """Make `model` compute only this rank's positions of full input sequences.
 
     Args:
-        model: a built Keras model, which is changed in place; its layers may hold slices along `tp`.
-        exchange: the ranks along `cp`, which are given the same samples.
-        rules: the layers behind which sequences are cut, besides embeddings.
-        inputs: a batch, or anything with its shapes, of a model of the user's own class.
+        model: a built Keras model, changed in place; its layers may be sharded along `tp`.
+        exchange: the ranks along `cp`, which have the same samples.
+        rules: layers, besides embeddings, after which sequences are sharded.
+        inputs: for a model class of the user's own: a batch, or anything with its shapes.
 
     Raises:
         ConfigError: sizes that do not divide, or a layer that looks at several positions; it is named.
@@ -154,16 +148,16 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _name_of(model: Any, layer: Any) -> str:
-    """Return the structural path of an attention layer, the same in every process."""
+    """Return an attention layer's structural path, the same in every process."""
     path = structure_of(model).path(query_kernel(layer))
     return path.rpartition("/")[0].rpartition("/")[0] or str(layer.name)
 
 
 def _length_of(model: Any, specs: Any, ranks: int) -> int:
-    """Return the length of the sequences that `model` is given.
+    """Return the length of a model's input sequences.
 
     Raises:
-        ConfigError: there are none, their length is not known, or the ranks do not divide it.
+        ConfigError: no sequences, unknown length, or not divisible by the ranks.
     """
     first = next((spec for spec in tf.nest.flatten(specs) if len(spec.shape) > POSITION_DIM), None)
     if first is None:
@@ -206,10 +200,10 @@ def _traced(model: Any, specs: Any, group: Group, *, training: bool) -> Trace:
 
 
 def _refuse_unfit(layer: Any) -> None:
-    """Refuse a layer that looks at all tokens of a sample.
+    """Reject a layer that needs all tokens of a sample.
 
     Raises:
-        ConfigError: divided tables, experts that are called in another way than ours, or an activity regularizer.
+        ConfigError: sharded tables, experts with an overridden call, or an activity regularizer.
     """
     if isinstance(layer, ExchangingLayer) and not is_experts(layer):
         raise ConfigError(

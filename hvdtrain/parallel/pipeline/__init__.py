@@ -1,5 +1,5 @@
-"""Pipeline parallelism: a model's layers are cut into stages, and microbatches travel through the ranks that hold them.
+"""Pipeline parallelism: stages of layers on different ranks, fed with microbatches.
 
-Start with `schedule.py`: what each rank does in which order, as plain lists. `cut.py` decides where a model is cut,
-`stage.py` is the model that one rank holds, `exchange.py` carries tensors from stage to stage.
+Start with `schedule.py`: the order of passes on each rank, as plain lists. `cut.py` partitions the model, `stage.py` is
+the model that one rank holds, `exchange.py` sends tensors between stages.
 """

@@ -1,4 +1,4 @@
-"""Cut a model into stages: at equal estimated cost, or before layers that the user names."""
+"""Partition a model into stages of equal estimated cost, or at user-specified layers."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -31,12 +31,12 @@ from hvdtrain.state.variables import unwrap
 
 
 def flops(node: Any) -> float:
-    """Return the floating-point operations of one forward call for one sample, as an estimate.
+    """Estimate the floating-point operations of one forward call per sample.
 
-    A matrix product, a convolution and the like take two for each element of a kernel at each position of the output;
-    attention takes 4 x queries x keys x width besides, and an embedding or any other operation one for each element of
-    its output. Of experts those that a token goes to count. Layers that are split along tp count as whole ones, so that
-    all ranks, whose slices may differ by one, cut alike. Unknown dims, such as a sequence of any length, count as 1.
+    A matrix product, convolution etc. takes two per kernel element and output position; attention takes an additional 4
+    x queries x keys x width; embeddings and other operations one per output element. Only a token's top-k experts
+    count. Layers sharded along tp count in full, so that all ranks, whose shards may differ by one, cut at the same
+    layers. Unknown dims, such as a variable sequence length, count as 1.
     """
     produced = float(sum(_elements(tensor) for tensor in node.outputs))
     operation = node.operation
@@ -49,7 +49,7 @@ def flops(node: Any) -> float:
 
 
 def _kernel_elements(layer: Any) -> int:
-    """Return how many elements of the layer's own kernels a position is multiplied with."""
+    """Return the number of elements of a layer's own kernels that each position is multiplied with."""
     if isinstance(layer, MixtureOfExperts):
         of_an_expert = sum(prod(_whole_shape(kernel)[1:]) for kernel in (layer.kernel_in, layer.kernel_out))
         return prod(layer.router.shape) + layer.top_k * of_an_expert
@@ -81,29 +81,29 @@ def _elements_before_last(tensor: Any) -> int:
 
 @dataclass(frozen=True)
 class SequenceSlices:
-    """Which tensors of a model's graph are slices."""
+    """Tensors of a model's graph that are sharded along the sequence."""
 
     ranks: int = 1
     dims: Mapping[int, int] = field(default_factory=dict)
-    """The dim that is cut, by the id of the symbolic tensor, which stands for the whole."""
+    """The sharded dim, by the id of the symbolic (full) tensor."""
 
     def shape_here(self, symbol: Any, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """Return the shape of a rank's slice of the tensor of `shape` that `symbol` stands for."""
+        """Return the local shape of the tensor `symbol` of the full `shape`."""
         cut = self.dims.get(id(symbol))
         return tuple(size // self.ranks if dim == cut and size is not None else size for dim, size in enumerate(shape))
 
 
 def whole_sequences(model: Any) -> AbstractContextManager[None]:
-    """Return a context in which the layers of `model` compute all positions, whether it is split along cp or not."""
+    """Return a context in which `model` computes all positions, split along cp or not."""
     slices = position_slices(model)
     return nullcontext() if slices is None else slices.whole()
 
 
 def sequence_slices(model: Any, graph: Graph) -> SequenceSlices:
-    """Return which tensors of the graph of `model` are slices along cp.
+    """Return the tensors of the graph of `model` that are sharded along cp.
 
     Raises:
-        ConfigError: inputs of any length, of which nothing is known before a batch comes.
+        ConfigError: inputs of variable length, whose shapes are unknown before a batch arrives.
     """
     slices = position_slices(model)
     if slices is None:
@@ -126,17 +126,17 @@ def sequence_slices(model: Any, graph: Graph) -> SequenceSlices:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model's graph, and the places between its stages."""
+    """A model's graph, partitioned into stages."""
 
     graph: Graph
     bounds: tuple[int, ...]
     """Stage s calls nodes bounds[s] to bounds[s + 1]."""
     costs: tuple[float, ...]
-    """Estimated operations of each node, from when the rank still had the whole model."""
+    """Estimated operations of each node, computed from the full model."""
     slices: SequenceSlices = field(default_factory=SequenceSlices)
-    """Of the tensors between stages, where the sequences are split along cp as well."""
+    """Tensors between stages that are sharded along cp."""
     masks: tuple[frozenset[int], ...] = ()
-    """Ids of the symbolic tensors that have a mask where each stage ends."""
+    """Ids of the symbolic tensors with a mask at the end of each stage."""
 
     @property
     def stages(self) -> int:
@@ -144,42 +144,41 @@ class Cut:
         return len(self.bounds) - 1
 
     def nodes(self, stage: int) -> tuple[Any, ...]:
-        """Return what a stage calls."""
+        """Return the calls of a stage."""
         return self.graph.nodes[self.bounds[stage] : self.bounds[stage + 1]]
 
     def incoming(self, stage: int) -> list[Any]:
-        """Return the symbolic tensors that a stage receives from the one before; the first receives none."""
+        """Return the symbolic tensors a stage receives; none for the first."""
         return self.graph.crossing(self.bounds[stage]) if stage else []
 
     def outgoing(self, stage: int) -> list[Any]:
-        """Return the symbolic tensors that a stage sends to the next; of the last, the model's outputs."""
+        """Return the symbolic tensors a stage sends; for the last, the model's outputs."""
         return self.graph.crossing(self.bounds[stage + 1]) if stage + 1 < self.stages else list(self.graph.outputs)
 
     def masked(self, stage: int) -> list[Any]:
-        """Return those of the tensors that a stage sends that have a mask."""
+        """Return the outgoing tensors that have a mask."""
         return [tensor for tensor in self.outgoing(stage) if id(tensor) in self.masks[stage]]
 
     def cost(self, stage: int) -> float:
-        """Return the estimated operations of a stage's forward pass for one sample."""
+        """Return a stage's estimated forward operations per sample."""
         return sum(self.costs[self.bounds[stage] : self.bounds[stage + 1]])
 
     def first_names(self) -> list[str]:
-        """Return the name of the layer or operation that each stage begins with."""
+        """Return the name of the first layer or operation of each stage."""
         return [self.nodes(stage)[0].operation.name for stage in range(self.stages)]
 
 
 def cut_model(model: Any, stages: int, first_layers: Sequence[str] = (), *, split: bool = False) -> Cut:
-    """Cut `model` into consecutive stages, each with variables to train.
+    """Partition `model` into consecutive stages with trainable variables each.
 
     Args:
         model: a built Functional or Sequential model.
-        stages: their number.
-        first_layers: names of the layers that the second stage begins with, the third …; by default the cut makes the
-            largest estimated cost of a stage as small as possible, among the places where one tensor leads on.
-        split: whether layers are split along tp: stages exchange whole tensors, of which no rank there has a slice.
+        first_layers: names of the first layer of the second stage, the third …; by default the largest estimated cost
+            of a stage is minimized, among cuts with a single crossing tensor.
+        split: whether layers are sharded along tp: stages exchange full tensors only.
 
     Raises:
-        ConfigError: another model, one that has no such places, or names that do not fit.
+        ConfigError: another kind of model, one without such cuts, or names that do not fit.
     """
     graph = graph_of(model)
     costs = tuple(map(flops, graph.nodes))
@@ -235,7 +234,7 @@ def _equal_bounds(model: Any, graph: Graph, costs: Sequence[float], stages: int,
 
 
 def _advice_on_nested(graph: Graph) -> str:
-    """Return how the layers of a model that is called as one layer become layers that can be on several stages."""
+    """Return advice on how to make a nested model's layers divisible into stages."""
     models = [node.operation for node in graph.nodes if isinstance(node.operation, keras.Model)]
     trained = [model for model in models if sum(bool(layer.trainable_weights) for layer in model.layers) > 1]
     if not trained:
@@ -248,7 +247,7 @@ def _advice_on_nested(graph: Graph) -> str:
 
 
 def _between_calls_with_state(model: Any, graph: Graph) -> set[int]:
-    """Return the places between two calls of a layer that changes by itself when it is called, as dropout does."""
+    """Return the places between calls of a stateful layer, such as dropout."""
     changing = changing_variables(model)
     calls: dict[int, list[int]] = {}
     for number, node in enumerate(graph.nodes):
@@ -259,16 +258,16 @@ def _between_calls_with_state(model: Any, graph: Graph) -> set[int]:
 
 
 def changing_variables(model: Any) -> set[int]:
-    """Return the ids of the variables that change whenever their layer is called: statistics and random states."""
+    """Return the ids of variables updated in the forward pass: statistics and generator states."""
     return {*structure_of(model).statistics, *(id(unwrap(state)) for state in seed_states(model))}
 
 
 def _smallest_largest(
     graph: Graph, node_costs: Sequence[float], places: Sequence[int], stages: int
 ) -> list[int] | None:
-    """Return bounds among `places` that make the largest stage as small as possible; None if there are too few.
+    """Return bounds among `places` that minimize the largest stage cost; None if there are too few.
 
-    By dynamic programming: best[k][j] is the smallest largest cost of k stages that end at places[j].
+    Dynamic programming: best[k][j] is the minimal largest cost of k stages that end at places[j].
     """
     costs = [0.0, *accumulate(node_costs)]
     has_weights = [0, *accumulate(int(bool(_trained([node]))) for node in graph.nodes)]
@@ -326,7 +325,7 @@ def _trained(nodes: Sequence[Any]) -> list[Any]:
 
 
 def shared_variables(cut: Cut) -> dict[int, list[int]]:
-    """Return the stages that use each variable of several stages, by its id: weights that are tied."""
+    """Return the stages that share each tied variable, by its id."""
     users: dict[int, list[int]] = {}
     for stage in range(cut.stages):
         for variable in variables_of(cut.nodes(stage)):

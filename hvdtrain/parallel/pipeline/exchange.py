@@ -1,7 +1,7 @@
-"""The exchange of activations and their gradients between neighbouring stages of a pipeline.
+"""Transfer of activations and gradients between neighbouring pipeline stages.
 
-Horovod has no point-to-point messages: a broadcast in the process set of two ranks is one. Ranks match them by names,
-which are a pure function of direction, stage, tensor and microbatch.
+Horovod has no point-to-point messages: a broadcast in a process set of two ranks replaces them. Messages are matched by
+name, a pure function of direction, stage, tensor and microbatch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,41 +24,36 @@ class Spec:
     """Shape and dtype of a tensor between two stages."""
 
     shape: tuple[int | None, ...]
-    """None stands for the samples of the microbatch."""
+    """None for the microbatch's samples."""
     dtype: tf.DType
 
     @property
     def is_float(self) -> bool:
-        """Whether it has a gradient."""
+        """Whether the tensor has a gradient."""
         return bool(self.dtype.is_floating)
 
 
 class StageExchange:
-    """Sends tensors to the neighbouring stages and receives theirs, within a compiled function.
+    """Sends tensors to neighbouring stages and receives theirs, within a compiled function.
 
     Args:
-        place: of this rank in the pipeline.
-        ranks: their number.
-        pair_with: returns the collectives of this rank and the one at a place.
+        pair_with: returns the collectives of this rank and another one, by index.
     """
 
     def __init__(self, place: int, ranks: int, pair_with: Callable[[int], Pair]) -> None:
         self._place, self._ranks = place, ranks
         self._pair_with = pair_with
-        # TensorFlow leaves out an operation whose result nobody reads: nobody reads what a rank itself sends, nor the
-        # gradient of a microbatch without samples. The other rank would wait for ever.
+        # TensorFlow prunes operations with unused results, such as a rank's own sends, or the gradient of a microbatch
+        # without samples. The other rank would wait forever.
         self._read = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="pipeline_exchanged")
         self._exchanged: list[tf.Tensor] = []
 
     def send(self, tensors: Sequence[tf.Tensor], stage: int, to: int, label: str, direction: Direction) -> None:
-        """Send `tensors` from one stage to a neighbouring one; `finish` must follow in the same function.
+        """Send `tensors` to a neighbouring stage; `finish` must follow in the same function.
 
         Args:
-            tensors: what the other stage expects to `receive`.
-            stage: where they come from; on this rank.
-            to: where they go.
-            label: tells this call of the stages from every other, such as the microbatch's number.
-            direction: of the pass.
+            tensors: as the other stage expects to `receive` them.
+            label: distinguishes repeated transfers of the stages, such as the microbatch's number.
         """
         pair = self._pair(to)
         for number, tensor in enumerate(tensors):
@@ -68,14 +63,11 @@ class StageExchange:
     def receive(
         self, specs: Sequence[Spec], rows: Any, stage: int, label: str, direction: Direction
     ) -> list[tf.Tensor]:
-        """Return what a neighbouring stage sends.
+        """Return the tensors sent by a neighbouring stage.
 
         Args:
-            specs: of the tensors.
             rows: samples of the microbatch, an int or an integer tensor.
-            stage: where they come from; see `send`.
-            label: see `send`.
-            direction: see `send`.
+            stage, label, direction: as for `send`.
         """
         pair = self._pair(stage)
         received = []
@@ -88,13 +80,13 @@ class StageExchange:
         return received
 
     def finish(self) -> None:
-        """See to it that everything is sent and received before the function ends."""
+        """Force all pending transfers to complete before the function ends."""
         if self._exchanged:
             self._read.assign(tf.reduce_sum(tf.concat(self._exchanged, 0)))
             self._exchanged.clear()
 
     def keep(self, tensor: tf.Tensor) -> None:
-        """Let `finish` read what came of an exchange, which TensorFlow might leave out on this rank otherwise."""
+        """Mark the result of a transfer as used, so that TensorFlow does not prune it."""
         self._exchanged.append(tf.cast(tf.reshape(tensor, [-1])[:1], tf.float64))
 
     def _pair(self, stage: int) -> Pair:
@@ -106,16 +98,14 @@ def _name(direction: Direction, stage: int, number: int, label: str) -> str:
 
 
 def check_shapes(cut: Cut, inputs: Mapping[int, Any], stage: int, tensors: Sequence[tf.Tensor]) -> None:
-    """Refuse tensors of other shapes than the next stage expects of `stage`, which would wait for them for ever.
+    """Reject tensors whose shapes differ from those that the next stage expects: it would deadlock.
 
     Args:
-        cut: of the model.
-        inputs: see `boundary_specs`.
+        inputs: as for `boundary_specs`.
         stage: any but the last.
-        tensors: what it passes on.
 
     Raises:
-        ConfigError: naming one.
+        ConfigError: names one.
     """
     symbols = cut.outgoing(stage)
     for place, (spec, tensor) in enumerate(zip(boundary_specs(cut, inputs, stage), tensors, strict=True)):
@@ -128,17 +118,16 @@ def check_shapes(cut: Cut, inputs: Mapping[int, Any], stage: int, tensors: Seque
 
 
 def boundary_specs(cut: Cut, inputs: Mapping[int, Any], stage: int) -> list[Spec]:
-    """Return the specs of what `stage` passes on to the next one, masks last, for a batch like `inputs`.
+    """Return the specs of the tensors `stage` sends, masks last, for a batch like `inputs`.
 
-    Of sequences that are split along cp a rank passes on its slice.
+    Shapes are local: of sequences sharded along cp, a rank sends its shard.
 
     Args:
-        cut: of the model.
         inputs: tensors of a batch, by the id of the model's symbolic inputs.
-        stage: any but the last; of the last, the specs of the model's whole outputs.
+        stage: any but the last; for the last, the specs of the model's full outputs.
 
     Raises:
-        ConfigError: a size cannot be known beforehand.
+        ConfigError: a size is not known statically.
     """
     symbols = cut.outgoing(stage)
     shapes = {id(symbol): tuple(inputs[id(symbol)].shape) for symbol in cut.graph.inputs}

@@ -1,4 +1,4 @@
-"""The graph of a Functional or Sequential model, as calls in an order that can be cut into stages."""
+"""Graph of a Functional or Sequential model, as topologically sorted calls."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from hvdtrain.config.errors import ConfigError, opt
 
 @dataclass(frozen=True)
 class Graph:
-    """A model's calls of layers and operations, each after those whose results it uses.
+    """A model's layer and operation calls in topological order.
 
-    Symbolic tensors (`keras.KerasTensor`) stand for what the calls take and give.
+    Symbolic tensors (`keras.KerasTensor`) identify their inputs and outputs.
     """
 
     nodes: tuple[Any, ...]
-    """Keras' nodes."""
+    """Keras nodes."""
     inputs: tuple[Any, ...]
-    """Of the model; every stage has them, as every rank reads the batch."""
+    """Inputs of the model; available to every stage, as every rank reads the batch."""
     outputs: tuple[Any, ...]
 
     def crossing(self, place: int) -> list[Any]:
-        """Return the tensors that the first `place` calls make and later ones, or the caller of the model, use."""
+        """Return the tensors made by the first `place` calls and used by later ones or the caller."""
         made = {id(tensor): tensor for node in self.nodes[:place] for tensor in node.outputs}
         used = [tensor for node in self.nodes[place:] for tensor in node.input_tensors]
         wanted = {id(tensor) for tensor in (*used, *self.outputs)}
@@ -34,11 +34,7 @@ class Graph:
 
 
 def graph_of(model: Any) -> Graph:
-    """Return the graph of `model`.
-
-    Raises:
-        ConfigError: it is not a built Functional or Sequential model.
-    """
+    """Return the graph of `model`. Raises ConfigError: not a built Functional or Sequential model."""
     nodes = _nodes(model)
     if nodes is None:
         raise ConfigError(
@@ -51,7 +47,7 @@ def graph_of(model: Any) -> Graph:
 
 
 def _nodes(model: Any) -> list[Any] | None:
-    """Return the calls of `model`, None where they are not known: a subclass with its own `call` may do anything."""
+    """Return the calls of `model`; None for a subclass with its own `call`."""
     caller = next(cls for cls in type(model).__mro__ if "call" in vars(cls))
     return nodes_of(model) if caller.__module__.partition(".")[0] == "keras" else None
 
@@ -65,13 +61,11 @@ def _advice(model: Any) -> str:
 def run(
     nodes: Iterable[Any], known: Mapping[int, Any], wanted: Sequence[Any], *, training: bool | None
 ) -> list[tf.Tensor]:
-    """Call `nodes` in their order and return the tensors that `wanted` stand for.
+    """Call `nodes` in order and return the values of `wanted`.
 
     Args:
         nodes: of a `Graph`.
-        known: values by the id of the symbolic tensor that they stand in for.
-        wanted: symbolic tensors.
-        training: passed on to layers.
+        known: values by the id of their symbolic tensor.
     """
     values = dict(known)
     for node in nodes:
@@ -85,15 +79,15 @@ def run(
 
 
 def sliced_tensors(graph: Graph) -> set[int]:
-    """Return the ids of the symbolic tensors of which a rank has a slice, as the model is split along tp as well."""
+    """Return the ids of symbolic tensors that are sharded along tp."""
     symbols, shapes = symbols_of(graph), shapes_here(graph)
     return {id(s) for s, shape in zip(symbols, shapes, strict=True) if not shape.is_compatible_with(s.shape)}
 
 
 def masks_at(graph: Graph, bounds: Sequence[int]) -> tuple[frozenset[int], ...]:
-    """Return the ids of the symbolic tensors that have a mask behind the first calls, for each number in `bounds`.
+    """Return the ids of symbolic tensors that have a mask after the first n calls, for n in `bounds`.
 
-    Their symbols do not tell: attention takes the masks off what it is given.
+    Their symbols do not show it: attention removes the masks of its inputs.
     """
     symbols = [symbol for symbol in symbols_of(graph) if mask_of(symbol) is not None]
     found: list[frozenset[int]] = []
@@ -117,12 +111,12 @@ def _specs_of_inputs(graph: Graph) -> list[tf.TensorSpec]:
 
 
 def symbols_of(graph: Graph) -> list[Any]:
-    """Return the symbolic tensors that the calls of `graph` make."""
+    """Return the symbolic tensors produced in `graph`."""
     return [tensor for node in graph.nodes for tensor in node.outputs]
 
 
 def shapes_here(graph: Graph) -> list[tf.TensorShape]:
-    """Return the shapes that the tensors of `symbols_of` have on this rank, which may have slices of them."""
+    """Return the local shapes of the tensors of `symbols_of`, which may be sharded."""
     symbols = symbols_of(graph)
 
     def call(*inputs: tf.Tensor) -> list[tf.Tensor]:
@@ -133,24 +127,22 @@ def shapes_here(graph: Graph) -> list[tf.TensorShape]:
 
 
 def variables_of(nodes: Iterable[Any]) -> list[Any]:
-    """Return the Keras variables that the layers behind `nodes` use, each once."""
+    """Return the Keras variables of the layers in `nodes`, each once."""
     layers = [node.operation for node in nodes if isinstance(node.operation, keras.Layer)]
     found = {id(variable): variable for layer in layers for variable in layer.variables}
     return list(found.values())
 
 
 def is_float(tensor: Any) -> bool:
-    """Whether a symbolic tensor has a gradient."""
+    """Return whether a symbolic tensor has a gradient."""
     return bool(keras.backend.is_float_dtype(tensor.dtype))
 
 
 def specs_of(graph: Graph, shapes: Mapping[int, tuple[int | None, ...]], wanted: Sequence[Any]) -> list[Any]:
-    """Return the shapes of the tensors that `wanted` stand for, None for the samples of a batch.
+    """Return the shapes of `wanted`, with None for the batch dim.
 
     Args:
-        graph: of the model.
-        shapes: of the tensors of a batch, by the id of the model's symbolic inputs.
-        wanted: symbolic tensors.
+        shapes: of a batch's tensors, by the id of the model's symbolic inputs.
     """
     as_declared = all(tuple(symbol.shape[1:]) == tuple(shapes[id(symbol)][1:]) for symbol in graph.inputs)
     if as_declared or all(None not in tensor.shape[1:] for tensor in wanted):

@@ -1,4 +1,4 @@
-"""Schedules of pipeline parallelism, as lists of passes, and their simulation, without ranks and without TensorFlow."""
+"""Pipeline schedules as lists of passes, and their simulation; no ranks, no TensorFlow."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Action(NamedTuple):
 
     kind: PassKind
     stage: int
-    """Of all stages of the pipeline."""
+    """Index among all stages of the pipeline."""
     microbatch: int
 
 
@@ -24,9 +24,9 @@ Schedule = list[Action]
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> Schedule:
-    """Return the schedule of GPipe (Huang et al. 2019, arXiv:1811.06965): all forward passes, then all backward passes.
+    """Return the GPipe schedule: all forward passes, then all backward passes.
 
-    All microbatches' activations are in memory at once.
+    Huang et al. 2019, arXiv:1811.06965. Activations of all microbatches are in memory at once.
     """
     forward = [Action("forward", rank, number) for number in range(microbatches)]
     return [*forward, *(Action("backward", rank, number) for number in range(microbatches))]
@@ -35,7 +35,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> Schedule:
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Schedule:
     """Return the 1F1B schedule (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503).
 
-    It takes as long as GPipe, but a stage holds the activations of at most `ranks - rank` microbatches.
+    As long as GPipe, but a stage holds activations of at most `ranks - rank` microbatches.
     """
     forward = [Action("forward", rank, number) for number in range(microbatches)]
     backward = [Action("backward", rank, number) for number in range(microbatches)]
@@ -45,8 +45,8 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Schedu
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Return the interleaved 1F1B schedule (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
-    Microbatches advance in groups of `ranks`: a group passes one stage of this rank, then the next. The ranks are idle
-    for a `chunks`-th of the time of 1F1B, and exchange `chunks` times as many messages.
+    Microbatches advance in groups of `ranks`: a group passes one stage of this rank, then the next. The bubble is 1 /
+    `chunks` of that of 1F1B, with `chunks` times as many messages.
     """
     numbers = range(microbatches * chunks)
     forward = [_turn("forward", number=number, rank=rank, ranks=ranks, chunks=chunks) for number in numbers]
@@ -55,7 +55,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Schedu
 
 
 def _turn(kind: PassKind, number: int, rank: int, ranks: int, chunks: int) -> Action:
-    """Return the `number`-th pass of its kind on a rank of an interleaved pipeline."""
+    """Return the `number`-th forward or backward pass of a rank of an interleaved pipeline."""
     group, place = divmod(number, ranks * chunks)
     chunk, member = divmod(place, ranks)
     if kind == "backward":
@@ -64,7 +64,7 @@ def _turn(kind: PassKind, number: int, rank: int, ranks: int, chunks: int) -> Ac
 
 
 def _alternate(forward: Schedule, backward: Schedule, *, warm_up: int) -> Schedule:
-    """Put `warm_up` forward passes first, then one forward and one backward in turn, then the remaining backward."""
+    """Return `warm_up` forward passes, then alternating passes, then the remaining backward passes."""
     warm_up = min(warm_up, len(forward))
     steady = len(forward) - warm_up
     turns = chain.from_iterable(zip(forward[warm_up:], backward[:steady], strict=True))
@@ -72,17 +72,13 @@ def _alternate(forward: Schedule, backward: Schedule, *, warm_up: int) -> Schedu
 
 
 def schedule_of(name: ScheduleName, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Return what a rank of a pipeline does in one optimizer step.
+    """Return a rank's passes in one optimizer step.
 
     Args:
-        name: of the schedule.
-        rank: place in the pipeline.
-        ranks: their number.
-        microbatches: of the step.
-        chunks: stages on each rank; more than one for the interleaved schedule only.
+        chunks: stages per rank; more than one for the interleaved schedule only.
 
     Raises:
-        ConfigError: an unknown name, or an interleaved schedule whose microbatches do not form groups of `ranks`.
+        ConfigError: unknown name, or an interleaved schedule with microbatches not divisible by `ranks`.
     """
     if name == "interleaved":
         if microbatches % ranks:
@@ -102,7 +98,7 @@ def schedule_of(name: ScheduleName, rank: int, ranks: int, microbatches: int, ch
 
 
 def needs(action: Action, stages: int) -> Iterator[Action]:
-    """Yield the passes whose results `action` needs; in a pipeline of `stages` stages."""
+    """Yield the passes that `action` depends on, in a pipeline of `stages` stages."""
     kind, stage, microbatch = action
     if kind == "forward":
         if stage > 0:
@@ -114,7 +110,7 @@ def needs(action: Action, stages: int) -> Iterator[Action]:
 
 
 def most_in_flight(schedule: Sequence[Action]) -> int:
-    """Return how many forward passes' activations a rank holds at most, over all of its stages."""
+    """Return the peak number of forward passes whose activations a rank holds."""
     held = most = 0
     for action in schedule:
         held += 1 if action.kind == "forward" else -1
@@ -123,34 +119,34 @@ def most_in_flight(schedule: Sequence[Action]) -> int:
 
 
 def ideal_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
-    """Return the share of the time that ranks are idle if all stages take equally long and messages no time.
+    """Return the idle fraction if all stages take equally long and messages take no time.
 
-    (p - 1) / (m + p - 1) for p ranks and m microbatches; with v stages on each rank, p - 1 counts a v-th.
+    (p - 1) / (m + p - 1) for p ranks and m microbatches; with v stages per rank, (p - 1) / v in place of p - 1.
     """
     idle = (ranks - 1) / chunks
     return idle / (microbatches + idle)
 
 
 class DeadlockError(Exception):
-    """The ranks of a pipeline wait for one another for ever; the message names what each of them waits for."""
+    """Ranks of a pipeline wait for one another forever; the message names each one's dependency."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When the passes of a simulated step ended."""
+    """End times of the passes of a simulated step."""
 
     ends: dict[Action, float]
     busy: tuple[float, ...]
-    """Time that each rank spends on passes."""
+    """Busy time of each rank."""
 
     @property
     def duration(self) -> float:
-        """From the first pass's begin to the last one's end."""
+        """Makespan."""
         return max(self.ends.values())
 
     @property
     def bubble(self) -> float:
-        """Share of the time that ranks are idle, over all of them."""
+        """Idle fraction, over all ranks."""
         return 1.0 - sum(self.busy) / (len(self.busy) * self.duration)
 
 
@@ -161,12 +157,10 @@ def simulate(
     stages: int | None = None,
     message: float = 0.0,
 ) -> Timeline:
-    """Play the ranks' schedules through, each rank one pass at a time and in its order.
+    """Simulate the ranks' schedules, one pass at a time per rank, in order.
 
     Args:
-        schedules: of each rank.
-        seconds: returns how long a pass takes.
-        stages: of the pipeline; by default one on each rank.
+        stages: of the pipeline; by default one per rank.
         message: seconds from the end of a pass until its tensors are on the next rank.
 
     Raises:
@@ -188,9 +182,9 @@ def simulate(
 
 
 def messages_in_turn(schedules: Sequence[Schedule], seconds: Callable[[Action], float], stages: int) -> int:
-    """Return how many messages a step waits for, one after another: it takes longer by the time of so many.
+    """Return the number of messages on the critical path of a step.
 
-    For short messages; arguments are those of `simulate`.
+    For short messages; arguments as for `simulate`.
     """
     without = simulate(schedules, seconds, stages=stages).duration
     message = 1e-3 * min(seconds(action) for schedule in schedules for action in schedule)

@@ -1,6 +1,6 @@
-"""The part of a model that one rank of a pipeline holds, as a Keras model of its own.
+"""A pipeline rank's layers as a Keras model.
 
-The layers of other ranks' stages stay in the model that was cut, and are not trained.
+The layers of other ranks' stages stay in the original model and are not trained.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,20 +34,20 @@ from hvdtrain.state.variables import unwrap
 
 @dataclass(frozen=True, kw_only=True)
 class TiedWeight:
-    """A weight that stages on several ranks use, such as an embedding that is the output layer too."""
+    """A weight shared by stages on several ranks, such as a tied input and output embedding."""
 
     places: tuple[int, ...]
-    """Of these ranks in the pipeline, ascending."""
+    """Pipeline indices of the ranks that share it, ascending."""
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
     held_apart: bool = False
-    """Whether replicas hold different slices, as of experts."""
+    """Whether replicas hold different shards (expert parallel)."""
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """The model that was cut; kept from Keras, which would take its layers for those of the stage."""
+    """The original model, wrapped so that Keras does not track its layers as the stage's."""
 
     model: Any
     cut: Cut
@@ -57,15 +57,12 @@ class WholeModel:
 
 
 class PipelineStage(keras.Model):
-    """The layers of a model that one rank of a pipeline holds: one stage, or several of an interleaved pipeline.
+    """The layers held by one rank of a pipeline: one stage, or several if interleaved.
 
-    It is what `Trainer.model` is on each rank. Its variables have the paths that they have in the whole model.
+    `Trainer.model` on each rank. Variables keep their paths in the full model.
 
     Args:
         model: a built Functional or Sequential model.
-        cut: how it is cut.
-        rank: place in the pipeline.
-        ranks: their number.
     """
 
     def __init__(self, model: Any, cut: Cut, rank: int, ranks: int) -> None:
@@ -91,31 +88,31 @@ class PipelineStage(keras.Model):
 
     @property
     def structure(self) -> Structure:
-        """Where the stage's variables sit in the whole model."""
+        """Structure of the full model."""
         return self.whole.structure
 
     @property
     def generator_paths(self) -> tuple[str, ...]:
-        """Paths of the random generators of the whole model, in its order."""
+        """Paths of the full model's random generators, in order."""
         return self.whole.generators
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the stage that takes the model's inputs."""
+        """Whether this rank holds the first stage."""
         return self.place == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the stage that gives the model's outputs."""
+        """Whether this rank holds the last stage."""
         return self.place == self.ranks - 1
 
     def counts(self, variable: Any) -> bool:
-        """Whether a variable of this rank counts here in sums over the model: a tied one does on the first rank."""
+        """Return whether this rank counts a variable in sums over the model; tied: the first rank."""
         tied = self.tied.get(self.structure.path(variable))
         return tied is None or tied.places[0] == self.place
 
     def model_inputs(self, inputs: Any) -> dict[int, Any]:
-        """Return the tensors of a batch by the id of the model's symbolic inputs, in the dtypes that it takes."""
+        """Return a batch's tensors by the id of the symbolic inputs, in the model's dtypes."""
         functional = functional_of(self.whole.model)
         flat = standardized_inputs(functional, inputs)
         return dict(zip(map(id, self.whole.cut.graph.inputs), flat, strict=True))
@@ -123,19 +120,19 @@ class PipelineStage(keras.Model):
     def run_stage(
         self, stage: int, inputs: Mapping[int, Any], received: Sequence[Any], *, training: bool
     ) -> list[tf.Tensor]:
-        """Return what a stage passes on to the next one, or the model's outputs.
+        """Return the tensors that a stage sends to the next one, or the model's outputs.
 
         Args:
             stage: one of `stages`.
-            inputs: of the model; see `model_inputs`.
-            received: what the stage before has passed on, masks included; see `boundary`.
-            training: whether layers are called in training.
+            inputs: as returned by `model_inputs`.
+            received: tensors and masks from the previous stage.
+            training: whether layers are called in training mode.
         """
         outputs: list[tf.Tensor] = self([list(received), list(inputs.values())], stage=stage, training=training)
         return outputs
 
     def call(self, tensors: Any, stage: int | None = None, training: bool | None = None) -> Any:
-        """Call one of the stages; the model as a whole is on no rank."""
+        """Call one of the stages; no rank holds the full model."""
         if stage is None:
             raise ConfigError(
                 f"The layers of {self.whole.model.name!r} are on {self.ranks} ranks, and none of them can call the "
@@ -152,21 +149,21 @@ class PipelineStage(keras.Model):
         """Set no mask: the stage's layers have set theirs."""
 
     def outputs_of(self, tensors: Sequence[Any]) -> Any:
-        """Return the last stage's outputs in the model's structure, with slices along tp and cp marked as such."""
+        """Pack the last stage's outputs, with shards along tp and cp marked."""
         return marked_outputs(self.whole.model, self.packed(tensors))
 
     def whole_outputs(self, outputs: Any) -> Any:
-        """Return the whole of the last stage's outputs; every rank that holds the last stage calls it."""
+        """All-gather the last stage's outputs. Collective over the ranks of the last stage."""
         return whole_outputs(self.whole.model, outputs)
 
     def packed(self, tensors: Sequence[Any]) -> Any:
-        """Return tensors in the structure of the model's outputs."""
+        """Pack tensors into the structure of the model's outputs."""
         functional = functional_of(self.whole.model)
         packed = keras.tree.pack_sequence_as(output_nest(functional), list(tensors))
         return packed
 
     def release_others(self) -> None:
-        """Free the memory of the whole model's variables that this rank does not hold; nobody else may use them."""
+        """Free the original model's variables that this rank does not hold; they become unusable."""
         held = {id(unwrap(variable)) for variable in self.variables}
         forget_values(v for v in self.whole.model.variables if id(unwrap(v)) not in held)
         structure = self.whole.structure
@@ -174,13 +171,13 @@ class PipelineStage(keras.Model):
         self.whole = replace(self.whole, structure=Structure(paths, structure.statistics & held))
 
     def take_losses(self) -> tf.Tensor:
-        """Return the sum of what layers of experts added to the loss in the last call, in float64, and forget it."""
+        """Pop and sum the expert layers' losses of the last call, in float64."""
         losses = [tf.cast(loss, tf.float64) for _, loss in losses_of(expert_layers(self))]
         clear_losses(self)
         return tf.add_n([tf.zeros([], tf.float64), *losses])
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to write a part of the model for the whole; `save_weights` and `export` do so too."""
+        """Refuse to write a partial model; also as `save_weights` and `export`."""
         raise ConfigError(
             f"Each rank of a pipeline holds a part of {self.whole.model.name!r}, and none can write the whole. Use "
             "Trainer.save, and then python -m hvdtrain checkpoint export."
@@ -200,7 +197,7 @@ class PipelineStage(keras.Model):
 
 
 def arrived(cut: Cut, stage: int, received: Sequence[Any]) -> dict[int, Any]:
-    """Return what `stage` has received by the id of the symbolic tensors, each with its mask."""
+    """Return the tensors `stage` has received, with masks, by the id of their symbols."""
     symbols = cut.incoming(stage)
     values = dict(zip(map(id, symbols), received, strict=False))
     if stage:
@@ -210,13 +207,12 @@ def arrived(cut: Cut, stage: int, received: Sequence[Any]) -> dict[int, Any]:
 
 
 def with_masks(cut: Cut, stage: int, tensors: Sequence[Any]) -> list[Any]:
-    """Return what `stage` has made and, behind it, the masks of those tensors that have one: what it passes on."""
+    """Append the masks of outgoing tensors to the outputs of `stage`."""
     made = dict(zip(map(id, cut.outgoing(stage)), tensors, strict=True))
     return [*tensors, *(mask_of(made[id(symbol)]) for symbol in cut.masked(stage))]
 
 
 def _axes_of(model: Any) -> tuple[str, ...]:
-    """Return the axes along which `model` is split, once its layers are the stages of a pipeline."""
     axes = {"pp", *getattr(model, "split_along", ())}
     for variable in model.variables:
         placement = placement_of(variable)
@@ -251,31 +247,30 @@ _INSTEAD = {
     **dict.fromkeys(("save", "save_weights", "export"), "Trainer.save, and then python -m hvdtrain checkpoint export"),
     "get_weights": "Trainer.model.get_weights() for those of this rank's stage",
 }
-"""What takes the place of the methods that need all weights."""
+"""Replacements for methods that need all weights."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """Which ranks of a pipeline train the weights of a model."""
+    """Assignment of a model's weights to pipeline ranks."""
 
     places: Mapping[str, int]
-    """The first rank that holds each weight, by its path."""
+    """First rank that holds each weight, by path."""
     tied: tuple[str, ...]
-    """Paths of the weights that several ranks hold."""
+    """Paths of weights on several ranks."""
 
 
 def division_of(model: Any) -> Division | None:
-    """Return how `model` was divided among the ranks of an earlier trainer; None if it is whole on every rank."""
+    """Return a model's assignment by an earlier trainer; None if not split into stages."""
     division: Division | None = vars(model).get(_DIVISION)
     return division
 
 
 def divide(model: Any, stage: PipelineStage) -> None:
-    """Note which ranks train the weights of `model`, and let its methods that need all of them refuse.
+    """Record which ranks train a model's weights; make methods that need all of them raise.
 
     Args:
-        model: the user's, of which every rank still has all layers.
-        stage: what this rank trains of it.
+        model: the user's; every rank still has all layers.
     """
     vars(model)[_DIVISION] = Division(_places(stage), tuple(stage.tied))
     for method, instead in _INSTEAD.items():

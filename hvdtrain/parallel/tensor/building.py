@@ -1,9 +1,9 @@
-"""Variables that are made as slices, while a model is built as if they were whole.
+"""Create sharded variables while a model is built as if they were full.
 
-A layer learns the shapes of its variables from those before it, and a custom layer calls its inner ones while it is
-built: both must see whole variables. So while a builder runs, a variable that a rule matches holds its slice alone, and
-gives its whole shape, and draws its initial value again if somebody reads it. No more than one such variable is whole
-in memory at a time.
+A layer infers the shapes of its variables from preceding layers, and a custom layer may call its inner layers in
+`build`: both must see full variables. So while a builder runs, a variable matched by a rule stores only its shard,
+reports its full shape, and re-runs its initializer on read. At most one such variable is materialized in full at a
+time.
 """
 
 import json
@@ -33,20 +33,20 @@ from hvdtrain.state.initial_values import checksum
 
 @dataclass
 class Made:
-    """A variable that was made as a slice."""
+    """A variable created as a shard."""
 
     variable: Any
     cut: Cut
     initializer: Callable[..., Any]
     drawn: int
-    """CRC-32 of the whole initial value."""
+    """CRC-32 of the full initial value."""
     assigned: bool = False
-    """Whether something else than its initial value was assigned since."""
+    """Whether it was assigned after initialization."""
 
 
 @dataclass
 class Building:
-    """The variables that a builder has made as slices, by id."""
+    """Sharded variables created by a builder, by id."""
 
     rules: LayoutRules
     index: int
@@ -55,7 +55,7 @@ class Building:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Make the variables that the rules match as slices inside this context."""
+        """Shard variables that match the rules inside this context."""
         with making_variables(self._create):
             yield
 
@@ -70,7 +70,7 @@ class Building:
         return tensor
 
     def finish(self) -> list[Made]:
-        """Let all variables be what they are, slices, and return them."""
+        """Turn the variables into regular ones of their local shape, and return them."""
         for made in self.made.values():
             made.variable.__class__ = keras.Variable
             declare_shape(made.variable, made.cut.shape)
@@ -78,7 +78,7 @@ class Building:
 
 
 def drawn_slice(initializer: Callable[..., Any], variable: Any, cut: Cut) -> tuple[tf.Tensor, int]:
-    """Return this rank's slice of a variable's initial value, and the CRC-32 of the whole."""
+    """Return this rank's shard of a variable's initial value, and the CRC-32 of the full value."""
     dtype = declared_dtype(variable)
     whole = tf.cast(initializer(cut.whole, dtype=dtype), dtype)
     return cut.slice_of(whole), checksum(whole)
@@ -90,10 +90,10 @@ def _look_whole(variable: Any, made: Made) -> None:
 
 
 class WholeWhileBuilding(LazyVariable):
-    """A Keras variable that holds a slice, and looks whole to the builder of a model."""
+    """Keras variable that stores a shard but looks full to a model's builder."""
 
     def read(self) -> tf.Tensor:
-        """Return the whole initial value, drawn again; of a function that is being traced a stand-in of its shape."""
+        """Return the full initial value, recomputed; zeros of its shape while tracing."""
         made: Made = vars(self)["_hvdtrain_made"]
         dtype = declared_dtype(self)
         if not tf.executing_eagerly():
@@ -107,7 +107,7 @@ class WholeWhileBuilding(LazyVariable):
         return tf.cast(made.initializer(made.cut.whole, dtype=dtype), dtype)
 
     def write(self, value: Any) -> None:
-        """Keep this rank's slice of a whole value."""
+        """Store this rank's shard of a full value."""
         made: Made = vars(self)["_hvdtrain_made"]
         made.assigned = True
         made.drawn = checksum(value)
@@ -115,7 +115,7 @@ class WholeWhileBuilding(LazyVariable):
 
 
 def cut_in_place(variable: Any, cut: Cut) -> None:
-    """Let a whole Keras variable hold its slice alone."""
+    """Replace a full Keras variable by this rank's shard."""
     whole = tensor_of(variable)
     sliced = cut.slice_of(tf.convert_to_tensor(whole))
     hold(variable, tf.Variable(sliced, trainable=whole.trainable, name=variable.name, dtype=whole.dtype))
@@ -125,16 +125,10 @@ _TIMEOUT_S = 600.0
 
 
 def agree_on_slices(backend: Backend, made: Sequence[Made], whole: Sequence[Any], paths: Mapping[int, str]) -> None:
-    """Let the slices of all ranks be those of one model: that of the first rank.
-
-    Args:
-        backend: the ranks, all of which call it.
-        made: variables that were made as slices.
-        whole: those that are going to be cut.
-        paths: structural paths by the variables' ids.
+    """Make all ranks hold shards of one model: that of the first rank. Collective along tp.
 
     Raises:
-        ConfigError: ranks that split other variables, or gave them other values that cannot be drawn again.
+        ConfigError: ranks that shard other variables, or whose initial values differ and are not reproducible.
     """
     mine = {paths[id(each.variable)]: _facts(each) for each in made}
     mine |= {paths[id(variable)]: [list(variable.shape)] for variable in whole}
@@ -154,7 +148,7 @@ def agree_on_slices(backend: Backend, made: Sequence[Made], whole: Sequence[Any]
 
 
 def _facts(made: Made) -> list[Any]:
-    """Return shape, checksum and seed of a variable's whole initial value; no seed of one that was assigned."""
+    """Return a variable's full shape, checksum and seed; no seed if it was assigned."""
     seed = getattr(made.initializer, "seed", None)
     return [list(made.cut.whole), made.drawn, seed if isinstance(seed, int) and not made.assigned else None]
 
@@ -162,7 +156,7 @@ def _facts(made: Made) -> list[Any]:
 def _draw_again(
     made: Sequence[Made], first: Mapping[str, list[Any]], differing: Sequence[str], paths: Mapping[int, str]
 ) -> None:
-    """Draw what differs by the seeds of the first rank."""
+    """Re-initialize differing variables with the first rank's seeds."""
     by_path = {paths[id(each.variable)]: each for each in made}
     for path in differing:
         _, drawn, seed = first[path]

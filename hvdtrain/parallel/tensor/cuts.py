@@ -1,4 +1,4 @@
-"""The slice of a variable that each rank holds."""
+"""Each rank's shard of a variable."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,18 +11,18 @@ from hvdtrain.runtime.placement import Ranges, Region, even_slice
 
 @dataclass(frozen=True, init=False)
 class FusedHeads:
-    """Entry of a layout, for a dim with several blocks side by side: a rank holds its slice of each of them.
+    """Layout entry for a dim of several fused blocks: a rank holds its shard of each block.
 
-    A Dense layer that computes query, key and value of 12 heads at once, one after another, is cut by
-    `(None, hvdtrain.FusedHeads(12, 12, 12))`, and by `(None, hvdtrain.FusedHeads(12, 4, 4))` where groups of 3 queries
-    share a key and a value. For blocks without heads, such as the two halves of a gated unit, give their numbers of
-    features.
+    A Dense layer that computes query, key and value of 12 heads one after another is sharded by `(None,
+    hvdtrain.FusedHeads(12, 12, 12))`; with groups of 3 queries that share a key and a value, by `(None,
+    hvdtrain.FusedHeads(12, 4, 4))`. For blocks without heads, such as the halves of a gated unit, give their feature
+    counts.
 
     Args:
-        heads: of each block, in their order; every head has the same number of features.
+        heads: of each block, in order; all heads have the same number of features.
 
     Raises:
-        ConfigError: no numbers of heads.
+        ConfigError: invalid numbers.
     """
 
     heads: tuple[int, ...]
@@ -41,78 +41,73 @@ class FusedHeads:
 
 @dataclass(frozen=True)
 class Cut:
-    """The slice of one dim of a variable that a rank holds; of a fused one, its slice of each block."""
+    """A rank's shard of one dim of a variable; with fused blocks, its shard of each."""
 
     dim: int
     whole: tuple[int, ...]
-    """Shape of the whole variable."""
+    """Full shape of the variable."""
     parts: tuple[tuple[int, int], ...]
-    """Start and stop of the slice of each block."""
+    """Start and stop in each block."""
     fused: FusedHeads | None = None
-    """The blocks, if there are several."""
+    """The blocks, if several."""
 
     @property
     def length(self) -> int:
-        """The length of what this rank holds of the dim."""
+        """Local length of the sharded dim."""
         return sum(self.blocks)
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The length of the slice of each block."""
+        """Local length of each block."""
         return tuple(stop - start for start, stop in self.parts)
 
     @property
     def description(self) -> str:
-        """For messages."""
+        """Text for messages."""
         return f"along dim {self.dim}{f' by {self.fused}' if self.fused else ''}"
 
     @property
     def start(self) -> int:
-        """The first index of the slice."""
+        """First index of the shard."""
         return self.parts[0][0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the slice."""
+        """Local shape."""
         return (*self.whole[: self.dim], self.length, *self.whole[self.dim + 1 :])
 
     @property
     def region(self) -> Region:
-        """What this rank holds of each dim."""
+        """This rank's index range per dim."""
         slices = tuple(slice(*part) for part in self.parts)
         own = slices[0] if len(slices) == 1 else Ranges(slices)
         return tuple(own if dim == self.dim else slice(0, length) for dim, length in enumerate(self.whole))
 
     def along(self, whole: tuple[int, ...], dim: int) -> "Cut":
-        """Return the slice of another variable, of the shape `whole`, whose `dim` is what this one is cut along."""
+        """Return the same shard of another variable of shape `whole`, along `dim`."""
         return replace(self, dim=dim, whole=whole)
 
     def slice_of(self, whole: Any) -> tf.Tensor:
-        """Return what this rank holds of the values of the whole variable."""
+        """Return this rank's shard of a full value."""
         inner = (slice(None),) * self.dim
         pieces = [whole[(*inner, slice(*part))] for part in self.parts]
         return tf.identity(pieces[0]) if len(pieces) == 1 else tf.concat(pieces, self.dim)
 
 
 def even_cut(whole: tuple[int, ...], dim: int, index: int, ranks: int) -> Cut:
-    """Return the `index`-th of `ranks` slices along `dim`; the first ones may be one longer."""
+    """Return the `index`-th of `ranks` shards along `dim`; the first may be one longer."""
     own = even_slice(whole[dim], ranks, index)
     return Cut(dim, whole, ((own.start, own.stop),))
 
 
 def fused_cut(path: str, whole: tuple[int, ...], dim: int, index: int, ranks: int, fused: FusedHeads) -> Cut:
-    """Return the slices along `dim` of the heads that rank `index` of `ranks` holds.
+    """Return the shard along `dim` with the heads of rank `index` of `ranks`.
 
     Args:
-        path: of the variable.
-        whole: its shape.
-        dim: that is cut.
-        index: the rank's place.
-        ranks: their number.
-        fused: the blocks.
+        whole: its full shape.
 
     Raises:
-        ConfigError: heads that do not fit the dim, or that the ranks do not divide.
+        ConfigError: heads that do not fit the dim, or are not divisible by the ranks.
     """
     heads = sum(fused.heads)
     if whole[dim] % heads:

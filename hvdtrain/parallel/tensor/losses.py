@@ -1,8 +1,7 @@
-"""Cross-entropy and Keras' accuracies of logits that are sharded along the classes, without gathering them.
+"""Cross-entropy and accuracies of logits sharded along the classes, without gathering them.
 
-For the cross-entropy each rank sends three numbers for each label: the largest of its logits, the sum of the
-exponentials below it, and the logit of the label if it has that class (Shoeybi et al. 2019, section 3). The backward
-pass sends nothing.
+For the cross-entropy each rank sends three numbers per label: its largest logit, the sum of exponentials relative to
+it, and the label's logit if it has that class (Shoeybi et al. 2019, section 3). The backward pass sends nothing.
 """
 
 import functools
@@ -18,13 +17,13 @@ from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.runtime.compiled import numbered
 
 Losses = Callable[[Any, Any], Any]
-"""(targets, logits) -> one loss for each sample or token."""
+"""(targets, logits) -> one loss per sample or token."""
 
 
 def sharded_form(loss: Any, shard: Shard) -> Losses | None:
-    """Return a function equivalent to Keras' `loss` for slices of the logits; None if there is none.
+    """Return the equivalent of a Keras loss for sharded logits; None if there is none.
 
-    Exists for sparse_categorical_crossentropy and categorical_crossentropy of logits, as objects and as functions.
+    Supports sparse_categorical_crossentropy and categorical_crossentropy of logits, as objects and functions.
     """
     name, config = _described(loss)
     if config.get("from_logits") is not True or config.get("axis", -1) != -1:
@@ -37,7 +36,7 @@ def sharded_form(loss: Any, shard: Shard) -> Losses | None:
 
 
 def _described(loss: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name of one of Keras' losses, and its arguments."""
+    """Return the name and arguments of a Keras loss."""
     kinds = {
         keras.losses.SparseCategoricalCrossentropy: "sparse_categorical_crossentropy",
         keras.losses.CategoricalCrossentropy: "categorical_crossentropy",
@@ -69,13 +68,13 @@ def _sparse(labels: Any, logits: Any, shard: Shard, ignored: int | None) -> Any:
 
 
 def _without_last(labels: Any, logits: Any) -> Any:
-    """Drop a last dim of 1 that the labels have and need not, as Keras does."""
+    """Drop a trailing dim of 1 from labels, as Keras does."""
     same_rank = labels.shape.rank == logits.shape.rank and labels.shape[-1] == 1
     return tf.squeeze(labels, -1) if same_rank else labels
 
 
 def _of_labels(labels: tf.Tensor, logits: tf.Tensor, shard: Shard) -> tf.Tensor:
-    """Return -log softmax at the labels [n] for this rank's slice of the logits [n, classes of a slice]."""
+    """Return -log softmax at the labels [n], from this rank's logits [n, local classes]."""
     classes = shard.length
     valid = (labels >= 0) & (labels < classes)
     own = (labels >= shard.own.start) & (labels < shard.own.stop)
@@ -101,7 +100,7 @@ def _of_labels(labels: tf.Tensor, logits: tf.Tensor, shard: Shard) -> tf.Tensor:
 
 
 def _dense(labels: Any, logits: Any, shard: Shard, smoothing: float) -> Any:
-    """Return the cross-entropy with distributions over all classes, of this rank's slice of the logits."""
+    """Return the cross-entropy with label distributions, from this rank's shard of the logits."""
     classes = labels.shape[-1]
     wanted = tf.cast(labels, logits.dtype)
     if smoothing:
@@ -123,7 +122,7 @@ def _dense(labels: Any, logits: Any, shard: Shard, smoothing: float) -> Any:
 
 
 def _combined(values: tf.Tensor, added: tf.Tensor, shard: Shard) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the logarithm of the sum of exponentials over all slices of `values`, and the sum of `added`."""
+    """Return the log-sum-exp over all shards of `values`, and the sum of `added`."""
     largest = tf.reduce_max(values, -1)
     total = tf.reduce_sum(tf.exp(values - largest[..., tf.newaxis]), -1)
     mine = tf.stack([largest, total, added])[tf.newaxis]
@@ -139,7 +138,7 @@ def _once(slope: tf.Tensor) -> tf.Tensor:
 
 
 def classes_of(logits: Any, shard: Shard) -> tf.Tensor:
-    """Return the class with the largest logit over all slices [..., classes of a slice], the first of equal ones."""
+    """Return the argmax over all shards [..., local classes]; the first one on ties."""
     largest = tf.cast(tf.reduce_max(logits, -1), tf.float64)
     place = tf.argmax(logits, -1) + shard.own.start
     mine = tf.stack([largest, tf.cast(place, tf.float64)])[tf.newaxis]
@@ -149,13 +148,13 @@ def classes_of(logits: Any, shard: Shard) -> tf.Tensor:
 
 
 def reads_shards(metric: Any) -> bool:
-    """Whether a metric, or the one that it derives from, is an accuracy that needs no more than the largest logit."""
+    """Return whether a metric is an accuracy that only needs the largest logit."""
     return isinstance(metric, keras.metrics.MeanMetricWrapper) and function_of_metric(metric) in _forms()
 
 
 @contextmanager
 def on_shards(metric: Any, shard: Shard) -> Iterator[None]:
-    """Let an accuracy for which `reads_shards` holds compare with slices of the logits inside this context."""
+    """Make an accuracy (`reads_shards`) take sharded logits inside this context."""
     form = _forms()[function_of_metric(metric)]
     with replaced_function(metric, lambda labels, logits: form(labels, logits, shard)):
         yield

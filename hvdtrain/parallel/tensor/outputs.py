@@ -1,4 +1,4 @@
-"""Outputs of a model of which each rank has a slice along the last dim, such as logits along the vocabulary."""
+"""Outputs sharded along the last dim, such as logits along the vocabulary."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,26 +19,24 @@ _LAYOUT = "_hvdtrain_output_shards"
 
 @dataclass(frozen=True)
 class Shard:
-    """Which slice of the last dim of an output a tensor is."""
+    """A rank's shard of an output's last dim."""
 
     exchange: Collectives
-    """The ranks that hold the others."""
+    """The tensor-parallel group."""
     length: int
-    """Of the dim in the whole output: the number of classes of logits."""
+    """Size of the sharded dim in the full output, e.g. the vocabulary."""
 
     @property
     def own(self) -> slice:
-        """The slice."""
+        """This rank's index range."""
         return even_slice(self.length, self.exchange.size, self.exchange.index)
 
 
 class OutputShards:
-    """Which outputs of a model are slices, and whether its callers get them as they are.
+    """Gathers a model's sharded outputs, except within `kept`.
 
     Args:
-        exchange: the ranks that hold the other slices.
-        lengths: of the last dim of each output in the whole model, in the order in which they are flattened; None for
-            an output that is no slice.
+        lengths: full size of the last dim of each flattened output; None for an output that is not sharded.
     """
 
     def __init__(self, exchange: Collectives, lengths: Sequence[int | None]) -> None:
@@ -46,7 +44,7 @@ class OutputShards:
         self._kept = False
 
     def install(self, model: Any) -> None:
-        """Let whoever calls `model` get whole outputs, unless within `kept`."""
+        """Gather outputs for callers of `model`, except within `kept`."""
         whole_call = model.call
 
         def call(*args: Any, **options: Any) -> Any:
@@ -57,7 +55,7 @@ class OutputShards:
         vars(model)[_LAYOUT] = self
 
     def tagged(self, outputs: Any) -> Any:
-        """Mark the slices among `outputs` as such."""
+        """Mark the shards among `outputs`."""
         for tensor, shard in zip(tf.nest.flatten(outputs), self._shards, strict=True):
             if shard is not None:
                 setattr(tensor, _ATTRIBUTE, shard)
@@ -65,7 +63,7 @@ class OutputShards:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Let callers of the model get slices inside this context."""
+        """Return sharded outputs to callers of the model inside this context."""
         before, self._kept = self._kept, True
         try:
             yield
@@ -74,12 +72,12 @@ class OutputShards:
 
 
 def shard_of(tensor: Any) -> Shard | None:
-    """Return which slice of an output `tensor` is; None if it is whole."""
+    """Return the shard in `tensor`; None if full."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
 def gathered(outputs: Any) -> Any:
-    """Return outputs with whole ones in place of the slices; every rank that holds a slice calls it."""
+    """All-gather marked outputs. Collective along tp."""
     return tf.nest.map_structure(_gathered, outputs)
 
 
@@ -96,13 +94,13 @@ def _gathered(tensor: Any) -> Any:
 
 
 def tagged_outputs(model: Any, outputs: Any) -> Any:
-    """Mark the slices among `outputs`, which the layers of `model` have given one by one."""
+    """Mark the shards among outputs that the model's layers returned one by one."""
     shards: OutputShards | None = vars(model).get(_LAYOUT)
     return outputs if shards is None else shards.tagged(outputs)
 
 
 def sharded_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call `forward`, which is `model` or calls its layers, and leave slices among its outputs as they are."""
+    """Call `forward`, the model or its layers, keeping outputs sharded."""
     shards: OutputShards | None = vars(model).get(_LAYOUT)
     if shards is None:
         return forward(*args, **options)

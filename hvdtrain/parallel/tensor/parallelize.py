@@ -1,6 +1,6 @@
-"""Shard a model's layers among the ranks along `tp`; start here.
+"""Shard a model's layers along `tp`; start here.
 
-`parallel/parallelize.py` calls it, for users.
+`parallel/parallelize.py` is the public entry.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ WRITES = ("save", "save_weights", "export")
 
 
 def refuse_files_of_slices(model: Any) -> None:
-    """Let the methods that write a whole model refuse: a file of one rank's slices could not be loaded anywhere."""
+    """Make a model's save methods raise: a file of one rank's shards could not be loaded."""
     for method in WRITES:
         vars(model)[method] = _refusal(method)
 
@@ -50,19 +50,17 @@ def _refusal(method: str) -> Any:
 
 
 ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-"""Regularizers that add up over the elements, and so over slices."""
+"""Regularizers that are sums over elements, and so over shards."""
 
 
 def regularize_slices(variable: Any, exchange: Collectives, name: str) -> None:
-    """Let the penalty of a variable that is a slice be that of the whole.
+    """Make a sharded variable's penalty that of the full variable.
 
     Args:
-        variable: a Keras variable.
-        exchange: the ranks that hold the other slices.
         name: of the variable, the same on all ranks.
 
     Raises:
-        ConfigError: a regularizer that does not add up over the elements.
+        ConfigError: a regularizer that is not a sum over elements.
     """
     whole = variable.regularizer
     if whole is None:
@@ -78,11 +76,10 @@ def regularize_slices(variable: Any, exchange: Collectives, name: str) -> None:
 
 
 def divide_penalty(variable: Any, ranks: int) -> None:
-    """Let each rank have a part of the gradient of a whole variable's penalty, which is added up with the others'.
+    """Scale the gradient of a full variable's penalty for summation over ranks.
 
     Args:
-        variable: a Keras variable of whose gradient each rank has a part. The penalty itself stays that of the whole.
-        ranks: how many there are.
+        variable: a full Keras variable whose gradient is partial on each rank. The penalty's value is unchanged.
     """
     whole = variable.regularizer
     if whole is None:
@@ -96,13 +93,12 @@ def divide_penalty(variable: Any, ranks: int) -> None:
 
 
 class Parallelization:
-    """Makes each rank along `tp` hold slices of a model's layers; `hvdtrain.parallelize` is made of it.
+    """Shards a model's layers along `tp`; implements `hvdtrain.parallelize`.
 
     Args:
         exchange: the ranks along `tp`.
-        rules: see `hvdtrain.parallelize`.
-        backend: to agree with the other ranks; None: there is nobody to agree with.
-        sequence: see `hvdtrain.parallelize`.
+        rules: as for `hvdtrain.parallelize`.
+        backend: to agree with the other ranks; None: skip.
     """
 
     def __init__(self, exchange: Collectives, rules: Rules, backend: Backend | None, *, sequence: bool = False) -> None:
@@ -112,7 +108,7 @@ class Parallelization:
         self._group = Group(exchange, sequence, FlowRecord())
 
     def __call__(self, model: Any, inputs: Any) -> keras.Model:
-        """Build the model, if it is not built, split it, and return it."""
+        """Build the model if necessary, shard it, and return it."""
         building = Building(self._rules, self._exchange.index, self._exchange.size)
         if isinstance(model, keras.Model):
             split = built(model, inputs)
@@ -158,7 +154,7 @@ class Parallelization:
         refuse_files_of_slices(model)
 
     def _output_layers(self, model: Any) -> list[tuple[Any, bool]]:
-        """Return the layers whose output a rule is about, and whether it is cut along the sequence."""
+        """Return layers with an output rule, and whether it shards the sequence."""
         found = []
         for layer in flatten_layers(model, include_self=False):
             cut = self._rules.output_of(layer.path or layer.name)
@@ -174,7 +170,7 @@ class Parallelization:
         return found
 
     def _cuts(self, model: Any, building: Building) -> dict[int, Cut]:
-        """Return the cuts of those variables that the rules match, by id."""
+        """Return the cuts of variables that match the rules, by id."""
         cuts = {key: made.cut for key, made in building.made.items()}
         for variable in model.variables:
             if id(variable) in cuts:
@@ -189,7 +185,7 @@ class Parallelization:
 
     @staticmethod
     def _follow_kernels(layers: Sequence[tuple[Any, SlicedLayer]], cuts: dict[int, Cut]) -> None:
-        """Cut the biases as their kernels are."""
+        """Shard biases like their kernels."""
         for _, sliced in layers:
             for key, (variable, cut) in sliced.further_cuts().items():
                 if cuts.setdefault(key, cut) != cut:
@@ -199,7 +195,7 @@ class Parallelization:
                     )
 
     def _cut(self, model: Any, made: Sequence[Made], cuts: dict[int, Cut]) -> dict[int, str]:
-        """Make all cut variables slices, the same whole on every rank, and return the paths of all variables by id."""
+        """Shard the variables, consistently on all ranks; return the paths of all variables by id."""
         paths = {id(variable): structure_of(model).path(variable) for variable in model.variables}
         before = {id(each.variable) for each in made}
         others = [variable for variable in model.variables if id(variable) in cuts and id(variable) not in before]
@@ -216,7 +212,6 @@ class Parallelization:
         return paths
 
     def _followed(self, model: Any, specs: Any, whole: Trace, cut: frozenset[str], *, training: bool) -> Flow:
-        """Follow the activations through the model with slices."""
         try:
             sliced = traced(model, specs, self._group.record, training=training)
         except ConfigError:
@@ -234,11 +229,7 @@ class Parallelization:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no built Keras model, or one that was trained already.
-
-    Raises:
-        ConfigError: saying which.
-    """
+    """Reject anything but a built, untrained Keras model. Raises ConfigError: with the reason."""
     if not isinstance(model, keras.Model):
         raise ConfigError(f"A Keras model, or a function that builds one, is needed. Received: {model!r}.")
     if not model.built or not model.variables:
@@ -257,7 +248,7 @@ def check_model(model: Any) -> None:
 def _note_what_follows(
     model: Any, flow: Flow, whole: Trace, layers: Sequence[tuple[Any, SlicedLayer]], exchange: Collectives
 ) -> None:
-    """Note which gradients are parts of a sum, which draws differ by rank, and which outputs are slices."""
+    """Record partial gradients, per-rank random generators and sharded outputs."""
     structure = structure_of(model)
     variables = structure.by_path(model.variables)
     owners = {structure.path(variable): variable for variable in model.variables}
@@ -277,13 +268,13 @@ def _note_what_follows(
 
 
 def _generators(layer: Any) -> list[Any]:
-    """Return the states of the random generators inside a layer that holds slices, such as attention's dropout."""
+    """Return the generator states inside a sharded layer, such as attention dropout."""
     inner = [generator for each in flatten_layers(layer) for generator in own_seed_generators(each)]
     return [unwrap(generator.state) for generator in inner]
 
 
 def _name_of(layer: Any, paths: dict[int, str], cuts: dict[int, Cut]) -> str:
-    """Return the structural path of a layer, the same in every process."""
+    """Return a layer's structural path, the same in every process."""
     held = [variable for variable in layer.variables if id(variable) in cuts]
     path = paths[id(held[0])].rpartition("/")[0]
     return path or layer.name

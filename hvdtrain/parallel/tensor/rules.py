@@ -1,4 +1,4 @@
-"""Rules that say along which dim a variable is cut, by its path: the vocabulary of Keras' `LayoutMap`."""
+"""Sharding rules by variable path, in the vocabulary of Keras' `LayoutMap`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,22 +9,21 @@ from hvdtrain.parallel.tensor.cuts import Cut, FusedHeads, even_cut, fused_cut
 
 AXIS = "tp"
 OUTPUT = "/output"
-"""Ends expressions that are about the output of a layer, as in Keras' `LayoutMap`."""
+"""Suffix of rules for a layer's output, as in Keras' `LayoutMap`."""
 Layout: TypeAlias = Sequence[str | FusedHeads | None]
-"""The axis that each dim of a variable is cut along, or None: `(None, "tp")` cuts columns. `FusedHeads` stands for tp
-where each of several blocks is cut by itself."""
+"""The mesh axis of each dim, or None: `(None, "tp")` shards columns.
+
+`FusedHeads` means tp for a dim of several fused blocks, each sharded separately.
+"""
 Rules: TypeAlias = Mapping[str, Layout]
 """Layouts by regular expression, searched in the paths of Keras variables such as `block0_mlp_in/kernel`."""
 
 
 class LayoutRules:
-    """Checked rules, which remember what they matched.
-
-    Args:
-        rules: layouts by regular expression.
+    """Validated rules, which record their matches.
 
     Raises:
-        ConfigError: no rules, an expression that is none, or a layout that names another axis or several dims.
+        ConfigError: no rules, an invalid expression, or a layout with another axis or several dims.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -43,12 +42,12 @@ class LayoutRules:
         self._matched: set[str] = set()
 
     def cut_of(self, path: str, shape: Sequence[int], index: int, ranks: int) -> Cut | None:
-        """Return the slice of the variable at `path` that rank `index` of `ranks` holds; None if it stays whole.
+        """Return the shard of the variable `path` on rank `index` of `ranks`; None if not sharded.
 
-        As in Keras' `LayoutMap`, an expression that equals the path comes first; otherwise one alone may match.
+        As in Keras' `LayoutMap`, an exact match has priority; otherwise only one expression may match.
 
         Raises:
-            ConfigError: two rules that match, a layout of another number of dims, or ranks that do not divide one.
+            ConfigError: two matching rules, a wrong number of dims, or a dim not divisible by the ranks.
         """
         found = (
             [path] if path in self._layouts else [e for e, compiled in self._compiled.items() if compiled.search(path)]
@@ -73,10 +72,10 @@ class LayoutRules:
         )
 
     def output_of(self, path: str) -> bool | None:
-        """Return whether a rule cuts the output of the layer at `path` (True) or makes it whole (False); else None.
+        """Return whether a rule shards (True) or gathers (False) the output of layer `path`; else None.
 
         Raises:
-            ConfigError: a layout of an output that is not cut along the sequence.
+            ConfigError: another layout of an output.
         """
         for expression, (compiled, layout) in self._outputs.items():
             if compiled.search(f"{path}{OUTPUT}"):
@@ -90,7 +89,7 @@ class LayoutRules:
         return None
 
     def check_used(self, paths: Sequence[str]) -> None:
-        """Refuse rules that matched nothing.
+        """Reject rules without a match.
 
         Args:
             paths: of the model's variables, for the message.
@@ -106,20 +105,15 @@ class LayoutRules:
 
 
 def cut_along(path: str, shape: Sequence[int], dim: int, index: int, ranks: int, entry: Any = AXIS) -> Cut:
-    """Return the slice of the variable at `path` that rank `index` of `ranks` holds.
+    """Return the shard of the variable `path` on rank `index` of `ranks`.
 
-    The slices of a vocabulary, or of classes, need not be of one length.
+    Shards of a vocabulary, or of classes, may differ in length.
 
     Args:
-        path: of the variable.
-        shape: of the whole.
-        dim: that is cut.
-        index: the rank's place.
-        ranks: their number.
-        entry: of the layout.
+        shape: full shape.
 
     Raises:
-        ConfigError: the ranks do not divide the dim, or the heads of a block.
+        ConfigError: the dim, or the heads of a block, are not divisible by the ranks.
     """
     whole = tuple(int(n) for n in shape)
     if isinstance(entry, FusedHeads):
@@ -133,9 +127,9 @@ def cut_along(path: str, shape: Sequence[int], dim: int, index: int, ranks: int,
 
 
 def _may_be_uneven(path: str, whole: Sequence[int], dim: int) -> bool:
-    """Whether slices of different lengths have a meaning: of a vocabulary, and of what may be logits.
+    """Return whether uneven shards are supported: of a vocabulary, and of possible logits.
 
-    Features of a kernel that are no logits arrive at a layer that is cut along them, whose kernel may not.
+    Other features reach a layer that is sharded along them, whose kernel may not divide the same way.
     """
     if path.endswith("embeddings"):
         return dim == int(path.endswith("reverse_embeddings"))
@@ -143,7 +137,7 @@ def _may_be_uneven(path: str, whole: Sequence[int], dim: int) -> bool:
 
 
 def _noun(path: str, dim: int, rank: int) -> str:
-    """Return what the elements of a dim are called, as far as the path tells."""
+    """Return the noun for a dim's elements, guessed from the path."""
     if re.search(r"(query|key|value|gate)/(kernel|bias)$", path) and dim == rank - 2:
         return "heads"
     if path.endswith("attention_output/kernel") and rank == 3 and dim == 0:

@@ -1,14 +1,12 @@
-"""Follow sharded activations through a model, and refuse what would compute something else than one process does.
+"""Propagate sharded activations through a model, and reject anything that changes its results.
 
-The model is traced twice, whole and with slices. Between the layers that hold slices both do the same operations. What
-comes out of a layer with a sharded dim keeps it through operations on each element, through attention over heads, and
-through reshapes; it must arrive at a layer that takes it sharded, or be an output of the model. Every other operation
-on it is refused. The dims are confirmed by the shapes of the whole model, of which each sharded dim is this rank's
-slice, and no other dim differs.
+The model is traced twice, full and sharded. Between sharded layers both run the same operations. A sharded dim of a
+layer's output survives elementwise operations, attention over heads, and reshapes; it must reach a layer that takes it
+sharded, or be an output of the model. Any other operation on it is rejected. The dims are verified by the shapes of the
+full model: each sharded dim must have this rank's length, and no other dim may differ.
 
-A sharded dim may have blocks side by side, such as query, key and value, of which a rank holds its slice of each.
-Operations on each element keep the blocks, and so do those on other dims; a split or an index that takes one block
-gives a plain slice.
+A sharded dim may consist of fused blocks, such as query, key and value, with a shard of each. Elementwise operations
+and those on other dims keep the blocks; a split or an index that takes one block yields a plain shard.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +23,14 @@ from hvdtrain.parallel.tensor.flow.trace import BY_OUTPUT_RULE, Trace, same_oper
 from hvdtrain.runtime.placement import even_slice
 
 KEEP = frozenset(("Transpose", "ExpandDims"))
-"""Operations that move the sharded dim, or leave it where it is."""
+"""Operations that move the sharded dim, or leave it in place."""
 
 
 def outputs_of_blocks(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Return the layouts of the outputs of `op`, some of whose inputs have blocks; None if it mixes them.
+    """Return the output layouts of `op` with fused inputs; None if it mixes the blocks.
 
     Args:
-        op: the operation on slices.
-        inputs: layouts of its inputs.
-        whole: the same operation in the whole model; None where there is none.
+        whole: the same operation in the full model, or None.
     """
     if op.type in OF_SHAPE or op.type in ("Identity", "IdentityN"):
         return outputs_of(op, inputs)
@@ -45,7 +41,7 @@ def outputs_of_blocks(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence
 
 
 def _kept(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Keep the blocks, which all sharded inputs must have alike."""
+    """Keep the blocks, which all sharded inputs must share."""
     blocks = {layout.blocks for layout in inputs if layout.dim is not None}
     outputs = outputs_of(op, inputs)
     if len(blocks) != 1 or outputs is None:
@@ -54,7 +50,7 @@ def _kept(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _split(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Cut into the blocks, or along another dim; the axis comes first of `Split`, and last of `SplitV`."""
+    """Split into the blocks, or along another dim; the axis is the first input of `Split`, the last of `SplitV`."""
     place, last = (1, 0) if op.type == "Split" else (0, 2)
     axis, layout = tf.get_static_value(op.inputs[last]), inputs[place]
     if axis is None or layout.dim is None:
@@ -66,7 +62,7 @@ def _split(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | 
 
 
 def _indexed(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Take one block by Python's indexing, or all of them."""
+    """Take one block, or all, by Python indexing."""
     found = indexed(op, inputs[0].dim)
     if found is None:
         return None
@@ -77,7 +73,7 @@ def _indexed(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] 
 
 
 def _sliced(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Take one block by `tf.slice`, or all of them."""
+    """Take one block, or all, by `tf.slice`."""
     begin, size = (tf.get_static_value(tensor) for tensor in op.inputs[1:])
     layout, length = inputs[0], op.outputs[0].shape[inputs[0].dim]
     if begin is None or size is None or layout.dim is None or length is None:
@@ -94,7 +90,7 @@ def _bounds(blocks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _reshaped(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Split the dim into one for the blocks and others, or into heads that no two blocks share."""
+    """Split the dim into blocks and others, or into heads that do not span blocks."""
     layout, before, after = inputs[0], op.inputs[0].shape, op.outputs[0].shape
     there = whole.outputs[0].shape
     if layout.dim is None or None in (before.rank, after.rank) or there.rank != after.rank:
@@ -124,38 +120,30 @@ RULES: dict[str, Callable[[Any, Sequence[Layout], Any], Sequence[Layout] | None]
 
 UNKNOWN = Layout()
 SIZES = "Take sizes such as the number of heads from the activation's shape, or write -1 for them"
-"""What a model does about sizes of which a rank has a part, for messages."""
+"""Advice for code that uses sizes of a sharded dim."""
 APART = "Take the blocks apart first, such as by keras.ops.split(x, 3, axis=-1) where there are three of one size."
 
 
 @dataclass
 class Flow:
-    """How activations lie on the ranks."""
+    """Layouts of a model's activations."""
 
     outputs: list[Layout] = field(default_factory=list)
-    """Of the model."""
+    """Layouts of the model's outputs."""
     partial: set[str] = field(default_factory=set)
-    """Paths of whole variables of whose gradient each rank has a part."""
+    """Paths of full variables whose gradients are partial on each rank."""
     whole: set[str] = field(default_factory=set)
-    """Paths of those of whose gradient each rank has all."""
+    """Paths of full variables whose gradients are complete on each rank."""
     draws: Draws = field(default_factory=Draws)
 
 
 def follow(
     sliced: Trace, whole: Trace, ranks: int, index: int, variables: Mapping[str, Any], cut: frozenset[str]
 ) -> Flow:
-    """Return how the activations of a model lie on the ranks.
-
-    Args:
-        sliced: a trace of the model with slices.
-        whole: a trace of the model before it was cut.
-        ranks: how many slices there are.
-        index: which of them this rank has.
-        variables: the model's tf.Variables by path.
-        cut: paths of those that are slices.
+    """Return the layouts of a model's activations.
 
     Raises:
-        ConfigError: naming the layer at which a sharded activation arrives that it cannot take.
+        ConfigError: names the layer that receives a sharded activation it cannot use.
     """
     walk = _Walk(sliced, whole, variables, cut)
     walk.go()
@@ -172,13 +160,13 @@ def follow(
 
 
 class _Walk:
-    """Goes through the operations of a trace in their order."""
+    """Visits the operations of a trace in order."""
 
     def __init__(self, trace: Trace, whole: Trace, variables: Mapping[str, Any], cut: frozenset[str]) -> None:
         self._trace = trace
         pairs = zip(trace.operations, whole.operations, strict=False)
         self._whole = {id(mine): theirs for mine, theirs in pairs if mine.type == theirs.type}
-        """The operation of the whole model for each of this one's; whether they belong together is checked later."""
+        """Corresponding operation of the full model; verified later."""
         self._cut = cut
         self._layouts: dict[int, Layout] = {}
         self._kept = list(trace.graph.get_operations())
@@ -204,7 +192,7 @@ class _Walk:
                 self._pass(op)
 
     def _arrive(self, call: Any) -> None:
-        """Check what a layer that holds slices takes: sharded or whole, as it expects it."""
+        """Check that a sharded layer's inputs are sharded or full as it expects."""
         taken = dict((tensor.name, dim) for tensor, dim in call.takes)
         for op in self._kept[call.begin : call.end]:
             for tensor in op.inputs:
@@ -280,7 +268,7 @@ class _Walk:
         self._flow.draws.meet_whole([layout])
 
     def _use_losses(self) -> None:
-        """Take losses that layers add for what every rank has whole."""
+        """Treat losses added by layers as full on every rank."""
         for layer, loss in self._trace.losses:
             layout = self.layout_of(loss)
             if layout.dim is not None:
@@ -310,7 +298,7 @@ class _Walk:
 
 
 def _confirm(tensor: Any, whole: Any, layout: Layout, ranks: int, index: int) -> None:
-    """Compare the shape of a tensor with that in the whole model."""
+    """Compare a tensor's shape with the one in the full model."""
     if tensor.shape.rank is None or whole.shape.rank is None:
         return
     shape = [
@@ -334,7 +322,7 @@ def _length_of_slice(length: int, ranks: int, index: int) -> int:
 
 
 def _unknown(op: Any, layout: Layout) -> str:
-    """Return what is wrong with an operation that no rank could do on its slice alone."""
+    """Return the message for an operation that cannot run on a shard."""
     if layout.blocks:
         return (
             f"{place_of(op)} mixes blocks of the output of {layout.origin}, of each of which a rank has a slice "
@@ -370,6 +358,6 @@ def _unlike(layer: str, layout: Layout, tensor: Any, place: int | None) -> str:
 
 
 def place_of(op: Any) -> str:
-    """Return the layer in whose scope an operation is, or the operation itself."""
+    """Return the layer whose name scope contains an operation, or the operation itself."""
     scope = op.name.rpartition("/")[0]
     return f"The layer {scope!r}" if scope else f"The operation {op.name!r} of the model"

@@ -1,4 +1,4 @@
-"""Follow what depends on no input: constants, and random numbers drawn for slices or for whole activations."""
+"""Propagate constants, and random numbers for sharded or full activations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,29 +11,26 @@ from hvdtrain.parallel.tensor.flow.layouts import Layout, spans
 from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED
 
 UNSEEDED = ""
-"""In place of the path of a generator: a draw that none of the model's generators makes."""
+"""Marks random ops that use none of the model's SeedGenerators."""
 
 
 @dataclass
 class Draws:
-    """Paths of random generators by what they draw for."""
+    """Paths of random generators, by how their numbers are used."""
 
     of_slices: set[str] = field(default_factory=set)
-    """For slices: each rank needs other numbers, as the other slices of one mask would be."""
+    """For shards: ranks need different numbers, as for different parts of one mask."""
     of_wholes: set[str] = field(default_factory=set)
-    """For what several ranks have alike, or for all slices together: each rank needs the same numbers."""
+    """For replicated tensors: ranks need the same numbers."""
 
     def meet_slice(self, op: Any, inputs: Sequence[Layout], whole: Any, where: str) -> None:
-        """Note what is drawn for an operation on a slice.
+        """Record the random numbers used in an operation on a shard.
 
         Args:
-            op: the operation.
-            inputs: layouts of its inputs.
-            whole: the same one in the whole model: a slice may have one element where the whole has several.
-            where: it is, for messages.
+            whole: the same operation in the full model: a shard may have one element where the full tensor has several.
 
         Raises:
-            ConfigError: ranks would draw the same for different slices, as no generator of the model draws.
+            ConfigError: ranks would use the same numbers for different shards, outside the model's generators.
         """
         place = next(
             layout.dim - tensor.shape.rank
@@ -55,16 +52,12 @@ class Draws:
                 self.of_slices |= layout.draws
 
     def meet_whole(self, layouts: Sequence[Layout]) -> None:
-        """Note what is drawn for an operation on whole activations."""
+        """Record the random numbers used in an operation on full activations."""
         for layout in layouts:
             self.of_wholes |= layout.draws
 
     def check(self) -> None:
-        """Refuse a generator that would have to draw alike and apart.
-
-        Raises:
-            ConfigError: naming it.
-        """
+        """Reject a generator used for both shards and full activations. Raises ConfigError: names it."""
         both = sorted(self.of_slices & self.of_wholes)
         if both:
             raise ConfigError(
@@ -78,7 +71,7 @@ _OF_SEEDS = "StatelessRandomGet"
 
 
 def of_constants(op: Any, inputs: Sequence[Layout]) -> Layout:
-    """Return the layout of what `op` computes from constants alone."""
+    """Return the layout of an operation on constants."""
     draws = frozenset().union(*(layout.draws for layout in inputs))
     if op.type.startswith(_DRAWN) and not op.type.startswith(_OF_SEEDS) and not draws:
         draws = frozenset([UNSEEDED])  # from a state of TensorFlow's own, or a seed that never changes
@@ -91,7 +84,7 @@ def of_constants(op: Any, inputs: Sequence[Layout]) -> Layout:
 
 
 def _even_dims(op: Any, inputs: Sequence[Layout]) -> frozenset[int]:
-    """Return the dims, counted from the last, along which an operation on each element gives the same everywhere."""
+    """Return the dims, counted from the last, along which an elementwise result is constant."""
     rank = op.outputs[0].shape.rank
     return frozenset(
         dim
@@ -111,15 +104,13 @@ def _of_one_value(tensor: Any) -> bool:
 
 
 def compare_numbers(mine: Any, theirs: Any, place: str) -> None:
-    """Refuse a number that the model computes with and that was made from the size of a slice.
+    """Reject a floating-point number computed from a shard's size.
 
     Args:
-        mine: an operation between the layers that hold slices.
-        theirs: the same one in the whole model.
-        place: of the operation, for the message.
+        theirs: the same operation in the full model.
 
     Raises:
-        ConfigError: naming both numbers.
+        ConfigError: names both numbers.
     """
     if mine.type not in ("Const", "Cast") or not mine.outputs[0].dtype.is_floating:
         return
@@ -133,7 +124,7 @@ def compare_numbers(mine: Any, theirs: Any, place: str) -> None:
 
 
 def _number(tensor: Any) -> Any:
-    """Return what is known of a constant, also of one element of a shape."""
+    """Return the value of a constant, or of one element of a shape."""
     if tensor.op.type != "StridedSlice" or tensor.shape.rank != 0 or tensor.op.inputs[0].shape.rank != 1:
         return tf.get_static_value(tensor)
     shape, place = (tf.get_static_value(each) for each in tensor.op.inputs[:2])

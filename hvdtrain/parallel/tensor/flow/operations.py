@@ -1,7 +1,7 @@
-"""What TensorFlow's operations do with a sharded dim.
+"""Propagation rules of TensorFlow ops for sharded dims.
 
-Each function is given an operation and the layouts of its inputs, some of which are sharded, and returns the layouts of
-its outputs; None stands for what no rank could compute from its slice alone.
+Each function takes an operation and the layouts of its inputs, some of them sharded, and returns the layouts of its
+outputs, or None if it cannot be computed from a shard.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,16 @@ from hvdtrain.parallel.tensor.flow.layouts import SHAPE, Layout, Rule, constant_
 
 
 def _reshaped(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Follow a dim that stays, that is split, or that is the first of several which are merged."""
+    """Follow a dim that is kept, split, or the first of several merged dims."""
     places = _places_in(op, inputs[0].dim)
     return [joined(inputs, places[0])] if places else None
 
 
 def reshaped_like(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Do the same where the dim may have gone to several places, as with one head on each rank.
+    """Like `_reshaped`, but use the full op to resolve ambiguous reshapes (e.g. one head per rank).
 
     Args:
-        op: the operation on a slice.
-        inputs: layouts of its inputs.
-        whole: the same operation in the whole model, whose shape differs in the right place; None where there is none.
+        whole: the same operation in the full model, whose shape differs in the sharded dim, or None.
     """
     after, there = op.outputs[0].shape, None if whole is None else whole.outputs[0].shape
     places = _places_in(op, inputs[0].dim)
@@ -34,7 +32,7 @@ def reshaped_like(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Lay
 
 
 def _places_in(op: Any, dim: int | None) -> list[int]:
-    """Return where `dim` may be after a reshape."""
+    """Return the possible positions of `dim` after a reshape."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if dim is None or before.rank is None or after.rank is None:
         return []
@@ -44,13 +42,13 @@ def _places_in(op: Any, dim: int | None) -> list[int]:
 
 
 def _same_from(before: Any, after: Any, place: int) -> bool:
-    """Whether the dims from `place` to the last are the same, so that those in front were merged or split alone."""
+    """Return whether the dims from `place` to the last are unchanged."""
     mine, theirs = before.as_list()[place:], after.as_list()[place:]
     return after.rank >= -place and None not in mine and mine == theirs
 
 
 def _regroups(before: list[int | None], after: list[int | None], dim: int) -> bool:
-    """Whether a dim is split into several, or is the first of several which are merged."""
+    """Return whether a dim is split, or is the first of several merged dims."""
     alike = 0
     while alike < min(len(before), len(after)) and before[alike] == after[alike] and alike < dim:
         alike += 1
@@ -81,7 +79,6 @@ def _expanded(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _squeezed(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Drop other dims, which are named."""
     dim, rank = inputs[0].dim, op.inputs[0].shape.rank
     gone = {axis % rank for axis in op.get_attr("squeeze_dims")}
     return None if dim is None or not gone or dim in gone else [joined(inputs, dim - sum(axis < dim for axis in gone))]
@@ -98,32 +95,28 @@ def _concatenated(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _unpacked(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Cut along another dim, which is gone."""
     dim, axis = inputs[0].dim, op.get_attr("axis") % op.inputs[0].shape.rank
     return None if dim is None or dim == axis else [joined(inputs, dim - (axis < dim))] * len(op.outputs)
 
 
 def _packed(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Put slices side by side along a new dim."""
     dims = {layout.dim for layout in inputs}
     dim, axis = inputs[0].dim, op.get_attr("axis") % op.outputs[0].shape.rank
     return None if dim is None or len(dims) != 1 else [joined(inputs, dim + (axis <= dim))]
 
 
 def _tiled(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Repeat along other dims."""
     multiples, dim = tf.get_static_value(op.inputs[1], partial=True), inputs[0].dim
     return None if multiples is None or dim is None or multiples[dim] != 1 else [joined(inputs[:1], dim)]
 
 
 def _padded(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Pad other dims."""
     paddings, dim = constant_value(op.inputs[1]), inputs[0].dim
     return None if paddings is None or dim is None or paddings[dim].any() else [joined(inputs[:1], dim)]
 
 
 def _split(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Cut along another dim; the axis comes first of `Split`, and last of `SplitV`."""
+    """Split along another dim; the axis is the first input of `Split`, the last of `SplitV`."""
     place = 1 if op.type == "Split" else 0
     axis, layout = constant_value(op.inputs[0 if op.type == "Split" else 2]), inputs[place]
     if axis is None or layout.dim is None or int(axis) % op.inputs[place].shape.rank == layout.dim:
@@ -132,7 +125,7 @@ def _split(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _strided(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Follow the sharded dim through Python's indexing, which must leave all of it."""
+    """Follow the sharded dim through Python indexing, which must keep all of it."""
     found = indexed(op, inputs[0].dim)
     if found is None:
         return None
@@ -141,9 +134,9 @@ def _strided(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def indexed(op: Any, dim: int | None) -> tuple[int, tuple[int, int] | None] | None:
-    """Return where `dim` is after Python's indexing, and the bounds of what is left of it, None of all.
+    """Return the position of `dim` after Python indexing, and the bounds taken, None for all.
 
-    None stands for what cannot be followed: bounds that are not known, another step than 1, a dim that is gone.
+    None if it cannot be followed: unknown bounds, a step other than 1, or the dim is dropped.
     """
     bounds = [constant_value(tensor) for tensor in op.inputs[1:]]
     if any(bound is None for bound in bounds) or dim is None:
@@ -204,12 +197,12 @@ ELEMENTWISE = frozenset(
     )
 )
 OF_SHAPE = frozenset(("Shape", "ShapeN", "Rank", "Size"))
-"""Operations on the shape alone."""
+"""Operations on the shape only."""
 FILLED = frozenset(("Fill", "ZerosLike", "OnesLike"))
 
 
 def outputs_of(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Return the layouts of the outputs of `op`, some of whose inputs are sharded; None if it needs them whole."""
+    """Return the output layouts of `op` with sharded inputs; None if it needs them in full."""
     if op.type in OF_SHAPE:
         return [SHAPE] * len(op.outputs)
     if op.type in ("Identity", "IdentityN"):
@@ -219,9 +212,9 @@ def outputs_of(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _elementwise(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Take dims from the last, as broadcasting does.
+    """Align dims from the last, as in broadcasting.
 
-    A whole tensor that is learned would get a part of its gradient; of variables themselves the parts can be added up.
+    A full trained tensor would get a partial gradient; only gradients of variables themselves can be summed.
     """
     places = {layout.dim - op.inputs[i].shape.rank for i, layout in enumerate(inputs) if layout.dim is not None}
     if len(places) != 1:
@@ -234,14 +227,13 @@ def _elementwise(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _goes_with_slice(tensor: Any, layout: Layout, place: int) -> bool:
-    """Whether a whole tensor means the same to every slice along the dim at `place`, counted from the last."""
+    """Return whether a full tensor is valid for every shard of the dim `place`, counted from the last."""
     if layout.learned and not layout.parameters:
         return False
     return layout.even or place in layout.even_dims or not spans(tensor, place)
 
 
 def _along_last(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Softmax and the like, over the last dim."""
     last = op.inputs[0].shape.rank - 1
     return None if inputs[0].dim == last else [inputs[0]] * len(op.outputs)
 
@@ -259,7 +251,6 @@ def _reduced(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _along_axis(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Add up or turn round along other dims."""
     axes, dim, rank = constant_value(op.inputs[1]), inputs[0].dim, op.inputs[0].shape.rank
     if axes is None or dim is None or dim in {int(axis) % rank for axis in axes.reshape(-1)}:
         return None
@@ -267,7 +258,7 @@ def _along_axis(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _multiplied(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Products of matrices within sharded batch dims, such as heads; other dims would make parts of a sum."""
+    """Propagate through matrix products with sharded batch dims, such as heads; others would be partial sums."""
     if any(tensor.shape.rank is None for tensor in op.inputs):
         return None
     pairs = zip(op.inputs, inputs, strict=True)
@@ -278,7 +269,7 @@ def _multiplied(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _einsum(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Products that keep the sharded label, which all factors have."""
+    """Propagate a sharded label that all factors and the output share."""
     *terms, output = op.get_attr("equation").decode().replace(" ", "").replace("->", ",").split(",")
     if "..." in output or any(layout.dim is None for layout in inputs):
         return None
@@ -288,14 +279,13 @@ def _einsum(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _pooled(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Pool within each channel: windows along the sharded dim have one element."""
+    """Pool within each channel: windows have one element along the sharded dim."""
     dim = inputs[0].dim
     alone = dim is not None and op.get_attr("ksize")[dim] == op.get_attr("strides")[dim] == 1
     return [joined(inputs, dim)] if alone else None
 
 
 def _resized(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Resize images [samples, height, width, channels] within each channel."""
     return [joined(inputs, 3)] if inputs[0].dim == 3 else None
 
 

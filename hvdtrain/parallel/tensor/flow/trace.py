@@ -1,4 +1,4 @@
-"""Trace a model: the operations between the layers that hold slices, and what those layers took and gave."""
+"""Trace a model: operations between sharded layers, and those layers' inputs and outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,33 +13,32 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.outputs import sharded_outputs
 
 BY_OUTPUT_RULE = " (by its output rule)"
-"""Behind the name of a layer of which not the computation is split but the output."""
+"""Suffix of a layer's name if only its output is sharded, not its computation."""
 
 
 @dataclass
 class LayerCall:
-    """One call of a layer that holds slices, within a trace."""
+    """One call of a sharded layer within a trace."""
 
     layer: str
-    """The layer's kind and path."""
+    """Kind and path of the layer."""
     begin: int
-    """The number of operations in the graph before the call."""
+    """Number of operations in the graph before the call."""
     end: int = 0
-    """And behind it."""
+    """Number of operations after it."""
     takes: list[tuple[Any, int]] = field(default_factory=list)
-    """Tensors that must be sharded along a dim, counted from the last (-1)."""
+    """Inputs that must be sharded, with the dim counted from the last (-1)."""
     gives: list[tuple[Any, int]] = field(default_factory=list)
-    """Tensors that are sharded along a dim, counted from the last."""
+    """Outputs that are sharded, with the dim counted from the last."""
     blocks: tuple[int, ...] = ()
-    """Lengths of the blocks that the sharded dim of what it gives has side by side; none of a plain slice."""
+    """Local lengths of the fused blocks of the output's sharded dim; empty for a plain shard."""
     passes: list[tuple[Any, Any, Callable[[int], int | None]]] = field(default_factory=list)
-    """An input, an output, and a function from the dim along which the first may be sharded to that of the second;
-    None where it must be whole."""
+    """(input, output, mapping of the input's sharded dim to the output's; None if it must be full)."""
 
 
 @dataclass
 class FlowRecord:
-    """The calls of one trace; nothing is recorded unless `graph` is set."""
+    """Layer calls of one trace; records only while `graph` is set."""
 
     graph: Any = None
     calls: list[LayerCall] = field(default_factory=list)
@@ -47,7 +46,7 @@ class FlowRecord:
 
     @contextmanager
     def call(self, layer: str) -> Iterator[LayerCall]:
-        """Record the call of a layer; calls of layers inside it are a part of it."""
+        """Record a layer's call, including its inner layers."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         call = LayerCall(layer, _operations(graph))
         if self.graph is None or self._open is not None:
@@ -68,7 +67,7 @@ class FlowRecord:
 
     @contextmanager
     def of(self, graph: Any) -> Iterator[None]:
-        """Record what is called while `graph` is traced."""
+        """Record calls while `graph` is traced."""
         self.graph, self.calls = graph, []
         try:
             yield
@@ -81,14 +80,14 @@ def _operations(graph: Any) -> int:
 
 
 TRACED_BATCH = 7
-"""Samples that a model is built and traced with: a size that no dim of its weights is likely to have."""
+"""Batch size for building and tracing: unlikely to equal a weight's dim."""
 
 
 def built(model: Any, inputs: Any) -> Any:
-    """Return `model`, or what it builds, with the variables of a class of the user's own created.
+    """Return `model` or the model it builds, with variables created for a custom class.
 
-    It is called with a batch of one size: with any size a layer behind a reshape to (batch, length, -1) would not know
-    the width that it is given.
+    Uses a fixed batch size: with a dynamic one, a layer after a reshape to (batch, length, -1) could not infer its
+    width.
     """
     made = model if isinstance(model, keras.Model) else model()
     if inputs is not None and isinstance(made, keras.Model) and not made.built:
@@ -101,11 +100,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def input_specs(model: Any, inputs: Any) -> Any:
-    """Return shapes and dtypes of what the model is called with.
-
-    Raises:
-        ConfigError: the model does not tell.
-    """
+    """Return the shapes and dtypes of a model's inputs. Raises ConfigError: they are unknown."""
     if inputs is not None:
         return tf.nest.map_structure(spec_of_input, inputs)
     specs = symbolic_inputs(model)
@@ -118,7 +113,7 @@ def input_specs(model: Any, inputs: Any) -> Any:
 
 
 def symbolic_inputs(model: Any) -> Any:
-    """Return specs of the inputs of a Functional or Sequential model; None of one that does not tell them."""
+    """Return the specs of a Functional or Sequential model's inputs, else None."""
     if isinstance(model, keras.Sequential):
         inputs = model.inputs[0] if model.built and model.inputs else None
     else:
@@ -127,32 +122,30 @@ def symbolic_inputs(model: Any) -> Any:
 
 
 def spec_of_input(tensor: Any) -> tf.TensorSpec:
-    """Return shape and dtype of an input of any batch size."""
+    """Return an input's shape and dtype with a dynamic batch size."""
     return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The operations of a model in the order in which they were made, and its calls of layers that hold slices."""
+    """A model's operations in creation order, and its calls of sharded layers."""
 
     graph: Any
     operations: list[Any]
-    """Without those inside the calls."""
+    """Operations outside of the calls."""
     calls: list[LayerCall]
     outputs: list[Any]
     inputs: list[Any]
     losses: list[tuple[Any, Any]]
-    """What layers have added, with the layer."""
+    """Losses added by layers, each with its layer."""
 
 
 def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Trace:
     """Trace `model`.
 
     Args:
-        model: a built Keras model.
         inputs: a nest of anything with a shape and a dtype.
-        record: where the layers note their calls.
-        training: whether it is called as in training, or as in evaluation and prediction.
+        training: training mode, or evaluation and prediction.
     """
     graph = tf.__internal__.FuncGraph("layouts")
     with graph.as_default(), record.of(graph):
@@ -175,7 +168,7 @@ def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Tr
 
 
 def of_one_size(specs: Any) -> Any:
-    """Return the specs of a batch of one size, so that the other dims of activations are known wherever -1 stands."""
+    """Return specs with a fixed batch size, so that all dims of activations are known."""
 
     def sized(spec: Any) -> Any:
         free = spec.shape.rank and spec.shape[0] is None
@@ -185,10 +178,10 @@ def of_one_size(specs: Any) -> Any:
 
 
 def shown(shape: tf.TensorShape) -> tuple[int | None, ...]:
-    """Return the shape of an activation for messages, in which a batch has any size."""
+    """Return an activation's shape for messages, with a dynamic batch size."""
     return tuple(None if dim == 0 and n == TRACED_BATCH else n for dim, n in enumerate(shape.as_list()))
 
 
 def same_operations(whole: Sequence[Any], sliced: Sequence[Any]) -> bool:
-    """Whether a model does the same whole and with slices, between the layers that hold them."""
+    """Return whether the full and the sharded model run the same operations between sharded layers."""
     return [op.type for op in whole] == [op.type for op in sliced]

@@ -1,4 +1,4 @@
-"""What the layers that hold slices do in their call, by kind; start with `select.py`.
+"""Calls of sharded layers, by kind; start with `sharded.py`.
 
-A layer keeps its class, its configuration and its place in the model: only its `call` is replaced.
+A layer keeps its class, configuration and position in the model: only its `call` is replaced.
 """

@@ -1,4 +1,4 @@
-"""The base of all layers that hold slices: their group of ranks, and the record of what they take and give."""
+"""Base of sharded layers: their group of ranks, and the record of inputs and outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,45 +17,45 @@ from hvdtrain.parallel.tensor.flow.trace import BY_OUTPUT_RULE, FlowRecord, Laye
 from hvdtrain.runtime.compiled import numbered
 
 SEQUENCE_DIM = 1
-"""The dim of activations [batch, sequence, …] that sequence parallelism cuts."""
+"""Sequence dim of activations, [batch, sequence, …], used by sequence parallelism."""
 
 
 @dataclass
 class Group:
-    """The ranks that share a model's layers, and how activations between the layers lie on them."""
+    """The tensor-parallel group, and the layout of activations between layers."""
 
     exchange: Collectives
     sequence: bool
-    """Whether activations between blocks are slices of the sequence."""
+    """Whether activations between blocks are sharded along the sequence."""
     record: FlowRecord
-    """Where layers note what they take and give while the model is checked."""
+    """Where layers record inputs and outputs while the model is checked."""
 
     def enter(self, x: Any, name: str, flow: LayerCall) -> Any:
-        """Return the whole of an activation that each rank goes on to use in its own way."""
+        """Return an activation in full, for rank-specific use."""
         if not self.sequence:
             return copy_to(x, self.exchange, name=numbered(f"{name}/input"))
         flow.takes.append((x, self._sequence_dim(x, name)))
         return gather_to(x, self.exchange, SEQUENCE_DIM, name=numbered(f"{name}/input"))
 
     def leave(self, x: Any, name: str) -> Any:
-        """Return the sum of what each rank has computed a part of."""
+        """Reduce the ranks' partial results to the layout between blocks."""
         if not self.sequence:
             return self.add_up(x, name)
         self._sequence_dim(x, name)
         return sum_slices_from(x, self.exchange, SEQUENCE_DIM, name=numbered(f"{name}/output"))
 
     def left(self, outputs: Any, flow: LayerCall) -> Any:
-        """Note how what left a layer lies on the ranks, and return it."""
+        """Record the layout of a layer's output, and return it."""
         if self.sequence:
             flow.gives.append((outputs, SEQUENCE_DIM - outputs.shape.rank))
         return outputs
 
     def add_up(self, x: Any, name: str) -> Any:
-        """Return the whole sum of what each rank has computed a part of."""
+        """All-reduce the ranks' partial results."""
         return sum_from(x, self.exchange, name=numbered(f"{name}/output"))
 
     def _sequence_dim(self, x: Any, name: str) -> int:
-        """Return the dim of the sequence, counted from the last."""
+        """Return the sequence dim, counted from the last."""
         if x.shape.rank is None or x.shape.rank < 3 or mask_of(x) is not None:
             raise ConfigError(
                 f"{opt('sequence_parallel')} cuts activations of the shape [batch, sequence, features], without a "
@@ -72,39 +72,38 @@ _NOT_IN_CALLS = frozenset(
         *("enable_lora", "quantize", "variable_serialization_spec"),
     )
 )
-"""What subclasses of Keras' layers may override: it is not a part of their computation, or is called around it."""
+"""Methods that subclasses of Keras layers may override: not part of the computation, or called around it."""
 
 
 class SlicedLayer(Protocol):
-    """A layer some of whose variables are slices."""
+    """A layer with sharded variables."""
 
     def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
-        """Return the variables that follow those that a rule names, and the cut of each, by id."""
+        """Return variables sharded along with those named by rules, with their cuts, by id."""
 
     def shared(self) -> list[Any]:
-        """Return the whole variables that each rank would use on its slice of the sequence."""
+        """Return full variables that each rank would apply to its shard of the sequence."""
 
     def install(self, group: Group, name: str) -> None:
         """Replace the layer's call.
 
         Args:
-            group: the ranks that share the layer.
             name: of the layer, the same on all ranks.
         """
 
 
 def cut_of(variable: Any, cuts: dict[int, Cut]) -> Cut | None:
-    """Return the cut of `variable`, if it is a slice."""
+    """Return the cut of `variable`, or None."""
     return None if variable is None else cuts.get(id(variable))
 
 
 def calls_as(layer: Any, kind: type) -> bool:
-    """Whether a layer is of a kind of Keras' and has its call."""
+    """Return whether a layer is an instance of a Keras class and uses its `call`."""
     return isinstance(layer, kind) and type(layer).call is kind.call  # type: ignore[attr-defined]
 
 
 def computes_as(layer: Any, kind: type) -> bool:
-    """Whether a layer is of a kind of Keras', and overrides nothing of what its call uses."""
+    """Return whether a layer is an instance of a Keras class and overrides nothing its `call` uses."""
     if not isinstance(layer, kind):
         return False
     classes = type(layer).__mro__
@@ -114,21 +113,17 @@ def computes_as(layer: Any, kind: type) -> bool:
 
 
 def described(layer: Any) -> str:
-    """Return the kind and name of a layer, for messages."""
+    """Return a layer's kind and name, for messages."""
     return f"{type(layer).__name__} {(layer.path or layer.name)!r}"
 
 
 def replace_call(layer: Any, call: Callable[..., Any]) -> None:
-    """Let `layer` call `call`."""
+    """Set the `call` of `layer`."""
     vars(layer)["call"] = call
 
 
 def refuse_other_weights(layer: Any) -> None:
-    """Refuse layers whose product is not with the kernel alone.
-
-    Raises:
-        ConfigError: LoRA or quantization.
-    """
+    """Reject layers with weights besides the kernel. Raises ConfigError: LoRA or quantization."""
     if getattr(layer, "lora_enabled", False) or layer.quantization_mode is not None:
         raise ConfigError(
             f"{described(layer)} has a LoRA or is quantized, and cannot be cut: enable that after training, or leave "
@@ -137,11 +132,7 @@ def refuse_other_weights(layer: Any) -> None:
 
 
 def check_activation(layer: Any, length: int) -> None:
-    """Refuse an activation that mixes the features which are cut.
-
-    Raises:
-        ConfigError: such as softmax.
-    """
+    """Reject an activation that mixes sharded features. Raises ConfigError: such as softmax."""
     activation = getattr(layer, "activation", None)
     if activation is None or activation is keras.activations.linear:
         return
@@ -162,7 +153,7 @@ def check_activation(layer: Any, length: int) -> None:
 
 
 def check_additive(variable: Any, layer: Any) -> None:
-    """Refuse what would look at a slice as if it were the whole variable.
+    """Reject constraints and regularizers that need the full variable or activation.
 
     Raises:
         ConfigError: a constraint, or an activity regularizer.
@@ -180,13 +171,10 @@ def check_additive(variable: Any, layer: Any) -> None:
 
 
 def cut_output(layer: Any, group: Group, name: str, *, whole: bool) -> None:
-    """Let `layer` give slices of the sequence, or all of it where it would give a slice.
+    """Make `layer` shard its output along the sequence, or gather it.
 
     Args:
-        layer: what it computes stays as it is.
-        group: the ranks.
         name: of the layer, the same on all ranks.
-        whole: whether it gives all of the sequence.
     """
     call = layer.call
 
@@ -205,7 +193,7 @@ def cut_output(layer: Any, group: Group, name: str, *, whole: bool) -> None:
 
 
 def recording_output(layer: Any, call: Callable[..., Any], record: FlowRecord) -> Callable[..., Any]:
-    """Return `call` of a layer that gives its output whole still, with a mark of the place where it will be cut."""
+    """Wrap a layer's `call` to record where its output will be sharded."""
 
     def recording(*args: Any, **options: Any) -> Any:
         outputs = call(*args, **options)
@@ -227,7 +215,7 @@ def _check_length(layer: Any, outputs: Any, ranks: int) -> None:
 
 @contextmanager
 def recorded(layers: Sequence[Any], outputs: Sequence[Any], record: FlowRecord) -> Iterator[None]:
-    """Record the calls of `layers` inside this context, and what the layers of `outputs` give."""
+    """Record the calls of `layers` and the outputs of `outputs` inside this context."""
     for layer in layers:
         replace_call(layer, _recording(layer, layer.call, record))
     for layer in outputs:

@@ -1,8 +1,8 @@
-"""Layers that hold slices of their weights: Dense, EinsumDense, convolutions, attention by heads, embeddings.
+"""Sharded layers: Dense, EinsumDense, convolutions, multi-head attention, embeddings.
 
-A kernel that is cut along an output dim makes a column parallel layer: each rank computes its features from the whole
-input, whose gradients are added up. One that is cut along a dim which the product sums over makes a row parallel layer:
-each rank has its features of the input, and the products are added up before bias and activation.
+A kernel sharded along an output dim makes a column-parallel layer: each rank computes its features from the full input,
+whose gradients are summed. One sharded along a contracted dim makes a row-parallel layer: each rank has its features of
+the input, and the products are summed before bias and activation.
 """
 
 from collections.abc import Iterator
@@ -40,15 +40,13 @@ CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 
 class SlicedProduct:
-    """A Dense, EinsumDense or convolution layer with a cut kernel; see the module.
+    """Column- or row-parallel Dense, EinsumDense or convolution.
 
     Args:
-        layer: the layer.
-        cut: of its kernel.
-        enters: whether this layer takes care of its own input; False within an attention layer, which does.
+        enters: whether this layer prepares its own input; False inside an attention layer, which does so.
 
     Raises:
-        ConfigError: a dim that can be neither an input nor an output, or a layer that does more than the product.
+        ConfigError: a dim that is neither input nor output, or a layer that does more than the product.
     """
 
     def __init__(self, layer: Any, cut: Cut, *, enters: bool = True) -> None:
@@ -68,7 +66,7 @@ class SlicedProduct:
             )
 
     def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
-        """See `SlicedLayer`: the bias of a column parallel layer is cut like its output."""
+        """Return the bias of a column-parallel layer, sharded like its output."""
         bias = self._layer.bias
         if bias is None or not self.column:
             return {}
@@ -79,11 +77,11 @@ class SlicedProduct:
         return {id(bias): (bias, self._cut.along(shape, len(shape) + self._dim))}
 
     def shared(self) -> list[Any]:
-        """See `SlicedLayer`: the bias of a row parallel layer."""
+        """Return the bias of a row-parallel layer."""
         return [] if self.column or self._layer.bias is None else [self._layer.bias]
 
     def install(self, group: Group, name: str) -> None:
-        """See `SlicedLayer`."""
+        """Replace the layer's call."""
         layer = self._layer
         if self.column and not self._enters:
             return
@@ -116,13 +114,13 @@ class SlicedProduct:
 
 
 def is_product(layer: Any) -> bool:
-    """Whether a layer is one whose kernel can be cut."""
+    """Return whether a layer's kernel can be sharded."""
     kinds = (keras.layers.Dense, keras.layers.EinsumDense, *CONVOLUTIONS)
     return any(computes_as(layer, kind) for kind in kinds)
 
 
 def _role(layer: Any, cut: Cut) -> tuple[bool, int]:
-    """Return whether a layer is column parallel, and the dim of its output, or else of its input, that is cut."""
+    """Return whether a layer is column-parallel, and the sharded dim of its output, or else input."""
     if isinstance(layer, keras.layers.EinsumDense):
         return _role_in_equation(layer, cut.dim)
     if isinstance(layer, CONVOLUTIONS):
@@ -168,7 +166,7 @@ def _product(layer: Any, inputs: Any) -> Any:
 
 
 def _finished(layer: Any, outputs: Any) -> Any:
-    """Return a product with bias and activation; features are last, or an EinsumDense's bias has the output's shape."""
+    """Apply bias and activation; features are last, or an EinsumDense's bias has the output's shape."""
     if layer.bias is not None:
         outputs = keras.ops.add(outputs, layer.bias)
     return outputs if layer.activation is None else layer.activation(outputs)
@@ -178,13 +176,12 @@ KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
 class SlicedAttention:
-    """A MultiHeadAttention or GroupQueryAttention whose projections are cut by heads.
+    """MultiHeadAttention or GroupQueryAttention with projections sharded by heads.
 
-    Query, key and value each take the whole input once, so that the gradients of an input that several use are added up
-    in one message.
+    Query, key and value enter together, so that the gradients of a shared input are reduced in one message.
 
     Raises:
-        ConfigError: a projection that is cut otherwise, or one that is whole.
+        ConfigError: a projection that is sharded otherwise, or not at all.
     """
 
     def __init__(self, layer: Any, cuts: dict[int, Cut]) -> None:
@@ -201,15 +198,15 @@ class SlicedAttention:
             self._inner.append(SlicedProduct(inner, cut, enters=False))
 
     def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
-        """See `SlicedLayer`: the biases of query, key and value."""
+        """Return the biases of query, key and value."""
         return {key: found for inner in self._inner for key, found in inner.further_cuts().items()}
 
     def shared(self) -> list[Any]:
-        """See `SlicedLayer`: the bias of the output."""
+        """Return the bias of the output."""
         return [variable for inner in self._inner for variable in inner.shared()]
 
     def install(self, group: Group, name: str) -> None:
-        """See `SlicedLayer`."""
+        """Replace the layer's call."""
         for inner in self._inner:
             inner.install(group, f"{name}/attention_output")
         layer, whole_call = self._layer, self._layer.call
@@ -229,7 +226,7 @@ class SlicedAttention:
 
 
 class _Entered:
-    """Inputs of an attention layer, each of which enters once however often it is used."""
+    """Inputs of an attention layer; each enters once, however often it is used."""
 
     def __init__(self, group: Group, name: str, flow: LayerCall) -> None:
         self._group = group
@@ -252,24 +249,24 @@ class _Entered:
 
 
 def is_attention(layer: Any) -> bool:
-    """Whether a layer is Keras' attention by heads."""
+    """Return whether a layer computes as Keras' multi-head attention."""
     return any(computes_as(layer, kind) for kind in KINDS)
 
 
 def inner_layers(layer: Any) -> list[Any]:
-    """Return the projections of an attention layer."""
+    """Return an attention layer's projections."""
     return [inner for inner, _ in attention_projections(layer)]
 
 
 class SlicedEmbedding:
-    """An Embedding, or a ReversibleEmbedding, with a cut table.
+    """Embedding or ReversibleEmbedding with a sharded table.
 
-    Along the vocabulary each rank looks up the tokens whose rows it has, and the others' count as zeros in the sum.
-    Along the width each rank looks up its columns, which are gathered. A reversible one that is cut along the
-    vocabulary gives each rank the logits of its tokens.
+    Sharded along the vocabulary, each rank looks up its own rows; others contribute zeros to the sum. Sharded along the
+    width, each rank looks up its columns, which are gathered. A reversible one sharded along the vocabulary returns
+    each rank's shard of the logits.
 
     Raises:
-        ConfigError: a reversible one that is cut along the width, or has a second table that is cut otherwise.
+        ConfigError: a reversible one sharded along the width, or with a second table that is sharded otherwise.
     """
 
     def __init__(self, layer: Any, cuts: dict[int, Cut]) -> None:
@@ -292,15 +289,15 @@ class SlicedEmbedding:
                 )
 
     def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
-        """See `SlicedLayer`: none."""
+        """Return none."""
         return {}
 
     def shared(self) -> list[Any]:
-        """See `SlicedLayer`: none."""
+        """Return none."""
         return []
 
     def install(self, group: Group, name: str) -> None:
-        """See `SlicedLayer`."""
+        """Replace the layer's call."""
         layer, whole_call = self._layer, self._layer.call
         assert self._cut is not None, "a layer is made for a cut"
         look_up = self._by_vocabulary(group, name) if self._cut.dim == 0 else self._by_width(group, name)
@@ -348,25 +345,21 @@ class SlicedEmbedding:
 
 
 def is_embedding(layer: Any) -> bool:
-    """Whether a layer is one of Keras' embeddings."""
+    """Return whether a layer computes as one of Keras' embeddings."""
     return any(computes_as(layer, kind) for kind in (keras.layers.Embedding, keras.layers.ReversibleEmbedding))
 
 
 def _set_mask(layer: Any, inputs: Any, outputs: Any) -> None:
-    """Mark padding as ReversibleEmbedding does in its call; Embedding does so behind it."""
+    """Set the padding mask as ReversibleEmbedding does in its call; Embedding does so afterwards."""
     if layer.mask_zero and isinstance(layer, keras.layers.ReversibleEmbedding):
         set_mask(outputs, keras.ops.not_equal(inputs, 0))
 
 
 def sliced_layers(model: Any, cuts: dict[int, Cut]) -> list[tuple[Any, SlicedLayer]]:
-    """Return the layers of `model` that hold slices, with what they do about it.
-
-    Args:
-        model: a built model.
-        cuts: of its variables, by their ids.
+    """Return a model's sharded layers with their replacement.
 
     Raises:
-        ConfigError: a layer that holds a cut variable and is none of those that can be cut; it is named.
+        ConfigError: names a layer with a sharded variable that does not support it.
     """
     found: list[tuple[Any, SlicedLayer]] = []
     covered: set[int] = set()
@@ -408,7 +401,7 @@ def _sliced(layer: Any, held: list[Any], cuts: dict[int, Cut]) -> SlicedLayer:
 
 
 def _outermost_first(model: Any) -> Iterator[Any]:
-    """Yield every layer of `model` once, a layer before those inside it."""
+    """Yield every layer of `model` once, outer before inner."""
     seen: set[int] = set()
     for layer in flatten_layers(model):
         if id(layer) not in seen and isinstance(layer, keras.Layer):
