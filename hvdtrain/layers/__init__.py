@@ -1,5 +1,5 @@
-"""Keras layers and model transformations: synchronized and fused batch normalization, recomputation, experts.
+"""Keras layers and model transformations: batch normalization, recomputation, experts, embeddings.
 
-Start with `sync_batch_norm.py`; `experts/` has a mixture of experts, `embedding/` tables that ranks have divided. May
-import `backends` (layers exchange through its collectives), `runtime` and `config`.
+Start with `sync_batch_norm.py`; `experts.py` has a mixture of experts, `embedding.py` sharded embedding tables. May
+import `backends` (for its collectives), `runtime` and `config`.
 """

@@ -1,4 +1,4 @@
-"""Conversion of a model's BatchNormalization layers to synchronized ones, and back."""
+"""Convert a model's BatchNormalization layers to synchronized ones, and back."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization, sync_layers
 
 
 def with_sync_batch_norm(model: Any) -> Any:
-    """Return a copy of `model` with SyncBatchNormalization in place of every `keras.layers.BatchNormalization`.
+    """Return a copy of `model` with SyncBatchNormalization for each BatchNormalization.
 
     For Functional and Sequential models, nested ones too. Names, paths, values and order of all weights are kept;
-    nothing is shared with `model`. A model that is synchronized already is returned itself.
+    nothing is shared with `model`. A model that is already synchronized is returned unchanged.
 
     Raises:
-        ConfigError: `model` has no BatchNormalization, is not built, or has one that cannot be replaced: within a
-            subclassed model or layer, a wrapper, or with `renorm` or `synchronized`; or a layer cannot be copied.
+        ConfigError: no BatchNormalization, not built, or one that cannot be replaced: inside a subclassed model or
+            layer, a wrapper, or with `renorm` or `synchronized`; or a layer that cannot be copied.
     """
     if not _holds(model, keras.layers.BatchNormalization) and sync_layers(model):
         return model
@@ -35,7 +35,7 @@ def with_sync_batch_norm(model: Any) -> Any:
 
 
 def without_sync_batch_norm(model: Any) -> Any:
-    """Return a copy of `model` with `keras.layers.BatchNormalization` in place of every SyncBatchNormalization.
+    """Return a copy of `model` with plain BatchNormalization layers.
 
     The inverse of `with_sync_batch_norm`: the copy computes the same in inference, and loads without hvdtrain.
     """
@@ -56,7 +56,7 @@ def _copied(model: Any, old: Any, new: Any) -> Any:
 
 
 class _Replacement:
-    """Copies layers and models once each, so that shared layers stay shared."""
+    """Copies each layer and model once, so that shared layers stay shared."""
 
     def __init__(self, old: Any, new: Any) -> None:
         self._old = old
@@ -92,7 +92,7 @@ def _holds(operation: Any, kind: type) -> bool:
 
 
 def _is_of_keras(layer: Any) -> bool:
-    """Whether the layer's class is Keras' own: a subclass may do more than its graph shows."""
+    """Return whether the layer's class is Keras' own: a subclass may do more than its graph shows."""
     return type(layer).__module__.split(".")[0] == "keras"
 
 

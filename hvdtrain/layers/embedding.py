@@ -1,8 +1,7 @@
-"""An embedding layer whose table the ranks along `ep` have divided among them.
+"""Embedding layer with a table sharded along `ep`.
 
-Numbers of rows go to the ranks that hold them, and the rows come back: one exchange there and one back for all tables
-together, of as many rows as each rank needs of each other. Gradients take the way back to the holder, which adds up
-those of one row.
+Row indices are sent to the ranks that hold the rows, and the rows are returned: one all-to-all each way for all tables
+together. Gradients return to the holder, which sums those of the same row.
 """
 
 import random
@@ -27,15 +26,15 @@ SHARDINGS = get_args(EmbeddingSharding)
 
 @dataclass(frozen=True)
 class Partition:
-    """The parts of a table [rows, dim] that `ranks` ranks hold."""
+    """Sharding of a table [rows, dim] over `ranks` ranks."""
 
     rows: int
     dim: int
     sharding: EmbeddingSharding
-    """`table`: one rank holds all of it; `row`, `column`: each rank a slice of its rows or columns."""
+    """`table`: one rank holds all of it; `row`, `column`: each rank a shard of its rows or columns."""
     ranks: int
     owner: int = 0
-    """The rank that holds a whole table, modulo their number."""
+    """The rank that holds a whole table, modulo the number of ranks."""
 
     def __post_init__(self) -> None:
         if self.sharding not in SHARDINGS:
@@ -49,7 +48,7 @@ class Partition:
             )
 
     def box(self, rank: int) -> Box:
-        """Return the slice of the table that `rank` holds; it may be empty."""
+        """Return the shard of `rank`; may be empty."""
         rows, columns = slice(0, self.rows), slice(0, self.dim)
         if self.ranks == 1 or self.sharding == "none":
             return rows, columns
@@ -60,28 +59,28 @@ class Partition:
         return rows, even_slice(self.dim, self.ranks, rank)
 
     def first_rows(self) -> np.ndarray:
-        """Return the first row that each rank holds, [ranks]; past the end for those behind the last that has any."""
+        """Return each rank's first row, [ranks]; past the end for trailing empty shards."""
         if self.sharding != "table":
             return np.array([self.box(rank)[0].start for rank in range(self.ranks)])
         return np.array([0 if rank <= self.owner % self.ranks else self.rows for rank in range(self.ranks)])
 
     def counts(self) -> np.ndarray:
-        """Return how many rows each rank holds, [ranks]."""
+        """Return each rank's number of rows, [ranks]."""
         return np.array([self.box(rank)[0].stop - self.box(rank)[0].start for rank in range(self.ranks)])
 
 
 class RowExchange(Protocol):
-    """The ranks that have divided the tables among them."""
+    """All-to-all of rows among the ranks that share the tables."""
 
     size: int
     index: int
 
     def exchange_rows(self, tensor: tf.Tensor, rows: tf.Tensor, *, name: str) -> tuple[tf.Tensor, tf.Tensor]:
-        """Send `rows[i]` consecutive rows to rank i; return what came, by rank, and how many rows of each."""
+        """Send `rows[i]` consecutive rows to rank i; return received rows by rank, and their counts."""
 
 
 class Table(NamedTuple):
-    """A table and this rank's part of it."""
+    """A table with this rank's shard."""
 
     partition: Partition
     part: Any
@@ -89,20 +88,20 @@ class Table(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Where the rows that a rank looks up lie: the parts of a rank's tables count as one long table."""
+    """Location of looked-up rows; a rank's shards are concatenated."""
 
     holders: tf.Tensor
-    """[lookups], int32: the rank that holds each row."""
+    """[lookups], int32: the holder of each row."""
     places: tf.Tensor
-    """[lookups], int64: its number among all rows of that rank."""
+    """[lookups], int64: its index among all rows of the holder."""
 
 
 def addresses(tables: Sequence[Partition], rows: Sequence[tf.Tensor]) -> Addresses:
-    """Return where rows lie.
+    """Return the location of rows.
 
     Args:
         tables: their partitions, by table or by row.
-        rows: numbers of rows of each table, int64 vectors.
+        rows: row indices of each table, int64 vectors.
     """
     firsts = np.stack([table.first_rows() for table in tables])  # [tables, ranks]
     begins = begins_of(tables)
@@ -118,19 +117,17 @@ def addresses(tables: Sequence[Partition], rows: Sequence[tf.Tensor]) -> Address
 
 
 def begins_of(tables: Sequence[Partition]) -> np.ndarray:
-    """Return where each table begins among the rows that a rank holds of all of them: [tables, ranks]."""
+    """Return each table's offset among a rank's concatenated rows: [tables, ranks]."""
     counts = np.stack([table.counts() for table in tables])
     return np.cumsum(counts, axis=0) - counts
 
 
 def look_up(tables: Sequence[Table], rows: Sequence[tf.Tensor], ranks: RowExchange, *, name: str) -> list[tf.Tensor]:
-    """Return the rows [lookups, dim] of each table, by table or by row.
+    """Return the rows [lookups, dim] of each table, sharded by table or row. Collective.
 
     Args:
-        tables: of one dim and one kind of partition, in the same order on every rank.
-        rows: numbers of rows of each, int64 vectors of any length.
-        ranks: those that hold the tables.
-        name: tells this exchange from every other one in a step.
+        tables: of one dim and one kind of sharding, in the same order on every rank.
+        rows: row indices of each, int64 vectors of any length.
     """
     partitions = [table.partition for table in tables]
     holders, places = addresses(partitions, rows)
@@ -146,7 +143,7 @@ def look_up(tables: Sequence[Table], rows: Sequence[tf.Tensor], ranks: RowExchan
 def look_up_columns(
     tables: Sequence[Table], rows: Sequence[tf.Tensor], ranks: RowExchange, *, name: str
 ) -> list[tf.Tensor]:
-    """Do what `look_up` does for tables by column: every rank holds a part of every row."""
+    """Like `look_up`, for tables sharded by column: every rank holds part of every row. Collective."""
     firsts = np.cumsum([0, *(table.partition.rows for table in tables[:-1])])
     mine = tf.concat([numbers + first for numbers, first in zip(rows, firsts, strict=True)], 0)
     counts = tf.fill([ranks.size], tf.shape(mine)[0])
@@ -158,7 +155,7 @@ def look_up_columns(
 
 
 def _own_rows(tables: Sequence[Table], places: tf.Tensor, begins: np.ndarray) -> tf.Tensor:
-    """Return rows of this rank's parts, [lookups, columns], by their numbers among those of all of its tables."""
+    """Return rows of this rank's shards, [lookups, columns], by their index among all of its rows."""
     if len(tables) == 1:
         return tf.gather(tables[0].part, places)
     table = tf.searchsorted(tf.constant(begins, tf.int64), places, side="right") - 1
@@ -170,14 +167,11 @@ def _own_rows(tables: Sequence[Table], places: tf.Tensor, begins: np.ndarray) ->
 
 
 def send_rows(x: tf.Tensor, rows: tf.Tensor, back: tf.Tensor, ranks: RowExchange, *, name: str) -> tf.Tensor:
-    """Send `rows[i]` consecutive rows of `x` to rank i; gradients come back the same way.
+    """Send `rows[i]` consecutive rows of `x` to rank i; gradients take the reverse path. Collective.
 
     Args:
         x: [rows, width].
-        rows: how many go to each rank.
-        back: how many come from each.
-        ranks: whom they go to.
-        name: of the exchange.
+        rows: number of rows sent to each rank.
     """
 
     @tf.custom_gradient
@@ -192,23 +186,23 @@ def send_rows(x: tf.Tensor, rows: tf.Tensor, back: tf.Tensor, ranks: RowExchange
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class ShardedEmbedding(ExchangingLayer):
-    """`keras.layers.Embedding`, with the table divided among the ranks along `ep`.
+    """`keras.layers.Embedding` with its table sharded along `ep`.
 
-    Each rank looks up its own samples' rows: their numbers go to the rank that holds them, and the rows come back, by
-    all-to-all. Gradients go to the holder, which alone keeps the optimizer's slots. In one process it is an embedding
-    like any other. Inputs are integers of any shape, outputs have one more dim.
+    Each rank looks up its own samples' rows by an all-to-all with the holders. Gradients go to the holder, which alone
+    keeps the optimizer state. In one process it is a plain embedding. Inputs are integers of any shape, outputs have
+    one more dim.
 
     Args:
         input_dim: rows of the table.
         output_dim: size of an embedding.
-        sharding: `row`: each rank holds a slice of the rows; `column`: of the columns; `table`: one rank holds all of
+        sharding: `row`: each rank holds a shard of the rows; `column`: of the columns; `table`: one rank holds all of
             it; `none`: every rank does.
-        owner: with `table`, the rank along `ep` that holds it, modulo their number.
+        owner: with `table`, the rank along `ep` that holds it, modulo the number of ranks.
         bound: initial values are uniform in [-bound, bound).
         seed: of the initial values, which do not depend on the sharding; None: from Keras.
 
     Raises:
-        ConfigError: sizes that are not positive, an unknown sharding, or columns that the ranks do not divide.
+        ConfigError: sizes that are not positive, an unknown sharding, or columns not divisible by the ranks.
     """
 
     def __init__(
@@ -227,10 +221,10 @@ class ShardedEmbedding(ExchangingLayer):
         self.input_dim, self.output_dim, self.sharding = input_dim, output_dim, sharding
         self.owner, self.bound, self.seed = owner, bound, seed
         self.ranks: RowExchange | None = None
-        """Those that hold the table; None if this process does."""
+        """The group that shares the table; None if this process holds it."""
 
     def build(self, input_shape: Any = None) -> None:
-        """Create this rank's part of the table."""
+        """Create this rank's shard of the table."""
         if hasattr(self, "embeddings"):
             return
         ranks = ranks_along("ep") if self.sharding != "none" else None
@@ -258,13 +252,13 @@ class ShardedEmbedding(ExchangingLayer):
         self.built = True
 
     def call(self, inputs: Any, vectors: tf.Tensor | None = None) -> tf.Tensor:
-        """Return the embeddings [..., output_dim] of `inputs`; `vectors` are what `TableLookups` has found for them."""
+        """Return embeddings [..., output_dim]; `vectors` are precomputed by `TableLookups`."""
         if vectors is None:
             (vectors,) = look_up_together([self], [inputs])
         return vectors
 
     def compute_output_spec(self, inputs: Any, vectors: Any = None) -> Any:
-        """Return the shape of the embeddings, without an exchange that no other rank would take part in."""
+        """Return the output shape without a collective."""
         return keras.KerasTensor((*inputs.shape, self.output_dim), dtype=self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
@@ -274,14 +268,14 @@ class ShardedEmbedding(ExchangingLayer):
 
 
 def look_up_together(layers: Sequence[ShardedEmbedding], inputs: Sequence[Any]) -> list[tf.Tensor]:
-    """Return the embeddings of each layer's inputs, of all in one exchange.
+    """Return the embeddings of each layer's inputs, in one exchange. Collective.
 
     Args:
         layers: of one dim and one sharding, in the same order on every rank.
         inputs: of each, integers of any shape.
 
     Raises:
-        ConfigError: a layer was built before `hvdtrain.init`, and there are ranks to divide its table with.
+        ConfigError: a layer was built before `hvdtrain.init`, with ranks to share its table.
     """
     for layer in layers:
         if not layer.built_in_session and layer.sharding != "none":
@@ -304,7 +298,7 @@ def look_up_together(layers: Sequence[ShardedEmbedding], inputs: Sequence[Any]) 
 
 
 def _checked(layer: ShardedEmbedding, rows: tf.Tensor) -> tf.Tensor:
-    """Return `rows` if the table has them all: else another rank would fail, or return zeros."""
+    """Assert that all `rows` exist: another rank would fail, or return zeros."""
     inside = tf.reduce_all((rows >= 0) & (rows < layer.input_dim))
     said = (
         f"The layer {layer.name!r} has rows from 0 to {layer.input_dim - 1}. Received others: give it larger input_dim."
@@ -319,10 +313,10 @@ def _dims(x: Any) -> list[Any]:
 
 
 class TableLookups(keras.Operation):
-    """Looks up one category of each of several tables, of all tables in one exchange.
+    """Looks up one category per table, for several tables in one exchange.
 
     Args:
-        layers: `ShardedEmbedding` layers of one dim and one sharding, which are given what it finds.
+        layers: `ShardedEmbedding` layers of one dim and one sharding, which receive the results.
     """
 
     def __init__(self, layers: Sequence[ShardedEmbedding], name: str | None = None) -> None:
@@ -336,11 +330,7 @@ class TableLookups(keras.Operation):
         return tf.stack(look_up_together(self._tables, tf.unstack(categories, num=len(self._tables), axis=1)), axis=1)
 
     def get_config(self) -> dict[str, Any]:
-        """Refuse to save the model as this rank has it.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse to save this rank's shard as the model. Raises ConfigError: always."""
         raise ConfigError(
             "Each rank holds a part of the tables, and none can save the model by itself. Received: model.save(). Use "
             "Trainer.save; python -m hvdtrain checkpoint export writes the whole model."

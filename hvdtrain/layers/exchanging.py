@@ -1,4 +1,4 @@
-"""Layers that exchange with other ranks what belongs to their samples."""
+"""Base of layers that exchange samples' data with other ranks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,38 +13,38 @@ from hvdtrain.runtime.placement import placement_of
 
 
 class ExchangingLayer(keras.layers.Layer):
-    """A layer that works on samples of other ranks as well as on this rank's own.
+    """A layer that also computes for other ranks' samples.
 
-    A rank without samples in a step holds a placeholder in their place, which must add nothing to others' gradients.
+    A rank without samples in a step passes a placeholder, which must not contribute to gradients.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.has_samples: Any = 1.0
-        """1, or 0 (a number or a scalar tensor) while this rank's samples are a placeholder that must not count."""
+        """1, or 0 (a number or a scalar tensor) while this rank's samples are a placeholder."""
         self.built_in_session = True
-        """Whether there was a session when it was built, which has told it of the other ranks."""
+        """Whether it was built within a session, so that it knows the other ranks."""
 
     @property
     def exchanges(self) -> bool:
-        """Whether there are other ranks to exchange with; known once it is built."""
+        """Whether it communicates; known once built."""
         return self.divided
 
     @property
     def divided(self) -> bool:
-        """Whether ranks along `ep` hold different slices of its variables; known once it is built."""
+        """Whether its variables are sharded along `ep`; known once built."""
         return any((p := placement_of(v)) is not None and "ep" in p.held_by for v in self.variables)
 
     @property
     def counters(self) -> list[tf.Variable]:
-        """What the layer counts besides its weights, of each call in training once."""
+        """Variables, other than weights, that count each training call once."""
         return []
 
     def save_own_variables(self, store: Any) -> None:
-        """Save the variables, as Keras asks for in `model.save` and `save_weights`.
+        """Save the variables, for `model.save` and `save_weights`.
 
         Raises:
-            ConfigError: this rank holds slices of them, with which no file could be loaded.
+            ConfigError: they are shards, and the file could not be loaded.
         """
         sliced = next((v for v in self.variables if (p := placement_of(v)) is not None and p.axes), None)
         if sliced is not None:
@@ -56,22 +56,22 @@ class ExchangingLayer(keras.layers.Layer):
         super().save_own_variables(store)
 
     def unless_placeholder(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return `tensor`, or zeros of a placeholder, whose gradients are zero too; 0 x inf would be NaN."""
+        """Return `tensor`, or zeros with zero gradients for a placeholder; 0 x inf would be NaN."""
         if not tf.is_tensor(self.has_samples) and self.has_samples:
             return tensor
         return tf.where(tf.cast(self.has_samples, tf.float32) > 0, tensor, tf.zeros_like(tensor))
 
 
 def exchanging_layers(model: Any) -> list[ExchangingLayer]:
-    """Return the layers of `model`, nested ones too, that exchange samples with other ranks."""
+    """Return the ExchangingLayers of `model`, nested ones too."""
     return [layer for layer in flatten_layers(model) if isinstance(layer, ExchangingLayer)]
 
 
 @contextmanager
 def samples_of(layers: Sequence[ExchangingLayer], has_samples: Any) -> Iterator[None]:
-    """Count this rank's samples in `layers` inside this context if `has_samples` is 1.
+    """Set `has_samples` of `layers` inside this context.
 
-    The previous settings are restored: a symbolic `has_samples` is invalid outside its function.
+    Restored on exit: a symbolic `has_samples` is invalid outside its function.
     """
     before = [layer.has_samples for layer in layers]
     try:

@@ -1,7 +1,7 @@
-"""A mixture of experts, in one process or with a slice of the experts on each rank along `ep`.
+"""Mixture of experts, optionally expert-parallel along `ep`.
 
-Tokens reach the experts' buffers, and outputs the tokens, by gathers: no tensor of tokens x experts x capacity is
-formed, as a product with one-hot masks would.
+Tokens are moved to and from the experts' buffers by gathers: no [tokens, experts, capacity] tensor is formed, as with
+one-hot masks.
 """
 
 import math
@@ -25,14 +25,14 @@ from hvdtrain.runtime.session import has_session
 
 
 def load_balance_loss(probabilities: tf.Tensor, shares: tf.Tensor) -> tf.Tensor:
-    """Return experts x sum over experts of (share of the tokens x mean probability): 1 if both are even.
+    """Return experts x sum over experts of (token share x mean probability); 1 if balanced.
 
     Switch (Fedus et al. 2021, equation 4) and GShard. Only the probabilities have a gradient.
 
     Args:
         probabilities: [tokens, experts].
-        shares: [experts], of the tokens whose first choice is each expert. Of all ranks' tokens, the mean of this loss
-            over the tokens of all ranks is that of one process with all of them: it is linear in the probabilities.
+        shares: [experts], fraction of tokens whose first choice is each expert. With the shares of all ranks' tokens,
+            the mean of this loss over all ranks' tokens equals that of one process: it is linear in the probabilities.
     """
     mean = tf.reduce_mean(probabilities, axis=0)
     return tf.cast(probabilities.shape[1], mean.dtype) * tf.reduce_sum(tf.stop_gradient(shares) * mean)
@@ -48,28 +48,26 @@ def router_z_loss(logits: tf.Tensor) -> tf.Tensor:
 
 
 class Routes(NamedTuple):
-    """Where each token goes, by its first choice, its second …"""
+    """Routing of each token, by first choice, second …"""
 
     experts: tf.Tensor
-    """[tokens, choices], int32: the experts that a token chose."""
+    """[tokens, choices], int32: chosen experts."""
     gates: tf.Tensor
-    """[tokens, choices]: what multiplies their outputs."""
+    """[tokens, choices]: weights of their outputs."""
     positions: tf.Tensor
-    """[tokens, choices], int32: how many tokens stand before it in the expert's queue."""
+    """[tokens, choices], int32: position in the expert's queue."""
     kept: tf.Tensor
-    """[tokens, choices], bool: whether it has a place within the expert's capacity; the others are dropped."""
+    """[tokens, choices], bool: whether it fits the expert's capacity; others are dropped."""
 
 
 def expert_capacity(tokens: Any, experts: int, top_k: int, factor: float | None) -> Any:
-    """Return how many tokens an expert takes: ceil(factor x top_k x tokens / experts), at most all of them.
+    """Return an expert's capacity: ceil(factor x top_k x tokens / experts), at most all tokens.
 
     As in Switch (Fedus et al. 2021, equation 3) and, for two choices, GShard (Lepikhin et al. 2020).
 
     Args:
-        tokens: their number, an int, or an integer tensor for one too.
-        experts: number of experts.
-        top_k: choices of each token.
-        factor: slots for each token that an even load would fill; None: as many as there are tokens.
+        tokens: an int, or an integer tensor.
+        factor: multiple of a balanced load; None: no limit.
     """
     if factor is None:
         return tokens
@@ -80,10 +78,10 @@ def expert_capacity(tokens: Any, experts: int, top_k: int, factor: float | None)
 
 
 def choose_experts(probabilities: tf.Tensor, top_k: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the `top_k` most probable experts of each token and their gates, both [tokens, top_k].
+    """Return the `top_k` most probable experts per token and their gates, [tokens, top_k].
 
-    The gate of a single choice is its probability (Switch); those of two are normalised to add up to 1 (GShard), so
-    that the router learns how much of each there should be.
+    The gate of a single choice is its probability (Switch); two gates are normalized to sum to 1 (GShard), so that the
+    router learns their ratio.
 
     Args:
         probabilities: [tokens, experts].
@@ -96,15 +94,14 @@ def choose_experts(probabilities: tf.Tensor, top_k: int) -> tuple[tf.Tensor, tf.
 
 
 def queue_positions(chosen: tf.Tensor, experts: int) -> tf.Tensor:
-    """Return how many tokens stand before each in the queue of the expert that it chose: [tokens, choices], int32.
+    """Return each token's position in its experts' queues: [tokens, choices], int32.
 
-    Tokens queue in their order; all first choices stand before the second ones (GShard, algorithm 1).
+    Tokens queue in order; all first choices precede second choices (GShard, algorithm 1).
 
     Args:
         chosen: [tokens, choices], int32.
-        experts: number of experts.
     """
-    # TensorFlow complains of integers that it transposes, on most processors.
+    # Not transposed: TensorFlow warns about transposing integers on most processors.
     in_order = tf.concat(tf.unstack(chosen, axis=1), 0)
     one_hot = tf.one_hot(in_order, experts, dtype=tf.int32)
     before = tf.cumsum(one_hot, exclusive=True)
@@ -113,12 +110,10 @@ def queue_positions(chosen: tf.Tensor, experts: int) -> tf.Tensor:
 
 
 def routes_of(probabilities: tf.Tensor, top_k: int, capacity: Any) -> Routes:
-    """Return the routes of all tokens.
+    """Return the routing of all tokens.
 
     Args:
         probabilities: [tokens, experts] of the router.
-        top_k: choices of each token.
-        capacity: how many tokens an expert takes.
     """
     experts, gates = choose_experts(probabilities, top_k)
     positions = queue_positions(experts, probabilities.shape[1])
@@ -126,32 +121,29 @@ def routes_of(probabilities: tf.Tensor, top_k: int, capacity: Any) -> Routes:
 
 
 def load_of(chosen: tf.Tensor, experts: int) -> tf.Tensor:
-    """Return how many tokens chose each expert, dropped ones too: [experts], int32."""
+    """Return the number of tokens per expert, including dropped ones: [experts], int32."""
     return tf.math.bincount(tf.reshape(chosen, [-1]), minlength=experts, maxlength=experts, dtype=tf.int32)
 
 
 def slots_of(routes: Routes, slots: Any) -> tf.Tensor:
-    """Return each token's slot among the buffers of all experts: [tokens, choices], int32; -1 where it is dropped.
+    """Return each token's index in the concatenated buffers: [tokens, choices], int32; -1 if dropped.
 
     Args:
-        routes: where tokens go.
-        slots: of each expert's buffer, at least its capacity.
+        slots: per expert's buffer, at least its capacity.
     """
     return tf.where(routes.kept, routes.experts * slots + routes.positions, -1)
 
 
 def to_experts(tokens: tf.Tensor, places: tf.Tensor, experts: int, slots: Any) -> tf.Tensor:
-    """Return the experts' buffers [experts, slots, width]; slots that no token took are zero.
+    """Return the experts' buffers [experts, slots, width]; empty slots are zero.
 
     Args:
         tokens: [tokens, width].
-        places: see `slots_of`.
-        experts: number of experts.
-        slots: of each of them.
+        places: as returned by `slots_of`.
     """
     count, choices = tf.shape(tokens)[0], places.shape[1]
     numbers = tf.repeat(tf.range(1, count + 1), choices)
-    # One slot more takes what is dropped.
+    # An additional slot takes dropped tokens.
     into = tf.where(places < 0, experts * slots, places)
     taken = tf.scatter_nd(tf.reshape(into, [-1, 1]), numbers, [experts * slots + 1])[:-1]
     rows = tf.gather(tokens, tf.maximum(taken - 1, 0))
@@ -160,11 +152,11 @@ def to_experts(tokens: tf.Tensor, places: tf.Tensor, experts: int, slots: Any) -
 
 
 def from_experts(outputs: tf.Tensor, places: tf.Tensor, gates: tf.Tensor) -> tf.Tensor:
-    """Return the sum of gate x output over each token's choices: [tokens, width]; zero where all are dropped.
+    """Return the gated sum of each token's expert outputs: [tokens, width]; zero if all are dropped.
 
     Args:
         outputs: [experts, slots, width].
-        places: see `slots_of`.
+        places: as returned by `slots_of`.
         gates: [tokens, choices].
     """
     flat = tf.reshape(outputs, [-1, outputs.shape[2]])
@@ -174,14 +166,10 @@ def from_experts(outputs: tf.Tensor, places: tf.Tensor, gates: tf.Tensor) -> tf.
 
 
 class RoutingCounts:
-    """Counts of the training steps since the last reset, in variables that belong to no state.
-
-    Args:
-        experts: number of experts.
-    """
+    """Counters of the training steps since the last reset, not part of any state."""
 
     def __init__(self, experts: int) -> None:
-        # In a plain object Keras does not find them: they are no weights, and checkpoints leave them out.
+        # A plain object hides them from Keras: they are not weights, and not saved in checkpoints.
         local: dict[str, Any] = {
             "trainable": False,
             "synchronization": tf.VariableSynchronization.ON_READ,
@@ -194,11 +182,11 @@ class RoutingCounts:
             """Those of them that found no place; a token with two choices may count twice."""
 
     def add(self, load: tf.Tensor, kept: tf.Tensor, has_samples: Any) -> None:
-        """Add up one call.
+        """Count one call.
 
         Args:
             load: [experts], tokens that chose each expert.
-            kept: [tokens, choices], whether they found a place.
+            kept: [tokens, choices], whether they fit.
             has_samples: 1, or 0 for a placeholder.
         """
         present = tf.cast(has_samples, tf.float32) > 0
@@ -208,15 +196,14 @@ class RoutingCounts:
 
 
 def routing_figures(layers: Sequence[Any], replicas: Collectives) -> dict[str, tf.Tensor]:
-    """Return what all replicas' `layers` counted since the last call, and set the counts to zero.
+    """Return and reset the routing metrics of all replicas' `layers`. Collective.
 
-    `dropped_tokens` is the number of tokens, times the layers and choices, that an expert had no place for;
-    `dropped_share` their share; `expert_load_NAME` [experts] is the load of each expert of the layer NAME, 1 for an
-    even one.
+    `dropped_tokens` is the number of dropped tokens, over layers and choices; `dropped_share` their fraction;
+    `expert_load_NAME` [experts] is the load of each expert of layer NAME, 1 if balanced.
 
     Args:
-        layers: those of a model that are built and hold `counts`.
-        replicas: the ranks with samples of their own; all of them must call it together.
+        layers: a model's built layers with `counts`.
+        replicas: the ranks with different samples.
     """
     if not layers:
         return {}
@@ -250,33 +237,32 @@ _PLAIN_ARGUMENTS = (
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class MixtureOfExperts(ExchangingLayer):
-    """Sends each token to `top_k` of many MLPs, its experts, and adds up their outputs, weighted by the router.
+    """Routes each token to `top_k` of many MLPs (experts) and sums their gated outputs.
 
-    Top-1 as in Switch (Fedus et al. 2021), top-2 as in GShard (Lepikhin et al. 2020). In place of a transformer's MLP:
-    the output has the shape of the input, [batch, …, width], and is zero for a token that no expert had a place for, so
-    that the residual connection carries it on. A mask of the input is passed on; tokens that it leaves out are routed
-    like all others. In training the layer adds the load-balance loss and the router's z-loss (ST-MoE, Zoph et al. 2022)
-    to those of the model.
+    Top-1 as in Switch (Fedus et al. 2021), top-2 as in GShard (Lepikhin et al. 2020). Replaces a transformer's MLP: the
+    output has the shape of the input, [batch, …, width], and is zero for a dropped token, so that the residual
+    connection carries it on. An input mask is propagated; masked tokens are routed like all others. In training the
+    layer adds the load-balance loss and the router z-loss (ST-MoE, Zoph et al. 2022) to the model's losses.
 
-    With `--parallel ep=N` each rank along `ep` holds experts / N of them; tokens go there and come back by all-to-all.
-    Capacity is that of a rank's tokens, and the load is balanced over those of all ranks. Along `cp` a rank's tokens
-    are those of its slice of each sequence. Along `tp` each rank holds a part of the hidden units of each expert.
+    With `--parallel ep=N` each rank along `ep` holds experts / N of them, and tokens travel by all-to-all. Capacity is
+    per rank; the load is balanced over all ranks. Along `cp` a rank's tokens are those of its shard of each sequence.
+    Along `tp` each rank holds a shard of the hidden units of each expert.
 
     Args:
         experts: number of experts.
         hidden: hidden units of each.
-        top_k: experts of each token, 1 or 2.
-        capacity_factor: in training an expert takes ceil(factor x top_k x tokens / experts) tokens of a rank, and
-            drops the others; None: all.
+        top_k: experts per token, 1 or 2.
+        capacity_factor: in training an expert takes ceil(factor x top_k x tokens / experts) tokens of a rank, and drops
+            the others; None: all.
         eval_capacity_factor: the same outside of training.
-        activation: of the hidden units, as `keras.layers.Dense` takes it.
+        activation: of the hidden units, as for `keras.layers.Dense`.
         balance_weight: factor of the load-balance loss.
-        z_weight: factor of the router's z-loss.
+        z_weight: factor of the router z-loss.
         output_scale: factor of the initial output kernels.
-        seed: of the initial values, which are a function of it and of the number of the expert; None: from Keras.
+        seed: of the initial values, a function of it and of the expert's index; None: from Keras.
 
     Raises:
-        ConfigError: sizes or factors that are not positive, or experts or hidden units that the ranks do not divide.
+        ConfigError: sizes or factors that are not positive, or experts or hidden units not divisible by the ranks.
     """
 
     def __init__(
@@ -304,7 +290,7 @@ class MixtureOfExperts(ExchangingLayer):
         self._check()
         self.supports_masking = True  # the mask of the input is that of the output, as of keras.layers.Dense
         self.counts: RoutingCounts | None = None
-        """Counted in training; see `routing_figures`."""
+        """Training counters, reported by `routing_figures`."""
         self._along_ep: Collectives | None = None
         self._along_tp: Collectives | None = None
         self._replicas: Collectives | None = None
@@ -329,16 +315,16 @@ class MixtureOfExperts(ExchangingLayer):
 
     @property
     def exchanges(self) -> bool:
-        """See `ExchangingLayer`."""
+        """Whether it communicates along `ep`, `tp` or the replica axes."""
         return any(ranks is not None for ranks in (self._along_ep, self._along_tp, self._replicas))
 
     @property
     def counters(self) -> list[tf.Variable]:
-        """See `ExchangingLayer`."""
+        """The routing counters."""
         return [] if self.counts is None else [self.counts.load, self.counts.dropped]
 
     def build(self, input_shape: Any) -> None:
-        """Create the router, and this rank's slice of the experts."""
+        """Create the router, and this rank's shard of the experts."""
         check_divides(self.experts, "experts", "ep", self)
         check_divides(self.hidden, "hidden units", "tp", self)
         self._along_ep, self._along_tp = ranks_along("ep"), ranks_along("tp")
@@ -367,7 +353,7 @@ class MixtureOfExperts(ExchangingLayer):
         """Return the experts' outputs, in the shape of `inputs`.
 
         Raises:
-            ConfigError: the layer was built before `hvdtrain.init`, and there are ranks to exchange with.
+            ConfigError: the layer was built before `hvdtrain.init`, with ranks to communicate with.
         """
         if not self.built_in_session:
             refuse_built_before_init(self, "ep")
@@ -390,7 +376,7 @@ class MixtureOfExperts(ExchangingLayer):
         return tf.reshape(from_experts(outputs, places, routes.gates), tf.shape(inputs))
 
     def _count(self, logits: tf.Tensor, probabilities: tf.Tensor, routes: Routes, load: tf.Tensor, name: str) -> None:
-        """Add the losses of the router, and count where its tokens go."""
+        """Add the router's losses, and count the routing."""
         first = load_of(routes.experts[:, :1], self.experts)
         shares = self._shares(tf.cast(first, probabilities.dtype), name)
         balance = self.balance_weight * load_balance_loss(probabilities, shares)
@@ -399,16 +385,16 @@ class MixtureOfExperts(ExchangingLayer):
         self.counts.add(load, routes.kept, self.has_samples)
 
     def _shares(self, first: tf.Tensor, name: str) -> tf.Tensor:
-        """Return the share of each expert among the first choices of all ranks' tokens."""
+        """Return each expert's share of the first choices over all ranks."""
         counts = self.unless_placeholder(first)
         if self._replicas is not None:
             counts = self._replicas.all_reduce(counts, name=f"{name}/load")
         return tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
 
     def _slots(self, capacity: Any, load: tf.Tensor, training: bool, name: str) -> Any:
-        """Return the slots of each buffer: what the fullest needs, the same on all ranks along `ep`.
+        """Return the buffers' slots: the maximum load, the same on all ranks along `ep`.
 
-        In training in one process it is the capacity: a buffer of a static size.
+        In training in one process it is the capacity: a buffer of static size.
         """
         if self._along_ep is None and training and not tf.is_tensor(capacity):
             return capacity
@@ -419,7 +405,7 @@ class MixtureOfExperts(ExchangingLayer):
         return tf.reduce_max(self._along_ep.all_gather(needed[tf.newaxis], name=f"{name}/slots"))
 
     def _outputs(self, buffers: tf.Tensor, name: str) -> tf.Tensor:
-        """Return what the experts make of their buffers [experts, slots, width]."""
+        """Apply the experts to their buffers, [experts, slots, width]."""
         if self._along_ep is not None:
             buffers = exchange_parts(buffers, self._along_ep, 0, 1, name=f"{name}/there")
         if self._along_tp is not None:
@@ -434,7 +420,7 @@ class MixtureOfExperts(ExchangingLayer):
         return outputs
 
     def compute_output_spec(self, inputs: Any, training: bool | None = None) -> Any:
-        """Return the shape of the inputs, without an exchange that no other rank would take part in."""
+        """Return the input shape without a collective."""
         return keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
@@ -444,12 +430,12 @@ class MixtureOfExperts(ExchangingLayer):
 
 
 def expert_layers(model: Any) -> list[MixtureOfExperts]:
-    """Return the layers of experts of `model`, nested ones too, in the order of the model."""
+    """Return the MixtureOfExperts layers of `model`, nested ones too, in order."""
     return [layer for layer in flatten_layers(model) if isinstance(layer, MixtureOfExperts)]
 
 
 def _rows(tokens: tf.Tensor) -> Any:
-    """Return the number of tokens, an int where it is known."""
+    """Return the number of tokens, an int if static."""
     return tf.shape(tokens)[0] if tokens.shape[0] is None else tokens.shape[0]
 
 

@@ -1,7 +1,7 @@
-"""Keras' batch normalization by TensorFlow's fused op.
+"""Keras batch normalization by TensorFlow's fused op.
 
-Keras 3 writes training-mode normalization as a dozen elementwise ops, and so does its gradient. The fused op took a
-fifth off the whole step of ResNet-20 in float32 on one core (`benchmarks/fused.py` has the layer by itself).
+Keras 3 writes training-mode normalization as a dozen elementwise ops, and so is its gradient. The fused op saves a
+fifth of the step time of ResNet-20 in float32 on one core (`benchmarks/fused.py` times the layer alone).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +14,15 @@ import tensorflow as tf
 from hvdtrain.compat.keras import flatten_layers
 
 WIDENED = (tf.float16, tf.bfloat16)
-"""Dtypes that Keras normalizes in float32, rounding at the end."""
+"""Dtypes that Keras normalizes in float32 and casts back."""
 LEAST_EPSILON = 1e-5
-"""Least epsilon that cuDNN accepts."""
+"""Minimal epsilon of cuDNN."""
 
 
 def fusible_layers(model: Any) -> list[Any]:
-    """Return the layers of `model`, nested ones too, that the fused op can stand for in training.
+    """Return the layers of `model`, nested ones too, that the fused op supports in training.
 
-    These are of Keras' own class, over the last axis, with float32 variables, without `renorm` and `synchronized`.
+    Of Keras' own class, over the last axis, with float32 variables, without `renorm` and `synchronized`.
     """
     return [layer for layer in flatten_layers(model) if _is_fusible(layer)]
 
@@ -38,10 +38,10 @@ def _is_fusible(layer: Any) -> bool:
 
 @contextmanager
 def fused_normalization(layers: Sequence[Any]) -> Iterator[None]:
-    """Make `layers` use the fused op for training calls inside this context.
+    """Use the fused op in training calls of `layers` inside this context.
 
-    Outputs, gradients and moving statistics equal Keras' but for rounding. Keras' own code still handles what the op
-    cannot: inference, frozen layers, masks, float64, and strategies of tf.distribute.
+    Outputs, gradients and moving statistics equal Keras' up to rounding. Keras' own code still handles inference,
+    frozen layers, masks, float64, and tf.distribute strategies.
 
     Args:
         layers: some of `fusible_layers`.
@@ -76,7 +76,7 @@ def _call_of(layer: Any, written_out: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _normalized(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
-    """Normalize float32 inputs [..., channels], and update the layer's moving statistics."""
+    """Normalize float32 inputs [..., channels], and update the moving statistics."""
     channels = inputs.shape[-1]
     images = inputs if inputs.shape.rank == 4 else tf.reshape(inputs, [-1, 1, 1, channels])
     outputs, mean, unbiased, *_ = tf.raw_ops.FusedBatchNormV3(

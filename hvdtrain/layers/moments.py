@@ -1,4 +1,4 @@
-"""Mean and variance over all replicas, with one message."""
+"""Mean and variance over all replicas, in one message."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,16 +18,15 @@ def moments_of_all(
     has_samples: Any = 1.0,
     extra: float = 0.0,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance over `axes` and all replicas, in the dtype of `inputs` and the shape of the other dims.
+    """Return mean and variance over `axes` and all replicas. Collective.
+
+    The result has the dtype of `inputs` and the shape of the other dims.
 
     Args:
-        inputs: this replica's samples; dims not in `axes` must have a static size.
+        inputs: this replica's samples; dims not in `axes` must be static.
         axes: the dims to reduce, not negative.
         mask: which samples count, in the shape of `inputs` without its last dim; None: all.
-        exchange: the replicas.
-        name: prefix of the messages' names.
         has_samples: 1, or 0 if this replica's samples must not count; a number or a scalar tensor.
-        extra: added to the number of samples.
     """
     shape = [size for dim, size in enumerate(inputs.shape) if dim not in axes]
     local = tf.math.multiply_no_nan(_local_sums(inputs, axes, mask), tf.cast(has_samples, tf.float64))
@@ -38,7 +37,7 @@ def moments_of_all(
 
 
 def _counted_upstream(total: tf.Tensor, has_samples: Any) -> tf.Tensor:
-    """Return `total`, and give it no gradient from a replica without samples: not even one that is not finite."""
+    """Zero the gradient from a replica without samples, even if it is not finite."""
     if not tf.is_tensor(has_samples) and has_samples:
         return total
 
@@ -50,9 +49,9 @@ def _counted_upstream(total: tf.Tensor, has_samples: Any) -> tf.Tensor:
 
 
 def _local_sums(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None) -> tf.Tensor:
-    """Return [count, sums, sums of squares] of this replica in float64.
+    """Return this replica's [count, sums, sums of squares] in float64.
 
-    Squares are summed around the local mean, where nothing cancels, and shifted to zero in float64.
+    Squares are summed around the local mean, which avoids cancellation, and shifted to zero in float64.
     """
     others = [1 if dim in axes else size for dim, size in enumerate(inputs.shape)]
     if mask is None:
@@ -76,13 +75,13 @@ def _flat_sum(values: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
 
 
 def _mean_and_variance(total: tf.Tensor, *, channels: int, extra: float) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance, shape [channels], from the sums over all replicas.
+    """Return mean and variance, [channels], from the sums over all replicas.
 
     With n = count, S = sum, Q = sum of squares: mean m = S / (n + extra), variance (Q - 2 m S + n m^2) / (n + extra).
-    For n_r samples of mean m_r and squared deviations M_r on replica r, Q = sum(M_r + n_r m_r^2), so that this is the
+    For n_r samples of mean m_r and squared deviations M_r on replica r, Q = sum(M_r + n_r m_r^2), so this equals the
     combination of partial variances of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-    computing sample variances" (1979), for any number of replicas and with one message. Cancellation happens in
-    float64: a relative error of about 1e-16 (mean^2 / variance).
+    computing sample variances" (1979), for any number of replicas and in one message. Cancellation happens in float64:
+    a relative error of about 1e-16 (mean^2 / variance).
     """
     count, sums, squares = tf.split(total, [total.shape[0] - 2 * channels, channels, channels])
     mean = tf.math.divide_no_nan(sums, count + extra)
@@ -91,10 +90,10 @@ def _mean_and_variance(total: tf.Tensor, *, channels: int, extra: float) -> tupl
 
 
 def sum_over_replicas(tensor: tf.Tensor, exchange: Collectives, name: str) -> tf.Tensor:
-    """Return the elementwise sum over the replicas, differentiable.
+    """All-reduce `tensor`, differentiably. Collective.
 
-    Each replica's loss depends on every replica's `tensor`, so its gradient is the sum of their upstream gradients: the
-    same exchange backwards. The messages are called `name`/forward and `name`/backward.
+    Each replica's loss depends on every replica's `tensor`, so the gradient is the sum of the upstream gradients: the
+    same all-reduce. Messages are named `name`/forward and `name`/backward.
     """
 
     @tf.custom_gradient

@@ -1,4 +1,4 @@
-"""Activation recomputation (checkpointing): less memory, one more forward pass."""
+"""Activation checkpointing: less memory for one more forward pass."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from hvdtrain.config.errors import ConfigError, opt
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class Recompute(keras.layers.Wrapper):
-    """Wraps a layer and recomputes its activations in the backward pass instead of keeping them.
+    """Wraps a layer and recomputes its activations in the backward pass.
 
-    A Functional or Sequential model of n operations is cut into about sqrt(n) segments, at places where a single tensor
-    connects one to the next. Only the tensors at the cuts are kept; the backward pass runs the forward pass of each
-    segment again (Chen et al., "Training deep nets with sublinear memory cost", 2016). Any other layer, such as a block
-    of a subclassed model, is one segment.
+    A Functional or Sequential model of n operations is split into about sqrt(n) segments, where a single tensor
+    connects one to the next. Only these tensors are stored; the backward pass re-runs each segment's forward pass (Chen
+    et al., "Training deep nets with sublinear memory cost", 2016). Any other layer, such as a block of a subclassed
+    model, is one segment.
 
-    Values and gradients are those of the layer: the second pass repeats the random numbers of the first, if they come
-    from the layers' own Keras seed generators, and updates no statistics. Losses that inner layers add are added once.
-    Outside training nothing changes. Inputs and outputs are those of the layer: tensors or nests of tensors.
+    Values and gradients equal those of the layer: the second pass repeats the random numbers of the first, if they come
+    from the layers' Keras SeedGenerators, and updates no statistics. Losses of inner layers are added once. No effect
+    outside of training. Inputs and outputs are those of the layer: tensors or nests of tensors.
 
     Args:
         layer: a layer or model.
@@ -53,7 +53,7 @@ class Recompute(keras.layers.Wrapper):
         """Set no mask: the wrapped layer has set its own."""
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the constructor's arguments."""
         config = super().get_config()
         config.pop("autocast", None)
         return config
@@ -61,17 +61,16 @@ class Recompute(keras.layers.Wrapper):
 
 @dataclass(frozen=True)
 class _Plan:
-    """Hides the segments from Keras, which would track them as new layers of the model."""
+    """Hides the segments from Keras, which would track them as layers."""
 
     segments: list[Any]
 
 
 def recomputed_model(model: Any) -> Recompute:
-    """Return `model` with recomputation, cut into segments.
+    """Return `model` with recomputation, split into segments.
 
     Raises:
-        ConfigError: it is not a Functional or Sequential model, or has no cut with a single tensor: it would be one
-            segment, and save nothing.
+        ConfigError: not a Functional or Sequential model, or no cut with a single tensor: one segment saves nothing.
     """
     if _graph(model) is None:
         raise ConfigError(
@@ -88,7 +87,7 @@ def recomputed_model(model: Any) -> Recompute:
 
 
 class _Segment(keras.layers.Layer):
-    """A segment of a model's graph that passes `training` on; a keras.Function would keep its value from building."""
+    """Segment of a model's graph that forwards `training`; a keras.Function would fix it when built."""
 
     def __init__(self, function: Any) -> None:
         # A name derived from an underscored class is no valid scope.
@@ -111,7 +110,7 @@ class _Segment(keras.layers.Layer):
 
 
 def _graph(layer: Any) -> Any:
-    """Return the operations of a built Functional or Sequential model; a subclass of theirs may do more than these."""
+    """Return the operations of a built Functional or Sequential model, not of a subclass."""
     if type(layer).__module__.partition(".")[0] != "keras" or not isinstance(layer, keras.Model) or not layer.built:
         return None
     return keras.Function(*_ends(layer))
@@ -125,7 +124,7 @@ def _ends(model: Any) -> tuple[Any, Any]:
 
 
 def _segments(layer: Any) -> list[Any]:
-    """Cut a model into consecutive segments, the first with the inputs of the model; other layers stay whole."""
+    """Split a model into consecutive segments; other layers are one segment."""
     graph = _graph(layer)
     if graph is None:
         return [layer]
@@ -144,7 +143,7 @@ def _segments(layer: Any) -> list[Any]:
 
 
 def _output(operation: Any) -> Any:
-    """Return the output of an operation, if it is a single floating-point tensor and the operation is used once."""
+    """Return an operation's output, if it is a single float tensor and used once."""
     try:
         tensor = operation.output
     except (AttributeError, ValueError):
@@ -154,7 +153,7 @@ def _output(operation: Any) -> Any:
 
 
 def _leads_on(tensor: Any, outputs: Any) -> bool:
-    """Whether all of `outputs` are computed from `tensor` alone, and are not it."""
+    """Return whether all of `outputs` are computed from `tensor` alone, and are not it."""
     if any(tensor is output for output in tf.nest.flatten(outputs)):
         return False
     try:
@@ -165,12 +164,12 @@ def _leads_on(tensor: Any, outputs: Any) -> bool:
 
 
 def recomputed(layer: Any, inputs: Any, inner_layers: Sequence[Any] | None = None) -> Any:
-    """Call `layer`, or a callable like one, in training, with a gradient that recomputes it.
+    """Call `layer` in training mode with a gradient that recomputes it.
 
     Args:
-        layer: what is called.
+        layer: a layer or a callable with its interface.
         inputs: a nest of tensors.
-        inner_layers: the layers inside it; by default those that a Keras layer holds.
+        inner_layers: the layers inside it; default: those tracked by a Keras layer.
     """
     flat = tf.nest.flatten(inputs)
     masks = [mask_of(tensor) for tensor in flat]
@@ -208,10 +207,10 @@ def _gradient(
     *upstream: tf.Tensor,
     variables: Sequence[tf.Variable] = (),
 ) -> Any:
-    """Return the gradients of `run` with respect to `tensors`, and to `variables` if there are any."""
+    """Return the gradients of `run` for `tensors`, and for `variables` if any."""
     after = [variable.read_value() for variable in volatile]
     _assign(volatile, before)
-    # Otherwise the second pass could start early, and be merged with the first.
+    # Otherwise the second pass could start early, and be merged with the first by Grappler.
     with tf.control_dependencies(upstream):
         again = [tf.identity(tensor) for tensor in tensors]
     watched = [tensor for tensor in again if tensor.dtype.is_floating]
@@ -232,7 +231,6 @@ def _masked(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
 
 
 def _unwrapped(variable: Any) -> tf.Variable:
-    """Return the tf.Variable behind a Keras variable."""
     return getattr(variable, "value", variable)
 
 

@@ -1,4 +1,4 @@
-"""Variables of which each rank along an axis holds a slice, drawn without the whole."""
+"""Sharded variables, initialized without materializing the full value."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 _PHILOX = 1
-"""TensorFlow's number of the generator Philox (Salmon et al. 2011): 128 random bits of each value of its counter."""
+"""TensorFlow's id of the Philox generator (Salmon et al. 2011): 128 random bits per counter value."""
 _AT_ONCE = 2**20
-"""Elements of whole rows that are drawn at once where a slice of their columns is kept."""
+"""Elements of full rows that are generated at once when a shard of the columns is kept."""
 
 
 def draw_anew(variable: Any, initializer: Any) -> None:
-    """Give a Keras variable another initial value; one that is drawn when it is needed is drawn by `initializer`."""
+    """Re-initialize a Keras variable; a lazily initialized one just gets the new `initializer`."""
     draw_by = getattr(variable, "draw_by", None)
     if draw_by is not None:
         draw_by(initializer)
@@ -32,7 +32,7 @@ def draw_anew(variable: Any, initializer: Any) -> None:
 
 @dataclass
 class UniformSlice:
-    """An initializer of variables that hold a slice; see `uniform_slice`."""
+    """Initializer of a sharded variable by `uniform_slice`."""
 
     shape: tuple[int, ...]
     box: Box
@@ -40,21 +40,18 @@ class UniformSlice:
     bound: float
 
     def __call__(self, _: Any, dtype: str) -> tf.Tensor:
-        """Return the slice, whatever shape is asked for."""
+        """Return the shard, whatever the requested shape."""
         return uniform_slice(self.shape, self.box, seed=self.seed, bound=self.bound, dtype=dtype)
 
 
 def uniform_slice(shape: Sequence[int], box: Sequence[slice], *, seed: int, bound: float, dtype: str) -> tf.Tensor:
-    """Return a slice of what `keras.initializers.RandomUniform(-bound, bound, seed)` draws for the whole tensor.
+    """Return a shard of `keras.initializers.RandomUniform(-bound, bound, seed)`'s full value.
 
-    No more is in memory than the slice and a million elements.
+    At most a million elements are in memory besides the shard.
 
     Args:
-        shape: of the whole tensor.
-        box: the slice: one Python slice with start and stop for each dim.
-        seed: of this tensor.
-        bound: of the values.
-        dtype: of the values.
+        shape: full shape.
+        box: the shard: one Python slice with start and stop per dim.
     """
     columns, others = prod(shape[1:]), tuple(box[1:])
     all_of_a_row = others == tuple(slice(0, size) for size in shape[1:])
@@ -72,9 +69,9 @@ def _chunks(rows: slice, most: int) -> Iterator[tuple[int, int]]:
 
 
 def uniform_range(first: int, count: int, *, seed: int, bound: float, dtype: str) -> tf.Tensor:
-    """Return elements `first` to `first + count` of what Keras draws for a tensor of that size or any larger one.
+    """Return elements `first` to `first + count` of Keras' random values for any larger tensor.
 
-    Its generator makes numbers of a counter, which may begin anywhere.
+    The generator is counter-based, so it may start anywhere.
     """
     kind = tf.as_dtype(dtype)
     each = 2 if kind == tf.float64 else 4
@@ -89,11 +86,11 @@ def uniform_range(first: int, count: int, *, seed: int, bound: float, dtype: str
 
 
 HELD_APART = "ep"
-"""The axis along which ranks are given different samples and hold different slices."""
+"""The axis along which ranks have different samples and different shards (expert parallel)."""
 
 
 def ranks_along(*axes: str) -> "AxisCollectives | None":
-    """Return the collectives among this job's ranks that differ along `axes` of the mesh only; None for one rank."""
+    """Return the collectives of this job's ranks along `axes` of the mesh; None for one rank."""
     if not has_session() or not current().world.collectives:
         return None
     group = current().world.along(*axes)
@@ -111,16 +108,14 @@ def add_slice(
     box: Box | None = None,
     **options: Any,
 ) -> Any:
-    """Create this rank's slice of a variable of a Keras layer, and note its place in the whole.
+    """Create this rank's shard of a Keras layer's variable, with its placement.
 
     Args:
         layer: a Keras layer that is being built.
-        name: of the variable.
-        shape: of the whole.
-        cut: axes of the mesh by the dim that they cut; those with one rank cut nothing.
-        seed: of the initial values.
-        bound: of the initial values, which are uniform in [-bound, bound); 0: zeros.
-        box: the slice, if it is not an even one.
+        shape: full shape.
+        cut: mesh axes by the dim that they shard; axes with one rank have no effect.
+        bound: initial values are uniform in [-bound, bound); 0: zeros.
+        box: the shard, if uneven.
         options: of `keras.Layer.add_weight`.
     """
     ranks = {dim: (axis, group) for dim, axis in cut.items() if (group := ranks_along(axis)) is not None}
@@ -140,10 +135,10 @@ def add_slice(
 
 
 def refuse_built_before_init(layer: Any, *axes: str) -> None:
-    """Refuse a layer that was built without a session if there are several ranks along `axes` by now.
+    """Reject a layer that was built without a session if `axes` have several ranks now.
 
     Raises:
-        ConfigError: naming the layer.
+        ConfigError: names the layer.
     """
     ranks = ranks_along(*axes)
     if ranks is not None:
@@ -154,11 +149,7 @@ def refuse_built_before_init(layer: Any, *axes: str) -> None:
 
 
 def check_divides(size: int, what: str, axis: str, layer: Any) -> None:
-    """Refuse `size` of something that the ranks along `axis` do not divide.
-
-    Raises:
-        ConfigError: with both numbers.
-    """
+    """Reject a `size` that is not divisible by the ranks along `axis`. Raises ConfigError: with both numbers."""
     ranks = ranks_along(axis)
     if ranks is not None and size % ranks.size:
         raise ConfigError(

@@ -17,15 +17,15 @@ from hvdtrain.runtime.compiled import numbered
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class SyncBatchNormalization(BatchNormalizationByMoments):
-    """Batch normalization over the global batch, as `keras.layers.BatchNormalization` computes it in one process.
+    """Batch normalization over the global batch, equal to Keras' in one process.
 
     In training, mean and variance are over all replicas' samples (unmasked ones, with a mask), and gradients flow
-    through them to every replica; each forward and each backward pass exchanges one message. Replicas may have
-    different numbers of samples. Gradients are those of the sum of the replicas' losses. In inference, and if
-    `trainable` is False, nothing is exchanged and no session is needed. Inputs and outputs have the same shape;
-    statistics have the shape of the normalized axis, in float32 for 16-bit inputs.
+    through them to every replica; each forward and backward pass sends one message. Replicas may have different numbers
+    of samples. Gradients are those of the sum of the replicas' losses. In inference, and if `trainable` is False,
+    nothing is sent and no session is needed. Inputs and outputs have the same shape; statistics have the shape of the
+    normalized axis, in float32 for 16-bit inputs.
 
-    The arguments are those of `keras.layers.BatchNormalization`.
+    Takes the arguments of `keras.layers.BatchNormalization`.
 
     Raises:
         ConfigError: `renorm=True` or Keras' own `synchronized=True`.
@@ -35,9 +35,9 @@ class SyncBatchNormalization(BatchNormalizationByMoments):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.exchange: Collectives | None = None
-        """The replicas; the current session's ranks if None."""
+        """The replicas; None: the current session's."""
         self.has_samples: Any = 1.0
-        """1, or 0 (a number or a scalar tensor) while this replica's samples are a placeholder that must not count."""
+        """1, or 0 (a number or a scalar tensor) while this replica's samples are a placeholder."""
         if self.renorm:
             raise ConfigError(
                 "SyncBatchNormalization does not renormalize: renorm corrects the small batches of single replicas, "
@@ -50,7 +50,7 @@ class SyncBatchNormalization(BatchNormalizationByMoments):
             )
 
     def moments(self, inputs: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return mean and variance over all replicas, shape [size of axis], in the dtype of `inputs`."""
+        """Return mean and variance over all replicas, [size of axis], in the dtype of `inputs`. Collective."""
         exchange = self.replicas()
         if exchange is None:
             return super().moments(inputs, mask, axes)
@@ -68,21 +68,21 @@ class SyncBatchNormalization(BatchNormalizationByMoments):
         )
 
     def replicas(self) -> Collectives | None:
-        """Return the collectives among the replicas; None if there is one replica."""
+        """Return the replicas' collectives; None if there is one replica."""
         exchange = current_exchange() if self.exchange is None else self.exchange
         return exchange if exchange.size > 1 else None
 
 
 def sync_layers(model: Any) -> list[SyncBatchNormalization]:
-    """Return the SyncBatchNormalization layers of `model`, nested ones too, in the order of the model."""
+    """Return the SyncBatchNormalization layers of `model`, nested ones too, in order."""
     return [layer for layer in flatten_layers(model) if isinstance(layer, SyncBatchNormalization)]
 
 
 @contextmanager
 def replicas_of(layers: Sequence[SyncBatchNormalization], exchange: Collectives, has_samples: Any) -> Iterator[None]:
-    """Make `layers` use the collectives `exchange` inside this context; this replica counts if `has_samples` is 1.
+    """Set the collectives and `has_samples` of `layers` inside this context.
 
-    The previous settings are restored: a symbolic `has_samples` is invalid outside its function.
+    Restored on exit: a symbolic `has_samples` is invalid outside its function.
     """
     before = [(layer, layer.exchange, layer.has_samples) for layer in layers]
     try:

@@ -1,7 +1,7 @@
-"""BERT (Devlin et al. 2019, arXiv:1810.04805), a masked language model from the blocks of `transformer`.
+"""BERT (Devlin et al. 2019, arXiv:1810.04805), a masked language model built from `transformer`.
 
-Unlike BERT's, its blocks are pre-norm, which trains without a long warm-up; there is no next-sentence task, and the
-output layer does not share the embedding matrix.
+Unlike BERT, its blocks are pre-norm, which trains without a long warm-up; there is no next-sentence task, and the
+output layer is not tied to the embedding.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def build(
 
 
 class MaskedAccuracy(keras.metrics.SparseCategoricalAccuracy):
-    """The accuracy over the positions that are predicted."""
+    """Accuracy over the predicted positions."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Update the accuracy with a batch.

@@ -1,7 +1,7 @@
-"""A deep learning recommendation model, DLRM (Naumov et al. 2019, arXiv:1906.00091).
+"""Deep learning recommendation model, DLRM (Naumov et al. 2019, arXiv:1906.00091).
 
-The numbers go through a bottom MLP, each category looks up an embedding in its field's table, and the pairwise dot
-products of these vectors, with the output of the bottom MLP, go through a top MLP to the log odds of a click.
+Numeric features go through a bottom MLP, each categorical feature through its own embedding table; pairwise dot
+products of these vectors and the bottom MLP's output go through a top MLP to the log odds of a click.
 """
 
 import math
@@ -26,13 +26,13 @@ def build(
     width: int = 128,
     depth: int = 2,
 ) -> keras.Model:
-    """Return a model from rows {"numeric": [numbers], "categorical": [fields]} to the log odds [1] of a click.
+    """Return a model from {"numeric": [numbers], "categorical": [fields]} to the log odds [1] of a click.
 
     Args:
         shape: shapes of the two inputs.
         classes: number of labels, must be 2.
         seed: seeds the initial value of each variable, together with its path.
-        rows: rows of each field's embedding table; higher categories wrap around (modulo).
+        rows: rows of each embedding table; larger categories wrap around (modulo).
         dim: size of the embeddings.
         width: units of each hidden layer.
         depth: number of hidden layers of each MLP.
@@ -54,18 +54,7 @@ def build_sharded(
     width: int = 128,
     depth: int = 2,
 ) -> keras.Model:
-    """Return the same model with its tables divided among the ranks along `ep`, if there are several.
-
-    Args:
-        shape: see `build`, as the other arguments.
-        classes: see `build`.
-        seed: see `build`.
-        sharding: by `table`, `row` or `column`.
-        rows: see `build`.
-        dim: see `build`.
-        width: see `build`.
-        depth: see `build`.
-    """
+    """Return the model of `build` with its tables sharded along `ep` by `table`, `row` or `column`."""
     if min(rows, dim, width, depth) < 1:
         raise ConfigError(f"dlrm needs positive sizes. Received: rows={rows}, dim={dim}, width={width}, depth={depth}.")
     if classes != 2:
@@ -101,7 +90,7 @@ def _dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
 
 
 def _looked_up(categories: Any, field: int, rows: int, dim: int, seed: int) -> Any:
-    """Return the embeddings [batch, dim] of one field's categories."""
+    """Return the embeddings [batch, dim] of one categorical feature."""
     name, bound = f"table{field}", _bound(rows)
     draw = keras.initializers.RandomUniform(-bound, bound, seed=path_seed(seed, name))
     table = keras.layers.Embedding(rows, dim, embeddings_initializer=draw, name=name)
@@ -111,9 +100,9 @@ def _looked_up(categories: Any, field: int, rows: int, dim: int, seed: int) -> A
 def _looked_up_together(
     categories: Any, fields: int, rows: int, dim: int, seed: int, sharding: EmbeddingSharding
 ) -> list[Any]:
-    """Return the embeddings [batch, dim] of each field, from tables that ranks have divided among them.
+    """Return the embeddings [batch, dim] of each categorical feature from sharded tables.
 
-    The tables have the paths, and the initial values, of those of `_looked_up`.
+    Paths and initial values equal those of `_looked_up`.
     """
     names = [f"table{field}" for field in range(fields)]
     tables = [

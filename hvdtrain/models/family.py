@@ -8,32 +8,33 @@ from typing import Any, TypeAlias
 import keras
 
 Rules: TypeAlias = Mapping[str, Sequence[str | None]]
-"""Layouts of variables by regular expressions of their paths, as `hvdtrain.parallelize` takes them."""
+"""Layout rules by regular expression of variable paths, as for `hvdtrain.parallelize`."""
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A builder of models, with their default loss and metrics."""
+    """A model builder with its default loss and metrics."""
 
     build: Callable[..., keras.Model]
     """(input shape, classes, seed, **arguments) -> a built model."""
     loss: Callable[[], Any]
     """Returns the loss for `Trainer`."""
     metrics: Callable[[], Any]
-    """Returns the metrics for `Trainer`, new objects at each call."""
+    """Returns the metrics for `Trainer`, new objects on each call."""
     build_sharded: Callable[..., keras.Model] | None = None
-    """(input shape, classes, seed, sharding, **arguments) -> the model with its embedding tables divided among ranks;
-    None for a family without tables."""
+    """(input shape, classes, seed, sharding, **arguments) -> the model with sharded embedding tables; None for a family
+    without tables.
+    """
     sample_dims: tuple[str, ...] | dict[str, tuple[str, ...]] | None = None
-    """Names of the dims of a sample, by input if there are several; None for a model of one input of any shape."""
+    """Names of a sample's dims, by input if there are several; None: one input of any shape."""
     rules: Callable[..., Rules] | None = None
-    """(classes, ranks, **arguments) -> how the model is split along tp; None for one that nobody has split."""
+    """(classes, ranks, **arguments) -> layout rules for tp; None if unsupported."""
 
 
 def classifier(
     build: Callable[..., keras.Model], *sample_dims: str, rules: Callable[..., Rules] | None = None
 ) -> ModelFamily:
-    """Return the family of a builder of classifiers: cross-entropy of logits, and accuracy."""
+    """Return a classifier family: cross-entropy of logits, and accuracy."""
     return ModelFamily(
         build=build,
         loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -1,4 +1,4 @@
-"""A multilayer perceptron with hidden layers of one width: few, large parameters, which stress the exchange."""
+"""Multilayer perceptron with few, large parameters, which stresses the gradient exchange."""
 
 from typing import Any
 
@@ -38,9 +38,9 @@ def _dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
 
 
 def rules(classes: int, ranks: int, *, depth: int = 3, **arguments: Any) -> Rules:
-    """Return how the model is split along tp: in pairs of layers, the first by its units and the second by its inputs.
+    """Return tp layouts for pairs of layers: column-parallel, then row-parallel.
 
-    With an even number of hidden layers the last one, of the logits, has no partner and stays whole.
+    With an even number of hidden layers, the logits layer has no partner and stays full.
     """
     del classes, ranks, arguments
     first, second = (None, "tp"), ("tp", None)

@@ -1,4 +1,4 @@
-"""A transformer with a mixture of experts in place of the MLP of every other block.
+"""Transformer with a mixture of experts for the MLP of every other block.
 
 As in GShard (Lepikhin et al. 2020, arXiv:2006.16668) and Switch (Fedus et al. 2021, arXiv:2101.03961); the rest is
 `transformer`.
@@ -32,25 +32,25 @@ def build(
     balance_weight: float = 0.01,
     z_weight: float = 0.001,
 ) -> keras.Model:
-    """Return a causal language model from tokens [length] to logits [length, vocabulary] of the next tokens.
+    """Return a causal language model from tokens [length] to next-token logits [length, vocabulary].
 
-    Each token goes through `top_k` of a block's experts, each of them an MLP of 4 width hidden units: the model has
-    many parameters, of which a token uses few.
+    Each token uses `top_k` of a block's experts, each an MLP with 4 width hidden units: many parameters, few active per
+    token.
 
     Args:
-        shape: (length,) of one sequence of token numbers.
+        shape: (length,) of one token sequence.
         classes: size of the vocabulary.
         seed: seeds the initial value of each variable, together with its path.
-        depth: number of blocks of attention and MLP or experts.
+        depth: number of blocks.
         width: size of a token's representation.
         heads: number of attention heads; must divide the width.
         dropout: dropout rate of the embeddings and of each block's output.
-        experts: number of experts of a block.
-        top_k: experts of each token, 1 or 2.
-        every: of so many blocks the last one has experts.
-        capacity_factor: how many tokens an expert takes in training, as a multiple of an even load; 0: all.
+        experts: number of experts per block.
+        top_k: experts per token, 1 or 2.
+        every: every how many blocks one has experts.
+        capacity_factor: an expert's capacity in training, as a multiple of a balanced load; 0: unlimited.
         balance_weight: factor of the load-balance loss.
-        z_weight: factor of the router's z-loss.
+        z_weight: factor of the router z-loss.
 
     Raises:
         ConfigError: sizes that are not positive or do not divide, a dropout outside [0, 1), or no block with experts.
@@ -92,7 +92,7 @@ def build(
 
 
 def rules(classes: int, ranks: int, *, depth: int = 4, every: int = 2, **arguments: Any) -> Rules:
-    """Return how the model is split along tp: as `transformer`; layers of experts split themselves."""
+    """Return the tp layouts of `transformer`; experts shard themselves."""
     layouts = transformer_rules(classes, ranks, **arguments)
     dense = any((number + 1) % every for number in range(depth))
     return layouts if dense else {path: layout for path, layout in layouts.items() if "_mlp_" not in path}

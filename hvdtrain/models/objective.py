@@ -18,7 +18,7 @@ ABBREVIATIONS = ("mae", "mape", "mse", "msle")
 
 
 def named_loss(name: str) -> Any:
-    """Return the Keras loss of that name, or the user's MODULE:ATTRIBUTE.
+    """Return the Keras loss `name`, or the user's MODULE:ATTRIBUTE.
 
     Raises:
         ConfigError: unknown name; suggests the nearest.
@@ -27,7 +27,7 @@ def named_loss(name: str) -> Any:
 
 
 def named_metrics(names: Sequence[str]) -> list[Any]:
-    """Return the Keras metrics of these names, or the user's MODULE:ATTRIBUTE; new objects at each call.
+    """Return new Keras metrics by name, or the user's MODULE:ATTRIBUTE.
 
     Raises:
         ConfigError: unknown name; suggests the nearest.
@@ -43,12 +43,12 @@ def named_metrics(names: Sequence[str]) -> list[Any]:
 
 
 def known_losses() -> list[str]:
-    """Return the names, in lower case, that `keras.losses.get` accepts."""
+    """Return the lower-case names that `keras.losses.get` accepts."""
     return _names(keras.losses)
 
 
 def known_metrics() -> list[str]:
-    """Return the names, in lower case, of metrics that `keras.metrics.get` creates without arguments."""
+    """Return the lower-case names of metrics that `keras.metrics.get` creates without arguments."""
     return _names(keras.metrics)
 
 
@@ -63,10 +63,10 @@ def on_logits(loss: Any) -> Any:
 
 
 def check_probabilities(model: keras.Model, loss: Any) -> None:
-    """Refuse a cross-entropy of probabilities if the model's only output layer has no activation.
+    """Reject a cross-entropy of probabilities if the model's output layer is linear.
 
     Raises:
-        ConfigError: the loss would take logits for probabilities.
+        ConfigError: the loss would treat logits as probabilities.
     """
     loss = _resolved(loss)
     layer = getattr(model, "layers", [None])[-1:]
@@ -81,12 +81,12 @@ def check_probabilities(model: keras.Model, loss: Any) -> None:
 
 
 def output_kind(model: keras.Model, loss: Any, classes: int | None) -> OutputKind:
-    """Return what the outputs of `model` are, by its loss, or by its last activation if the loss does not say.
+    """Return the kind of a model's outputs, from its loss or its last activation.
 
     Args:
         model: a built model.
-        loss: its loss; a dict or list of several makes `values`.
-        classes: number of classes; None if the targets are no labels.
+        loss: its loss; a dict or list of several means `values`.
+        classes: number of classes; None if the targets are not labels.
     """
     loss = _resolved(loss)
     kind = type(loss) if isinstance(loss, keras.losses.Loss) else _function(loss)
@@ -106,7 +106,7 @@ def output_kind(model: keras.Model, loss: Any, classes: int | None) -> OutputKin
 
 
 def _from_logits(loss: Any) -> bool | None:
-    """Return whether a loss takes logits; None if it does not say."""
+    """Return whether a loss takes logits; None if unknown."""
     stated = loss.keywords.get("from_logits") if isinstance(loss, functools.partial) else None
     stated = _config_of(_function(loss)).get("from_logits") if stated is None else stated
     return stated if isinstance(stated, bool) else None
@@ -117,7 +117,7 @@ def _function(loss: Any) -> Any:
 
 
 def _last_dim(model: keras.Model) -> int | None:
-    """Return the last dim of the only output; None if it is not known, and 0 for several outputs."""
+    """Return the last dim of the only output; None if unknown, 0 for several outputs."""
     try:
         shape = model.output_shape
     except (AttributeError, ValueError):  # a model of the user's own class
@@ -145,12 +145,12 @@ def _named(option: str, kind: str, name: str, get: Callable[[str], Any], known: 
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return " Perhaps you meant: X." for a near miss in any spelling, else the list of `known` names."""
+    """Return " Perhaps you meant: X." for a near miss in any spelling, else the `known` names."""
     return suggestion(_snake(name), dict.fromkeys(known, ""))
 
 
 def name_of_function(function: Any) -> str:
-    """Return the name that Keras reports a function or another callable by: `myMetric` as `my_metric`."""
+    """Return the name by which Keras reports a callable: `myMetric` as `my_metric`."""
     name = getattr(function, "__name__", type(function).__name__)
     return _snake(re.sub(r"\W+", "", name))
 
@@ -181,7 +181,7 @@ def _resolved(loss: Any) -> Any:
 
 
 def _config_of(loss: Any) -> dict[str, Any]:
-    """Return the configuration of a loss object, or the defaults of a Keras function."""
+    """Return a loss object's configuration, or a Keras function's defaults."""
     if isinstance(loss, keras.losses.Loss):
         return dict(loss.get_config())
     if not callable(loss):

@@ -1,4 +1,4 @@
-"""Models by name: built-in families, or a user's own function."""
+"""Models by name: built-in families, or a user's function."""
 
 from typing import Any
 
@@ -25,11 +25,11 @@ MODELS = {
 
 
 def model_family(config: ModelConfig) -> ModelFamily:
-    """Return the family of `config.model`; `config.loss` and `config.metrics` override the family's own.
+    """Return the family of `config.model` with `config.loss` and `config.metrics` applied.
 
     Raises:
-        ConfigError: unknown model, argument, loss or metric; a user's model without a loss; see `user_family`; or
-            tables to be divided of a model that has none.
+        ConfigError: unknown model, argument, loss or metric; a user's model without a loss or otherwise invalid (as in
+            `user_family`); or embedding sharding for a model without tables.
     """
     own = is_user_code(config.model)
     family = user_family(config) if own else _known_family(config)
@@ -54,7 +54,7 @@ def model_family(config: ModelConfig) -> ModelFamily:
 
 
 def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int) -> keras.Model:
-    """Build the model that `config` names.
+    """Build the model specified by `config`.
 
     Args:
         config: model and arguments.
@@ -63,7 +63,7 @@ def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int)
         seed: seeds the initial values.
 
     Raises:
-        ConfigError: see `model_family`; or the family does not accept such samples.
+        ConfigError: as `model_family`; or the family does not accept such samples.
     """
     family = model_family(config)
     if is_user_code(config.model):
@@ -84,10 +84,10 @@ def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int)
 
 
 def layout_rules(config: ModelConfig, classes: int | None, ranks: int) -> Rules | None:
-    """Return how the model that `config` names is split along tp; None where there is nothing to say.
+    """Return the model's layout rules for tp; None if there are none.
 
     Raises:
-        ConfigError: nobody has written rules for it, and there are several `ranks` along tp.
+        ConfigError: the model has no rules, and there are several `ranks` along tp.
     """
     rules = model_family(config).rules
     if rules is not None and (ranks > 1 or is_user_code(config.model)):
@@ -132,7 +132,7 @@ def _check_samples(name: str, family: ModelFamily, shape: Any) -> None:
 
 
 def _has_dims(shape: Any, dims: tuple[str, ...] | None) -> bool:
-    """Whether `shape` is the shape of one array with these dims; any number of dims for None."""
+    """Return whether `shape` is that of one array with these dims; None: any number of dims."""
     plain = isinstance(shape, tuple) and all(isinstance(dim, int) for dim in shape)
     return plain and (dims is None or len(dims) == len(shape))
 

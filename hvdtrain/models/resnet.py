@@ -1,7 +1,7 @@
-"""Residual networks for CIFAR-sized images (He et al. 2015, section 4.2) and for ImageNet (table 1).
+"""Residual networks for CIFAR-sized images (He et al. 2015, section 4.2) and ImageNet (table 1).
 
 The small ones have 6n + 2 layers, three stages of n basic blocks; those for ImageNet have four stages of bottleneck
-blocks, whose stride is in the 3 x 3 convolution and not in the first one, as in most benchmarks ("version 1.5").
+blocks with the stride in the 3 x 3 convolution, not the first one, as in most benchmarks ("version 1.5").
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from hvdtrain.models.family import classifier, path_seed
 
 
 def conv_norm(x: Any, channels: int, kernel: int, stride: int, seed: int, name: str, *, gamma: str = "ones") -> Any:
-    """Apply a convolution and batch normalization to images x [batch, height, width, channels].
+    """Apply a convolution and batch normalization to images [batch, height, width, channels].
 
     Args:
         x: the images.
@@ -42,7 +42,7 @@ def added(x: Any, y: Any, name: str) -> Any:
 
 
 def pooled_logits(x: Any, classes: int, seed: int) -> Any:
-    """Return logits [batch, classes] of features x by global average pooling and a dense layer."""
+    """Return logits [batch, classes] by global average pooling and a dense layer."""
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
     initializer = keras.initializers.HeNormal(seed=path_seed(seed, "logits"))
     return keras.layers.Dense(classes, kernel_initializer=initializer, dtype="float32", name="logits")(x)

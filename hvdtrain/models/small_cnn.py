@@ -1,4 +1,4 @@
-"""Two convolutions, two dense layers; no normalization or dropout: runs do not depend on the number of ranks."""
+"""Small CNN without normalization or dropout: results do not depend on the number of ranks."""
 
 import keras
 

@@ -1,6 +1,6 @@
-"""A pre-norm transformer, as GPT-2 (Radford et al. 2019, section 2.3).
+"""Pre-norm transformer, as GPT-2 (Radford et al. 2019, section 2.3).
 
-It uses Keras' own layers only, so that a saved model loads without this package.
+Uses only Keras' own layers, so that a saved model loads without this package.
 """
 
 import math
@@ -17,7 +17,7 @@ STDDEV = 0.02
 """Standard deviation of initial kernels and embeddings, as in GPT-2."""
 RESIDUAL_ENDS = ("attention_output/kernel", "mlp_out/kernel")
 Mlp = Callable[[Any, int, int], Any]
-"""(x [batch, length, width], width, number of the block) -> what it adds to x after the attention."""
+"""(x [batch, length, width], width, block number) -> residual branch after the attention."""
 
 
 def build(
@@ -75,7 +75,7 @@ def language_model(
     dropout: float,
     causal: bool = True,
 ) -> keras.Model:
-    """Return a model whose blocks apply `mlp` after their attention; the other arguments are those of `build`."""
+    """Return a model whose blocks apply `mlp` after attention; other arguments as for `build`."""
     _check(depth, width, heads, dropout)
     tokens = keras.Input(shape, dtype="int32", name="tokens")
     x = _embedded(tokens, shape[0], classes, width)
@@ -101,7 +101,7 @@ def _check(depth: int, width: int, heads: int, dropout: float) -> None:
 
 def _embedded(tokens: Any, length: int, vocabulary: int, width: int) -> Any:
     """Return the sum of token and position embeddings of tokens [batch, length]."""
-    # Positions of one sequence, broadcast: their gradient is as large as the table, whatever the batch.
+    # One row of positions, broadcast: its gradient is the size of the table, not of the batch.
     one = keras.ops.slice(tokens, (0, 0), (1, length))
     positions = keras.ops.cumsum(keras.ops.ones_like(one), axis=1) - 1
     of_tokens = keras.layers.Embedding(vocabulary, width, name="tokens_embedding")(tokens)
@@ -121,7 +121,7 @@ def _block(x: Any, width: int, heads: int, dropout: float, seed: int, number: in
 
 
 def dense_mlp(x: Any, width: int, number: int) -> Any:
-    """Return two dense layers applied to `x`, with four times the width between them."""
+    """Apply two dense layers with a hidden size of four times the width."""
     x = keras.layers.Dense(4 * width, activation="gelu", name=f"block{number}_mlp_in")(x)
     return keras.layers.Dense(width, name=f"block{number}_mlp_out")(x)
 
@@ -132,7 +132,7 @@ def _dropped(x: Any, rate: float, seed: int, name: str) -> Any:
 
 
 def _draw(model: keras.Model, seed: int, depth: int) -> None:
-    """Initialize each matrix separately: with one seeded initializer, Keras' attention starts query and key alike.
+    """Initialize each matrix separately: with one seed, Keras' attention starts with query equal to key.
 
     The last matrix of a residual branch is scaled by 1 / sqrt(2 depth), which bounds the sum of all branches.
     """
@@ -144,7 +144,7 @@ def _draw(model: keras.Model, seed: int, depth: int) -> None:
 
 
 def rules(classes: int, ranks: int, **arguments: Any) -> Rules:
-    """Return how the model is split along tp: attention by heads, the MLP by its width, and by vocabulary."""
+    """Return tp layouts: attention by heads, the MLP by width, embeddings by vocabulary."""
     del classes, ranks, arguments
     return {
         r"_attention/(query|key|value)/kernel$": (None, "tp", None),

@@ -1,4 +1,4 @@
-"""A user's own model, returned by a function named MODULE:FUNCTION."""
+"""A user's own model, built by MODULE:FUNCTION."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ OPTION = "--model"
 
 
 def user_family(config: ModelConfig) -> ModelFamily:
-    """Wrap the user's function `config.model`, with its loss and metrics, as a model family.
+    """Wrap the user's function `config.model` as a model family.
 
-    The function is called with `config.model_args`, and with `sample_shape`, `classes` and `seed` if it has parameters
-    of these names. Python's, NumPy's and Keras' generators are seeded, so that Keras layers start alike on every rank
-    and in every run. Its attributes `loss` and `metrics`, if any, are the defaults of training, as
-    `keras.Model.compile` takes them; `config.loss` and `config.metrics` override them. Its attribute `rules`, if
-    any, holds the rules of `hvdtrain.parallelize`.
+    The function is called with `config.model_args`, and with `sample_shape`, `classes` and `seed` if it has such
+    parameters. Python's, NumPy's and Keras' generators are seeded, so that Keras layers start identically on every rank
+    and in every run. Its attributes `loss` and `metrics`, if any, are defaults as for `keras.Model.compile`;
+    `config.loss` and `config.metrics` override them. Its attribute `rules`, if any, holds layout rules as for
+    `hvdtrain.parallelize`.
 
     Raises:
         ConfigError: no such function, or no loss.

@@ -1,4 +1,4 @@
-"""Swapping a model's weights for their exponential moving average."""
+"""Exponential moving averages of a model's weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,20 +8,20 @@ import tensorflow as tf
 
 
 def averages_weights(optimizer: Any) -> bool:
-    """Whether `optimizer`, possibly wrapped (LossScaleOptimizer …), keeps averages of the weights."""
+    """Return whether `optimizer`, possibly wrapped (LossScaleOptimizer …), has an EMA of the weights."""
     return bool(innermost(optimizer).use_ema)
 
 
 @contextmanager
 def averaged_weights(optimizer: Any, model: Any) -> Iterator[None]:
-    """Swap in the averages that `optimizer` keeps of the trainable weights of `model`; swap back on exit.
+    """Swap the EMA into the trainable weights of `model` inside this context.
 
-    Optimizers without averages, or that took no step yet, change nothing. Ranks hold the same averages, so nothing is
-    exchanged. The moving statistics of BatchNormalization stay. Do not train the model inside the context. Takes memory
-    for one more copy of the weights.
+    No effect for an optimizer without EMA or before its first step. Ranks hold the same averages, so there is no
+    communication. Moving statistics of BatchNormalization are unchanged. Do not train the model inside the context.
+    Needs memory for one more copy of the weights.
 
     Keras' average a of weights w with momentum m is a <- m a + (1 - m) w after each step, and a = w after the first:
-    neither the zeros it is created with nor weights from before a broadcast enter it.
+    neither its initial zeros nor weights from before a broadcast enter it.
     """
     from hvdtrain.compat.keras_variables import average_of  # a script of Keras 2 does without Keras 3
 
@@ -32,14 +32,14 @@ def averaged_weights(optimizer: Any, model: Any) -> Iterator[None]:
 
 
 def has_averages(optimizer: Any) -> bool:
-    """Tell whether `optimizer` holds averages of the weights by now, after at least one step."""
+    """Return whether `optimizer` holds an EMA, after at least one step."""
     inner = innermost(optimizer)
     return bool(inner.use_ema and inner.built and int(tf.convert_to_tensor(inner.iterations)) > 0)
 
 
 @contextmanager
 def replaced_weights(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Give each variable its value inside the context, and its own back on exit."""
+    """Assign values to variables inside this context; restore them on exit."""
     own = [tf.identity(variable.value) for variable, _ in values]
     try:
         for variable, value in values:
@@ -51,7 +51,7 @@ def replaced_weights(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside any wrappers, of Keras 3 or 2; one whose `inner_optimizer` is None wraps nothing."""
+    """Return the optimizer inside any Keras 3 or 2 wrappers."""
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return optimizer

@@ -1,4 +1,4 @@
-"""Clipping of gradients, dense and sparse."""
+"""Gradient clipping, dense and sparse."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, opt
 
 SUMMED_AT_ONCE = 4096
-"""Elements that one thread adds up."""
+"""Elements summed by one thread."""
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """Bounds on the gradient of the global batch; None for no bound.
+    """Bounds on the gradient of the global batch; None: unbounded.
 
     Keras' own clipping skips sparse gradients, and clips scaled gradients unless the optimizer is inside a
     LossScaleOptimizer.
@@ -24,7 +24,7 @@ class Clipping:
     norm: float | None = None
     """Bound on the L2 norm over all variables together (Pascanu et al. 2013)."""
     value: float | None = None
-    """Bound on the size of each element."""
+    """Bound on the absolute value of each element."""
 
     def __post_init__(self) -> None:
         for option, bound in ((opt("clip_norm"), self.norm), (opt("clip_value"), self.value)):
@@ -36,7 +36,7 @@ class Clipping:
             )
 
     def apply(self, gradients: Sequence[Any], norm: tf.Tensor | None, scale: Any = 1.0) -> list[Any]:
-        """Clip `gradients` to the bounds times `scale`; `norm` is their global norm, needed if it is bounded."""
+        """Clip `gradients` to the bounds times `scale`; `norm` is their global norm, if bounded."""
         if self.norm is not None:
             return clip_by_norm(gradients, norm, scale * self.norm)
         if self.value is not None:
@@ -47,37 +47,37 @@ class Clipping:
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
     """Return the L2 norm over all gradients together, a float64 scalar; None counts as zero.
 
-    The rows of a sparse gradient must have distinct indices, as after an exchange.
+    Rows of a sparse gradient must have distinct indices, as after a reduction.
     """
     return tf.sqrt(square_sum(gradients))
 
 
 def square_sum(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return the sum of all elements' squares, a float64 scalar; see `global_norm`."""
+    """Return the sum of squares of all elements, a float64 scalar. Same inputs as `global_norm`."""
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
     return ordered_sum([sum_of_squares(part) for part in parts]) if parts else tf.constant(0.0, tf.float64)
 
 
 def ordered_sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the sum of scalars of one dtype, the same to the last bit on every rank.
+    """Return the sum of scalars of one dtype, bitwise the same on every rank.
 
-    TensorFlow's AddN adds three or more in an order that depends on which buffer is free, so on timing. Grappler makes
-    one of a chain of additions.
+    TensorFlow's AddN sums three or more in an order that depends on free buffers, so on timing. Grappler turns a chain
+    of additions into an AddN.
     """
     return tf.reduce_sum(tf.stack(list(scalars)))
 
 
 def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the sum of all elements' squares, a float64 scalar, the same to the last bit with any number of threads.
+    """Return the sum of squares, a float64 scalar, bitwise the same for any number of threads.
 
-    TensorFlow cuts one large sum among its threads, and rounds otherwise with other numbers of them: ranks on hosts
-    with other numbers of cores would scale the same gradient differently.
+    TensorFlow splits one large sum among its threads, and the rounding depends on their number: hosts with different
+    core counts would scale the same gradient differently.
     """
     squares = tf.square(tf.reshape(tensor, [-1]))
     elements = squares.shape.num_elements()
     if elements is not None and elements <= SUMMED_AT_ONCE:
         return tf.cast(tf.reduce_sum(squares), tf.float64)
-    # Twice, for what is left of a table of 10^9 elements after the first time is cut among threads still.
+    # Twice: for a table of 10^9 elements, the partial sums are still enough to be split among threads.
     return tf.reduce_sum(_partial_sums(tf.cast(_partial_sums(squares), tf.float64)))
 
 
@@ -89,7 +89,7 @@ def _partial_sums(values: tf.Tensor) -> tf.Tensor:
 
 
 def clip_by_norm(gradients: Sequence[Any], norm: Any, bound: Any) -> list[Any]:
-    """Scale `gradients` of global norm `norm` to a norm of at most `bound`; NaN and inf pass through."""
+    """Scale `gradients` of global norm `norm` to at most `bound`; NaN and inf pass through."""
     bound = _as_scalar(bound, norm.dtype)
     factor = bound / tf.maximum(norm, bound)
     return [_on_values(g, lambda t: t * tf.cast(factor, t.dtype)) for g in gradients]

@@ -1,8 +1,8 @@
-"""Fused updates: Keras' commonest optimizers by TensorFlow's training ops, in one pass over memory.
+"""Fused optimizer updates by TensorFlow's training ops, in one pass over memory.
 
-Keras writes an update as a chain of ops, each of which reads and writes whole tensors: on 12.6 M parameters and one
-core Adam takes 2.5 times, SGD with momentum 2.0 and without 1.5 times as long as the fused op; for the sparse gradient
-of a table of 12.8 M, of which momentum moves every row, 2.5 and 1.4 times (`benchmarks/fused.py`).
+Keras writes an update as a chain of ops, each of which reads and writes full tensors: with 12.6 M parameters and one
+core, Adam takes 2.5 times, SGD with momentum 2.0 and without 1.5 times as long as the fused op; for a sparse gradient
+of a table of 12.8 M, of which momentum updates every row, 2.5 and 1.4 times (`benchmarks/fused.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -18,15 +18,15 @@ from hvdtrain.compat.keras_variables import adam_slots, slot_of
 UpdateStep = Callable[[Any, Any, Any], None]
 
 DTYPES = (tf.float32, tf.float64)
-"""Dtypes of variables. In 16 bits the ops round differently than Keras does."""
+"""Dtypes of variables. In 16 bits the ops round differently from Keras."""
 
 
 @contextmanager
 def fused_updates(optimizer: Any) -> Iterator[None]:
-    """Make `optimizer` use fused ops for updates inside this context.
+    """Use fused ops for the updates of `optimizer` inside this context.
 
     Clipping, weight decay, averages and loss scaling stay Keras' own. So do optimizers other than SGD, Adam and AdamW,
-    Adam with amsgrad, 16-bit variables, and everything under a strategy of tf.distribute.
+    Adam with amsgrad, 16-bit variables, and everything under a tf.distribute strategy.
 
     Args:
         optimizer: a built Keras 3 optimizer, or a LossScaleOptimizer around one.
@@ -51,7 +51,7 @@ def fused_updates(optimizer: Any) -> Iterator[None]:
 
 
 def _fused(optimizer: Any) -> UpdateStep | None:
-    """Return the fused form of this optimizer's update; None if it has none, or overrides Keras' own."""
+    """Return the fused update of this optimizer; None if unsupported or overridden."""
     if "update_step" in vars(optimizer):
         return None
     written_out = type(optimizer).update_step
@@ -90,7 +90,7 @@ def _adam(optimizer: Any) -> UpdateStep:
 
     def update_step(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
         dtype = variable.dtype
-        # Shared by all variables of a call; nested graphs, such as a branch of a loss scale, have their own.
+        # Shared by all variables of a call; nested graphs, such as a branch of loss scaling, have their own.
         key = (dtype, None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
         if key not in scalars:
             scalars[key] = _adam_scalars(optimizer, dtype, learning_rate)
@@ -126,7 +126,7 @@ def _adam_scalars(optimizer: Any, dtype: tf.DType, learning_rate: Any) -> dict[s
 
 
 def _gain(beta: float, step: tf.Tensor) -> tf.Tensor:
-    """Return the ratio of the op's average of a constant to Keras' own after `step` steps."""
+    """Return the ratio of the op's average of a constant to Keras' after `step` steps."""
     number = step.dtype.as_numpy_dtype
     ops, keras_own = float(number(1) - number(beta)), float(number(1.0 - beta))
     if ops == keras_own:
@@ -135,7 +135,7 @@ def _gain(beta: float, step: tf.Tensor) -> tf.Tensor:
 
 
 def _dense(gradient: Any, variable: tf.Variable) -> tf.Tensor:
-    """Return the dense gradient in the variable's dtype, since momentum moves all rows."""
+    """Return the dense gradient in the variable's dtype, since momentum updates all rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.cast(gradient, variable.dtype)
     values = tf.cast(gradient.values, variable.dtype)

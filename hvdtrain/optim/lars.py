@@ -64,7 +64,7 @@ class LARS(OptimizerWithOwnDecay):
         self._momentums = self.add_optimizer_variables(variables, "momentum")
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Update `variable`; sparse gradients are made dense, since the norm is over all rows."""
+        """Update `variable`; sparse gradients are densified, since the norm is over all rows."""
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
         if len(variable.shape) >= 2 and is_decayed(self, variable):
             gradient = self._adapted(gradient, tf.convert_to_tensor(variable))
@@ -85,7 +85,7 @@ class LARS(OptimizerWithOwnDecay):
         return tf.where(usable, ratio, tf.ones_like(ratio)) * (gradient + decay * weights)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the constructor's arguments."""
         return {
             **super().get_config(),
             "momentum": self.momentum,

@@ -1,4 +1,4 @@
-"""Optimizers by name, their weight decay, and which of them can update slices apart."""
+"""Optimizers by name, their weight decay, and which of them are elementwise."""
 
 import inspect
 from collections.abc import Iterable
@@ -15,24 +15,24 @@ from hvdtrain.optim.lars import LARS
 from hvdtrain.optim.schedules import scaled_learning_rate, scheduled_rate
 
 EXEMPT_NAMES = ("bias", "gamma", "beta")
-"""Keras' names of biases and normalization parameters; some of them have several dims."""
+"""Keras' names of biases and normalization parameters; some have several dims."""
 
 
 def decays(variable: Any) -> bool:
-    """Whether `variable` (Keras' or TensorFlow's) decays: two dims or more, and not exempt by its name."""
-    # A slice of a variable, as an update rule may train, decays as the whole does.
+    """Return whether `variable` (Keras or TensorFlow) decays: two dims or more, and not exempt by name."""
+    # A shard, as some update rules train, decays like the full variable.
     whole = getattr(variable, "whole", variable)
     name = str(whole.name).split(":")[0].split("/")[-1]
     return len(whole.shape) >= 2 and name not in EXEMPT_NAMES
 
 
 def exclude_from_decay(optimizer: Any, variables: Iterable[Any]) -> None:
-    """Exclude those of `variables` that do not decay from the weight decay of `optimizer`, which is not built yet."""
+    """Exclude `variables` that do not decay from an unbuilt optimizer's weight decay."""
     optimizer.exclude_from_weight_decay(var_list=[variable for variable in variables if not decays(variable)])
 
 
 def decaying_weights_only(optimizer: Any) -> Any:
-    """Make `optimizer` decay weights only, not biases and normalization parameters, and return it.
+    """Make `optimizer` decay weights only, not biases and normalization parameters; return it.
 
     Weights are variables of two dims or more not named `bias`, `gamma` or `beta`. The exclusion is set when the
     optimizer is built, replacing any earlier one. The command line does so for all optimizers.
@@ -41,7 +41,7 @@ def decaying_weights_only(optimizer: Any) -> Any:
         optimizer: a Keras optimizer, possibly wrapped, as in a LossScaleOptimizer.
 
     Raises:
-        ConfigError: it is built already.
+        ConfigError: it is already built.
     """
     inner = innermost(optimizer)
     if inner.built:
@@ -73,14 +73,13 @@ ELEMENTWISE = (
 
 
 def check_updates_slices(optimizer: Any, option: str) -> None:
-    """Refuse an optimizer that looks at whole variables, of which a rank has slices.
+    """Reject an optimizer that needs full variables, such as for a norm.
 
     Args:
-        optimizer: possibly around another one.
-        option: what makes the slices, as a user would type it.
+        option: the option that shards variables, as a user types it.
 
     Raises:
-        ConfigError: naming the optimizer, or its argument.
+        ConfigError: names the optimizer, or its argument.
     """
     inner = innermost(optimizer)
     name = type(inner).__name__
@@ -98,13 +97,13 @@ def check_updates_slices(optimizer: Any, option: str) -> None:
 
 
 NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
-"""The base class, and wrappers of optimizers."""
+"""The base class, and wrappers."""
 REFUSED = {
     "schedulefreeadamw": "Keras computes it wrongly on TensorFlow: it takes the momentum after a step for the one "
     f"before it, and evaluates other weights than the averaged ones. {opt('optimizer', 'adamw')} with --ema comes near "
     "it"
 }
-"""Keras optimizers that are refused, with the reason."""
+"""Rejected Keras optimizers, with the reason."""
 OWN_OPTIONS = {
     "learning_rate": "learning_rate",
     "weight_decay": "weight_decay",
@@ -115,7 +114,7 @@ OWN_OPTIONS = {
     "global_clipnorm": "clip_norm",
     "clipvalue": "clip_value",
 }
-"""Arguments of optimizers, with the equivalent option."""
+"""Optimizer arguments with the equivalent option."""
 
 
 def known_optimizers() -> dict[str, Any]:
@@ -129,14 +128,14 @@ def known_optimizers() -> dict[str, Any]:
 
 
 def build_optimizer(config: OptimConfig, total_steps: int, batch: int) -> Any:
-    """Build the optimizer that `config` names, for `batch` samples per step over all ranks.
+    """Build the optimizer specified by `config`, for `batch` samples per step over all ranks.
 
     Its schedule spans `total_steps`. Weight decay excludes biases and normalization parameters. It is decoupled, as in
     Keras (Loshchilov and Hutter 2019, arXiv:1711.05101), w <- w - learning_rate x decay x w, for all but LARS; also for
     LAMB, whose paper (You et al. 2019, arXiv:1904.00962) has it in the trust ratio.
 
     Raises:
-        ConfigError: unknown optimizer or argument, or options that do not fit together.
+        ConfigError: unknown optimizer or argument, or conflicting options.
     """
     cls = _class(config.optimizer)
     _refuse_twice(config)
@@ -159,7 +158,7 @@ def _class(name: str) -> Any:
 
 
 def _refuse_twice(config: OptimConfig) -> None:
-    """Refuse arguments whose equivalent option is used as well."""
+    """Reject arguments whose equivalent option is set, too."""
     if "learning_rate" in config.optimizer_args:
         raise ConfigError(f"The learning rate is an option of its own: use {opt('learning_rate')}.")
     for argument in config.optimizer_args:
@@ -183,7 +182,7 @@ def _arguments(config: OptimConfig, cls: type) -> dict[str, Any]:
 
 
 def _muon_arguments(config: OptimConfig) -> dict[str, Any]:
-    """Apply one weight decay to both kinds of weights, and split the comma-separated layer names into a list."""
+    """Apply one weight decay to both kinds of weights, and split the comma-separated layer names."""
     arguments: dict[str, Any] = {}
     if config.weight_decay is not None:
         arguments["adam_weight_decay"] = config.weight_decay

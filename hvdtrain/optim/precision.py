@@ -17,7 +17,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Dynamic loss scaling, as in Keras, for reduced gradients; apply them still scaled.
 
     A reduced gradient is non-finite if any replica's is, so all replicas skip the same steps and their scales stay
-    equal. Unlike Keras' own, it checks sparse gradients without making them dense.
+    equal. Unlike Keras' own, it checks sparse gradients without densifying them.
     """
 
     def check_finite(self, grads: Any) -> Any:
@@ -27,19 +27,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 
 def with_loss_scaling(optimizer: Any, model: Any) -> Any:
-    """Wrap `optimizer` in loss scaling if a layer of `model` computes in fp16, unless it is wrapped already."""
+    """Wrap `optimizer` in loss scaling if a layer of `model` computes in fp16, unless wrapped."""
     if has_dynamic_scale(optimizer) or not computes_in_float16(model):
         return optimizer
     return LossScaleOptimizer(optimizer)
 
 
 def computes_in_float16(model: Any) -> bool:
-    """Whether any layer of a built model computes in fp16."""
+    """Return whether any layer of a built model computes in fp16."""
     return any(layer.compute_dtype == "float16" for layer in (model, *flatten_layers(model, include_self=False)))
 
 
 def has_dynamic_scale(optimizer: Any) -> bool:
-    """Whether `optimizer` adapts the loss scale itself, skipping steps whose gradients overflow."""
+    """Return whether `optimizer` adapts the loss scale itself, skipping steps whose gradients overflow."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
@@ -52,7 +52,7 @@ def loss_scale_of(optimizer: Any) -> Any:
 
 @contextmanager
 def precision(name: PrecisionName | None) -> Iterator[None]:
-    """Build layers under the dtype policy `name`, if it is one, inside this context; variables stay float32."""
+    """Build layers under the dtype policy `name`, if any, inside this context; variables stay float32."""
     if name is None:
         yield
         return
@@ -65,15 +65,14 @@ def precision(name: PrecisionName | None) -> Iterator[None]:
 
 
 def set_precision(model: Any, name: PrecisionName) -> None:
-    """Let the layers of a model that is there compute under the dtype policy `name`.
+    """Set the dtype policy `name` on an existing model's layers.
 
-    It computes as if it had been built under that policy: Keras reads a layer's policy whenever the layer is called,
-    and casts its float32 variables then. Layers that were given a dtype keep theirs, and so do those of another policy
-    than the model's. A layer that was loaded or cloned does not show whether it was given one: it keeps its own where
-    it computes an output of the model.
+    It then computes as if it had been built under that policy: Keras reads a layer's policy on each call and casts its
+    float32 variables. Layers that were given a dtype keep theirs, and so do those of another policy than the model's.
+    Whether a loaded or cloned layer was given one is unknown: it keeps its own if it computes an output of the model.
 
     Raises:
-        ConfigError: variables that are not float32, which a policy could not change any more.
+        ConfigError: variables that are not float32, which a policy cannot change any more.
     """
     others = {str(v.dtype) for v in model.weights if str(v.dtype).startswith(("float", "bfloat"))} - {"float32"}
     if others or model.dtype_policy.variable_dtype != "float32":
@@ -95,7 +94,7 @@ def _set_policy(layer: Any, policy: Any, before: str, kept: Collection[Any]) -> 
 
 
 def _layers_of(model: Any) -> list[Any]:
-    """Return the layers that a user made: those of layers are made with the policy of these."""
+    """Return user-created layers; their inner layers were created under their policy."""
     found: list[Any] = []
     for layer in flatten_layers(model, recursive=False, include_self=False):
         found += _layers_of(layer) if isinstance(layer, keras.Model) else [layer]
@@ -103,12 +102,12 @@ def _layers_of(model: Any) -> list[Any]:
 
 
 def _was_given_a_dtype(layer: Any) -> bool:
-    """Whether a user made it with dtype=…; a layer that is made of its configuration is given one always."""
+    """Return whether a user passed dtype=…; layers created from a config always get one."""
     return constructor_arguments(layer).get("dtype") is not None and not _is_from_config(layer)
 
 
 def _is_from_config(layer: Any) -> bool:
-    """Whether a layer was loaded or cloned: its configuration says of each whether it is trainable."""
+    """Return whether a layer was loaded or cloned: its config includes `trainable`."""
     return "trainable" in constructor_arguments(layer)
 
 

@@ -83,7 +83,7 @@ def decay_steps(shares: Sequence[float], total_steps: int) -> list[int]:
 
 
 def scheduled_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
-    """Return a number if the rate is constant, else a schedule over `total_steps` optimizer steps.
+    """Return a number if the rate is constant, else a schedule over `total_steps` steps.
 
     Raises:
         ConfigError: a warm-up as long as the run, or a decay before its end.
@@ -117,9 +117,9 @@ def scheduled_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
 def scaled_learning_rate(config: OptimConfig, batch: int) -> float:
     """Return the peak learning rate for `batch` samples per step over all ranks.
 
-    linear: rate x batch / base_batch, which keeps the update per sample (Goyal et al. 2017, arXiv:1706.02677).
-    sqrt: rate x sqrt(batch / base_batch), which keeps the variance of the update (Krizhevsky 2014,
-    arXiv:1404.5997; used with LAMB by You et al. 2019, arXiv:1904.00962).
+    linear: rate x batch / base_batch, which keeps the update per sample (Goyal et al. 2017, arXiv:1706.02677). sqrt:
+    rate x sqrt(batch / base_batch), which keeps the variance of the update (Krizhevsky 2014, arXiv:1404.5997; used with
+    LAMB by You et al. 2019, arXiv:1904.00962).
     """
     if config.base_batch is None:
         return float(config.learning_rate)
@@ -128,7 +128,7 @@ def scaled_learning_rate(config: OptimConfig, batch: int) -> float:
 
 
 def describe_rate(config: OptimConfig, batch: int, total_steps: int) -> str:
-    """Return the learning rate in words: peak, scaling, warm-up, schedule."""
+    """Describe the learning rate: peak, scaling, warm-up, schedule."""
     peak = scaled_learning_rate(config, batch)
     parts = [f"peak {peak:g}" + _origin(config, batch)]
     if config.warmup_steps:
@@ -167,19 +167,18 @@ def learning_rate_schedule(
     batch: int | None = None,
     base_batch: int | None = None,
 ) -> Any:
-    """Return the learning rate for an optimizer: a Keras schedule, or a number if it is constant.
+    """Return an optimizer's learning rate: a Keras schedule, or a number if constant.
 
     Args:
         learning_rate: the peak, before any scaling by the batch.
         total_steps: optimizer steps of the whole run.
-        schedule: `constant`, `cosine`, `step` or `polynomial`; see `WarmupSchedule`.
+        schedule: `constant`, `cosine`, `step` or `polynomial`; formulas are in `WarmupSchedule`.
         warmup_steps: steps over which the rate rises linearly from zero to its peak.
         final_rate: final rate of cosine and polynomial, as a fraction of the peak.
         decay_power: exponent of the polynomial schedule.
-        decay_at: where the step schedule lowers the rate, as fractions of the run, such as (0.5, 0.75).
-        decay_factor: factor of each lowering.
-        lr_scaling: `linear` multiplies the peak by batch / base_batch, `sqrt` by the root of that; see
-            `scaled_learning_rate`.
+        decay_at: points where the step schedule lowers the rate, as fractions of the run, such as (0.5, 0.75).
+        decay_factor: factor of each reduction.
+        lr_scaling: `linear` multiplies the peak by batch / base_batch, `sqrt` by its square root.
         batch: samples per optimizer step over all ranks and microbatches.
         base_batch: the batch that `learning_rate` was tuned for.
 
