@@ -1,4 +1,4 @@
-"""The training state: every tensor of a run under a structural path, with its place in the whole.
+"""Training state: every tensor of a run by structural path, with its shard of the full tensor.
 
-Start with `train_state.py`. `variables.py` is the door at which Keras variables stop: below it all are tf.Variables.
+Start with `train_state.py`. `variables.py` converts Keras variables; everything else uses tf.Variables.
 """

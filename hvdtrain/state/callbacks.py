@@ -1,4 +1,4 @@
-"""What Keras callbacks remember from epoch to epoch: with it a resumed run decides as an uninterrupted one."""
+"""State of Keras callbacks, so that a resumed run decides like an uninterrupted one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,22 +18,21 @@ REMEMBERED = (
     "epochs_since_last_save",
     "_batches_seen_since_last_saving",
 )
-"""Attributes of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint (and of classes made after them) that change."""
+"""Mutable attributes of EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and similar classes."""
 
 
 BEST_WEIGHTS = "best_weights"
-"""What EarlyStopping(restore_best_weights=True) keeps of its best epoch: a list like `model.get_weights()`."""
+"""Best weights of EarlyStopping(restore_best_weights=True): a list like `model.get_weights()`."""
 
 
 def held_weights(callbacks: Iterable[Any], paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the best weights that `callbacks` hold, as tensors of a checkpoint.
+    """Return the best weights held by `callbacks`, as checkpoint tensors.
 
     Args:
-        callbacks: those of this rank.
-        paths: structural paths of the model's weights, in their order.
+        paths: structural paths of the model's weights, in order.
 
     Returns:
-        The arrays by path: `0/layers/0/kernel` is of the first callback in the list of `callback_states`.
+        Arrays by path: `0/layers/0/kernel` belongs to the first callback in the list of `callback_states`.
     """
     held: dict[str, np.ndarray] = {}
     for place, callback in enumerate(callbacks):
@@ -44,16 +43,15 @@ def held_weights(callbacks: Iterable[Any], paths: Sequence[str]) -> dict[str, np
 
 
 def _best_weights(callback: Any) -> Sequence[Any] | None:
-    """Return the best weights that a callback of Keras' kind is to restore, if it has some already."""
+    """Return the best weights that a callback will restore, if any."""
     return getattr(callback, BEST_WEIGHTS, None) if getattr(callback, "restore_best_weights", False) else None
 
 
 def callback_states(callbacks: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return what each of `callbacks` remembers, as JSON takes it.
+    """Return the state of each callback, JSON-serializable.
 
-    A callback with methods `get_state()` and `set_state(state)` decides itself what that is. Of others it is the
-    attributes `REMEMBERED` where they are numbers, strings or lists of them: a user's own callback may keep anything
-    else under these names, which is left alone.
+    A callback with methods `get_state()` and `set_state(state)` defines its own. For others it is the attributes
+    `REMEMBERED` that are numbers, strings or lists of them; other values under these names are ignored.
     """
     return [_state_of(callback) for callback in callbacks]
 
@@ -64,18 +62,17 @@ def restore_callbacks(
     held: Mapping[str, np.ndarray] | None = None,
     paths: Sequence[str] = (),
 ) -> None:
-    """Let `callbacks` remember `states`, each what the first one of its class that is left over does.
+    """Restore the states of `callbacks`, matched by class and order.
 
-    Call it after `on_train_begin`, with which Keras' callbacks forget everything.
+    Call it after `on_train_begin`, in which Keras' callbacks reset themselves.
 
     Args:
-        callbacks: those of this rank.
-        states: what `callback_states` returned.
-        held: what `held_weights` returned.
-        paths: structural paths of the model's weights, in their order.
+        states: result of `callback_states`.
+        held: result of `held_weights`.
+        paths: structural paths of the model's weights, in order.
 
     Raises:
-        ConfigError: a callback is to restore its best weights, and had some, which the checkpoint does not hold.
+        ConfigError: a callback should restore best weights that the checkpoint does not hold.
     """
     left = list(enumerate(states))
     for callback in callbacks:
@@ -116,7 +113,7 @@ def _has_own_state(callback: Any) -> bool:
 
 
 def _refuse_lost_weights(callback: Any, state: Mapping[str, Any]) -> None:
-    """Refuse to go on where Keras would take the weights of the next epoch for those of the best one."""
+    """Refuse to resume if Keras would take the next epoch's weights for the best ones."""
     if getattr(callback, "restore_best_weights", False) and state.get("best") is not None:
         name = type(callback).__name__
         raise ConfigError(
@@ -127,7 +124,7 @@ def _refuse_lost_weights(callback: Any, state: Mapping[str, Any]) -> None:
 
 
 def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `values` that are None, strings or numbers, or lists of them or of arrays."""
+    """Return the values that are None, strings or numbers, or lists of them or of arrays."""
     plain: dict[str, Any] = {}
     for name, value in values.items():
         with suppress(TypeError, ValueError):
@@ -140,7 +137,7 @@ def _plain_or_array(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of NumPy's or TensorFlow's as one of Python's; what is no number is a TypeError or ValueError."""
+    """Convert a NumPy or TensorFlow number to Python; others raise TypeError or ValueError."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):

@@ -1,9 +1,8 @@
-"""Variables without values, for a model of which this rank will hold a part.
+"""Lazily initialized variables, for a model of which this rank will hold only some stages.
 
-Where a pipeline is cut is known once all of the model is there. So while a function builds it, a variable has a shape
-and no memory, and whoever reads it sees its initial value drawn. The variables of this rank's stages are drawn for good
-when the model has been cut: no more than these and one other is in memory at any time, and in every layout their values
-are the same.
+The stages of a pipeline are known only once the model is built. So while a function builds it, variables have a shape
+but no memory, and a read re-runs the initializer. Variables of this rank's stages are initialized after the model was
+split: at most these and one other are in memory at any time, and their values are the same in every layout.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,27 +21,27 @@ _INITIALIZER = "_hvdtrain_drawn_by"
 
 
 def built_without_values(build: Callable[[], Any]) -> Any:
-    """Return the model that `build` returns, with variables that are drawn whenever they are read.
+    """Build the model with lazily initialized variables: a read re-runs the initializer.
 
-    Those that are assigned to, and those whose initializer may draw something else the next time, have values.
+    Assigned variables and those with non-deterministic initializers are materialized.
     """
     made: list[Any] = []
     with making_variables(partial(_create, made)):
         model = build()
     of_model = {id(variable) for variable in model.variables} if isinstance(model, keras.Model) else set()
-    draw_values(variable for variable in made if id(variable) not in of_model)  # as of a loss that was compiled
+    draw_values(variable for variable in made if id(variable) not in of_model)  # such as those of a compiled loss
     return model
 
 
 def draw_values(variables: Iterable[Any]) -> None:
-    """Draw for good those of `variables` that have no value yet."""
+    """Materialize those of `variables` that have no value yet."""
     for variable in variables:
         if isinstance(variable, DrawnWhenRead):
             variable.hold(drawn(vars(variable)[_INITIALIZER], variable))
 
 
 def forget_values(variables: Iterable[Any]) -> None:
-    """Let `variables` be ordinary ones that have never been initialized, and cannot be read."""
+    """Turn `variables` into uninitialized, unreadable ones."""
     for variable in variables:
         if isinstance(variable, DrawnWhenRead):
             variable.settle()
@@ -52,7 +51,7 @@ def forget_values(variables: Iterable[Any]) -> None:
 def _create(made: list[Any], owner: Any, initializer: Any, create: Callable[..., Any]) -> Any:
     if type(owner) is not keras.Variable or not repeats(initializer) or not tf.executing_eagerly():
         return create()
-    # A variable needs a value of its shape and dtype for as long as it takes to make it; zeros cost least.
+    # A variable needs a value of its shape and dtype while it is created; zeros are cheapest.
     tensor = create(initial_value=tf.zeros(tuple(owner.shape), declared_dtype(owner)))
     free_memory(tensor)
     vars(owner)[_INITIALIZER] = initializer
@@ -62,34 +61,34 @@ def _create(made: list[Any], owner: Any, initializer: Any, create: Callable[...,
 
 
 class DrawnWhenRead(LazyVariable):
-    """A Keras variable without memory, which looks to the builder of a model as if it had its initial value."""
+    """Keras variable without memory that looks initialized to a model's builder."""
 
     def read(self) -> Any:
-        """Return the initial value; in a function that is being traced the variable may have its value by then."""
+        """Return the initial value; None while tracing, as it may be materialized by then."""
         return drawn(vars(self)[_INITIALIZER], self) if tf.executing_eagerly() else None
 
     def write(self, value: Any) -> None:
-        """Be an ordinary variable of this value from here on."""
+        """Materialize with this value."""
         if tf.executing_eagerly():
             self.hold(tf.cast(value, declared_dtype(self)))
             return
-        with tf.init_scope():  # nobody knows whether what is being traced will run
+        with tf.init_scope():  # whether the traced function will run is unknown
             draw_values([self])
         assign_to_tensor(self, value)
 
     def draw_by(self, initializer: Any) -> None:
-        """Let another initializer draw the initial value."""
+        """Replace the initializer."""
         if repeats(initializer):
             setattr(self, _INITIALIZER, initializer)
         else:
             self.hold(drawn(initializer, self))
 
     def hold(self, value: tf.Tensor) -> None:
-        """Be an ordinary variable of this value from here on."""
+        """Materialize with this value."""
         fill_memory(unwrap(self), value)
         self.settle()
 
     def settle(self) -> None:
-        """Be an ordinary variable, whatever it holds."""
+        """Become a regular variable."""
         delattr(self, _INITIALIZER)
         self.__class__ = keras.Variable

@@ -1,4 +1,4 @@
-"""Hashes of tensors, to tell whether ranks hold the same bits."""
+"""Hashes of tensors, to detect whether ranks hold the same bits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ import tensorflow as tf
 
 _WORD = 8
 _MULTIPLIER = 0x2545F4914F6CDD1D
-"""Odd, so that a product by it loses nothing modulo 2^64; from Marsaglia's xorshift generators."""
+"""Odd, so that multiplication modulo 2^64 is invertible; from Marsaglia's xorshift generators."""
 
 
 def checksum(tensors: Mapping[str, tf.Variable]) -> int:
-    """Return the CRC-32C of the values, in the order of their paths: 200 MB take 0.03 s."""
+    """Return the CRC-32C of the values, in path order: 0.03 s per 200 MB."""
     crc = 0
     for _, variable in sorted(tensors.items()):
         crc = google_crc32c.extend(crc, _octets(variable))
@@ -21,9 +21,9 @@ def checksum(tensors: Mapping[str, tf.Variable]) -> int:
 
 
 class TensorHashes:
-    """Hashes each of several tensors to 64 bits, where it lies: what is on a GPU is not copied to the host.
+    """Hashes tensors to 64 bits on their device: GPU tensors are not copied to the host.
 
-    Which hash it is depends on the device alone.
+    The hash function depends on the device only.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class TensorHashes:
         return np.array([google_crc32c.value(_octets(tensor)) for tensor in tensors], np.int64)
 
     def on_device(self, tensors: Sequence[tf.Variable]) -> np.ndarray:
-        """Do the same by TensorFlow's operations: on any device, in three times the memory of the largest tensor."""
+        """Hash by TensorFlow ops on any device, with three times the memory of the largest tensor."""
         sums: np.ndarray = self._on_device(list(tensors)).numpy()
         return sums
 
@@ -46,10 +46,10 @@ def _sums(tensors: Sequence[tf.Variable]) -> tf.Tensor:
 
 
 def sum_of_bits(tensor: tf.Tensor) -> tf.Tensor:
-    """Return an int64 that depends on every bit of `tensor` and on its place.
+    """Return an int64 that depends on every bit of `tensor` and its position.
 
-    Of every 8 bytes a number is formed by steps that can be undone (products by odd numbers that depend on the place, a
-    shift), so that a change of one of them always changes the sum.
+    Each 8 bytes form a number by invertible steps (products by odd numbers that depend on the position, a shift), so
+    that a change of one of them always changes the sum.
     """
     words = _words(tensor)
     odd = 2 * tf.range(tf.size(words, out_type=tf.int64), dtype=tf.int64) + 1
@@ -64,7 +64,7 @@ def _upper_half(words: tf.Tensor) -> tf.Tensor:
 
 
 def _words(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the bits of `tensor` as int64 [words], filled up with zeros."""
+    """Return the bits of `tensor` as int64 [words], zero-padded."""
     plain = tf.cast(tensor, tf.uint8) if tensor.dtype == tf.bool else tensor
     octets = tf.reshape(tf.bitcast(plain, tf.uint8), [-1])
     missing = -tf.size(octets, out_type=tf.int64) % _WORD
@@ -72,12 +72,12 @@ def _words(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _distributed(variable: Any) -> bool:
-    """Whether `variable` is one of tf.distribute, which lies in several places."""
+    """Return whether `variable` is a tf.distribute variable with several copies."""
     return isinstance(variable, tf.distribute.DistributedValues)
 
 
 def _octets(variable: tf.Variable) -> np.ndarray:
-    """Return the bytes of `variable`, which on a CPU are its own memory."""
+    """Return the bytes of `variable`; on a CPU, its own memory."""
     octets = np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8)
-    octets.flags.writeable = False  # the extension takes nothing that may change
+    octets.flags.writeable = False  # the extension requires a read-only buffer
     return octets

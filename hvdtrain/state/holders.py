@@ -1,4 +1,4 @@
-"""Which ranks hold the same tensors where they have split a model among them, and whether the values are the same."""
+"""Find and compare the ranks that hold the same tensors of a split model."""
 
 import json
 from collections.abc import Mapping
@@ -10,28 +10,21 @@ from hvdtrain.state.named_tensors import NamedTensor, bounds_of
 
 _WORD = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio; odd, so that a product by it loses nothing."""
+"""2^64 over the golden ratio; odd, so that multiplication is invertible."""
 TIMEOUT_S = 600.0
-"""Ranks come together, but one may still compile what another has in its cache."""
+"""Ranks arrive together, but one may still compile a function that others have cached."""
 
 
 class Holders:
-    """The ranks that hold each tensor of the state: all of them, or those with the same slice or the same layers.
-
-    Every rank of the job makes one at the same time.
-
-    Args:
-        backend: the ranks.
-        tensors: what this rank holds, by path.
-    """
+    """The groups of ranks that hold the same shard of each tensor. Collective to construct."""
 
     def __init__(self, backend: Backend, tensors: Mapping[str, NamedTensor]) -> None:
         self._backend = backend
         whole = all(tensor.replicated for tensor in tensors.values())
         self.split = backend.job_size > backend.processes or not whole
-        """Whether ranks hold different tensors, or slices of them."""
+        """Whether ranks hold different tensors or shards."""
         self.groups: list[tuple[int, ...]] = []
-        """The groups of several ranks that hold the same, where ranks are split."""
+        """Groups of several ranks with the same shard, if split."""
         self._places: dict[str, int] = {}
         """The place of its group, for each slice that other ranks hold too."""
         self._group_of: dict[str, int] = {}
@@ -49,15 +42,15 @@ class Holders:
         self._places = {key: places[tuple(holders[key])] for key in mine if len(holders[key]) > 1}
 
     def shared(self, tensors: Mapping[str, NamedTensor]) -> dict[str, NamedTensor]:
-        """Return those of which other ranks hold the same slice, for `sums`."""
+        """Return the tensors of which other ranks hold the same shard, as input for `sums`."""
         if not self.split:
             return dict(tensors)
-        # With ZeRO-3 a rank holds whole parameters at times.
+        # With ZeRO-3 a rank temporarily holds full parameters.
         self._group_of = {path: self._places[key] for path, key in _keys(tensors).items() if key in self._places}
         return {path: tensors[path] for path in self._group_of}
 
     def sums(self, hashes: Mapping[str, int]) -> np.ndarray:
-        """Return a checksum for each group, int64: of the tensors that it holds, by their hashes."""
+        """Return one checksum per group, int64, from the hashes of its tensors."""
         found = [0] * max(1, len(self.groups))
         for path, value in sorted(hashes.items()):
             place = self._group_of.get(path, 0)
@@ -65,7 +58,7 @@ class Holders:
         return np.array(found, np.uint64).view(np.int64)
 
     def differing(self, sums: np.ndarray) -> tuple[int, int] | None:
-        """Return the first rank with another checksum than the first of its group, and that one; None: all agree.
+        """Return the first rank that differs from its group's first rank, and that rank; None if all agree.
 
         Args:
             sums: [ranks, groups], the `sums` of each rank.
@@ -77,7 +70,7 @@ class Holders:
         return None
 
     def hashes_of_all(self, hashes: Mapping[str, int]) -> dict[str, list[dict[int, int]]]:
-        """Return, by path, the hash on each rank of the groups that hold slices of it."""
+        """Return by path, for each group with a shard of it, the hash on each rank. Collective."""
         mine = {path: [self._group_of.get(path, 0), int(value)] for path, value in hashes.items()}
         everyone = self._backend.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S)
         found: dict[str, dict[int, dict[int, int]]] = {}
@@ -88,5 +81,5 @@ class Holders:
 
 
 def _keys(tensors: Mapping[str, NamedTensor]) -> dict[str, str]:
-    """Return what names the slice of each tensor that this rank holds, by path."""
+    """Return by path a key for this rank's shard."""
     return {path: json.dumps([path, *bounds_of(tensor.slice)]) for path, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Initial values of Keras' variables, as they are drawn while a function builds a model."""
+"""Initial values of Keras variables while a function builds a model."""
 
 import zlib
 from typing import Any
@@ -12,7 +12,7 @@ from hvdtrain.layers.slices import UniformSlice
 
 
 def repeats(initializer: Any) -> bool:
-    """Whether an initializer is known to draw the same whenever it is called, and to change nothing as it does."""
+    """Return whether an initializer is known to be deterministic and stateless."""
     if isinstance(initializer, UniformSlice):
         return True
     known = isinstance(initializer, keras.initializers.Initializer) and type(initializer).__module__.startswith(
@@ -22,7 +22,7 @@ def repeats(initializer: Any) -> bool:
 
 
 def drawn(initializer: Any, variable: Any) -> tf.Tensor:
-    """Return what `initializer` draws for a Keras variable, which may not have a value yet."""
+    """Return the initial value of a Keras variable, which may not have one yet."""
     dtype = declared_dtype(variable)
     return tf.cast(initializer(tuple(variable.shape), dtype=dtype), dtype)
 

@@ -1,4 +1,4 @@
-"""A tensor of the state and its place in the whole, with or without memory behind it."""
+"""A tensor of the state and its shard of the full tensor, with or without memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,24 +25,24 @@ __all__ = [
 
 
 class NamedTensor(NamedTuple):
-    """A tensor of the state and the slice of the whole that this replica holds."""
+    """A tensor of the state and the shard that this replica holds."""
 
     value: Any
-    """A tf.Variable, or anything with `dtype` and `shape` where only specs are wanted.
+    """A tf.Variable, or anything with `dtype` and `shape` for specs.
 
-    One dim may be longer than its slice: the elements behind it are padding, which is neither saved nor restored. A
-    slice of several dims may also be held flat, in row-major order.
+    One dim may be longer than its shard: the excess is padding, which is neither saved nor restored. A shard of several
+    dims may be stored flat, in row-major order.
     """
     global_shape: tuple[int, ...]
     slice: Region
-    """The slice of the whole that this replica holds."""
+    """This replica's shard of the full tensor."""
     replicated: bool
     """Whether every replica along dp holds the same values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """What there is to know of a tensor of the state without its values."""
+    """Metadata of a tensor of the state."""
 
     path: str
     dtype: str
@@ -52,18 +52,18 @@ class StateSpec:
 
     @property
     def whole(self) -> bool:
-        """Whether this replica holds all of the tensor."""
+        """Whether this replica holds the full tensor."""
         return self.slice == whole_box(self.global_shape)
 
 
 def replicated_tensor(value: Any) -> NamedTensor:
-    """Return `value` as a tensor of which every replica holds all."""
+    """Return `value` as a replicated tensor."""
     shape = tuple(int(n) for n in value.shape)
     return NamedTensor(value, shape, whole_box(shape), replicated=True)
 
 
 def spec_of(path: str, tensor: NamedTensor) -> StateSpec:
-    """Return the spec of `tensor`, which needs no values for it."""
+    """Return the spec of `tensor`, without reading its value."""
     dtype = getattr(tensor.value.dtype, "name", tensor.value.dtype)
     return StateSpec(
         path=path, dtype=str(dtype), global_shape=tensor.global_shape, slice=tensor.slice, replicated=tensor.replicated
@@ -71,7 +71,7 @@ def spec_of(path: str, tensor: NamedTensor) -> StateSpec:
 
 
 def values_in(whole: np.ndarray, region: Region) -> np.ndarray:
-    """Return a copy of what `region` is of the values of the whole tensor."""
+    """Return a copy of the region of a full tensor."""
     result = np.empty(box_shape(region), whole.dtype)
     for box, place in boxes_of(region):
         result[place] = whole[box]

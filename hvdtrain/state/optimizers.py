@@ -1,4 +1,4 @@
-"""The optimizers that a model holds: besides `model.optimizer` those in attributes, as GANs have them."""
+"""Optimizers of a model: `model.optimizer` and those in attributes, as in GANs."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import keras
 from hvdtrain.state.structure import children
 
 MAIN = "optimizer"
-"""Path of the optimizer that `Model.compile` sets."""
+"""Path of the optimizer set by `Model.compile`."""
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:
-    """Return the optimizers that the attributes of `model` and its layers hold, by path, `model.optimizer` first.
+    """Return a model's and its layers' optimizers by path, `model.optimizer` first.
 
-    Lists, tuples and dicts are looked into: `d_optimizer`, `optimizers/0`, `critic/optimizer`. An optimizer that
-    several attributes hold has the first of their paths, in alphabetical order; one that wraps another stands for both.
+    Lists, tuples and dicts are searched: `d_optimizer`, `optimizers/0`, `critic/optimizer`. An optimizer in several
+    attributes has the alphabetically first path; a wrapper stands for itself and its inner optimizer.
     """
     found: dict[str, Any] = {}
     main = getattr(model, MAIN, None)
@@ -26,7 +26,7 @@ def optimizers_of(model: Any) -> dict[str, Any]:
 
 
 def _search(thing: Any, path: str, found: dict[str, Any], seen: dict[int, Any]) -> None:
-    seen[id(thing)] = thing  # kept, so that no other object is given its id
+    seen[id(thing)] = thing  # keeps the object alive, so that its id is not reused
     for name, child in children(thing):
         place = f"{path}/{name}" if path else name
         if isinstance(child, keras.optimizers.Optimizer):

@@ -1,4 +1,4 @@
-"""The part of the state that lives on the host: counts, the position in the data, and the epoch's figures so far."""
+"""Host-side state: counters, the position in the data, and the current epoch's metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,72 +9,72 @@ from hvdtrain.data.identity import Identity
 
 @dataclass
 class Progress:
-    """What the epoch under way has come to so far: with it, an epoch that is resumed reports the whole epoch."""
+    """Running totals of the current epoch, so that a resumed epoch reports all of it."""
 
     loss_sum: float = 0.0
     """Sum of the weighted losses over all replicas."""
     loss_weight: float = 0.0
-    """Sum of their weights."""
+    """Sum of the weights."""
     metrics: dict[str, list[Any]] = field(default_factory=dict)
-    """Variables of each epoch metric by its name, summed over all replicas."""
+    """State of each epoch metric by name, summed over all replicas."""
     callbacks: list[dict[str, Any]] = field(default_factory=list)
-    """What each callback remembers; see `state.callbacks`."""
+    """State of each callback, from `state.callbacks`."""
 
 
 @dataclass(kw_only=True)
 class BadSteps:
-    """The bad steps of a training so far; see `config.bad_steps`."""
+    """Bad steps (NaN, Inf, loss spikes) of a training so far."""
 
     non_finite: int = 0
-    """Steps whose loss or gradient was NaN or infinite."""
+    """Steps with a NaN or infinite loss or gradient."""
     spikes: int = 0
-    """Steps whose loss was a spike."""
+    """Steps with a loss spike."""
     last: int = 0
-    """The last of them, as its number counted from 1; 0 where there was none."""
+    """Number of the last bad step, from 1; 0: none."""
     in_a_row: int = 0
-    """Of the steps up to the last one, those that were bad without a good one between."""
+    """Consecutive bad steps up to `last`."""
     in_epoch: int = 0
-    """Those of the epoch under way."""
+    """Bad steps in the current epoch."""
     rollbacks: list[list[int]] = field(default_factory=list)
-    """Of each time that training was rolled back, the first and the last step that was left out."""
+    """First and last discarded step of each rollback."""
 
 
 @dataclass(kw_only=True)
 class Scalars:
-    """The part of the state that lives on the host."""
+    """Host-side state."""
 
     step: int = 0
-    """Finished optimizer steps, on whatever data."""
+    """Completed optimizer steps, on any data."""
     epoch: int = 0
-    """Finished passes over the data."""
+    """Completed passes over the data."""
     step_in_epoch: int | None = 0
-    """Finished steps of the epoch under way; None in checkpoints of earlier versions, whose steps tell."""
+    """Completed steps of the current epoch; None in older checkpoints: derived from `step`."""
     seed: int = 0
     data: Identity | None = None
-    """Fingerprint of the samples; None where it is unknown, as in checkpoints of earlier versions."""
+    """Fingerprint of the samples; None if unknown, as in older checkpoints."""
     processes: int | None = None
-    """How many of them share the files of an epoch (--shard-by files); None where that does not matter."""
+    """Number of processes that share the files of an epoch (--shard-by files), else None."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """What is wrong with the samples of training that are left out (--on-bad-record), by number."""
+    """Errors of skipped training samples (--on-bad-record), by number."""
     best: dict[str, Any] | None = None
-    """The best epoch so far: `metric`, `mode`, `value`, and the `step` at its end; None where no best is kept."""
+    """Best epoch so far: `metric`, `mode`, `value`, and the `step` at its end; None if not tracked."""
     epochs_before: int = 0
-    """Passes over the data that came before epoch 0 of this training; below 0 where `fit` began later than there."""
+    """Passes over the data before epoch 0 of this training; negative if `fit` started at a later epoch."""
     stopped: bool = False
-    """Whether a callback ended the training."""
+    """Whether a callback stopped the training."""
     progress: Progress = field(default_factory=Progress)
     bad_steps: BadSteps = field(default_factory=BadSteps)
     recent_losses: list[float] = field(default_factory=list)
-    """Losses of the latest good steps, with which a new one is compared (--spike-threshold)."""
+    """Losses of recent good steps, for spike detection (--spike-threshold)."""
 
     def place(self, steps_per_epoch: int) -> int:
-        """Return the finished steps of the epoch under way, in data of `steps_per_epoch`."""
+        """Return the completed steps of the current epoch of `steps_per_epoch`."""
         if self.step_in_epoch is None:
             self.step_in_epoch = self.step - self.epoch * steps_per_epoch
         return self.step_in_epoch
 
     def place_in_data(self, steps_per_epoch: int) -> int:
-        """Return the finished steps of all epochs, as if all had had `steps_per_epoch`."""
+        """Return the completed steps of all epochs of `steps_per_epoch`."""
         return self.epoch * steps_per_epoch + self.place(steps_per_epoch)
 
     def advance(self, steps_per_epoch: int) -> None:
@@ -84,7 +84,7 @@ class Scalars:
         self.epoch, self.step_in_epoch = self.epoch + place // steps_per_epoch, place % steps_per_epoch
 
     def begin_training(self, initial_epoch: int = 0) -> None:
-        """Begin a new training with the next epoch, which is its `initial_epoch`; steps are counted on."""
+        """Start a new training with the next epoch as its `initial_epoch`; `step` continues."""
         self.step_in_epoch = 0
         self.epochs_before = self.epoch - initial_epoch
         self.best, self.stopped, self.data = None, False, None
@@ -92,14 +92,14 @@ class Scalars:
 
     @property
     def epoch_of_training(self) -> int:
-        """Finished epochs of this training, from its epoch 0 on."""
+        """Completed epochs of this training, from its epoch 0."""
         return self.epoch - self.epochs_before
 
 
 def scalars_from(saved: Mapping[str, Any]) -> Scalars:
     """Return the scalars of a checkpoint.
 
-    One of an earlier version may say nothing of the place in the epoch, and repeat the optimizer's loss scale.
+    An older one may lack the position in the epoch, and duplicate the optimizer's loss scale.
     """
     values = {"step_in_epoch": None if saved.get("step") else 0, **saved}
     values.pop("loss_scale", None)

@@ -1,4 +1,4 @@
-"""An optimizer's variables by role and by the structural path of the variable that they belong to."""
+"""Optimizer state by role and by the structural path of the owning variable."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,19 +19,18 @@ class Slot(NamedTuple):
 
     variable: tf.Variable
     owner: int | None
-    """Place of the variable that it belongs to among those that the optimizer was built for; None: to all of them."""
+    """Index of the owning variable among those the optimizer was built for; None: shared."""
 
 
 def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str]) -> dict[str, Slot]:
-    """Return the variables of a built `optimizer` by role and path, such as `velocities/layers/0/kernel`.
+    """Return a built optimizer's variables by role and path, such as `velocities/layers/0/kernel`.
 
-    Those that belong to no variable of the model are named by their role alone: `iterations`, `learning_rate`. Within a
-    LossScaleOptimizer the paths begin with `inner_optimizer/`. The order is that of `optimizer.variables`.
+    Shared variables are named by role alone: `iterations`, `learning_rate`. Inside a LossScaleOptimizer, paths begin
+    with `inner_optimizer/`. The order is that of `optimizer.variables`.
 
     Args:
-        optimizer: a Keras optimizer, possibly around another one.
-        variables: the variables that it was built for, in their order: the model's, or substitutes such as slices.
-        paths: the structural paths of the model's variables that they stand for.
+        variables: the variables it was built for, in order: the model's, or substitutes such as shards.
+        paths: structural paths of the model's variables that they represent.
     """
     places = {variable.path: place for place, variable in enumerate(variables) if hasattr(variable, "path")}
     found: dict[int, tuple[str, int | None]] = {}
@@ -46,7 +45,7 @@ def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str])
 
 
 def replicated_slots(optimizer: Any, structure: Structure, prefix: str = "optimizer") -> dict[str, NamedTensor]:
-    """Return the variables of a built `optimizer` of the model's own variables, which every replica holds alike."""
+    """Return the state of an optimizer built for the model's own variables."""
     variables = trained_variables(innermost(optimizer))
     slots = slot_tensors(optimizer, variables, [structure.path(variable) for variable in variables])
     return {
@@ -56,17 +55,10 @@ def replicated_slots(optimizer: Any, structure: Structure, prefix: str = "optimi
 
 
 def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Structure) -> None:
-    """Build a built `optimizer` again, for `variables` and then those that it knows besides, whose slots keep values.
+    """Rebuild a built `optimizer` for `variables` and those it knows, keeping their state.
 
-    Nothing changes where it knows all of them.
-
-    The new slots begin as at the first step, and averages of weights as the weights are. The order is that of an
-    optimizer that was built for the same variables at first: Keras' own files depend on it.
-
-    Args:
-        optimizer: possibly around another one.
-        variables: those that are trained by now.
-        structure: of the model that they are in.
+    New slots start as at the first step, and weight averages at the weights. The order is that of an optimizer built
+    for all of them at once, as Keras' own files require. No effect if all are known.
     """
     known = trained_variables(innermost(optimizer))
     new = unknown_to(optimizer, variables)
@@ -89,7 +81,7 @@ def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Struct
 
 
 def _chain(optimizer: Any) -> Iterator[Any]:
-    """Yield `optimizer` and those that it wraps."""
+    """Yield `optimizer` and the ones it wraps."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
@@ -102,12 +94,10 @@ def unknown_to(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterator[tuple[str, int | None, Any]]:
-    """Yield every variable that an attribute of `optimizer` holds, with its role and the place of its owner.
+    """Yield (role, index of the owner, variable) for all attributes of `optimizer`.
 
     Args:
-        optimizer: see `slot_tensors`.
-        count: of the variables that it was built for.
-        places: those variables' places by their path.
+        count: number of variables it was built for.
     """
     for name, value in own_attributes(optimizer, OPTIMIZER_BOOKKEEPING):
         role = name.lstrip("_")
@@ -125,7 +115,7 @@ def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterat
 
 
 def _owner(key: Any, slots: Any, count: int, places: Mapping[str, int]) -> int | None:
-    """Return whose slot is at `key`: a dict has paths for keys, and a list one slot for each variable."""
+    """Return the owner of the slot at `key`: dicts are keyed by path, lists have one slot per variable."""
     if isinstance(slots, dict):
         return places.get(key)
     return int(key) if len(slots) == count else None

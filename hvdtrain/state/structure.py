@@ -1,7 +1,7 @@
-"""Where each variable sits in a Keras model: paths that are the same for every instance, in every process.
+"""Structural paths of a Keras model's variables, identical in every process.
 
-Keras' own paths hold the names of layers, which it numbers over all models of a process: the second instance of a model
-has other ones. Here a variable is named by the attributes, and by the places in lists, that lead to it.
+Keras' own paths contain layer names, which are numbered over all models of a process: a second instance of a model has
+different ones. Here a variable is named by the attributes and list indices that lead to it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,14 +24,14 @@ from hvdtrain.state.variables import own_attributes, unwrap
 
 @dataclass(frozen=True)
 class Structure:
-    """The structural path of every variable of a model."""
+    """Structural paths of a model's variables."""
 
     paths: Mapping[int, str]
     """Paths by the id of the tf.Variable."""
     statistics: frozenset[int]
-    """Ids of the floating-point variables that layers change themselves, such as BatchNorm's moving averages.
+    """Ids of the floating-point variables that layers update themselves, such as BatchNorm's moving averages.
 
-    A frozen weight is none: it was made to be trained.
+    Not frozen weights: they were created as trainable.
     """
 
     def path(self, variable: Any) -> str:
@@ -39,16 +39,15 @@ class Structure:
         return self.paths[id(unwrap(variable))]
 
     def by_path(self, variables: list[Any]) -> dict[str, tf.Variable]:
-        """Return the tf.Variables under `variables` by structural path, in their order."""
+        """Return the tf.Variables of `variables` by structural path, in order."""
         return {self.path(variable): unwrap(variable) for variable in variables}
 
 
 def structure_of(model: Any) -> Structure:
     """Return the structural paths of all variables of `model`.
 
-    A variable that no attribute leads to is named by its place among those that its layer has created; one that
-    several lead to by the first of them, in alphabetical order. A model that is a part of another one has an attribute
-    `structure`, that of the whole.
+    A variable without an attribute is named by its index among its layer's variables; one with several by the
+    alphabetically first. A model that is part of another one has an attribute `structure`, that of the full model.
     """
     whole = getattr(model, "structure", None)
     if isinstance(whole, Structure):
@@ -61,10 +60,10 @@ def structure_of(model: Any) -> Structure:
 
 
 def statistics_of(layer: Any) -> list[tf.Variable]:
-    """Return the floating-point variables that a layer changes itself: those that are averaged over the replicas.
+    """Return a layer's self-updated floating-point variables, averaged over the replicas.
 
-    A model with a `train_step` of its own has none but those of its layers: what the step assigns, such as a queue of
-    features, has no mean, and must be the same on all replicas.
+    A model with its own `train_step` has only those of its layers: variables assigned by the step, such as a feature
+    queue, have no meaningful mean and must be equal on all replicas.
     """
     if isinstance(layer, keras.Model) and type(layer).train_step is not keras.Model.train_step:
         return []
@@ -73,12 +72,12 @@ def statistics_of(layer: Any) -> list[tf.Variable]:
 
 
 class _Walk:
-    """Goes through a model, naming each variable when it is first met."""
+    """Traverses a model, naming each variable on first visit."""
 
     def __init__(self) -> None:
         self.paths: dict[int, str] = {}
         self.statistics: set[int] = set()
-        # By id, and kept: the id of a list that is gone would be given to the next one.
+        # Keeps the objects alive, so that their ids are not reused.
         self._seen: dict[int, Any] = {}
         self._taken: set[str] = set()
 
@@ -95,7 +94,7 @@ class _Walk:
                 self._visit_bookkeeping(thing, path)
 
     def _visit_bookkeeping(self, layer: Any, path: str) -> None:
-        """Name what no attribute leads to, and note which variables the layer changes itself."""
+        """Name variables without an attribute, and collect self-updated ones."""
         for place, variable in enumerate(own_trainable_variables(layer)):
             self.name(variable, _join(path, f"variables/{place}"))
         for place, variable in enumerate(own_non_trainable_variables(layer)):
@@ -107,7 +106,7 @@ class _Walk:
             self.visit(child, _join(path, f"layers/{place}"))
 
     def name(self, variable: Any, path: str) -> None:
-        """Give `variable` this path unless it has one; `kernel` and `_kernel` of one layer are kept apart."""
+        """Name `variable` unless it is named; `kernel` and `_kernel` of a layer get different paths."""
         tensor = unwrap(variable)
         if id(tensor) in self.paths:
             return
@@ -120,7 +119,7 @@ class _Walk:
 
 
 def children(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a layer or a container holds, by name, in the same order in every process."""
+    """Yield a layer's or container's members by name, in the same order in every process."""
     if isinstance(thing, dict):
         yield from ((str(key), value) for key, value in thing.items())
     elif isinstance(thing, list | tuple):
@@ -137,7 +136,7 @@ def _join(path: str, name: str) -> str:
 
 
 def seed_states(model: Any) -> list[Any]:
-    """Return the state variables of the model's seed generators (they are in `variables`, not in `weights`)."""
+    """Return the states of the model's SeedGenerators (in `variables`, not in `weights`)."""
     weights = {id(unwrap(weight)) for weight in model.weights}
     extra = [variable for variable in model.variables if id(unwrap(variable)) not in weights]
     return [v for v in extra if v.path.endswith("seed_generator_state") and tuple(v.shape) == (2,)]

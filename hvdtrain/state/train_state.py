@@ -1,4 +1,4 @@
-"""The training state: the one object that is broadcast, hashed, checkpointed and restored."""
+"""Training state: the object that is broadcast, hashed, checkpointed and restored."""
 
 import json
 import zlib
@@ -24,15 +24,15 @@ from hvdtrain.state.variables import by_path, unwrap
 from hvdtrain.state.whole_hash import digest_of, digest_of_parts
 
 _TIMEOUT_S = 600.0
-"""Ranks begin training together, but one may still compile what another has in its cache."""
+"""Ranks begin training together, but one may still compile a function that others have cached."""
 CALLS_PER_STEP = 4096
-"""Draws that one dropout layer may make in a step before its numbers would meet those of the next."""
+"""Calls of one dropout layer per step before its random numbers would repeat those of the next step."""
 MODEL, _OPTIMIZER = "model/", "optimizer/"
-"""How the paths of the model's weights, and of the optimizer's slots, begin."""
+"""Path prefixes of the model's weights and of the optimizer state."""
 EXTRA = "callbacks/"
-"""Begins the path of a tensor that a checkpoint may hold although no state needs it."""
+"""Path prefix of optional checkpoint tensors."""
 _MASK = 0xFFFFFFFF
-"""The 32 bits of a seed generator's key and counter."""
+"""32 bits of a seed generator's key and counter."""
 _SPREAD = 0x9E3779B1
 """2^32 over the golden ratio: spreads small numbers over 32 bits."""
 
@@ -40,18 +40,16 @@ Slots = Callable[[], Mapping[str, NamedTensor]]
 
 
 class TrainState:
-    """Model variables, optimizer slots and scalars, by structural path and never by order of creation.
+    """Model variables, optimizer state and scalars, by structural path.
 
     Args:
-        model: a Keras model whose variables exist.
         optimizer: its optimizer; built here unless `slots` are given.
-        seed: of all draws.
-        slots: returns the optimizer's tensors, and whatever else an update rule owns, by path; by default every replica
-            holds all of `optimizer.variables`.
+        slots: returns the optimizer's and the update rule's tensors by path; default: `optimizer.variables`,
+            replicated.
     """
 
     def __init__(self, model: Any, optimizer: Any, seed: int, *, slots: Slots | None = None) -> None:
-        # Keras' LossScaleOptimizer would make its scale anew, and a loaded one has its state already.
+        # A built LossScaleOptimizer would recreate its scale, and a loaded one has its state already.
         if slots is None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         self.model = model
@@ -63,26 +61,26 @@ class TrainState:
         """Weights that callbacks hold besides the model's, while a checkpoint is written or has been read."""
         self.generators = self._structure.by_path(seed_states(model))
         self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
-        """Finished optimizer steps, where a compiled step with random draws can read them."""
+        """Completed optimizer steps, readable by a compiled step with random numbers."""
 
     @property
     def trainable(self) -> dict[str, tf.Variable]:
-        """The variables that are trained by now, by path and in the model's order."""
+        """Currently trained variables, by path, in the model's order."""
         return self._structure.by_path(self.model.trainable_variables)
 
     @property
     def composition(self) -> Hashable:
-        """Changes with what a compiled step is made for: which layers are trained, and the optimizer's slots."""
+        """Key of the compiled step: trained layers and optimizer slots."""
         trained = tuple(bool(layer.trainable) for layer in flatten_layers(self.model))
-        # The optimizer's slots are other variables whenever it knows more of the model's.
+        # The slots are recreated whenever the optimizer is extended.
         return len(trained_variables(innermost(self.optimizer))), trained, tuple(self.trainable)
 
     def follow_model(self) -> None:
-        """Find the model's variables anew: layers may have been built, or taken out, since."""
+        """Refresh the model's structure: layers may have been built or removed."""
         self._structure = structure_of(self.model)
 
     def named_tensors(self) -> dict[str, NamedTensor]:
-        """Return every tensor that is saved and broadcast, by structural path, with its place in the whole."""
+        """Return every saved and broadcast tensor by structural path, with its shard."""
         weights = self._structure.by_path(self.model.weights)
         return {
             **{f"{MODEL}{path}": placed_tensor(value) for path, value in weights.items()},
@@ -90,10 +88,10 @@ class TrainState:
         }
 
     def saved_tensors(self) -> dict[str, NamedTensor]:
-        """Return what a checkpoint holds: `named_tensors`, and the weights that callbacks hold.
+        """Return the tensors of a checkpoint: `named_tensors`, and weights held by callbacks.
 
         Raises:
-            ConfigError: callbacks hold weights of which each rank has slices.
+            ConfigError: callbacks hold weights of a sharded model.
         """
         if self.held_weights and is_split(self.model):
             raise ConfigError(
@@ -104,40 +102,40 @@ class TrainState:
         return {**self.named_tensors(), **held}
 
     def weight_paths(self) -> list[str]:
-        """Return the structural paths of the model's weights, in the order of `model.get_weights()`."""
+        """Return the structural paths of the weights, in the order of `model.get_weights()`."""
         return list(self._structure.by_path(self.model.weights))
 
     def specs(self) -> list[StateSpec]:
-        """Return path, dtype, global shape and slice of every tensor, in the order of `named_tensors`."""
+        """Return the spec of every tensor, in the order of `named_tensors`."""
         return [spec_of(path, tensor) for path, tensor in self.named_tensors().items()]
 
     def earlier_names(self) -> list[str]:
-        """Return what checkpoints of format 1 call the tensors, in the order of `named_tensors`."""
+        """Return the tensors' names in checkpoints of format 1, in the order of `named_tensors`."""
         return [*by_path(self.model.weights, MODEL), *by_path(self.optimizer.variables, _OPTIMIZER)]
 
     def compared_tensors(self) -> dict[str, NamedTensor]:
-        """Return, by path, what must be the same on all ranks that hold it: all but statistics, see `changing`."""
+        """Return by path the tensors that must agree on all holders: all but statistics."""
         own = self._statistics()
         return {path: tensor for path, tensor in self.named_tensors().items() if path not in own}
 
     def changing(self) -> dict[str, tf.Variable]:
-        """Return the variables, by path, that the model changes in its forward pass."""
+        """Return by path the variables that the model updates in its forward pass."""
         return {**self._statistics(), **self.generators}
 
     def parameters(self) -> int:
-        """Number of scalars among the model's weights, of which this rank may hold slices."""
+        """Return the number of scalars in the full model's weights."""
         of_a_part: int | None = getattr(self.model, "whole_parameters", None)
         if of_a_part is not None:
             return of_a_part
         return sum(elements(placed_tensor(weight).global_shape) for weight in self.model.weights)
 
     def broadcast(self, backend: Backend, root: int = 0) -> None:
-        """Give every replica the replicated tensors and the scalars of `root`; slices stay where they are.
+        """Broadcast replicated tensors and scalars from `root`. Collective.
 
-        Ranks along tp, which hold slices of one replica, all get what is whole from the first of them.
+        Shards stay in place. Ranks along tp get full tensors from the first of them.
 
         Raises:
-            LaunchError: the replicas' models or optimizers are not alike.
+            LaunchError: the replicas' models or optimizers differ.
         """
         kinds = [f"{spec.path} {spec.dtype}{list(spec.global_shape)}" for spec in self.specs()]
         mine = [zlib.crc32("".join(kinds).encode()), asdict(self.scalars) if backend.index == root else None]
@@ -154,9 +152,9 @@ class TrainState:
         self.restore(everyone[root][1])
 
     def average_statistics(self, backend: Backend) -> None:
-        """Average what layers count themselves (BatchNorm's moving statistics) over the replicas.
+        """Average self-updated variables (BatchNorm's statistics) over the replicas. Collective.
 
-        In float64, so that a value that is the same everywhere comes back unchanged.
+        In float64, so that a value that is equal everywhere is unchanged.
         """
         statistics = self._statistics()
         if backend.size == 1 or not statistics:
@@ -171,13 +169,13 @@ class TrainState:
         run_once(lambda: backend.run(average_all))
 
     def parameter_hash(self) -> str:
-        """Return the SHA-256 over path, dtype, shape and bytes of the replicated weights, in the order of paths."""
+        """Return the SHA-256 over path, dtype, shape and bytes of the replicated weights, in path order."""
         return _digest({path: tensor.value for path, tensor in self._weights().items() if tensor.replicated})
 
     def agreed_hash(self, backend: Backend, *, timeout: float = 600.0) -> str:
-        """Return the parameter hash after comparing it among the replicas, which hold the same parameters.
+        """Return the parameter hash after comparing it among replicas. Collective.
 
-        Where ranks have split the model it is that of the whole one: the same weights have it in any layout.
+        For a split model it is that of the full model, the same in any layout.
 
         Raises:
             DesyncError: the ranks' parameters differ.
@@ -190,11 +188,10 @@ class TrainState:
         return digest_of_parts(self._weights(), backend, timeout=timeout) if is_split(self.model) else mine
 
     def seed_generators(self, replica: int, samples: int | None = None) -> None:
-        """Set the model's random generators as a function of (seed, step, replica), within the compiled step.
+        """Set the model's SeedGenerators as a function of (seed, step, replica), in the compiled step.
 
         Args:
-            replica: the number of this one.
-            samples: the number of its samples, which several may share; None: it has its own.
+            samples: index of its samples, which replicas may share; None: its own.
         """
         if not self.generators:
             return
@@ -203,10 +200,13 @@ class TrainState:
         self.counter.assign_add(1)
 
     def generator_states(self, replica: int, step: Any, samples: int | None = None) -> dict[str, tf.Tensor]:
-        """Return what each of the model's random generators begins `step` with, by path; see `seed_generators`."""
+        """Return by path the state of each SeedGenerator at the start of `step`.
+
+        Arguments as for `seed_generators`.
+        """
         draws = tf.cast(step, tf.int64) * CALLS_PER_STEP
         counter = tf.bitwise.bitwise_and(draws, tf.constant(_MASK, tf.int64))
-        # The counter has 32 bits, which 2^20 steps use up: what does not fit into it makes another key.
+        # The counter has 32 bits, exhausted after 2^20 steps: the overflow changes the key.
         overflow = tf.bitwise.right_shift(draws, tf.constant(32, tf.int64)) * _SPREAD
         overflow = tf.bitwise.bitwise_and(overflow, tf.constant(_MASK, tf.int64))
         states = {}
@@ -224,7 +224,7 @@ class TrainState:
         return states
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
-        """Take over the scalars of a checkpoint."""
+        """Restore the scalars of a checkpoint."""
         self.scalars = scalars_from(scalars)
         self.counter.assign(self.scalars.step)
 
@@ -232,7 +232,7 @@ class TrainState:
         return {path: tensor for path, tensor in self.named_tensors().items() if path.startswith(MODEL)}
 
     def _statistics(self) -> dict[str, tf.Variable]:
-        """Return BatchNorm's moving statistics and the like; a frozen weight is none."""
+        """Return self-updated weights, such as BatchNorm's statistics, but not frozen ones."""
         moving = [weight for weight in self.model.weights if id(unwrap(weight)) in self._structure.statistics]
         return {f"{MODEL}{path}": variable for path, variable in self._structure.by_path(moving).items()}
 
@@ -245,22 +245,14 @@ def _digest(weights: Mapping[str, tf.Variable]) -> str:
 
 
 def _check_slices(held: Mapping[str, tf.Variable], backend: Backend, timeout: float) -> None:
-    """Compare the hashes of slices along `ep` among the ranks that hold the same ones.
-
-    Raises:
-        DesyncError: they differ.
-    """
+    """Compare the hashes of shards along `ep` among their holders. Raises DesyncError: they differ."""
     mine, parts = _digest(held), backend.along("ep").size
     hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, among="replicas")]
     _refuse_others(hashes, [hashes[rank % parts] for rank in range(len(hashes))])
 
 
 def _refuse_others(hashes: list[str], expected: list[str]) -> None:
-    """Refuse ranks whose hash is not the expected one.
-
-    Raises:
-        DesyncError: naming the first.
-    """
+    """Raise for ranks with an unexpected hash. Raises DesyncError: names the first."""
     others = [rank for rank, (mine, right) in enumerate(zip(hashes, expected, strict=True)) if mine != right]
     if others:
         first = others[0]
@@ -276,7 +268,7 @@ def _of_replicas(backend: Backend, text: str) -> list[bytes]:
 
 
 def _refuse_other_tensors(mine: list[str], backend: Backend) -> None:
-    """Refuse replicas with other tensors than the first one has: a broadcast would wait for ever."""
+    """Raise if replicas have different tensors: a broadcast would deadlock."""
     everyone = [json.loads(text) for text in _of_replicas(backend, json.dumps(mine))]
     for rank, theirs in enumerate(everyone):
         strange = [f"{kind} on rank {rank} alone" for kind in theirs if kind not in everyone[0]]

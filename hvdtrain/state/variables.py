@@ -1,4 +1,4 @@
-"""The door at which Keras variables stop: below it everything is a tf.Variable."""
+"""Convert Keras variables to the tf.Variables they wrap."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -11,18 +11,18 @@ _NUMBER = re.compile(r"_(\d+)(?=_|$)")
 
 
 def as_written(function: F) -> F:
-    """Keep AutoGraph, which a user's `tf.function` brings along, from rewriting `function` and all that it calls."""
+    """Prevent AutoGraph, enabled by a user's `tf.function`, from rewriting `function` and its callees."""
     return cast(F, tf.autograph.experimental.do_not_convert(function))
 
 
 def unwrap(variable: Any) -> tf.Variable:
-    """Return the tf.Variable under a Keras 3 variable, or `variable` itself if it is one already."""
+    """Return the tf.Variable of a Keras 3 variable, or `variable` itself."""
     if isinstance(variable, tf.Variable):
         return variable
     from hvdtrain.compat.keras_variables import tensor_of  # a script of Keras 2 does without Keras 3
 
     tensor = tensor_of(variable)
-    # Not `value` at first: what is read of a variable may be drawn, gathered or refused.
+    # Not `value` first: a read may be computed, gathered or refused.
     if not isinstance(tensor, tf.Variable):
         tensor = getattr(variable, "value", None)
     if isinstance(tensor, tf.Variable):
@@ -37,10 +37,10 @@ def path_of(variable: Any) -> str:
 
 
 def by_path(variables: Iterable[Any], prefix: str = "") -> dict[str, tf.Variable]:
-    """Return the tf.Variables under `variables` by path.
+    """Return the tf.Variables of `variables` by path.
 
-    Layers that a user named alike give several variables one path; the later ones get `#2`, `#3` …
-    in the order in which the model lists them, which is the same on every rank.
+    Layers with the same user-given name give several variables one path; later ones get `#2`, `#3` … in the model's
+    order, the same on every rank.
     """
     named: dict[str, tf.Variable] = {}
     for variable in variables:
@@ -53,11 +53,10 @@ def by_path(variables: Iterable[Any], prefix: str = "") -> dict[str, tf.Variable
 
 
 def own_attributes(thing: Any, bookkeeping: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a Keras object in alphabetical order, as if no name began with underscores.
+    """Yield a Keras object's attributes alphabetically, ignoring leading underscores.
 
     Args:
         thing: a layer or an optimizer.
-        bookkeeping: attributes to leave out.
     """
     # TensorFlow's own tracking begins with _self_.
     known = {name: value for name, value in vars(thing).items() if not name.startswith("_self_")}
@@ -67,7 +66,7 @@ def own_attributes(thing: Any, bookkeeping: Collection[str]) -> Iterator[tuple[s
 
 
 def unique_paths(sources: Sequence[Any]) -> list[str]:
-    """Name each variable by its path, without what differs between processes; a tensor by its place.
+    """Name each variable by its path without process-dependent numbers; a tensor by its index.
 
     Keras numbers layers over all models of a process: a rank that has built another model before has `dense_2/kernel`
     where others have `dense/kernel`. The numbers are replaced by their order among `sources`, so both get one name.
@@ -84,7 +83,7 @@ def unique_paths(sources: Sequence[Any]) -> list[str]:
 
 
 def _ranks_of_numbers(paths: Iterable[str]) -> dict[str, str]:
-    """Return for every part of `paths` its words, and its order among the parts with the same words if not the first.
+    """Return for each path component its name without number, plus its order if not the first.
 
     `dense_7` and `dense_9` become `dense` and `dense_1`, as do `dense` and `dense_2`.
     """

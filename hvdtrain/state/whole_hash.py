@@ -1,4 +1,4 @@
-"""One hash of a model that ranks have split among them: that of the same weights in any other layout."""
+"""Layout-independent hash of a split model."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.state.named_tensors import NamedTensor, bounds_of, box_shape, boxes_of, spec_of
 
 _WORD = 4
-"""Bytes that are exchanged as one integer: a sum of floats would lose the sign of a zero."""
+"""Bytes summed as one integer: a float sum would lose the sign of zero."""
 
 
 def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 over path, dtype, shape and bytes of whole arrays, in the order of paths."""
+    """Return the SHA-256 over path, dtype, shape and bytes of full arrays, in path order."""
     digest = hashlib.sha256()
     for path, array in sorted(arrays.items()):
         _add(
@@ -25,14 +25,12 @@ def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def digest_of_parts(parts: Mapping[str, NamedTensor], backend: Backend, *, timeout: float) -> str:
-    """Return what `digest_of` returns for the tensors of all ranks, each of which holds parts; every rank calls it.
+    """Return `digest_of` the full tensors from all ranks' shards. Collective over the job.
 
-    Of one tensor at a time the whole is in memory.
+    Materializes one full tensor at a time.
 
     Args:
-        parts: what this rank holds, by path.
-        backend: the ranks of the job.
-        timeout: in seconds, for the other ranks to come.
+        timeout: in seconds.
     """
     specs = {path: spec_of(path, tensor) for path, tensor in parts.items()}
     mine = {path: [spec.dtype, list(spec.global_shape), bounds_of(spec.slice)] for path, spec in specs.items()}
@@ -52,14 +50,14 @@ def digest_of_parts(parts: Mapping[str, NamedTensor], backend: Backend, *, timeo
 
 
 def _values(tensor: NamedTensor) -> np.ndarray:
-    """Return the values of a slice without padding; see `NamedTensor`."""
+    """Return a shard's values without padding."""
     shape = box_shape(tensor.slice)
     array: np.ndarray = np.asarray(tensor.value.numpy())
     return array[tuple(slice(0, n) for n in shape)] if array.ndim == len(shape) else array.reshape(shape)
 
 
 def _summed(whole: np.ndarray, backend: Backend, path: str) -> bytes:
-    """Return the bytes of a tensor of which each rank has filled in another part, and zeros elsewhere."""
+    """All-reduce a full tensor that each rank has filled partially, and return its bytes."""
     octets = np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
     if not octets.size:
         return b""
