@@ -144,5 +144,5 @@ def pipeline_notes(model: Any, options: StepOptions) -> list[str]:
 
 
 def narrow(outputs: Any) -> bool:
-    """Whether any of these tensors has a 16-bit floating dtype."""
+    """Return whether any of these tensors has a 16-bit floating dtype."""
     return any(t.dtype.is_floating and t.dtype.size < 4 for t in tf.nest.flatten(outputs))

@@ -30,8 +30,6 @@ def agree_on_call(
     """Compare this call over all ranks, in one exchange; every rank does so before anything else.
 
     Args:
-        backend: the replicas.
-        call: the method's name.
         arguments: its arguments by name, as far as they must be the same. Of data only the kind is compared.
         settings: what else must be the same; see `settings_of`.
 

@@ -184,7 +184,7 @@ def check_slices(model: Any, optimizer: Any, options: StepOptions) -> None:
 
 
 def splits_sequences(model: Any) -> bool:
-    """Whether each rank along cp computes some positions of every sequence that `model` is given."""
+    """Return whether each rank along cp computes some positions of every sequence that `model` is given."""
     return "cp" in getattr(model, "split_along", ())
 
 

@@ -1,4 +1,4 @@
-"""What a trainer consists of, and what it does for every way of using it: build, broadcast, train, evaluate."""
+"""What a trainer consists of, and what it does forevery way of using it: build, broadcast, train, evaluate."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -16,7 +16,7 @@ from hvdtrain.data.streams.python_batches import is_stream
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether `data` are arrays, and not batches of a tf.data.Dataset, a PyDataset or a generator function."""
+    """Return whether `data` are arrays, and not batches of a tf.data.Dataset, a PyDataset or a generator function."""
     return not isinstance(data, tf.data.Dataset) and not is_stream(data)
 
 

@@ -176,7 +176,6 @@ class Evaluator:
         return Evaluation(float(total / weight), self._metrics.results(), time.perf_counter() - begin)
 
     def _exchanges(self) -> bool:
-        """Whether ranks wait for one another in the model, so that none may have more batches than the others."""
         return exchanges_activations(self._model)
 
     def _so_far(self) -> dict[str, Figure]:

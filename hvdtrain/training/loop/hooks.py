@@ -87,7 +87,7 @@ class When:
     stops: bool = False
 
     def due(self, step: StepEnd) -> bool:
-        """Tell whether a hook is due after `step`."""
+        """Return whether a hook is due after `step`."""
         return bool(
             (self.every and step.number % self.every == 0)
             or (self.measured and step.measured)

@@ -296,7 +296,7 @@ class KerasCallbacks(EvaluationHooks):
         return Outcome.STOP if stops else Outcome.CONTINUE
 
     def _agreed(self, *, weights: bool) -> bool:
-        """Tell whether any replica's callbacks ask to stop, once rates, and `weights`, are seen to be the same."""
+        """Return whether any replica's callbacks ask to stop, once rates, and `weights`, are seen to be the same."""
         held = optimizers_of(self._model).values()
         mine_rates = [float(tf.convert_to_tensor(optimizer.learning_rate)) for optimizer in held]
         sums = self._sums_of_weights() if weights else []
@@ -344,7 +344,7 @@ def _acts(callback: Any, primary: bool) -> bool:
 
 
 def _asks_for_batches(callback: Any) -> bool:
-    """Tell whether it does something at each step; Keras' own default methods are marked as such."""
+    """Return whether it does something at each step; Keras' own default methods are marked as such."""
     if isinstance(callback, _callbacks.ModelCheckpoint):
         return bool(callback.save_freq != "epoch")
     if isinstance(callback, _callbacks.TensorBoard):

@@ -37,7 +37,7 @@ class Plan:
     """Added to the state's count of epochs where an epoch is named: `fit` counts from its `initial_epoch`."""
 
     def evaluates(self, epoch: int) -> bool:
-        """Tell whether `epoch`, from 0, ends with an evaluation."""
+        """Return whether `epoch`, from 0, ends with an evaluation."""
         if isinstance(self.validation_freq, int):
             return (epoch + 1) % self.validation_freq == 0
         return epoch + 1 in self.validation_freq

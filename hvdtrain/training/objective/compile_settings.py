@@ -116,7 +116,7 @@ def _notes(model: Any, config: dict[str, Any], optimizer: Any, used: Objective) 
 
 
 def _same(used: Any, compiled: Any) -> bool:
-    """Whether two settings are visibly equal; unknown for distinct objects, hence False."""
+    """Return whether two settings are visibly equal; unknown for distinct objects, hence False."""
     return used is compiled or (isinstance(used, str | list | tuple | dict) and used == compiled)
 
 

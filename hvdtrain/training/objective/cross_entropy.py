@@ -42,7 +42,7 @@ def fast_form(loss: Any) -> Callable[[Any, Any], Any] | None:
 
 
 def _fits(labels: Any, logits: Any) -> bool:
-    """Whether the fast form is faster here, and Keras would accept the shapes as they are."""
+    """Return whether the fast form is faster here, and Keras would accept the shapes as they are."""
     return (
         labels.shape.rank is not None
         and logits.shape.rank == labels.shape.rank + 1

@@ -50,7 +50,7 @@ def _slices(outputs: Any, positions: Positions) -> Any:
 
 
 def _adds_up(metrics: MetricSet, number: int, whole: Sample, slices: Sequence[Sample]) -> bool:
-    """Whether a metric counts slices of sequences as it counts whole ones.
+    """Return whether a metric counts slices of sequences as it counts whole ones.
 
     Keras counts the mean over the positions of a sample, which is that of the means over slices of one length. What a
     user's metric does with the positions of a sample is not known: its sums must be sums over positions.
@@ -71,7 +71,7 @@ def _of_keras(thing: Any) -> bool:
 
 
 def _has_positions(function: Any, targets: Any, output: Any) -> bool:
-    """Whether a function of targets and outputs returns a value for each position."""
+    """Return whether a function of targets and outputs returns a value for each position."""
     values = tf.convert_to_tensor(function(targets, output))
     return values.shape.rank > POSITION_DIM and values.shape[POSITION_DIM] == output.shape[POSITION_DIM]
 

@@ -18,7 +18,7 @@ SOFT_LABEL_METRICS = {
 
 
 def has_soft_labels(config: DataConfig) -> bool:
-    """Whether targets are soft labels."""
+    """Return whether targets are soft labels."""
     return "mixup" in config.augment
 
 

@@ -138,7 +138,7 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
 
 
 def _agree(stage: PipelineStage, backend: Backend) -> None:
-    """Refuse ranks that cut other models, or the same one elsewhere: they would wait for one another for ever."""
+    """Refuse ranks that cut other models, or the same one elsewhere: they would wait for one another forever."""
     cut = stage.whole.cut
     weights = {path: [str(v.dtype), *placed_tensor(v).global_shape] for path, v in _weights(stage).items()}
     division = division_of(stage.whole.model)

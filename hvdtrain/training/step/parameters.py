@@ -65,6 +65,6 @@ class Parameters:
 
 
 def serves_others(variable: tf.Variable) -> bool:
-    """Whether the samples of other replicas come to this rank for `variable`, as for an expert or a table."""
+    """Return whether the samples of other replicas come to this rank for `variable`, as for an expert or a table."""
     placement = placement_of(variable)
     return placement is not None and bool(placement.held_by)

@@ -50,11 +50,13 @@ def _rule_class(name: str, options: StepOptions) -> type[UpdateRule]:
 
 
 def starts_as_slices(options: StepOptions, backend: Backend) -> bool:
-    """Whether a function that builds the model makes slices of its parameters; a copy of it would need them whole."""
+    """Return whether a function that builds the model makes slices of its parameters; a copy of it would need them
+    whole.
+    """
     whole = is_alone(backend) or options.sync_batch_norm or bool(set(backend.axes) - {"dp"})
     return options.zero == 3 and not whole
 
 
 def is_alone(backend: Backend) -> bool:
-    """Whether there is nobody to share the update with."""
+    """Return whether there is nobody to share the update with."""
     return backend.size == 1

@@ -21,7 +21,7 @@ _OVERRIDES = ("train_step", "test_step", "compute_loss", "compute_metrics")
 
 
 def has_own_step(model: Any) -> bool:
-    """Tell whether a model's class replaces what `Model.fit` does in a step."""
+    """Return whether a model's class replaces what `Model.fit` does in a step."""
     return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in _OVERRIDES)
 
 

@@ -42,7 +42,7 @@ def built_as_slices(build: Callable[[], Any], backend: Backend) -> Any:
 
 
 def is_built_as_slices(model: Any) -> bool:
-    """Whether parameters of `model` are slices that no update rule has taken yet."""
+    """Return whether parameters of `model` are slices that no update rule has taken yet."""
     return any(initial_slice_of(variable) is not None for variable in model.variables)
 
 
@@ -111,7 +111,7 @@ class _Building:
 
 
 def _is_large(variable: Any) -> bool:
-    """Whether a variable that is being made will be cut, as far as that is known by now: see `stays_whole`."""
+    """Return whether a variable that is being made will be cut, as far as that is known by now: see `stays_whole`."""
     if not (variable.trainable and tf.executing_eagerly()):
         return False
     elements = int(tf.TensorShape(variable.shape).num_elements())

@@ -211,7 +211,9 @@ class GatheringPass(Pass):
 
 
 def _is_vectorized(graph: tf.Graph) -> bool:
-    """Whether what is being traced into `graph` is the body of a `tf.vectorized_map`, seen by TensorFlow's scope."""
+    """Return whether what is being traced into `graph` is the body of a `tf.vectorized_map`, seen by TensorFlow's
+    scope.
+    """
     scopes = graph.get_name_scope().split("/") if tf.compat.v1.get_default_graph() is graph else []
     return any(re.fullmatch(r"loop_body(_\d+)?", scope) for scope in scopes)
 

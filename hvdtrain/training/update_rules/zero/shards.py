@@ -111,10 +111,10 @@ def flat_slice(elements: int, exchange: Collectives, row: int = 1) -> tuple[int,
 
 
 def stays_whole(variable: Any) -> bool:
-    """Whether a variable is small, or has a constraint, which Keras applies to the whole of it after each update.
+    """Return whether a variable stays unsharded: small, constrained or summed outside replicas.
 
-    One whose gradient is a sum over other ranks than the replicas, such as a norm between slices of a sequence, is not
-    worth slicing either.
+    Keras applies a constraint to the full value after each update. A gradient that is summed over other ranks than the
+    replicas, such as of a norm under sequence parallelism, is not worth sharding.
     """
     placement = placement_of(variable)
     if variable.constraint is not None or (placement is not None and placement.summed_over):

@@ -13,7 +13,7 @@ from hvdtrain.training.update_rules.zero.window import window_for
 
 
 def has_lean_update(optimizer: Any) -> bool:
-    """Whether `optimizer` looks at each variable in its own update only, and not in weight decay or averages."""
+    """Return whether `optimizer` looks at each variable in its own update only, and not in weight decay or averages."""
     return innermost(optimizer) is optimizer and not optimizer.weight_decay and not optimizer.use_ema
 
 
