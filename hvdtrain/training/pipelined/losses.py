@@ -41,13 +41,13 @@ def share_of(packed: tf.Tensor) -> LossShare:
 
 
 def adds_losses(cut: Cut, stage: int) -> bool:
-    """Whether layers of a stage add losses in training."""
+    """Return whether layers of a stage add losses in training."""
     layers = (node.operation for node in cut.nodes(stage))
     return any(isinstance(each, MixtureOfExperts) for layer in layers for each in exchanging_layers(layer))
 
 
 def shared_up_to(cut: Cut, stage: int) -> bool:
-    """Whether a stage, or one before it, adds losses: it must know what they count."""
+    """Return whether a stage, or one before it, adds losses: it must know what they count."""
     return any(adds_losses(cut, number) for number in range(stage + 1))
 
 

@@ -36,7 +36,7 @@ def _computed(batch: Batch) -> Batch:
     """Return `batch`; that it is a placeholder is not known before the step runs.
 
     From a constant TensorFlow would conclude that nothing comes of this replica's passes, and leave out what they send
-    to the experts and tables of other ranks, who would wait for it for ever.
+    to the experts and tables of other ranks, who would wait for it forever.
     """
     if tf.is_tensor(batch.has_samples) or batch.has_samples:
         return batch
