@@ -138,7 +138,7 @@ class Unreduced(StrategyBackend):
 def check_the_comparison_notices(world: World) -> None:
     backend = Unreduced(world.session, world.session.strategy)
     try:
-        error = error_of(trained(backend, "dense", "sgd", "float32"), "dense", "sgd", "float32")
+        error = error_of(world, trained(backend, "dense", "sgd", "float32"), "dense", "sgd", "float32")
     except DesyncError as refused:
         assert backend.processes > 1, refused  # each process sees its own replicas only
     else:
