@@ -89,7 +89,7 @@ class StrategyBackend:
             optimizer = getattr(optimizer, "inner_optimizer", None)
 
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Reject variables that are shared by all replicas. Raises ConfigError: names the first one."""
+        """Reject variables that are shared by all replicas. Raises ConfigError naming the first one."""
         if self.name == "central_storage" and variables:
             raise ConfigError(
                 f"{opt('backend', 'central_storage')} holds one copy of each variable, which no layer may change in "

@@ -1,4 +1,4 @@
-"""The whole configuration of a run."""
+"""The full configuration of a run."""
 
 from dataclasses import field, replace
 
@@ -17,7 +17,7 @@ from hvdtrain.config.training import BadStepConfig, DesyncConfig, ExchangeConfig
 
 @section
 class Config:
-    """Everything that determines a run. Leaf names are unique, so that flags are flat."""
+    """A run's full configuration. Leaf names are unique, so that flags are flat."""
 
     recipe: str
     """Name of the recipe: the first word of the command line."""

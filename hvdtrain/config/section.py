@@ -8,6 +8,6 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def section(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen dataclass that rejects unknown keys when read from a file."""
+    """Make `cls` a frozen dataclass that rejects unknown keys of a file."""
     cls.__pydantic_config__ = {"extra": "forbid"}  # type: ignore[attr-defined]
     return dataclass(frozen=True)(cls)

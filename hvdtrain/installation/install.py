@@ -38,7 +38,7 @@ _OWN = "python3 -m venv --system-site-packages ~/hvdtrain && source ~/hvdtrain/b
 
 
 def check_environment(environment: PythonEnvironment) -> None:
-    """Reject an environment that Horovod cannot be installed into or built for. Raises SetupError: with the fix."""
+    """Reject an environment that Horovod cannot be installed into or built for. Raises SetupError with the fix."""
     prefix = environment.prefix
     if environment.managed:
         raise SetupError(
@@ -61,7 +61,7 @@ def check_environment(environment: PythonEnvironment) -> None:
 
 
 def check_tensorflow(environment: PythonEnvironment) -> None:
-    """Reject an environment without the required TensorFlow. Raises SetupError: with the fix."""
+    """Reject an environment without the required TensorFlow. Raises SetupError with the fix."""
     version = environment.version(*TENSORFLOW_NAMES)
     if version is None or not version.startswith(f"{TENSORFLOW}."):
         raise SetupError(
@@ -86,7 +86,7 @@ def check_build_tools(environ: Mapping[str, str]) -> None:
 
 
 def check_disk(environment: PythonEnvironment) -> None:
-    """Reject a disk with too little free space. Raises SetupError: with free and required space."""
+    """Reject a disk with too little free space. Raises SetupError with free and required space."""
     free = shutil.disk_usage(environment.prefix).free >> 20
     if free < BUILD_MEGABYTES:
         raise SetupError(

@@ -39,10 +39,9 @@ def load_balance_loss(probabilities: tf.Tensor, shares: tf.Tensor) -> tf.Tensor:
 
 
 def router_z_loss(logits: tf.Tensor) -> tf.Tensor:
-    """Return the mean of log(sum(exp(logits)))^2 over tokens (ST-MoE, Zoph et al. 2022, equation 5).
+    """Return the mean of log(sum(exp(logits)))^2 over tokens, for logits [tokens, experts].
 
-    Args:
-        logits: [tokens, experts].
+    ST-MoE (Zoph et al. 2022, equation 5).
     """
     return tf.reduce_mean(tf.square(tf.reduce_logsumexp(logits, axis=1)))
 

@@ -149,7 +149,7 @@ def refuse_built_before_init(layer: Any, *axes: str) -> None:
 
 
 def check_divides(size: int, what: str, axis: str, layer: Any) -> None:
-    """Reject a `size` that is not divisible by the ranks along `axis`. Raises ConfigError: with both numbers."""
+    """Reject a `size` that is not divisible by the ranks along `axis`. Raises ConfigError with both numbers."""
     ranks = ranks_along(axis)
     if ranks is not None and size % ranks.size:
         raise ConfigError(

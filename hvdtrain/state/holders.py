@@ -26,7 +26,7 @@ class Holders:
         self.groups: list[tuple[int, ...]] = []
         """Groups of several ranks with the same shard, if split."""
         self._places: dict[str, int] = {}
-        """The place of its group, for each slice that other ranks hold too."""
+        """Index of the group of each shared shard."""
         self._group_of: dict[str, int] = {}
         if self.split:
             self._find(list(_keys(tensors).values()))

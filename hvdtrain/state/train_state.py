@@ -58,7 +58,7 @@ class TrainState:
         self._slots = slots or self._replicated_slots
         self._structure = structure_of(model)
         self.held_weights: dict[str, np.ndarray] = {}
-        """Weights that callbacks hold besides the model's, while a checkpoint is written or has been read."""
+        """Weights held by callbacks, while a checkpoint is written or has been read."""
         self.generators = self._structure.by_path(seed_states(model))
         self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         """Completed optimizer steps, readable by a compiled step with random numbers."""
@@ -252,7 +252,7 @@ def _check_slices(held: Mapping[str, tf.Variable], backend: Backend, timeout: fl
 
 
 def _refuse_others(hashes: list[str], expected: list[str]) -> None:
-    """Raise for ranks with an unexpected hash. Raises DesyncError: names the first."""
+    """Raise for ranks with an unexpected hash. Raises DesyncError naming the first."""
     others = [rank for rank, (mine, right) in enumerate(zip(hashes, expected, strict=True)) if mine != right]
     if others:
         first = others[0]

@@ -1,4 +1,4 @@
-"""Advice at the start of a run: settings that are valid, but slow or without effect."""
+"""Warnings at the start of a run: valid settings that are slow or have no effect."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -18,20 +18,14 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import EXCHANGE_OPTIONS, StepOptions
 
 TINY_BATCH = 8
-"""Samples per rank and step below which overhead and exchange outweigh the work."""
+"""Samples per rank and step below which overhead and communication dominate."""
 
 MOST_IDLE = 0.25
-"""Share of the time that ranks of a pipeline may be idle by its schedule, before a warning says so."""
+"""Pipeline bubble, as a fraction of the time, above which a warning is given."""
 
 
 class Announcer:
-    """Tells the observers what a run is, and what is slow about it, before its first step.
-
-    Args:
-        backend: the replicas.
-        options: of the step.
-        notes: what is to be said besides.
-    """
+    """Announces the run and warns about slow settings before the first step."""
 
     def __init__(self, backend: Backend, options: StepOptions, notes: Sequence[str]) -> None:
         self._backend = backend
@@ -48,7 +42,7 @@ class Announcer:
         *,
         narrow_outputs: bool,
     ) -> None:
-        """Announce a run, with `notes` of its data; every rank calls it, as what compression costs is tried once."""
+        """Announce a run, with `notes` on its data. Collective: compression is timed once."""
         if self._compression_cost is None:
             self._compression_cost = compression_cost(self._backend, state.parameters(), self._options.compression)
         observers.on_start(info)
@@ -60,11 +54,9 @@ class Announcer:
 
 
 def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narrow_outputs: bool) -> list[str]:
-    """Return the lines of advice.
+    """Return the warnings.
 
     Args:
-        info: the run.
-        options: options of its step.
         compression_cost: measured by `compression_cost`.
         narrow_outputs: whether the model has 16-bit outputs.
     """
@@ -121,7 +113,7 @@ def _unchecked(options: StepOptions, processes: int) -> list[str]:
 
 
 def pipeline_notes(model: Any, options: StepOptions) -> list[str]:
-    """Return how a pipeline is cut and how long its ranks are idle, or which of its options have no effect."""
+    """Describe a pipeline's stages and bubble, or its options without effect."""
     if not isinstance(model, PipelineStage):
         names = [field.name for field in fields(PipelineConfig) if field.name in options.chosen()]
         flags = [opt(name) for name in names]
@@ -144,5 +136,5 @@ def pipeline_notes(model: Any, options: StepOptions) -> list[str]:
 
 
 def narrow(outputs: Any) -> bool:
-    """Return whether any of these tensors has a 16-bit floating dtype."""
+    """Return whether any tensor has a 16-bit floating dtype."""
     return any(t.dtype.is_floating and t.dtype.size < 4 for t in tf.nest.flatten(outputs))

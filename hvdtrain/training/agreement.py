@@ -1,4 +1,4 @@
-"""The same call with the same arguments on every rank, and the same data as its checkpoints describe."""
+"""Verify that all ranks make the same call, and that resumed data are unchanged."""
 
 import hashlib
 import inspect
@@ -27,14 +27,14 @@ from hvdtrain.training.options import StepOptions
 def agree_on_call(
     backend: Backend, call: str, arguments: Mapping[str, Any], settings: Mapping[str, str] | None = None
 ) -> None:
-    """Compare this call over all ranks, in one exchange; every rank does so before anything else.
+    """Verify that all ranks make this call with equal arguments. Collective.
 
     Args:
-        arguments: its arguments by name, as far as they must be the same. Of data only the kind is compared.
-        settings: what else must be the same; see `settings_of`.
+        arguments: arguments by name that must be equal. For data, only the kind is compared.
+        settings: further values that must be equal, from `settings_of`.
 
     Raises:
-        ConfigError: the same on every rank, naming what differs, the values and the ranks.
+        ConfigError: the same on every rank, with the differing names, values and ranks.
     """
     if backend.job_size == 1:
         return
@@ -44,7 +44,7 @@ def agree_on_call(
 
 
 def settings_of(seed: int, options: StepOptions, optimizer: Any, callbacks: Sequence[Any]) -> dict[str, str]:
-    """Return what must be the same on every rank besides a call's arguments, by name."""
+    """Return by name the trainer's settings that must be equal on every rank."""
     return {
         "Trainer(seed=…)": str(seed),
         **{f"Trainer({name}=…)": repr(_plain(value)) for name, value in options.chosen().items()},
@@ -54,7 +54,7 @@ def settings_of(seed: int, options: StepOptions, optimizer: Any, callbacks: Sequ
 
 
 def _described(value: Any) -> str:
-    """Return a plain value as it prints, and of data their kind."""
+    """Return repr(value) for plain values, and the kind of data for datasets and arrays."""
     value = _plain(value)
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
@@ -74,7 +74,7 @@ def _described(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of NumPy's as one of Python's, which prints like it."""
+    """Convert a NumPy scalar to Python."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -92,7 +92,7 @@ def _settings_of_optimizer(optimizer: Any) -> dict[str, str]:
 
 
 def _numbers(config: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """Return the plain values of a Keras configuration, those within others too, by name."""
+    """Return the plain values of a Keras config, nested ones included, by name."""
     found: dict[str, str] = {}
     for name, given in config.items():
         value = _plain(given)
@@ -107,10 +107,10 @@ _WORDS = {"steps_per_epoch": "steps per epoch", "batch": "samples per step over 
 
 
 def described(data: TrainingData, seed: int, backend: Backend) -> Identity:
-    """Return what must stay the same of `data` where a training goes on, with the seed of their order.
+    """Return the fingerprint of `data` that a resumed run must match. Collective.
 
-    Of batches that a Dataset or a generator gives it is their size and number: their order is the user's own. Of data
-    that each rank has for itself it is the number of ranks, and what each has. Every rank calls it.
+    Includes the seed of the sample order. For batches of a Dataset or generator: their size and number, as the order is
+    the user's. For per-rank data: the number of ranks and each one's data.
     """
     facts: dict[str, Any] = {"batch": data.batch, "steps_per_epoch": data.steps_per_epoch, "seed": seed}
     if isinstance(data, SourceTraining):
@@ -126,15 +126,15 @@ def described(data: TrainingData, seed: int, backend: Backend) -> Identity:
 
 
 def _fingerprint(source: Source | None) -> str | None:
-    """Return a fingerprint of all samples; None where there is none."""
+    """Return a fingerprint of all samples, or None."""
     return source.fingerprint().hex() if source is not None and hasattr(source, "fingerprint") else None
 
 
 def check_goes_on(before: Mapping[str, Any] | None, now: Identity | None) -> None:
-    """Refuse to go on with a training on other data than `before`, as far as both are known.
+    """Refuse to resume a training on other data than `before`, as far as known.
 
     Raises:
-        CheckpointError: naming what differs.
+        CheckpointError: names the difference.
     """
     then, today = (before or {}).get("training", {}), (now or {}).get("training", {})
     differing = [name for name in today if then.get(name) is not None and today[name] not in (None, then[name])]

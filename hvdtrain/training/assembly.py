@@ -1,4 +1,4 @@
-"""Models and optimizers from a user's objects, names or builders."""
+"""Build models and optimizers from a user's objects, names or functions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,11 +26,7 @@ from hvdtrain.training.update_rules.zero.building import built_as_slices
 
 
 def model_for(backend: Backend, model: Any, options: StepOptions) -> Any:
-    """Return `model` itself or what it builds, of which this rank never holds more than it will.
-
-    Raises:
-        ConfigError: see `built_model`.
-    """
+    """Build the model without ever materializing more than this rank's shard. Raises ConfigError as `built_model`."""
     if not isinstance(model, keras.Model):
         if backend.axes.get("pp", 1) > 1:
             return built_without_values(lambda: built_model(model, options))
@@ -40,7 +36,7 @@ def model_for(backend: Backend, model: Any, options: StepOptions) -> Any:
 
 
 def built_model(model: Any, options: StepOptions) -> Any:
-    """Return `model` itself or what it builds, with the precision that the options name; see also `converted`.
+    """Return `model`, or the model it builds, under the dtype policy of `options`.
 
     Raises:
         ConfigError: not a model, or one that cannot have that precision.
@@ -62,10 +58,10 @@ def built_model(model: Any, options: StepOptions) -> Any:
 
 
 def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
-    """Refuse instances built outside the scope of a backend whose variables span replicas.
+    """Reject instances built outside the scope of a tf.distribute backend.
 
     Raises:
-        ConfigError: a model or an optimizer in place of a function that builds it.
+        ConfigError: a model or optimizer instead of a function that builds it.
     """
     kinds = {"model": (model, keras.Model), "optimizer": (optimizer, keras.optimizers.Optimizer)}
     for name, (given, kind) in kinds.items():
@@ -78,7 +74,7 @@ def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
 
 
 def converted(model: Any, options: StepOptions) -> Any:
-    """Return `model`, or a copy of it with layers converted as the options say."""
+    """Return `model`, or a copy with layers converted as in `options`."""
     if not options.sync_batch_norm:
         return model
     if splits_sequences(model) or any(placement_of(variable) is not None for variable in model.variables):
@@ -90,7 +86,7 @@ def converted(model: Any, options: StepOptions) -> Any:
 
 
 def check_layers(model: Any, options: StepOptions) -> None:
-    """Refuse options that are incompatible with the layers of `model`.
+    """Reject options that are incompatible with the layers of `model`.
 
     Raises:
         ConfigError: names the option and the layer.
@@ -119,14 +115,14 @@ def check_layers(model: Any, options: StepOptions) -> None:
 
 
 def check_split(model: Any, axes: Mapping[str, int]) -> None:
-    """Refuse axes of the mesh along which nothing of `model` is split: their ranks would all do the same work.
+    """Reject mesh axes along which `model` is not split: their ranks would duplicate work.
 
     Args:
-        model: a built model. What splits it without a slice of a variable notes the axis in its `split_along`.
-        axes: sizes of the axes that hold several ranks.
+        model: a built model. Splits without sharded variables are recorded in its `split_along`.
+        axes: sizes of the axes with several ranks.
 
     Raises:
-        ConfigError: naming the axis.
+        ConfigError: names the axis.
     """
     used = {"dp", *getattr(model, "split_along", ())}
     for variable in model.variables:
@@ -143,11 +139,7 @@ def check_split(model: Any, axes: Mapping[str, int]) -> None:
 
 
 def check_held_apart(model: Any, options: StepOptions) -> None:
-    """Refuse options by which ranks would mix up experts or tables that they have divided among them.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Reject options that do not support expert-parallel variables. Raises ConfigError naming the option."""
     held = next((v for v in model.trainable_variables if (p := placement_of(v)) is not None and p.held_by), None)
     unfit = {
         opt("local_steps", options.local_steps): options.local_steps is not None,
@@ -162,11 +154,7 @@ def check_held_apart(model: Any, options: StepOptions) -> None:
 
 
 def check_slices(model: Any, optimizer: Any, options: StepOptions) -> None:
-    """Refuse an optimizer, or options, that would look at slices of variables as if they were whole.
-
-    Raises:
-        ConfigError: naming them.
-    """
+    """Reject an optimizer or options that need full variables. Raises ConfigError naming them."""
     placements = [placement_of(variable) for variable in model.variables]
     axes = {axis for placement in placements if placement is not None for axis in placement.axes}
     if not axes:
@@ -184,16 +172,12 @@ def check_slices(model: Any, optimizer: Any, options: StepOptions) -> None:
 
 
 def splits_sequences(model: Any) -> bool:
-    """Return whether each rank along cp computes some positions of every sequence that `model` is given."""
+    """Return whether the sequences of `model` are sharded along cp."""
     return "cp" in getattr(model, "split_along", ())
 
 
 def check_sequences(model: Any, options: StepOptions) -> None:
-    """Refuse options that would take the ranks of one sequence for ranks with sequences of their own.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Reject options that do not support sequences sharded along cp. Raises ConfigError naming the option."""
     unfit = {
         opt("jit"): options.jit,
         opt("reduce_op", "adasum"): options.reduce_op == "adasum",
@@ -208,11 +192,11 @@ def check_sequences(model: Any, options: StepOptions) -> None:
 
 
 def built_optimizer(optimizer: Any, model: Any) -> Any:
-    """Return `optimizer` itself, or the one that it names or builds.
+    """Return `optimizer`, or the one that it names or builds.
 
     Raises:
-        ConfigError: not an optimizer, one that exchanges gradients itself or per microbatch, or one with the state of
-            variables other than those of `model`.
+        ConfigError: not an optimizer, one that reduces gradients itself or per microbatch, or one with the state of
+            other variables than those of `model`.
     """
     if isinstance(optimizer, str):
         known = known_optimizers()

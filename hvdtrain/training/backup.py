@@ -1,4 +1,4 @@
-"""Keras' BackupAndRestore, done by our own checkpoints: what Keras saves would be restored on rank 0 alone."""
+"""Keras' BackupAndRestore by hvdtrain's checkpoints; Keras' own would restore rank 0 only."""
 
 import json
 from collections.abc import Sequence
@@ -17,31 +17,27 @@ from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import CheckpointError, ConfigError
 
 TIMEOUT_S = 600.0
-"""Ranks come to it together, right after they have compared the arguments of `fit`."""
+"""Ranks arrive together, right after they have compared the arguments of `fit`."""
 
 
 @dataclass(frozen=True)
 class Backup:
-    """A folder of checkpoints from which `fit` goes on, and which it removes when it has finished."""
+    """A folder of checkpoints that `fit` resumes from, and removes when finished."""
 
     folder: str
     every: int | None
-    """Steps between two checkpoints; None: one at the end of every epoch."""
+    """Steps between checkpoints; None: at the end of every epoch."""
     keep: int
     removed: bool
-    """Whether it is removed at the end (`delete_checkpoint`)."""
+    """Whether to remove it at the end (`delete_checkpoint`)."""
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What `fit` saves."""
+        """The checkpoint policy of `fit`."""
         return Checkpoint(self.folder, self.every, self.keep)
 
     def refuse_foreign(self) -> None:
-        """Refuse a folder of what Keras' own `fit` has saved; called on the rank that sees it.
-
-        Raises:
-            CheckpointError: naming the file.
-        """
+        """Reject a folder saved by Keras' own `fit`; rank 0 only. Raises CheckpointError naming the file."""
         found = Path(self.folder) / "latest.weights.h5"
         if found.exists():
             raise CheckpointError(
@@ -50,7 +46,7 @@ class Backup:
             )
 
     def finish(self) -> None:
-        """Remove the checkpoints, if they are to be; called on the rank that sees them. Other files stay."""
+        """Remove the checkpoints if requested; rank 0 only. Other files stay."""
         if self.removed:
             for path in complete(Path(self.folder)):
                 discard(path)
@@ -59,10 +55,10 @@ class Backup:
 
 
 def without_backup(callbacks: Sequence[Any]) -> tuple[list[Any], Backup | None]:
-    """Return the other callbacks, and what the BackupAndRestore among them asks for.
+    """Separate a BackupAndRestore from the other callbacks.
 
     Raises:
-        ConfigError: there are two of them, or one that never saves.
+        ConfigError: two of them, or one that never saves.
     """
     flat = tf.nest.flatten(list(callbacks))
     backups = [_backup(each) for each in flat if isinstance(each, keras.callbacks.BackupAndRestore)]
@@ -73,10 +69,10 @@ def without_backup(callbacks: Sequence[Any]) -> tuple[list[Any], Backup | None]:
 
 
 def agreed_backup(backup: Backup | None, backend: Backend) -> Backup | None:
-    """Return rank 0's backup on every rank; each of the others may have the same one or none.
+    """Return rank 0's backup on every rank; others may have the same one or none. Collective.
 
     Raises:
-        ConfigError: a rank has another one.
+        ConfigError: a rank has a different one.
     """
     mine = b"" if backup is None else json.dumps(asdict(backup)).encode()
     everyone = backend.gather_bytes(mine, timeout=TIMEOUT_S)

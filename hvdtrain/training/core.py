@@ -1,4 +1,4 @@
-"""What a trainer consists of, and what it does forevery way of using it: build, broadcast, train, evaluate."""
+"""Core of the trainer: build, broadcast, train, evaluate."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,11 +59,7 @@ from hvdtrain.training.update_rules.zero.building import is_built_as_slices
 def step_factory_for(
     backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
 ) -> StepFactory:
-    """Return the factory of the steps that train `model` on `backend`.
-
-    Raises:
-        ConfigError: options or layers that do not fit.
-    """
+    """Return the step factory for `model` on `backend`. Raises ConfigError: incompatible options or layers."""
     if isinstance(model, PipelineStage):
         return PipelineStepFactory(
             backend=backend, model=model, optimizer=optimizer, objective=objective, options=options
@@ -76,7 +72,7 @@ def step_factory_for(
 
 
 class TrainerCore:
-    """A model, its optimizer and its objective, assembled for the replicas of a backend; see `Trainer`."""
+    """A model, its optimizer and its objective on a backend's replicas; base of `Trainer`."""
 
     def __init__(
         self,
@@ -113,7 +109,7 @@ class TrainerCore:
         self._assemble()
 
     def _assemble(self) -> None:
-        """Make all that knows the replicas, for a new trainer or a new world."""
+        """(Re)create everything that depends on the number of replicas."""
         optimizer, objective, notes = self._parts
         self.backend.prepare(optimizer)
         self._factory = step_factory_for(
@@ -126,12 +122,12 @@ class TrainerCore:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that trains the model; of several, the first that its `train_step` uses."""
+        """The optimizer; of several, the first that `train_step` uses."""
         return self._factory.optimizer
 
     @property
     def rule(self) -> UpdateRule:
-        """The update rule; it exists once the model's variables do."""
+        """The update rule; created once the model is built."""
         return self._rule or self._make_rule()
 
     def _make_rule(self) -> UpdateRule:
@@ -141,7 +137,7 @@ class TrainerCore:
 
     @property
     def state(self) -> TrainState:
-        """The training state; it exists once the model's variables do."""
+        """The training state; created once the model is built."""
         if self._state is None:
             with self.backend.scope():
                 self._state = TrainState(self.model, self.optimizer, self._seed, slots=self.rule.named_tensors)
@@ -151,7 +147,7 @@ class TrainerCore:
         return self._state
 
     def evaluate_on(self, batches: Iterable[Batch]) -> Evaluation:
-        """Do what `evaluate` does, on this replica's batches, which can be read more than once."""
+        """Evaluate on this replica's batches, which must be re-iterable. Collective."""
         for first in batches:
             self.build_on(first)
             break
@@ -160,15 +156,15 @@ class TrainerCore:
         return self._evaluate(batches)
 
     def build(self, data: TrainingData) -> None:
-        """Create the variables of model and optimizer, if they are not there, and check loss and metrics."""
+        """Build model and optimizer if necessary, and check loss and metrics."""
         sample = data.sample() if isinstance(data, DatasetTraining) else next(iter(data.batches(0)))
         self.build_on(sample, training=True)
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
-        """Do what `build` does, on a batch that is like those to come, in `training` or in evaluation."""
+        """Build model and optimizer from one representative batch."""
         if is_built_as_slices(self.model):
-            self._make_rule()  # by which the model can be called
-        with precision(self.options.precision):  # for layers that are made when they are first called
+            self._make_rule()  # makes the model callable
+        with precision(self.options.precision):  # for layers created on first call
             self._build_variables(batch, training=training)
         check_split(self.model, self.backend.axes)
         check_slices(self.model, self.optimizer, self.options)
@@ -181,11 +177,11 @@ class TrainerCore:
             self.rule.follow_model(training=training)
 
     def _build_variables(self, batch: Batch, *, training: bool) -> None:
-        """Create the variables that evaluation needs, and in `training` those of the optimizers."""
+        """Create the model's variables, and the optimizers' if `training`."""
         self._factory.build(batch, training=training)
 
     def broadcast_state(self) -> None:
-        """Give every rank the tensors and scalars of rank 0; slices stay where they are."""
+        """Broadcast rank 0's tensors and scalars; shards stay in place. Collective."""
         self.state.broadcast(self.backend)
         self.rule.begin()
 
@@ -202,18 +198,15 @@ class TrainerCore:
         stopping: StopAgreement | None = None,
         commits: Commits | None = None,
     ) -> FitResult:
-        """Broadcast the state of rank 0 and train until `plan.total_steps`.
+        """Broadcast rank 0's state and train until `plan.total_steps`. Collective.
 
         Args:
-            data: this replica's batches.
-            plan: when to stop, log and save.
-            validation: evaluated after every epoch.
-            observers: told what happens; rank 0's only.
-            info: what the observers are told at the start.
-            save: writes the state, or begins to (`BackgroundSaver`); called on every rank.
-            callbacks: see `fit`. After `restore` they go on from what was saved of them.
+            observers: receive events; rank 0's only.
+            info: passed to the observers at the start.
+            save: writes the state, possibly in the background (`BackgroundSaver`); called on every rank.
+            callbacks: as for `fit`. After `restore` they continue from their saved state.
             stopping: agrees on the step after which a signal stops all ranks; needs `save`.
-            commits: of an elastic training, which keeps the state there every `plan.commit_every` steps.
+            commits: of elastic training, which commits the state every `plan.commit_every` steps.
 
         Raises:
             ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
@@ -247,7 +240,7 @@ class TrainerCore:
         stopping: StopAgreement | None = None,
         commits: Commits | None = None,
     ) -> FitResult:
-        """Do what `train` does, from a state that is the same on every rank."""
+        """Train from a state that is equal on every rank."""
         begin = time.perf_counter()
         info = info or run_info(self.backend, state=self.state, options=self.options, data=data, plan=plan)
         notes = getattr(data, "notes", ())
@@ -287,7 +280,7 @@ class TrainerCore:
         return training.result(wall_seconds=time.perf_counter() - begin)
 
     def _commit_to(self, commits: Commits, observers: Observer) -> Callable[[], None]:
-        """Commit the state with which an elastic world begins, and return what commits the later ones."""
+        """Commit the initial state of an elastic world, and return the commit function."""
         said = commits.begin(self.state, self.backend)
         if said is not None:
             observers.on_message(said)
@@ -300,35 +293,35 @@ class TrainerCore:
         return commit
 
     def compiled_step(self, data: TrainingData) -> CompiledStep:
-        """Return the compiled step for batches of `data`, to be called by itself."""
+        """Return the compiled step for batches of `data`, for standalone use."""
         return self._factory.train_step(self.state, self.rule, data.batch, epoch_metrics=False)
 
     def consolidate(self) -> None:
-        """Make the model what is evaluated and saved; every rank calls it, and training goes on from there."""
+        """Make the model hold the weights to be evaluated and saved. Collective."""
         self.rule.consolidate()
         self.state.average_statistics(self.backend)
 
     def prepare_to_evaluate(self) -> None:
-        """Make the model what `_evaluate` evaluates; every rank calls it, and training goes on from there."""
+        """Prepare the model for `_evaluate`. Collective."""
         self.rule.prepare_to_evaluate()
         self.state.average_statistics(self.backend)
 
     def prepare_to_save(self) -> None:
-        """Make the state what is saved; every rank calls it, and training goes on from there."""
+        """Prepare the state for saving. Collective."""
         self.rule.prepare_to_save()
         self.state.average_statistics(self.backend)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Give the model the optimizer's averages of its weights (`use_ema=True`), as of the last `consolidate`."""
+        """Swap in the EMA of the weights (`use_ema=True`), as of the last `consolidate`."""
         return nullcontext() if self._rule is None else self._rule.averaged_weights()
 
     def _agree(self, call: str, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> None:
-        """Refuse a call that differs by rank, or one by trainers that do."""
+        """Verify that all ranks make the same call with the same trainer. Collective."""
         settings = settings_of(self._seed, self.options, self.optimizer, callbacks)
         agree_on_call(self.backend, call, arguments, settings)
 
     def _give_first_weights(self) -> None:
-        """Give every rank what rank 0 would evaluate with, where ranks differ: the averages too, if there are any."""
+        """Broadcast rank 0's weights (and EMA weights) if the ranks' weights differ."""
         averages = self.rule if averages_weights(self.optimizer) else None
         if give_first_weights(weights_of(self.model, averages), self.backend) and self._rule is not None:
             self._rule.adopt_weights()

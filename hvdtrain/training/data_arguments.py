@@ -1,4 +1,4 @@
-"""The data arguments of `fit`, `evaluate` and `predict`, by Keras' names, as one value."""
+"""Data arguments of `fit`, `evaluate` and `predict`, by Keras' names, as one value."""
 
 import itertools
 import math
@@ -16,20 +16,19 @@ from hvdtrain.data.streams.python_batches import is_stream
 
 
 def is_arrays(data: Any) -> bool:
-    """Return whether `data` are arrays, and not batches of a tf.data.Dataset, a PyDataset or a generator function."""
+    """Return whether `data` are arrays, as opposed to batches."""
     return not isinstance(data, tf.data.Dataset) and not is_stream(data)
 
 
 def combined(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
-    """Return the data as one value: batches as they are, arrays as `(inputs, targets[, sample_weight])`.
+    """Combine data arguments: batches unchanged, arrays as `(inputs, targets[, sample_weight])`.
 
     Args:
-        x: inputs, or all of it: a tuple `(inputs, targets[, sample_weight])`, or batches of any kind.
-        y: targets.
+        x: inputs; or a tuple `(inputs, targets[, sample_weight])`; or batches of any kind.
         sample_weight: weights [samples].
 
     Raises:
-        ConfigError: targets or weights besides batches, which hold them.
+        ConfigError: targets or weights in addition to batches, which contain them.
     """
     if y is None and sample_weight is None:
         return x[:2] if isinstance(x, tuple) and len(x) == 3 and x[2] is None else x
@@ -46,14 +45,14 @@ def combined(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
 
 
 def check_counts(counts: Mapping[str, Any], least: Mapping[str, int] | None = None) -> None:
-    """Refuse numbers that are none, and a batch that is named per rank and over all ranks.
+    """Reject invalid counts, and a batch given both per rank and over all ranks.
 
     Args:
-        counts: arguments by name; None where one was left out.
-        least: the smallest value of each, if it is not 1.
+        counts: arguments by name; None if omitted.
+        least: minimum of each, if not 1.
 
     Raises:
-        ConfigError: naming the argument.
+        ConfigError: names the argument.
     """
     for name, count in counts.items():
         smallest = (least or {}).get(name, 1)
@@ -70,11 +69,7 @@ def check_counts(counts: Mapping[str, Any], least: Mapping[str, int] | None = No
 
 
 def check_shard(shard: Any) -> None:
-    """Refuse another value of `shard` than None and "rank".
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Reject values of `shard` other than None and "rank". Raises ConfigError with the value."""
     if shard not in (None, "rank"):
         raise ConfigError(
             'shard is None, where every rank is given all samples, or "rank", where each is given its own part. '
@@ -83,13 +78,12 @@ def check_shard(shard: Any) -> None:
 
 
 def global_batch(batch_size: int | None, batch: int | None, backend: Backend, default: int | None = None) -> int | None:
-    """Return the samples of a step over all ranks.
+    """Return the samples per step over all ranks.
 
     Args:
         batch_size: samples per rank.
         batch: samples over all ranks; at most one of the two is given.
-        backend: the replicas.
-        default: samples per rank where neither is given.
+        default: samples per rank if neither is given.
     """
     if batch is not None:
         return batch
@@ -98,10 +92,10 @@ def global_batch(batch_size: int | None, batch: int | None, backend: Backend, de
 
 
 def split_arrays(data: Any, fraction: float) -> tuple[ArraySource, ArraySource]:
-    """Return the first samples of arrays, to train on, and the last `fraction` of them, to evaluate, as Keras does.
+    """Split arrays into training samples and the last `fraction` for validation, like Keras.
 
     Raises:
-        ConfigError: data that are no arrays, no fraction between 0 and 1, or one that leaves a part empty.
+        ConfigError: not arrays, a fraction outside (0, 1), or an empty split.
     """
     if not isinstance(fraction, float | int) or not 0 < fraction < 1:
         raise ConfigError(f"validation_split is a fraction between 0 and 1. Received: {fraction!r}.")
@@ -115,12 +109,10 @@ def split_arrays(data: Any, fraction: float) -> tuple[ArraySource, ArraySource]:
 
 
 def first_batches(data: Any, steps: int | None, batch: int) -> Any:
-    """Return the first `steps` batches of evaluation data of any kind, or all of them where it is None.
+    """Return the first `steps` batches of evaluation data; None: all.
 
     Args:
         data: arrays or batches.
-        steps: number of batches.
-        batch: samples of a batch of arrays.
     """
     if steps is None:
         return data

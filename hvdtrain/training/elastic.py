@@ -1,4 +1,4 @@
-"""Elastic training: the state is committed to memory every few steps, and another world goes on from there."""
+"""Elastic training: resume from a committed state in host memory in each new world."""
 
 import json
 import time
@@ -23,31 +23,31 @@ from hvdtrain.training.update_rules.select import DEFAULT, chosen_rule
 
 NO_COMMIT = -1
 MOST_IN_VAIN = 10
-"""Worlds without a new commit, after which the job ends."""
+"""Worlds without a new commit after which the job ends."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A whole training state in the host's memory."""
+    """A full training state in host memory."""
 
     scalars: Mapping[str, Any]
     tensors: Mapping[str, np.ndarray]
     held_weights: Mapping[str, np.ndarray]
-    """Those that callbacks hold; see `TrainState`."""
+    """Weights held by callbacks, as in `TrainState`."""
 
     @classmethod
     def of(cls, state: TrainState) -> "Commit":
-        """Return a copy of `state`, of which every rank holds all."""
+        """Copy a replicated `state`."""
         tensors = {path: np.array(tensor.value.numpy()) for path, tensor in state.named_tensors().items()}
         return cls(deepcopy(asdict(state.scalars)), tensors, dict(state.held_weights))
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """Completed steps."""
         return int(self.scalars["step"])
 
     def restore(self, state: TrainState) -> None:
-        """Take `state` back to this one."""
+        """Restore `state` to this commit."""
         for path, tensor in state.named_tensors().items():
             tensor.value.assign(self.tensors[path])
         state.restore(deepcopy(dict(self.scalars)))
@@ -56,40 +56,39 @@ class Commit:
 
 @dataclass(frozen=True)
 class WorldRecord:
-    """One world of an elastic training, as `summary.json` lists it."""
+    """One world of an elastic training, as listed in `summary.json`."""
 
     step: int
-    """Finished steps at its beginning."""
+    """Completed steps at its start."""
     ranks: int
     seconds_to_first_step: float | None = None
-    """From the last step that began in the world before to the end of the first one here; None in the first world."""
+    """From the last step begun in the previous world to the end of this one's first step; None in the first world."""
 
 
 class Commits:
-    """What one process keeps of an elastic training from world to world."""
+    """State that a process keeps across the worlds of an elastic training."""
 
     def __init__(self) -> None:
         self.settled: Any = None
-        """What was settled in the first world and holds for all, such as the run's folder; None before."""
+        """Values fixed in the first world, such as the run folder; None before."""
         self.worlds: list[WorldRecord] = []
-        """The worlds so far."""
+        """Worlds so far."""
         self.goes_on = False
         """Whether this world is not the first."""
         self._newest: Commit | None = None
         self._steps_here = 0
         self._last_began: float | None = None
         self._interrupted: float | None = None
-        """When the last step began in the world before; None in the first one of this process."""
+        """Start of the last step of the previous world; None in this process's first one."""
 
     def agree(self, call: str, session: Session) -> Any:
-        """Return what was settled in the first world; None in the first. Every rank calls it before all else.
+        """Return the values fixed in the first world; None in the first. Collective, before all else.
 
         Args:
-            call: what the ranks do; one that comes from the beginning of a script may do something else before.
-            session: of this world.
+            call: name of the call; a restarted script may make other calls before it.
 
         Raises:
-            ConfigError: ranks that do something else.
+            ConfigError: ranks that make another call.
         """
         mine = encode_call(call, {}) + b"\n" + json.dumps(self.settled).encode()
         everyone = session.control.exchange(mine, timeout=session.load_timeout)
@@ -100,11 +99,11 @@ class Commits:
         return self.settled
 
     def keep(self, state: TrainState) -> None:
-        """Commit `state`, in place of the commit before."""
+        """Replace the commit by `state`."""
         self._newest = Commit.of(state)
 
     def restore(self, state: TrainState, backend: Backend) -> bool:
-        """Give every rank the newest commit of any, those that are new too; return whether there is one.
+        """Restore the newest commit of any rank on all ranks; return whether there is one. Collective.
 
         Ranks may differ by one commit: a rank may be lost while others commit.
         """
@@ -133,7 +132,7 @@ class Commits:
         return True
 
     def begin(self, state: TrainState, backend: Backend) -> str | None:
-        """Commit the state with which a world begins; return what there is to say of it, None in the first."""
+        """Commit the initial state of a world; return a message, None in the first."""
         before = self.worlds[-1].ranks if self.worlds else None
         self.worlds.append(WorldRecord(state.scalars.step, backend.size))
         self._interrupted, self._steps_here = self._last_began, 0
@@ -145,7 +144,7 @@ class Commits:
         )
 
     def note_step(self) -> None:
-        """Note that a step begins; with the second one of a world it is known how long its first one was waited for."""
+        """Record the start of a step; the second one determines the first one's latency."""
         self._last_began, self._steps_here = time.monotonic(), self._steps_here + 1
         if self._steps_here == 2 and self._interrupted is not None:
             seconds = round(self._last_began - self._interrupted, 2)
@@ -153,7 +152,7 @@ class Commits:
 
 
 class HostsCheck:
-    """Ends the world, on all ranks after the same step, when the hosts have changed; every rank calls it."""
+    """Ends the world, on all ranks after the same step, when hosts have changed. Collective."""
 
     def __init__(self, session: Session, backend: Backend) -> None:
         self._worlds = session.link.worlds
@@ -163,21 +162,17 @@ class HostsCheck:
         )
 
     def __call__(self) -> None:
-        """Look.
-
-        Raises:
-            HostsChangedError: the launcher has told one of the ranks so.
-        """
+        """Check for changed hosts. Raises HostsChangedError: the launcher has notified one of the ranks."""
         changed = self._worlds is not None and self._worlds.hosts_changed
         if self._gather(tf.constant([int(changed)])).numpy().any():
             raise HostsChangedError("The hosts of the job have changed.")
 
 
 def check_elastic(session: Session, backend: str, options: StepOptions, shard_by: Sharding = "samples") -> None:
-    """Refuse elastic training where it cannot be.
+    """Reject elastic training where it is not supported.
 
     Raises:
-        ConfigError: not under horovodrun with host discovery; or with an option that divides state or data among ranks.
+        ConfigError: not under horovodrun with host discovery; or an option that shards state or data over ranks.
     """
     if not session.elastic:
         raise ConfigError(
@@ -191,11 +186,7 @@ def check_elastic(session: Session, backend: str, options: StepOptions, shard_by
 
 
 def check_undivided(options: StepOptions, shard_by: Sharding) -> None:
-    """Refuse options that divide state or data among ranks, of which an elastic job may lose some.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Reject options that shard state or data over ranks, which may be lost. Raises ConfigError naming the option."""
     rule = chosen_rule(options)
     if rule != DEFAULT:
         raise ConfigError(
@@ -223,7 +214,7 @@ def _shapes(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def _broadcast_arrays(
     mine: Mapping[str, np.ndarray], shapes: Mapping[str, Any], backend: Backend, root: int
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of rank `root`, of these dtypes and shapes, on every rank."""
+    """Broadcast arrays of known dtypes and shapes from rank `root`. Collective."""
     if not shapes:
         return {}
     empty = {path: np.zeros(shape, dtype) for path, (dtype, shape) in shapes.items()}

@@ -1,4 +1,4 @@
-"""The arguments of `Trainer.fit`, by Keras' names: what must be the same on every rank, and the data that they name."""
+"""Arguments of `Trainer.fit`, by Keras' names, and the data they specify."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.rank_inputs import evaluation_data, rank_training_data
 
 BATCH_SIZE = 32
-"""Samples per rank and step of arrays by default, as in Keras."""
+"""Default samples per rank and step for arrays, as in Keras."""
 VALIDATION_BATCH = 256
-"""Samples per evaluation step over all ranks by default."""
+"""Default samples per evaluation step over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataArguments:
-    """The samples to train on, and how they are read."""
+    """The training samples, and how they are read."""
 
     x: Any
     y: Any
@@ -45,15 +45,15 @@ class DataArguments:
     shard: str | None
 
     def given(self) -> Any:
-        """Return the data as one argument; see `combined`."""
+        """Return the data as one value."""
         return combined(as_function(self.x, self.steps_per_epoch), self.y, self.sample_weight)
 
     def global_batch(self, backend: Backend) -> int | None:
-        """Return the samples of a step over all ranks; None where the data come in batches."""
+        """Return the samples per step over all ranks; None if the data are batched."""
         return global_batch(self.batch_size, self.batch, backend, BATCH_SIZE if is_arrays(self.given()) else None)
 
     def training(self, data: Any, backend: Backend, seed: int) -> TrainingData:
-        """Return the stream of this replica's batches of `data`; see `training_data`."""
+        """Return the stream of this replica's batches of `data`."""
         read = training_data if self.shard is None else rank_training_data
         return read(
             with_class_weights(data, self.class_weight),
@@ -67,7 +67,7 @@ class DataArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationArguments:
-    """The samples to evaluate, and after which epochs."""
+    """The validation samples, and after which epochs to evaluate."""
 
     validation_split: float
     validation_data: Any
@@ -77,21 +77,21 @@ class ValidationArguments:
     validation_freq: int | Sequence[int]
 
     def batches(self, data: Any, backend: Backend, batch_size: int | None, shard: str | None = None) -> Iterable[Batch]:
-        """Return this replica's part of `data`, in batches of `batch_size` per rank by default."""
+        """Return this replica's share of `data`; default: `batch_size` samples per rank."""
         per_rank = self.validation_batch_size or (batch_size if self.validation_batch is None else None)
         batch = global_batch(per_rank, self.validation_batch, backend) or VALIDATION_BATCH
         return evaluation_data(data, backend, batch=batch, steps=self.validation_steps, shard=shard)
 
     @property
     def epochs(self) -> int | tuple[int, ...]:
-        """`validation_freq` as `Plan` takes it."""
+        """`validation_freq` in the form of `Plan`."""
         freq = self.validation_freq
         return int(freq) if isinstance(freq, int | np.integer) else tuple(int(epoch) for epoch in freq)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitArguments:
-    """Arguments of `Trainer.fit`, by its names; see there."""
+    """Arguments of `Trainer.fit`."""
 
     data: DataArguments
     validation: ValidationArguments
@@ -100,17 +100,13 @@ class FitArguments:
     log_every: int
 
     def facts(self) -> dict[str, Any]:
-        """Return all arguments by name, to be compared over the ranks."""
+        """Return all arguments by name, for comparison across ranks."""
         own = {"epochs": self.epochs, "initial_epoch": self.initial_epoch, "log_every": self.log_every}
         freq = {"validation_freq": str(self.validation.validation_freq)}
         return {**vars(self.data), **vars(self.validation), **own, **freq}
 
     def check(self) -> None:
-        """Refuse numbers that are none, and arguments that exclude one another.
-
-        Raises:
-            ConfigError: naming the argument.
-        """
+        """Reject invalid counts, and arguments that exclude one another. Raises ConfigError naming the argument."""
         facts = self.facts()
         of_data = ("batch_size", "batch", "steps_per_epoch")
         of_validation = ("validation_steps", "validation_batch_size", "validation_batch")
@@ -124,11 +120,11 @@ class FitArguments:
             )
 
     def streams(self, backend: Backend, seed: int) -> tuple[TrainingData, Iterable[Batch] | None]:
-        """Return this replica's batches to train on and, if there are any, to evaluate.
+        """Return this replica's training batches and its validation batches, if any.
 
         Raises:
             ConfigError: arguments that do not fit the kind of data.
-            DataError: data that cannot be used.
+            DataError: unusable data.
         """
         data, held_out = self.data.given(), combined(self.validation.validation_data)
         if held_out is None and self.validation.validation_split:
@@ -139,7 +135,7 @@ class FitArguments:
         return training, self.validation.batches(held_out, backend, self.data.batch_size, self.data.shard)
 
     def plan(self, scalars: Scalars, steps_per_epoch: int) -> Plan:
-        """Return the plan of what is left of the training that `scalars` is in: up to `epochs`, or until it stopped."""
+        """Return the plan of the remaining training in state `scalars`."""
         left = (self.epochs - scalars.epoch_of_training) * steps_per_epoch - scalars.place(steps_per_epoch)
         steps = 0 if scalars.stopped else max(0, left)
         return Plan(

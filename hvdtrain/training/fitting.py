@@ -1,4 +1,4 @@
-"""What `fit` does once its arguments are read: in the one world of a job, or in each of an elastic one."""
+"""Run `fit` in the single world of a job, or in each world of an elastic one."""
 
 import inspect
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from hvdtrain.training.run_info import console_for
 
 @dataclass(frozen=True)
 class FitRequest:
-    """A call of `Trainer.fit`; see there."""
+    """A call of `Trainer.fit`."""
 
     arguments: FitArguments
     callbacks: Sequence[Any]
@@ -31,10 +31,10 @@ class FitRequest:
 
 
 class FittingTrainer(ResumableTrainer):
-    """A trainer that trains on given data; see `Trainer`."""
+    """Adds `fit` to the trainer; base of `Trainer`."""
 
     def _fit(self, request: FitRequest, commits: Commits | None = None, commit_every: int | None = None) -> FitResult:
-        """Train in this world, from the newest commit if there is one."""
+        """Train in this world, from the newest commit if any."""
         arguments = request.arguments
         callbacks, backup = without_backup(request.callbacks)
         saved = checkpoint_of(request.checkpoint)
@@ -84,7 +84,7 @@ class FittingTrainer(ResumableTrainer):
         return result
 
     def _fit_elastically(self, request: FitRequest, commit_every: int) -> FitResult:
-        """Train in this world and, as long as ranks are lost or come, in those that follow."""
+        """Train in this world and its successors, while ranks are lost or join."""
         check_elastic(current(), self.backend.name, self.options)
         _refuse_ranks_own(request.arguments)
         commits, entered = Commits(), True
@@ -105,7 +105,7 @@ class FittingTrainer(ResumableTrainer):
                 entered = False
 
     def _enter(self, session: Session) -> None:
-        """Make everything anew that knows the replicas, for the world of `session`; model and optimizer stay."""
+        """Rebuild the trainer for a new world; model and optimizer are kept."""
         scalars = None if self._state is None else asdict(self._state.scalars)
         self.backend = backend_for(session)
         self._assemble()
@@ -113,7 +113,7 @@ class FittingTrainer(ResumableTrainer):
 
 
 def _with_batch(request: FitRequest, batch: int | None) -> FitRequest:
-    """Return the request with the global batch of the first world; None where the data come in batches."""
+    """Return the request with the first world's global batch; None for batched data."""
     if batch is None:
         return request
     data = replace(request.arguments.data, batch=batch, batch_size=None)
@@ -121,11 +121,7 @@ def _with_batch(request: FitRequest, batch: int | None) -> FitRequest:
 
 
 def _note_training(session: Session) -> None:
-    """Note that the one elastic training of a script begins.
-
-    Raises:
-        ConfigError: there was one before.
-    """
+    """Mark the start of the script's one elastic training. Raises ConfigError: there was one before."""
     worlds = session.link.worlds
     assert worlds is not None, "checked before"
     if worlds.trained:
@@ -137,16 +133,16 @@ def _note_training(session: Session) -> None:
 
 
 def _note_end(session: Session) -> None:
-    """Note that it has ended: no other world goes on from here."""
+    """Mark the end of elastic training: no further world resumes from here."""
     assert session.link.worlds is not None, "it was elastic"
     session.link.worlds.training = False
 
 
 def _refuse_ranks_own(arguments: FitArguments) -> None:
-    """Refuse data that would be lost with a rank, or that a rank that joins does not have.
+    """Reject per-rank data, which are lost with a rank or missing on a new one.
 
     Raises:
-        ConfigError: naming the argument.
+        ConfigError: names the argument.
     """
     if arguments.data.shard is not None:
         raise ConfigError(

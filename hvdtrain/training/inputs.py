@@ -1,4 +1,4 @@
-"""What `fit` and `evaluate` accept as data, brought into the form that the loop reads."""
+"""Convert the data of `fit` and `evaluate` to streams of batches."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -36,21 +36,20 @@ def training_data(
     shuffle: bool,
     steps_per_epoch: int | None,
 ) -> TrainingData:
-    """Return the stream of this replica's batches of `data`.
+    """Return the stream of this replica's batches of `data`. Collective.
 
     Args:
         data: `(inputs, targets[, sample_weight])` arrays, an ArraySource, a tf.data.Dataset of such tuples, or global
-            batches of them: a keras.utils.PyDataset, or a generator function. For a `train_step` of the model's own
-            inputs alone, `(inputs,)` or `inputs`, or elements of a Dataset in any other form.
-        backend: the replicas.
-        batch: samples of a global batch; None where there are global batches already.
-        seed: decides the order of arrays, and of a PyDataset's batches.
-        shuffle: whether these are shuffled; the order of the others is their own.
-        steps_per_epoch: steps of an epoch of data that do not end.
+            batches of them: a keras.utils.PyDataset, or a generator function. For a model's own `train_step`, inputs
+            alone, `(inputs,)` or `inputs`, or Dataset elements of any other form.
+        batch: samples of a global batch; None for batched data.
+        seed: of the order of arrays, and of a PyDataset's batches.
+        shuffle: whether to shuffle these; other data keep their own order.
+        steps_per_epoch: steps per epoch of infinite data.
 
     Raises:
-        ConfigError: no batch where one is needed, or one that does not divide among the replicas.
-        DataError: no samples, or ranks that were given other samples, or read them in different orders.
+        ConfigError: a missing batch, or one that is not divisible by the replicas.
+        DataError: no samples, or ranks with different samples or orders.
     """
     if isinstance(data, tf.data.Dataset | WeightedDataset):
         return _dataset(data, backend=backend, batch=batch, steps_per_epoch=steps_per_epoch)
@@ -143,9 +142,9 @@ def _check_same_batches(
     length: int | None = None,
     **facts: bool,
 ) -> list[Given]:
-    """Refuse batches that differ by rank, as far as the first one and their number tell.
+    """Verify that ranks have the same first batch and number of batches. Collective.
 
-    The number is `length` where it is known: an epoch of another one may have the same steps on every rank.
+    `length` is used if known: epochs of different lengths may have the same number of steps.
     """
     size = data.steps_per_epoch if length is None else length
     first_pass: FirstPass | None = getattr(data, "first_pass", None)
@@ -165,21 +164,21 @@ def _samples(batch: Any) -> int:
 
 
 class WeightedDataset(NamedTuple):
-    """A Dataset, and what gives its samples their weights: applied to the samples of a rank, not to all."""
+    """A Dataset with a function that weights samples, applied to each rank's samples only."""
 
     dataset: tf.data.Dataset
     change: Change
 
 
 def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Return `data` with sample weights that are multiplied by what each sample's class counts.
+    """Multiply the sample weights of `data` by class weights.
 
     Args:
-        data: what `training_data` takes, with integer or one-hot targets.
-        class_weight: weights by label; labels that are not in it count 1.
+        data: as for `training_data`, with integer or one-hot targets.
+        class_weight: weights by label; default: 1.
 
     Raises:
-        ConfigError: targets that are no labels.
+        ConfigError: targets are not labels.
     """
     if class_weight is None:
         return data
@@ -210,9 +209,9 @@ def _weighted(elements: tuple[Any, ...], table: np.ndarray) -> tuple[Any, ...]:
 
 
 def _labels_of(targets: tf.Tensor) -> tf.Tensor:
-    """Return the label of each sample [samples], int64: of labels [samples] or [samples, 1], or of one-hot rows.
+    """Return labels [samples], int64, from [samples], [samples, 1] or one-hot rows.
 
-    Labels of a binary cross-entropy are floats.
+    Labels of a binary cross-entropy may be floats.
     """
     rank = targets.shape.rank
     if rank not in (1, 2) and (rank is not None or targets.dtype.is_floating):
@@ -230,17 +229,14 @@ def _labels_of(targets: tf.Tensor) -> tf.Tensor:
 
 
 def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "validation") -> Iterable[Batch]:
-    """Return this replica's part of validation data: arrays, an ArraySource, or global batches of any kind.
+    """Return this replica's share of validation data: arrays, an ArraySource, or global batches.
 
     Args:
-        data: all of them, on every rank.
-        backend: the replicas.
         batch: samples of a global batch of arrays.
-        what: what errors call the data.
 
     Raises:
-        ConfigError: they never end.
-        DataError: no samples, or ranks that were given other samples.
+        ConfigError: infinite data.
+        DataError: no samples, or ranks with different samples.
     """
     index, size = backend.process, backend.processes
     if is_stream(data):
@@ -269,15 +265,10 @@ def _alike(
     backend: Backend,
     what: str,
 ) -> Iterable[Batch]:
-    """Return `batches`, which every rank must have in the same order and number.
+    """Return `batches` after verifying that ranks agree on them. Collective.
 
     Args:
-        kind: what they are.
-        batches: this replica's parts.
-        first: returns the first global batch.
-        count: the number of batches, if it is known before they are read.
-        backend: the replicas.
-        what: which data they are.
+        count: number of batches, if known in advance.
     """
 
     def given() -> Given:
@@ -289,11 +280,7 @@ def _alike(
 
 
 def _checked(batch: Any) -> Any:
-    """Return a first global batch; None where there is none.
-
-    Raises:
-        DataError: it is none, or has another structure.
-    """
+    """Return a valid first global batch. Raises DataError: missing, or of another structure."""
     if batch is None:
         raise NoSamplesError("The dataset is empty.")
     if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(batch)):

@@ -1,4 +1,4 @@
-"""Signals to a script whose `fit` saves checkpoints: all ranks save after the same step, and the process ends."""
+"""Signals during `fit` with checkpoints: all ranks save after the same step and exit."""
 
 import os
 from collections.abc import Iterator
@@ -14,14 +14,9 @@ from hvdtrain.state.scalars import Scalars
 
 @contextmanager
 def stoppable(checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int) -> Iterator[StopAgreement | None]:
-    """Yield what lets signals stop the training in this context; None where nothing is saved.
+    """Let signals stop the training inside this context; yields None without checkpoints.
 
-    Signals that the script handles by itself are left to it.
-
-    Args:
-        checkpoint: where the training is saved.
-        scalars: of its state.
-        total_steps: at which it is to end.
+    Signals with a handler of the script are left to it.
 
     Raises:
         Stopped: after the last step, which is saved; on every rank.
@@ -51,4 +46,4 @@ def stoppable(checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int)
             say(f"hvdtrain: {message()}")
         raise
     if agreement.asked_here is not None:
-        os.kill(os.getpid(), agreement.asked_here)  # too late for a step: the training is complete and saved
+        os.kill(os.getpid(), agreement.asked_here)  # arrived after the last step: the training is complete and saved

@@ -1,4 +1,4 @@
-"""What a training step may do besides the plain one: the same names as the flags of the command line."""
+"""Options of the training step, named like the command-line flags."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -29,19 +29,19 @@ from hvdtrain.gradients.reduction import ReductionOptions
 from hvdtrain.optim.clipping import Clipping
 
 EXCHANGE_OPTIONS = (*(field.name for field in (*fields(ExchangeConfig), *fields(UpdateConfig))), "sync_batch_norm")
-"""Options that do nothing where nothing is exchanged."""
+"""Options without effect on a single replica."""
 OF_INIT = frozenset(field.name for field in fields(RuntimeConfig))
-"""Options that a job starts with."""
+"""Options of `init`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(
     DesyncConfig, BadStepConfig, PipelineConfig, UpdateConfig, ExchangeConfig, ClippingConfig, StepConfig
 ):
-    """Options of the training step; those of several sections of the configuration, each declared there."""
+    """Options of the training step, from several sections of the configuration."""
 
     precision: PrecisionName | None = None
-    """Dtype policy that a model's builder runs with; None leaves Keras' own."""
+    """Dtype policy for building the model; None: Keras' current one."""
 
     def __post_init__(self) -> None:
         for part in (
@@ -64,24 +64,23 @@ class StepOptions(
             )
 
     def refuse_with(self, rule: str, unfit: Mapping[str, bool]) -> None:
-        """Refuse options that an update rule has no use for.
+        """Reject options that an update rule does not support.
 
         Args:
-            rule: the option that chooses the rule.
-            unfit: whether each of these options, as a user would type it, is in use.
+            unfit: whether each option, as a user types it, is in use.
 
         Raises:
-            ConfigError: naming the first.
+            ConfigError: names the first.
         """
         for option, used in unfit.items():
             if used:
                 raise ConfigError(f"{option} does not go with {rule}: leave out one of them.")
 
     def check_world(self, size: int, controller: str) -> None:
-        """Refuse what these ranks cannot do.
+        """Reject options that these ranks do not support.
 
         Raises:
-            ConfigError: Adasum without MPI, or on a number of ranks that is no power of two.
+            ConfigError: Adasum without MPI, or on a number of ranks that is not a power of two.
         """
         if self.reduce_op != "adasum" or size == 1:
             return
@@ -91,10 +90,10 @@ class StepOptions(
             raise ConfigError(f"{opt('reduce_op', 'adasum')} needs 2, 4, 8 … ranks. Received: {size}.")
 
     def check_backend(self, name: str, lacks: Collection[str]) -> None:
-        """Refuse what the backend `name` cannot do: options that it `lacks`, and Adasum where one is compression.
+        """Reject options that backend `name` `lacks`, and Adasum if it lacks any.
 
         Raises:
-            ConfigError: naming the option and the backend.
+            ConfigError: names the option and the backend.
         """
         given = next((option for option in self.chosen() if option in lacks), None)
         if given is None and lacks and self.reduce_op == "adasum":
@@ -106,17 +105,17 @@ class StepOptions(
             )
 
     def chosen(self) -> dict[str, Any]:
-        """Return the options that are not at their defaults, by name."""
+        """Return the options with other values than the default, by name."""
         plain = StepOptions(precision="float32" if self.precision == "float32" else None)
         return {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
 
     @property
     def clipping(self) -> Clipping:
-        """The bounds on the gradient."""
+        """Gradient clipping."""
         return Clipping(self.clip_norm, self.clip_value)
 
     def reduction_on(self, backend: Backend) -> ReductionOptions:
-        """Return how gradients travel on `backend`: where they are to leave together, rows are gathered at once."""
+        """Return the reduction options on `backend`."""
         options = ReductionOptions(**{option.name: getattr(self, option.name) for option in fields(ExchangeConfig)})
         if not backend.capabilities.sends_together:
             return options
@@ -125,7 +124,7 @@ class StepOptions(
 
 
 class TrainerOptions(TypedDict, total=False):
-    """The fields of `StepOptions` as keyword arguments, so that an editor completes them (PEP 692)."""
+    """The fields of `StepOptions` as keyword arguments, for completion in editors (PEP 692)."""
 
     accumulate: int
     precision: PrecisionName | None
@@ -153,10 +152,10 @@ class TrainerOptions(TypedDict, total=False):
 
 
 def step_options(given: dict[str, Any]) -> StepOptions:
-    """Return the options named in `given`.
+    """Return StepOptions from keyword arguments.
 
     Raises:
-        ConfigError: an unknown name, a value that is none of its option's, or options that exclude one another.
+        ConfigError: an unknown name, an invalid value, or options that exclude one another.
     """
     known = {field.name: "" for field in fields(StepOptions)}
     for name in given:

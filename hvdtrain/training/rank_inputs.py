@@ -1,4 +1,4 @@
-"""Data of `fit`, `evaluate` and `predict` of which each rank may be given its own part (`shard="rank"`)."""
+"""Per-rank data of `fit`, `evaluate` and `predict` (`shard="rank"`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,19 +27,18 @@ def rank_training_data(
     shuffle: bool,
     steps_per_epoch: int | None,
 ) -> TrainingData:
-    """Return the stream of this rank's own data; see `training_data`.
+    """Return the stream of this rank's own data. Collective.
 
     Args:
-        data: this rank's samples, which may be none; batches hold the samples of one rank.
-        backend: the replicas.
-        batch: samples of a step over all ranks; None where each rank has batches already.
-        seed: decides the order of arrays, and of a PyDataset's batches.
-        shuffle: whether these are shuffled.
-        steps_per_epoch: steps of an epoch of data that do not end; finite Datasets are repeated.
+        data: this rank's samples, possibly none; batches hold the samples of one rank.
+        batch: samples per step over all ranks; None for batched data.
+        seed: of the order of arrays, and of a PyDataset's batches.
+        shuffle: whether to shuffle these.
+        steps_per_epoch: steps per epoch of infinite data; finite Datasets are repeated.
 
     Raises:
-        ConfigError: see `training_data`.
-        DataError: no rank has samples, or those of two ranks differ in structure.
+        ConfigError: as `training_data`.
+        DataError: no rank has samples, or structures differ between ranks.
     """
     options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "steps_per_epoch": steps_per_epoch}
     if backend.processes == 1:
@@ -59,16 +58,15 @@ def rank_training_data(
 def evaluation_data(
     data: Any, backend: Backend, *, batch: int, steps: int | None, shard: str | None
 ) -> Iterable[Batch]:
-    """Return this rank's part of evaluation data; see `validation_batches`.
+    """Return this rank's share of evaluation data. Collective.
 
-    Arrays that are the same on every rank are divided, also with `shard="rank"`.
+    Arrays that are equal on all ranks are divided, even with `shard="rank"`.
 
     Args:
         data: all samples on every rank; this rank's own with `shard="rank"`.
-        backend: the replicas.
-        batch: samples of a step over all ranks, for arrays.
-        steps: batches that are read, or all of them.
-        shard: see `Trainer.fit`.
+        batch: samples per step over all ranks, for arrays.
+        steps: number of batches; None: all.
+        shard: as for `Trainer.fit`.
     """
     if shard is None or backend.processes == 1 or (is_arrays(data) and same_arrays(data, backend)):
         return validation_batches(first_batches(data, steps, batch), backend, batch=batch)
@@ -78,7 +76,7 @@ def evaluation_data(
 def own_evaluation_data(
     data: Any, backend: Backend, *, batch: int, steps: int | None, what: str = "validation"
 ) -> RankEvaluation:
-    """Return this rank's own evaluation data, in as many batches on every rank; see `evaluation_data`."""
+    """Return this rank's own evaluation data, padded to equally many batches. Collective."""
     _refuse_shared_samples(backend)
     rows = per_replica(batch, backend.data_parallel.size) if is_arrays(data) else batch
     try:
@@ -92,11 +90,7 @@ def own_evaluation_data(
 
 
 def _refuse_shared_samples(backend: Backend) -> None:
-    """Refuse samples of each rank's own where several ranks must be given the same.
-
-    Raises:
-        ConfigError: naming the axes of the mesh.
-    """
+    """Reject per-rank samples if several ranks need the same ones. Raises ConfigError naming the mesh axes."""
     if backend.job_size > backend.processes:
         axes = ", ".join(f"{axis}={size}" for axis, size in backend.axes.items() if axis not in DATA_AXES)
         raise ConfigError(
@@ -106,7 +100,7 @@ def _refuse_shared_samples(backend: Backend) -> None:
 
 
 def _count(batches: Iterable[Batch]) -> int:
-    """Return the number of batches, which are read if it is not known."""
+    """Return the number of batches, iterating if unknown."""
     known = getattr(batches, "steps", None)
     if known is None and isinstance(batches, tf.data.Dataset):
         known = int(batches.cardinality())

@@ -1,4 +1,4 @@
-"""Checkpoints of a user's own script: save, restore and resume a trainer, and what `fit` saves and goes on from."""
+"""Save, restore and resume a trainer; checkpoints of `fit`."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -30,22 +30,22 @@ Folder = str | os.PathLike[str]
 
 
 class ResumableTrainer(TrainerCore):
-    """A trainer whose whole state is saved and restored; see `Trainer`."""
+    """Adds checkpoints to the trainer; base of `Trainer`."""
 
     _pending: Path | None = None
-    """A checkpoint that is loaded once the model has variables."""
+    """Checkpoint to load once the model has variables."""
     _goes_on = False
-    """Whether the next `fit` goes on with the training that was restored."""
+    """Whether the next `fit` continues the restored training."""
 
     def save(self, folder: Folder) -> Path:
-        """Write a checkpoint of the whole training state to `folder/step-N` and return its path; every rank calls it.
+        """Write the full training state to `folder/step-N` and return its path. Collective.
 
-        Weights, optimizer, steps, epochs: all that `restore` and `resume` need. Earlier checkpoints stay. The model
+        Weights, optimizer, steps, epochs: everything for `restore` and `resume`. Earlier checkpoints stay. The model
         alone is saved by `model.save("model.keras")` on rank 0.
 
         Raises:
-            CheckpointError: the folder cannot be written.
-            ConfigError: the model has no variables yet, or ranks name different folders.
+            CheckpointError: the folder is not writable.
+            ConfigError: the model has no variables yet, or ranks pass different folders.
         """
         agree_on_call(self.backend, "save", {"folder": os.fspath(folder)})
         if not (self.model.built or self.model.weights):  # Keras builds no model without a `call`
@@ -54,18 +54,17 @@ class ResumableTrainer(TrainerCore):
         return Checkpointer(Path(folder), keep=None, backend=self.backend).save_state(self.state)
 
     def restore(self, folder: Folder, which: str = "newest") -> Path:
-        """Load a checkpoint and return its path; every rank calls it, and only rank 0 needs to see the folder.
+        """Load a checkpoint and return its path. Collective; only rank 0 needs to see the folder.
 
-        A `fit` that follows begins a new training, from this state. A model that has no variables yet is given them by
-        `fit`, `evaluate` or `predict`, which load the checkpoint then.
+        The next `fit` starts a new training from this state. If the model has no variables yet, the checkpoint is
+        loaded by the next `fit`, `evaluate` or `predict`.
 
         Args:
-            folder: of checkpoints, or of a run; or a single checkpoint in it.
-            which: `"newest"` of those that are not damaged, `"best"` (by the metric that the best was kept of), or the
-                number of a step.
+            folder: of checkpoints, or of a run; or a single checkpoint.
+            which: `"newest"` undamaged one, `"best"` (by the metric that selected it), or a step number.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it was saved by another model or optimizer.
+            CheckpointError: missing, damaged, or saved from another model or optimizer.
         """
         agree_on_call(self.backend, "restore", {"folder": os.fspath(folder), "which": which})
         path = self._on_primary(lambda: located(Path(folder), str(which)))
@@ -75,18 +74,18 @@ class ResumableTrainer(TrainerCore):
         return path
 
     def resume(self, folder: Folder) -> Path | None:
-        """Go on from the newest checkpoint in `folder`, if there is one; every rank calls it before `fit`.
+        """Load the newest checkpoint in `folder`, if any, for the next `fit`. Collective.
 
-        The next `fit` then trains what is left of its `epochs`, from the next sample on, on any number of ranks, with
-        callbacks that remember what they did. It needs the same data and global batch as before.
+        The next `fit` then trains the rest of its `epochs`, from the next sample, on any number of ranks, with the
+        callbacks' state restored. It needs the same data and global batch as before.
 
-        Damaged checkpoints are named, set aside as `step-N.damaged`, and the newest good one is used.
+        Damaged checkpoints are reported, renamed to `step-N.damaged`, and the newest good one is used.
 
         Returns:
-            The checkpoint; None where there is none that is good, and `fit` begins at the start.
+            The checkpoint; None if there is no good one, and `fit` starts from the beginning.
 
         Raises:
-            CheckpointError: it was saved by another model or optimizer.
+            CheckpointError: it was saved from another model or optimizer.
         """
         agree_on_call(self.backend, "resume", {"folder": os.fspath(folder)})
         return self._resume(Path(folder))
@@ -99,7 +98,7 @@ class ResumableTrainer(TrainerCore):
         return path
 
     def _on_primary(self, find: Callable[[], Path | None]) -> Path | None:
-        """Return on every rank the checkpoint that `find` returns on the primary."""
+        """Return rank 0's result of `find` on every rank. Collective."""
 
         def look() -> str | None:
             path = find() if self.backend.primary else None
@@ -116,7 +115,7 @@ class ResumableTrainer(TrainerCore):
             print(f"The model has no variables yet: fit, evaluate or predict will load {path}.", flush=True)
 
     def _load_pending(self) -> None:
-        """Load the checkpoint that was waiting for the model's variables, if there is one."""
+        """Load the pending checkpoint, if any."""
         if self._pending is None:
             return
         path, self._pending = self._pending, None
@@ -127,7 +126,7 @@ class ResumableTrainer(TrainerCore):
         self.rule.begin()
 
     def _build_variables(self, batch: Batch, *, training: bool) -> None:
-        """See `TrainerCore`; a checkpoint is loaded into the variables of the optimizers, too."""
+        """Also build the optimizers if a checkpoint is pending."""
         try:
             super()._build_variables(batch, training=training or self._pending is not None)
         except Exception as error:
@@ -139,14 +138,14 @@ class ResumableTrainer(TrainerCore):
             raise
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
-        """See `TrainerCore.build_on`."""
+        """Build, then load a pending checkpoint."""
         super().build_on(batch, training=training)
         self._load_pending()
 
     def _begin_fit(
         self, data: TrainingData, initial_epoch: int, backup: Backup | None, *, described_data: bool
     ) -> bool:
-        """Go on with the training that was resumed, on the same data, or begin a new one; tell whether it goes on."""
+        """Continue the resumed training on the same data, or begin a new one; return whether it continues."""
         if backup is not None:
             on_every_rank(self.backend, lambda: backup.refuse_foreign() if self.backend.primary else None)
             self._resume(Path(backup.folder))
@@ -165,10 +164,9 @@ class ResumableTrainer(TrainerCore):
 
     @contextmanager
     def _saving(self, checkpoint: Checkpoint | None, *, again: bool = False) -> Iterator[BackgroundSaver | None]:
-        """Yield what writes the checkpoints of a `fit`, once it is known that it can; None where nothing is saved.
+        """Yield the checkpoint writer of a `fit`, after checking that it can write; None without one.
 
         Args:
-            checkpoint: where and when.
             again: whether this `fit` has saved there in an earlier world.
         """
         if checkpoint is None:
@@ -187,11 +185,7 @@ class ResumableTrainer(TrainerCore):
 
 
 def refuse_both(checkpoint: Checkpoint | None, backup: Backup) -> None:
-    """Refuse two ways of saving.
-
-    Raises:
-        ConfigError: naming them.
-    """
+    """Reject two ways of saving. Raises ConfigError naming them."""
     if checkpoint is not None:
         raise ConfigError(
             f"fit saves by BackupAndRestore({backup.folder!r}) or by checkpoint={checkpoint}. Received: both. Leave "
@@ -200,7 +194,7 @@ def refuse_both(checkpoint: Checkpoint | None, backup: Backup) -> None:
 
 
 def nothing_left(scalars: Scalars) -> str:
-    """Return a warning that a training is finished already, which a user may not expect."""
+    """Return the warning that the training is already complete."""
     how = "a callback stopped it" if scalars.stopped else "all of its epochs are trained"
     return (
         f"warning: there is nothing left to train: {how} ({plural(scalars.epoch_of_training, 'epoch')}). "
@@ -209,7 +203,7 @@ def nothing_left(scalars: Scalars) -> str:
 
 
 def with_checkpoints(plan: Plan, checkpoint: Checkpoint | None) -> Plan:
-    """Return `plan` with the times at which `checkpoint` saves."""
+    """Return `plan` with the save points of `checkpoint`."""
     if checkpoint is None:
         return plan
     every = None if checkpoint.every is None else int(checkpoint.every)
@@ -217,7 +211,7 @@ def with_checkpoints(plan: Plan, checkpoint: Checkpoint | None) -> Plan:
 
 
 def _to_go_on_from(folder: Path) -> Path | None:
-    """Return the newest good checkpoint in `folder`, or the one that it is, None where there is none yet."""
+    """Return the newest good checkpoint in `folder`, or `folder` itself if it is one, or None."""
     if (folder / manifest.NAME).is_file():
         return located(folder, "newest")
     return newest_good(checkpoints_at(folder), put_aside)

@@ -1,4 +1,4 @@
-"""Going back to the newest good checkpoint within a training."""
+"""Roll back to the newest good checkpoint within a training."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,7 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 
 def check_rollback(options: StepOptions, *, saves: bool) -> None:
-    """Refuse rollbacks in a training that saves no checkpoints.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Reject rollbacks in a training without checkpoints. Raises ConfigError naming the option."""
     if options.on_bad_step == "rollback" and not saves:
         raise ConfigError(
             f"{opt('on_bad_step', 'rollback')} goes back to the newest checkpoint of the training. Received: a "
@@ -27,10 +23,10 @@ def check_rollback(options: StepOptions, *, saves: bool) -> None:
 
 
 def rollback_to(saver: BackgroundSaver, backend: Backend, state: TrainState, rule: UpdateRule) -> Callable[[], Scalars]:
-    """Return what takes the tensors of `state` back to those of its newest good checkpoint; every rank calls it.
+    """Return a function that restores the newest good checkpoint's tensors. Collective.
 
-    It returns the scalars of the checkpoint, and leaves those of the state as they are: steps are counted on, and so is
-    the place in the data. It raises CheckpointError where there is no checkpoint that is good.
+    It returns the checkpoint's scalars but leaves those of `state` unchanged: steps and the position in the data
+    continue. It raises CheckpointError if there is no good checkpoint.
     """
 
     def roll_back() -> Scalars:

@@ -1,4 +1,4 @@
-"""The `RunInfo` of a user's own script, and who shows its progress."""
+"""`RunInfo` of a user's script, and its progress display."""
 
 from typing import Any
 
@@ -44,10 +44,9 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
 
 
 def console_for(backend: Backend, verbose: str | int = "auto") -> Observer:
-    """Return what shows the progress on rank 0, and nothing elsewhere.
+    """Return the progress display on rank 0, a no-op elsewhere.
 
     Args:
-        backend: the replicas.
         verbose: "auto" or 1 for a live display on a terminal and lines elsewhere, 2 for a line per epoch, 0 for none.
 
     Raises:
@@ -62,24 +61,20 @@ def console_for(backend: Backend, verbose: str | int = "auto") -> Observer:
 
 
 def check_verbose(verbose: str | int) -> None:
-    """Refuse what is none of Keras' values.
-
-    Raises:
-        ConfigError: naming the value.
-    """
+    """Reject values of `verbose` that Keras does not have. Raises ConfigError with the value."""
     if verbose not in ("auto", 0, 1, 2):
         raise ConfigError(f'verbose is "auto", 0, 1 or 2. Received: {verbose!r}.')
 
 
 def show_evaluation(outcome: Evaluation, backend: Backend, verbose: str | int) -> None:
-    """Print the figures of an evaluation on rank 0, unless `verbose` is 0."""
+    """Print an evaluation's metrics on rank 0, unless `verbose` is 0."""
     check_verbose(verbose)
     if backend.primary and verbose:
         print(joined("evaluation", *formatted(figures_of(outcome.as_dict()))), flush=True)
 
 
 def who_trains(backend: Backend) -> dict[str, Any]:
-    """Return the fields of `RunInfo` that depend on the backend."""
+    """Return the backend's fields of `RunInfo`."""
     roles = backend.roles
     return {
         "backend": backend.name,
@@ -92,7 +87,7 @@ def who_trains(backend: Backend) -> dict[str, Any]:
 
 
 def _rate_of(optimizer: Any) -> str:
-    """Return the learning rate in words."""
+    """Describe the learning rate."""
     optimizer = innermost(optimizer)
     value, schedule = f"{float(tf.convert_to_tensor(optimizer.learning_rate)):g}", rate_or_schedule(optimizer)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):

@@ -1,6 +1,6 @@
 """The trainer: a model, an optimizer and a loss, trained over all replicas of a backend.
 
-This page is what scripts call; what it is made of is in `core.py`.
+The public interface; the implementation starts in `core.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,28 +26,28 @@ from hvdtrain.training.update_rules.zero.building import is_built_as_slices
 class Trainer(FittingTrainer):
     """Trains a Keras model on every rank of the session.
 
-    Of a model that was compiled, the optimizer, the losses (with their weights) and the metrics (with the weighted
-    ones) are used where they are not given here; a warning at the start of `fit` names what is not. `jit_compile` of
-    `compile()` is not looked at: XLA is used with `jit=True`.
+    For a compiled model, the optimizer, losses (with their weights) and metrics (with the weighted ones) of `compile`
+    are the defaults; a warning at the start of `fit` names those that are not used. `jit_compile` is ignored: use
+    `jit=True`.
 
     Args:
-        model: a Keras model, or a function without arguments that builds one. One with a `train_step` of its own is
-            trained by it. What is trained is `trainer.model`: with `sync_batch_norm=True` a copy.
-        optimizer: a Keras optimizer, its name, or a function that builds one. Backends of tf.distribute take a
-            function for the model, and a function or a name for the optimizer.
-        loss: a Keras loss, its name, or a function `f(y_true, y_pred)` that returns one value for each sample; for
-            several outputs a dict or list of them.
-        metrics: Keras metrics or their names; for several outputs a dict or list. `accuracy` is the share of samples
+        model: a Keras model, or a function without arguments that builds one. A model's own `train_step` is used. The
+            trained model is `trainer.model`: with `sync_batch_norm=True` a copy.
+        optimizer: a Keras optimizer, its name, or a function that builds one. tf.distribute backends need a function
+            for the model, and a function or a name for the optimizer.
+        loss: a Keras loss, its name, or a function `f(y_true, y_pred)` that returns one value per sample; for several
+            outputs a dict or list of them.
+        metrics: Keras metrics or their names; for several outputs a dict or list. `accuracy` is the fraction of samples
             whose largest output is the label.
-        loss_weights: numbers that several losses are multiplied by, in a dict or list.
-        weighted_metrics: metrics that count sample weights.
-        seed: the order of samples and the draws of dropout are functions of it.
-        backend: who distributes; the session's by default.
+        loss_weights: factors of several losses, in a dict or list.
+        weighted_metrics: metrics that use sample weights.
+        seed: of the sample order and of dropout.
+        backend: distribution backend; default: the session's.
         options: fields of `hvdtrain.training.options.StepOptions`: `accumulate=4`, `precision="mixed_bfloat16"`,
             `clip_norm=1.0`, `compression="bf16"` …
 
     Raises:
-        ConfigError: options, a loss or a metric that cannot be combined over ranks.
+        ConfigError: invalid options, or a loss or metric that cannot be reduced over ranks.
         LaunchError: `hvdtrain.init()` was not called.
     """
 
@@ -78,53 +78,54 @@ class Trainer(FittingTrainer):
         elastic: bool = False,
         commit_every: int = COMMIT_EVERY,
     ) -> FitResult:
-        """Train until epoch `epochs`; arguments are those of `keras.Model.fit`, the same on every rank.
+        """Train until epoch `epochs`, with the arguments of `keras.Model.fit`. Collective.
+
+        All ranks pass the same arguments.
 
         Args:
             x: inputs, as arrays or nests of arrays; or a tf.data.Dataset, a keras PyDataset or a generator function of
-                batches `(inputs, targets[, sample_weight])` over all ranks; or arrays as such a tuple. The whole data
-                on every rank: the trainer gives each rank its slice of each batch.
-            y: targets, where `x` are inputs alone.
-            batch_size: samples per step of each rank; 32 for arrays. Batches of a Dataset or generator stay as they
-                are, over all ranks.
-            epochs: number of the last epoch; with `initial_epoch=0`, how many are trained.
+                global batches `(inputs, targets[, sample_weight])`; or arrays as such a tuple. Every rank passes the
+                full data; the trainer gives each rank its slice of each batch.
+            y: targets, if `x` is inputs alone.
+            batch_size: samples per step and rank; default for arrays: 32. Batches of a Dataset or generator are global
+                and stay unchanged.
+            epochs: number of the last epoch; with `initial_epoch=0`, the number of epochs.
             verbose: "auto" or 1 for a progress bar on a terminal and lines elsewhere, 2 for one line per epoch, 0 for
                 silence. Only rank 0 prints.
-            callbacks: Keras callbacks. They run on every rank, with figures over all ranks, and those that write
-                files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor) on rank 0 only. Some ranks may have
-                none, but those that set weights or the learning rate are needed on all. One that looks at batches
-                costs each of them a small exchange.
-            validation_split: fraction of the arrays, their last samples, that is evaluated and not trained on.
+            callbacks: Keras callbacks. They run on every rank with global metrics; those that write files
+                (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor) run on rank 0 only. Some ranks may have none,
+                but callbacks that set weights or the learning rate are needed on all. Batch-level callbacks cost a
+                small exchange per batch.
+            validation_split: fraction of the arrays, the last samples, held out for evaluation.
             validation_data: evaluated after each epoch: `(inputs, targets[, sample_weight])`, or batches as in `x`.
-            shuffle: whether arrays are visited in a new order every epoch.
-            class_weight: weight of the samples of each class, by label; multiplies sample weights.
+            shuffle: whether to reshuffle arrays every epoch.
+            class_weight: weight of each class's samples, by label; multiplies sample weights.
             sample_weight: weight of each sample, for arrays.
-            initial_epoch: epochs trained before this call; those of this call are counted from there.
-            steps_per_epoch: needed for a Dataset that does not end, and for a generator object.
-            validation_steps: number of validation batches to evaluate; all of them by default.
-            validation_batch_size: samples per evaluation step of each rank; `batch_size` by default.
-            validation_freq: evaluate after every so many epochs, or after those in a list, counted from 1.
-            batch: samples per step over all ranks, in place of `batch_size`.
-            validation_batch: samples per evaluation step over all ranks, in place of `validation_batch_size`.
+            initial_epoch: epochs trained before this call; epochs are counted from there.
+            steps_per_epoch: needed for an infinite Dataset, and for a generator object.
+            validation_steps: number of validation batches to evaluate; default: all.
+            validation_batch_size: samples per evaluation step and rank; default: `batch_size`.
+            validation_freq: evaluate every N epochs, or after those in a list, counted from 1.
+            batch: samples per step over all ranks, instead of `batch_size`.
+            validation_batch: samples per evaluation step over all ranks, instead of `validation_batch_size`.
             log_every: steps between two logged steps.
-            shard: "rank" if each rank is given its own part of the data (validation data too), in arrays or in batches
-                of its own; None if every rank is given all of them.
-            checkpoint: where and when to save the training state: `hvdtrain.Checkpoint(folder, …)`, or the folder
-                alone. A training that was interrupted goes on after `trainer.resume(folder)`. In place of both,
-                `BackupAndRestore(folder)` among the callbacks saves every epoch, goes on by itself, and removes the
-                folder at the end. SIGTERM, SIGUSR1 or Ctrl-C on any rank then save after the step under way, on all
-                ranks, and end the script with exit code 75 (130 for Ctrl-C).
-            elastic: go on when ranks are lost, and with new ones when hosts come, under `horovodrun` with host
-                discovery. The batch over all ranks stays what it is in the first world. One `fit` of a script can be
-                elastic, and before it no rank may wait for the others: see docs/reliability.md.
-            commit_every: with `elastic`, keep the state in memory every this many steps: from there training goes on.
+            shard: "rank" if each rank passes its own part of the data (validation data too), in arrays or in its own
+                batches; None if every rank passes all of them.
+            checkpoint: where and when to save the training state: `hvdtrain.Checkpoint(folder, …)`, or the folder. An
+                interrupted training continues after `trainer.resume(folder)`. Alternatively, the callback
+                `BackupAndRestore(folder)` saves every epoch, resumes automatically, and removes the folder at the end.
+                SIGTERM, SIGUSR1 or Ctrl-C on any rank then save after the current step, on all ranks, and end the
+                script with exit code 75 (130 for Ctrl-C).
+            elastic: continue when ranks are lost, and admit new hosts, under `horovodrun` with host discovery. The
+                global batch stays that of the first world. A script can have one elastic `fit`, and no other collective
+                before it (docs/reliability.md).
+            commit_every: with `elastic`, commit the state to host memory every N steps; training resumes there.
 
         Raises:
             CheckpointError: checkpoints cannot be saved, or a resumed training has other data.
-            ConfigError: a batch that does not divide among the ranks, options that do not fit, or ranks that call it
-                with different arguments.
-            DataError: data that cannot be used.
-            BadStepError: the loss became NaN or infinite (NonFiniteError), or a spike; see `on_bad_step`.
+            ConfigError: a batch not divisible by the ranks, conflicting options, or ranks with different arguments.
+            DataError: unusable data.
+            BadStepError: the loss became NaN or infinite (NonFiniteError), or a spike (option `on_bad_step`).
         """
         arguments = FitArguments(
             data=DataArguments(
@@ -170,24 +171,24 @@ class Trainer(FittingTrainer):
         batch: int | None = None,
         shard: str | None = None,
     ) -> Evaluation | dict[str, Any]:
-        """Return loss and metrics over all samples, each counted once; every rank passes the same arguments.
+        """Return loss and metrics over all samples, each counted once. Collective.
 
-        Where ranks hold different weights, those of rank 0 count.
+        All ranks pass the same arguments. If ranks hold different weights, rank 0's are used.
 
         Args:
-            x: as `fit` takes them.
-            y: targets, where `x` are inputs alone.
-            batch_size: samples per step of each rank, for arrays.
-            verbose: whether rank 0 prints the figures: "auto", 1 or 2; 0 for silence.
+            x: as for `fit`.
+            y: targets, if `x` is inputs alone.
+            batch_size: samples per step and rank, for arrays.
+            verbose: whether rank 0 prints the metrics: "auto", 1 or 2; 0 for silence.
             sample_weight: weight of each sample, for arrays.
-            steps: number of batches to evaluate; all of them by default.
-            return_dict: return loss and metrics as a dict, as Keras would.
-            batch: samples per step over all ranks, in place of `batch_size`; 256 by default.
-            shard: as `fit` takes it.
+            steps: number of batches to evaluate; default: all.
+            return_dict: return loss and metrics as a dict, as in Keras.
+            batch: samples per step over all ranks, instead of `batch_size`; default: 256.
+            shard: as for `fit`.
 
         Raises:
             ConfigError: ranks that make another call, or with other arguments.
-            DataError: data that cannot be used.
+            DataError: unusable data.
         """
         sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
         given = {"x": x, "y": y, "sample_weight": sample_weight, "shard": shard}
@@ -210,22 +211,22 @@ class Trainer(FittingTrainer):
         batch: int | None = None,
         shard: str | None = None,
     ) -> Any:
-        """Return the model's outputs for `x`, in its order, as NumPy arrays on every rank.
+        """Return the model's outputs for `x`, in order, as NumPy arrays on every rank. Collective.
 
-        Every rank calls it with the same arguments; where they hold different weights, those of rank 0 count.
+        All ranks pass the same arguments. If ranks hold different weights, rank 0's are used.
 
         Args:
-            x: arrays [samples, …], a nest of them, or a batched tf.data.Dataset whose elements are inputs or begin
-                with them; the whole data on every rank.
-            batch_size: samples per step of each rank, for arrays.
-            verbose: nothing is printed; taken as `keras.Model.predict` does.
-            steps: number of batches to predict; all of them by default.
-            batch: samples per step over all ranks, in place of `batch_size`; 256 by default.
-            shard: "rank" if each rank is given inputs of its own: it gets the outputs for these alone.
+            x: arrays [samples, …], a nest of them, or a batched tf.data.Dataset of inputs or of tuples that begin with
+                them; the full data on every rank.
+            batch_size: samples per step and rank, for arrays.
+            verbose: ignored; nothing is printed.
+            steps: number of batches to predict; default: all.
+            batch: samples per step over all ranks, instead of `batch_size`; default: 256.
+            shard: "rank" if each rank passes its own inputs: it gets the outputs for these alone.
 
         Raises:
             ConfigError: ranks that make another call, or with other arguments.
-            DataError: no inputs, or ranks that were given other inputs.
+            DataError: no inputs, or ranks with different inputs.
         """
         sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
         agree_on_call(self.backend, "predict", {"x": x, "shard": shard, **sizes})

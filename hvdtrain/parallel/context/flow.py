@@ -64,7 +64,7 @@ class _Walk:
         self.draws = Draws()
         self._layouts: dict[str, Layout] = {}
         self._lengths: set[str] = set()
-        """Names of tensors that were computed from the length of a slice."""
+        """Names of tensors computed from the length of a shard."""
         self._operations = list(trace.graph.get_operations())
 
     def layout_of(self, tensor: Any) -> Layout:

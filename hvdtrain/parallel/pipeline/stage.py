@@ -77,13 +77,13 @@ class PipelineStage(keras.Model):
         self.whole = WholeModel(model, cut, structure, paths)
         self.place, self.ranks = rank, ranks
         self.tied = _tied_weights(self.whole, ranks)
-        """By the path of the weight."""
+        """Tied weights by path."""
         self.stages = tuple(mine)
-        """The stages that this rank holds, ascending."""
+        """This rank's stages, ascending."""
         self.whole_parameters = sum(elements(placed_tensor(weight).global_shape) for weight in model.weights)
-        """Number of scalars among the whole model's weights."""
+        """Number of scalars in the full model's weights."""
         self.split_along = _axes_of(model)
-        """Axes of the mesh along which ranks hold different parts of the model, perhaps on other stages."""
+        """Mesh axes along which the model is split, possibly on other stages."""
         self.built = True
 
     @property

@@ -229,7 +229,7 @@ class Parallelization:
 
 
 def check_model(model: Any) -> None:
-    """Reject anything but a built, untrained Keras model. Raises ConfigError: with the reason."""
+    """Reject anything but a built, untrained Keras model. Raises ConfigError with the reason."""
     if not isinstance(model, keras.Model):
         raise ConfigError(f"A Keras model, or a function that builds one, is needed. Received: {model!r}.")
     if not model.built or not model.variables:

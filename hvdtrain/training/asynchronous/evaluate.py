@@ -1,4 +1,4 @@
-"""Evaluation and prediction by workers: each batch by one of them."""
+"""Evaluation and prediction on workers, one batch each."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,14 +16,14 @@ from hvdtrain.training.objective.metrics import Figure, MetricSet
 from hvdtrain.training.objective.outputs import inputs_for
 
 States = Sequence[Sequence[Any]]
-"""What the variables of each metric hold after one batch."""
+"""State of each metric's variables after one batch."""
 
 
 class Tally:
-    """Metrics over the batches of several calls, in float64 until somebody asks.
+    """Metrics accumulated in float64 over batches of several workers.
 
     Args:
-        metrics: gives the values; nobody else may count in them.
+        metrics: compute the results; owned by this object.
     """
 
     def __init__(self, metrics: MetricSet) -> None:
@@ -31,16 +31,16 @@ class Tally:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset all counts."""
         self._sums: list[list[np.ndarray]] | None = None
         self._pending: list[Future] = []
 
     def add(self, later: Future) -> None:
-        """Count the `metrics` that a call returns, once it has run."""
+        """Count the `metrics` of a pending call."""
         self._pending.append(later)
 
     def count(self, states: States) -> None:
-        """Count what one batch came to."""
+        """Count the metric state of one batch."""
         wide = [[np.asarray(value, np.float64) for value in state] for state in states]
         if self._sums is not None:
             wide = [
@@ -49,18 +49,18 @@ class Tally:
         self._sums = wide
 
     def take_up(self, sums: Mapping[str, Sequence[Any]]) -> None:
-        """Begin with what `sums` returned."""
+        """Restore the result of `sums`."""
         self._metrics.take_up(sums)
         self._sums = [[v.numpy().astype(np.float64) for v in bound.metric.variables] for bound in self._metrics.bound]
 
     def sums(self) -> dict[str, list[Any]]:
-        """Return the variables of each metric by its name, after waiting for what was scheduled."""
+        """Wait for pending calls and return each metric's variables by name."""
         self.results()
         bound = self._metrics.bound
         return {each.name: [variable.numpy().tolist() for variable in each.metric.variables] for each in bound}
 
     def results(self) -> dict[str, Figure]:
-        """Return each metric's value over what was counted, after waiting for it."""
+        """Wait for pending calls and return each metric's value."""
         for later in self._pending:
             self.count(later.fetch()["metrics"])
         self._pending.clear()
@@ -69,13 +69,9 @@ class Tally:
 
 
 class AsynchronousEvaluator:
-    """Evaluates each batch on a worker and adds up what they return; see `Evaluator`.
+    """Evaluates each batch on a worker and sums the results.
 
     Args:
-        backend: the backend whose workers these are.
-        workers: evaluate.
-        model: a built Keras model.
-        loss: the loss as sum and weight.
         metrics: fresh metrics, not shared with training.
     """
 
@@ -90,11 +86,7 @@ class AsynchronousEvaluator:
         )
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        """Evaluate on `batches`; `hooks` may look in.
-
-        Raises:
-            DataError: there is not one sample.
-        """
+        """Evaluate on `batches`, calling `hooks`. Raises DataError: no samples."""
         begin = time.perf_counter()
         hooks, tally = hooks or EvaluationHooks(), Tally(self._metrics)
         outcomes: list[Future] = []
@@ -113,7 +105,7 @@ class AsynchronousEvaluator:
         return Evaluation(_mean(outcomes), tally.results(), time.perf_counter() - begin)
 
     def _sums(self, inputs: Any, targets: Any, sample_weight: Any = None) -> dict[str, Any]:
-        """Return what there is to add up of one batch."""
+        """Return one batch's sums."""
         outputs = self._model(inputs_for(self._model, inputs), training=False)
         part = with_model_losses(self._loss(targets, outputs, sample_weight), self._model)
         return {
@@ -123,7 +115,7 @@ class AsynchronousEvaluator:
 
 
 class AsynchronousPredictor:
-    """Predicts each batch on a worker; see `Predictor`."""
+    """Predicts each batch on a worker."""
 
     def __init__(self, backend: Backend, workers: Workers, model: Any) -> None:
         self._workers = workers
@@ -134,10 +126,10 @@ class AsynchronousPredictor:
         )
 
     def __call__(self, batches: Iterable[Batch]) -> Any:
-        """Return the outputs [samples, …] as arrays in the model's structure, in the order of the inputs.
+        """Return the outputs [samples, …] as arrays in the model's structure, in input order.
 
         Raises:
-            DataError: there is nothing to predict.
+            DataError: no samples.
         """
         outcomes = [self._workers.schedule(self._outputs, batch.inputs) for batch in batches]
         if not outcomes:

@@ -1,4 +1,4 @@
-"""An optimizer step that one of several workers takes, while the others take theirs."""
+"""Optimizer step on one of several asynchronous workers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,14 +22,14 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 @contextmanager
 def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any]) -> Iterator[None]:
-    """Let `values` be what Keras variables hold, and drop what is assigned to these.
+    """Override the values of Keras variables and discard assignments to them.
 
-    A counter that several workers read, add to and write would lose what one of them added between another's reading
-    and writing. Here what a step derives from such a counter is a function of the step's own number instead.
+    With several workers, read-modify-write updates of a counter would be lost. Values derived from such a counter are
+    instead functions of the step's own number.
 
     Args:
         values: pairs of a Keras variable and a tensor.
-        others: Keras variables that keep, after the context, what is assigned to them within.
+        others: Keras variables whose assignments in the context are kept.
     """
     with keras.StatelessScope(values, collect_losses=True) as scope:
         yield
@@ -40,21 +40,17 @@ def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any]) -> Iterator
 
 
 class AsynchronousStep:
-    """Hands each batch to a worker, which changes the shared parameters at once; see `CompiledStep`.
+    """Dispatches each batch to a worker, which updates the shared parameters at once.
 
-    A step's gradient is that of its whole batch. When it is applied, the steps of other workers have changed the
-    parameters since they were read: of n workers up to n - 1 others, and more where they are faster. The learning rate,
-    the corrections of optimizers and the draws of dropout are functions of the step's number. Where a step is to be
-    measured, those before it are waited for, and so is the step itself.
+    A step's gradient is that of its whole batch. When it is applied, other workers have updated the parameters since
+    they were read: with n workers by up to n - 1 steps, or more if they are faster. Learning rate, optimizer
+    corrections and dropout are functions of the step's number. A measured step waits for all steps before it, and for
+    itself.
 
     Args:
-        backend: the backend whose workers these are.
         workers: take the steps.
-        state: what is trained.
-        passes: forward and backward pass.
         metrics: reported on logged steps.
-        rule: applies a step's own gradient.
-        epoch_metrics: whether the metrics are counted in every step, and reported over the epoch.
+        epoch_metrics: count the metrics in every step, and report them per epoch.
     """
 
     returns_logs = False
@@ -77,14 +73,14 @@ class AsynchronousStep:
         self._metrics = metrics
         self._rule = rule
         self._ahead = 0
-        """Steps since the last one that was waited for."""
+        """Steps since the last one waited for."""
         self._epoch = Tally(metrics.fresh()) if epoch_metrics else None
         self._recent = Tally(metrics.fresh())
-        """Metrics since the last measured step, where they are counted in every step."""
+        """Metrics since the last measured step, if they are counted in every step."""
         self._functions: dict[tuple[bool, bool | None], Callable[..., Any]] = {}
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
-        """Send `batch` to a worker; `measure` asks for what `Measured` holds, and waits."""
+        """Dispatch `batch` to a worker; `measure` waits and returns `Measured`."""
         if measure:
             self._workers.join()
         inputs, targets, weights = batch[:3]
@@ -97,22 +93,22 @@ class AsynchronousStep:
         return StepResult(_TotalsOf(later), self._measured(later.fetch()) if measure else None)
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
-        """See `CompiledStep`."""
+        """Reset the epoch's metrics, or restore `sums`."""
         if self._epoch is not None:
             self._epoch.reset()
             self._epoch.take_up(sums or {})
         self._recent.reset()
 
     def metric_sums(self) -> dict[str, list[Any]]:
-        """See `CompiledStep`."""
+        """Return the state of each metric of the epoch."""
         return {} if self._epoch is None else self._epoch.sums()
 
     def metrics_so_far(self) -> dict[str, Figure]:
-        """See `CompiledStep`."""
+        """Return the metrics of the epoch so far."""
         return {} if self._epoch is None else self._epoch.results()
 
     def epoch_metrics(self) -> dict[str, Figure]:
-        """See `CompiledStep`."""
+        """Return the metrics of the epoch, and reset them."""
         results = self.metrics_so_far()
         self.begin_metrics()
         return results
@@ -128,7 +124,7 @@ class AsynchronousStep:
         return self._functions[key]
 
     def _step(self, batch: Batch, ahead: tf.Tensor, measure: bool) -> dict[str, Any]:
-        """Take the step on a worker and return what there is to know of it."""
+        """Take the step on a worker and return its results."""
         optimizer = self._state.optimizer
         local, outputs = self._forward_backward(batch, within=lambda: self._drawing(ahead))
         with self._counting(ahead):
@@ -143,7 +139,7 @@ class AsynchronousStep:
         return found
 
     def _drawing(self, ahead: tf.Tensor) -> AbstractContextManager[None]:
-        """Return the context in which random layers draw as a function of (seed, step)."""
+        """Return a context in which random layers are functions of (seed, step)."""
         model = self._state.model
         seeds = seed_states(model)
         if not seeds:
@@ -156,7 +152,7 @@ class AsynchronousStep:
         return pinned([*zip(seeds, states, strict=True), *regularized], others)
 
     def _counting(self, ahead: tf.Tensor) -> AbstractContextManager[None]:
-        """Return the context in which the optimizer's `iterations` are those before this step."""
+        """Return a context in which the optimizer's `iterations` is that before this step."""
         optimizer = self._state.optimizer
         count = optimizer.iterations
         at = tf.convert_to_tensor(count) + tf.cast(ahead, count.dtype)
@@ -164,7 +160,7 @@ class AsynchronousStep:
         return pinned([(count, at)], [v for v in others if isinstance(v, keras.Variable)])
 
     def _measured(self, found: dict[str, Any]) -> Measured:
-        """Let the counters be those of the steps that are done, and return what was measured."""
+        """Advance the counters to the completed steps, and return the measurements."""
         self._state.counter.assign_add(self._ahead)
         self._state.optimizer.iterations.assign_add(self._ahead)
         self._ahead = 0
@@ -184,7 +180,7 @@ class AsynchronousStep:
 
 
 class _TotalsOf:
-    """The totals of a step that may be under way; see `Totals`."""
+    """Totals of a pending step."""
 
     def __init__(self, later: Future) -> None:
         self._later = later

@@ -1,4 +1,4 @@
-"""The pieces of a model's training on workers."""
+"""Step factory of training on asynchronous workers."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 
 class AsynchronousStepFactory(CompiledStepFactory):
-    """hvdtrain's own step and evaluation, each taken by one of the workers; see `StepFactory`.
+    """hvdtrain's step and evaluation, dispatched to workers.
 
     Raises:
-        ConfigError: a layer that would draw other random numbers in the backward pass.
+        ConfigError: a layer that would use other random numbers in the backward pass.
     """
 
     def __init__(
@@ -56,5 +56,5 @@ class AsynchronousStepFactory(CompiledStepFactory):
         )
 
     def predictor(self) -> Predict:
-        """See `StepFactory`."""
+        """Return a predictor on workers."""
         return AsynchronousPredictor(self._backend, self._workers, self._model)

@@ -1,4 +1,4 @@
-"""Evaluation over all replicas: every sample counts once, whatever their number."""
+"""Evaluation over all replicas: every sample counts once."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,37 +25,34 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 
 class EvaluationHooks:
-    """Called on every replica, with figures over all of them; nobody looks in unless a method is overridden."""
+    """Evaluation callbacks, called on every replica with global metrics."""
 
     def begin_test_step(self, number: int) -> None:
-        """Receive an evaluation's batch that begins, from 0."""
+        """Called before batch `number`, from 0."""
 
     def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, Any]]) -> None:
-        """Receive an evaluation's batch that is finished.
+        """Called after batch `number`, from 0.
 
-        `so_far` returns loss and metrics until here. It exchanges something: all replicas call it, or none.
+        `so_far` returns loss and metrics so far. It is a collective: all replicas call it, or none.
         """
 
 
 WEIGHTS = "model/"
-"""How the paths of the model's weights begin."""
+"""Path prefix of the model's weights."""
 
 
 def weights_of(model: Any, rule: UpdateRule | None = None) -> dict[str, tf.Variable]:
-    """Return the weights of `model` by structural path, and the replicated tensors of `rule`, if it is given."""
+    """Return a model's weights by structural path, and the replicated tensors of `rule`."""
     weights = {f"{WEIGHTS}{path}": v for path, v in structure_of(model).by_path(model.weights).items()}
     tensors = {} if rule is None else rule.named_tensors()
     return weights | {path: tensor.value for path, tensor in tensors.items() if tensor.replicated}
 
 
 def give_first_weights(tensors: Mapping[str, tf.Variable], backend: Backend) -> bool:
-    """Give every rank the values of rank 0 where ranks differ, as `fit` does, and tell whether they did.
+    """Broadcast rank 0's values if ranks differ; return whether they did. Collective.
 
-    Of experts and tables that ranks have divided among them each holds its own slices, and gets those of the first that
-    holds the same.
-
-    A user may have loaded weights on rank 0 alone, or each rank may have drawn its own. Every rank calls it, with the
-    same paths.
+    A user may have loaded weights on rank 0 only, or each rank may have initialized its own. Expert-parallel shards are
+    broadcast from the first rank that holds the same shard. Every rank passes the same paths.
     """
     along_tp = _give_along_tp(tensors, backend)
     if backend.size == backend.local_size:
@@ -75,10 +72,10 @@ def give_first_weights(tensors: Mapping[str, tf.Variable], backend: Backend) -> 
 
 
 def _give_along_tp(tensors: Mapping[str, tf.Variable], backend: Backend) -> bool:
-    """Do the same among the ranks that hold slices of one model, for the weights that each of them holds whole."""
+    """Broadcast full weights along tp if they differ."""
     if backend.axes.get("tp", 1) == 1:
         return False
-    # Not for slots, which do not know themselves whether they belong to a slice.
+    # Not for optimizer slots, whose variables may be sharded.
     placements = {path: placement_of(tensor) for path, tensor in tensors.items() if path.startswith(WEIGHTS)}
     whole = {path: tensors[path] for path, placed in placements.items() if placed is None or "tp" not in placed.axes}
     if len(set(backend.gather_bytes(checksum(whole).to_bytes(4, "big"), timeout=None, among="tp"))) == 1:
@@ -89,10 +86,9 @@ def _give_along_tp(tensors: Mapping[str, tf.Variable], backend: Backend) -> bool
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss and the metrics over a whole data set.
+    """Loss and metrics over a whole data set.
 
-    By name, `outcome["accuracy"]`; in the order in which Keras returns them, `loss, accuracy = outcome`; the loss
-    alone, `float(outcome)`.
+    By name, `outcome["accuracy"]`; in Keras' order, `loss, accuracy = outcome`; the loss alone, `float(outcome)`.
     """
 
     loss: float | None
@@ -121,12 +117,9 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates a model on every replica's part of the data and adds the parts up.
+    """Evaluates a model on every replica's share of the data and sums the results.
 
     Args:
-        backend: the replicas.
-        model: a built Keras model.
-        loss: the loss as sum and weight.
         metrics: fresh metrics, not shared with training.
         rule: returns the rule that holds the model's weights; None: the model does.
     """
@@ -153,10 +146,10 @@ class Evaluator:
         self._look = tf.function(lambda: backend.run(self._look_at_all), autograph=False)
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        """Evaluate on `batches`, of which each replica must have the same number; `hooks` may look in.
+        """Evaluate on `batches`, equally many on each replica, calling `hooks`. Collective.
 
         Raises:
-            DataError: there is not one sample.
+            DataError: no samples.
         """
         begin = time.perf_counter()
         self._metrics.reset_all()
@@ -179,7 +172,7 @@ class Evaluator:
         return exchanges_activations(self._model)
 
     def _so_far(self) -> dict[str, Figure]:
-        """Return loss and metrics over what was evaluated so far, on all replicas, which call it together."""
+        """Return loss and metrics so far over all replicas. Collective."""
         sums, metrics = self._look()
         total, weight = sums.numpy()
         loss = float(total / weight) if weight else float("nan")

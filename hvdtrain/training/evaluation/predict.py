@@ -18,7 +18,7 @@ from hvdtrain.training.step.batches import replica_slice
 
 
 class Predictor:
-    """Runs a model on every replica's part of the inputs and brings the outputs together on each."""
+    """Runs a model on every replica's share of the inputs and gathers the outputs."""
 
     def __init__(self, backend: Backend, model: Any) -> None:
         self._backend = backend
@@ -28,10 +28,10 @@ class Predictor:
         )
 
     def __call__(self, batches: Iterable[Batch]) -> Any:
-        """Return the outputs [samples, …] as arrays in the model's structure, the same on every replica.
+        """Return the outputs [samples, …] as arrays in the model's structure. Collective.
 
         Raises:
-            DataError: there is nothing to predict.
+            DataError: no samples.
         """
         parts = [tf.nest.map_structure(lambda t: t.numpy(), self._outputs(batch)) for batch in in_step(batches)]
         if not parts:
@@ -43,7 +43,7 @@ class Predictor:
         return self._of_all_replicas(batch, self._model(inputs_for(self._model, batch.inputs), training=False))
 
     def _of_all_replicas(self, batch: Batch, outputs: Any) -> Any:
-        # Each replica's part is the next piece of the global batch: gathered, they are in order. Placeholders go.
+        # Replicas hold consecutive slices of the global batch, so gathering keeps the order. Placeholders are dropped.
         rows = tf.cast(batch.has_samples, tf.int32) * tf.shape(tf.nest.flatten(outputs)[0])[0]
         flat = [
             self._backend.data_parallel.all_gather(tensor[:rows], name=f"prediction/output{place}")
@@ -53,13 +53,13 @@ class Predictor:
 
 
 def build_for(model: Any, batches: Iterable[Batch]) -> None:
-    """Create the variables of `model` by calling it on the first of `batches`, if they are not there."""
+    """Build `model`, if necessary, by calling it on the first of `batches`."""
     if not model.built:
         model(inputs_for(model, next(iter(batches)).inputs), training=False)
 
 
 def own_outputs(model: Any, batches: Iterable[Batch]) -> Any:
-    """Return the outputs [samples, …] for this rank's own batches, without the other ranks."""
+    """Return the outputs [samples, …] for this rank's batches, without communication."""
     call = tf.function(
         lambda batch: model(inputs_for(model, batch.inputs), training=False), autograph=False, reduce_retracing=True
     )
@@ -74,12 +74,12 @@ def own_outputs(model: Any, batches: Iterable[Batch]) -> Any:
 def prediction_batches(
     data: Any, backend: Backend, *, batch: int, steps: int | None = None, shard: str | None = None
 ) -> Iterable[Batch]:
-    """Return this replica's part of inputs alone: arrays, a nest of them, or a batched tf.data.Dataset.
+    """Return this replica's share of inputs: arrays, a nest of them, or a batched Dataset.
 
-    A Dataset may give `(inputs, …)`: what follows the inputs is left out. `steps` batches are read, or all of them.
+    For a Dataset of tuples, only the first element is used. Reads `steps` batches, or all.
 
     Raises:
-        DataError: ranks that were given other inputs.
+        DataError: ranks have different inputs.
     """
     if isinstance(data, tf.data.Dataset):
         given: Any = data.map(_with_no_targets)

@@ -1,4 +1,4 @@
-"""What becomes of bad steps, once their totals are read: they are named and counted, and end or roll back training."""
+"""Policy for bad steps (NaN, Inf, loss spikes): report, count, then raise, skip or roll back."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -14,19 +14,18 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.loss_monitor import BadStep
 
 NAMED = 3
-"""Bad steps that are named one by one each time that totals are read."""
+"""Bad steps named individually per read of the totals."""
 TIMEOUT_S = 600.0
 ADVICE = f"A lower {opt('learning_rate')}, a warm-up or {opt('clip_norm')} may help."
 
 
 class BadStepPolicy:
-    """Counts the bad steps of a training and says what becomes of them; every rank calls it after the same steps.
+    """Counts bad steps and decides whether to raise or roll back. Collective.
 
     Args:
         options: `on_bad_step` and its limit.
-        backend: the replicas.
-        state: what is trained; the counts are part of its scalars.
-        say: shows the user a line, on the primary.
+        state: the training state; its scalars hold the counts.
+        say: shows the user a line, on rank 0.
     """
 
     def __init__(self, options: BadStepConfig, backend: Backend, state: TrainState, say: Callable[[str], None]) -> None:
@@ -36,15 +35,15 @@ class BadStepPolicy:
         self._say = say
 
     def settle(self, bad: Sequence[BadStep], *, finite_parameters: bool, where: str) -> bool:
-        """Name and count bad steps, and tell whether training is to be rolled back.
+        """Report and count bad steps; return whether to roll back. Collective.
 
         Args:
-            bad: those that were read since the last call, in their order.
-            finite_parameters: whether the parameters are finite by now.
-            where: the step that was read last, in words.
+            bad: the bad steps read since the last call, in order.
+            finite_parameters: whether the parameters are finite now.
+            where: description of the step that was read last.
 
         Raises:
-            BadStepError: a bad step is an error, or there were too many.
+            BadStepError: bad steps are errors, or there were too many.
         """
         causes = self._causes(bad[:NAMED]) if bad else []
         for step in bad:
@@ -64,7 +63,7 @@ class BadStepPolicy:
         return rolls_back
 
     def note_rollback(self, saved: int, step: int) -> None:
-        """Count that the state is that of the checkpoint of step `saved` again, after `step`."""
+        """Record the rollback after `step` to the checkpoint of step `saved`."""
         self._state.scalars.bad_steps.rollbacks.append([saved + 1, step])
         self._say(
             f"warning: rolled back after step {step} to the checkpoint of step {saved}: the batches of steps "
@@ -72,7 +71,7 @@ class BadStepPolicy:
         )
 
     def end_epoch(self) -> int:
-        """Return the number of the epoch's bad steps, and begin the next."""
+        """Return and reset the epoch's number of bad steps."""
         counts = self._state.scalars.bad_steps
         found, counts.in_epoch = counts.in_epoch, 0
         return found
@@ -100,7 +99,7 @@ class BadStepPolicy:
         )
 
     def _causes(self, bad: Sequence[BadStep]) -> list[str]:
-        """Return in words why each step is bad, from what all ranks know of themselves."""
+        """Describe why each step is bad, gathered from all ranks. Collective."""
         paths = list(self._state.trainable)
         mine = json.dumps([_found_here(step.here, paths) for step in bad]).encode()
         everyone = [json.loads(text) for text in self._backend.gather_bytes(mine, timeout=TIMEOUT_S)]
@@ -112,7 +111,7 @@ def _error(step: BadStep | None, message: str) -> BadStepError:
 
 
 def _found_here(here: Any, paths: Sequence[str]) -> dict[str, Any]:
-    """Return what this rank knows of a bad step: its mean loss, and what of it is not finite."""
+    """Return this rank's findings on a bad step: its mean loss, and non-finite values."""
     loss, weight, data, *gradients = np.asarray(here, np.float64).tolist()
     bad = [path for path, value in zip(paths, gradients, strict=True) if not np.isfinite(value)]
     mean = loss / weight if weight else 0.0
@@ -141,7 +140,7 @@ def _cause(step: BadStep, ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def _of_ranks(bad: Sequence[bool]) -> str | None:
-    """Return on which ranks something is `bad`: "" where there is but one rank, None where it is on none."""
+    """List the ranks with a `bad` value: "" for a single rank, None if there are none."""
     found = [str(rank) for rank, value in enumerate(bad) if value]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Step times, throughput and waits for data, as the loop sees them."""
+"""Step times, throughput and data waits of the loop."""
 
 import time
 from collections import deque
@@ -10,26 +10,24 @@ import numpy as np
 from hvdtrain.backends.protocol import Backend
 
 HAND_OVER_S = 5e-4
-"""Taking a batch of digits that is ready takes 0.28 to 0.43 ms (2 cores, 10th to 90th percentile of 380)."""
+"""Taking a ready batch of digits takes 0.28 to 0.43 ms (2 cores, 10th to 90th percentile of 380)."""
 
 T = TypeVar("T")
 
 WARM_UP_STEPS = 5
-"""Steps after the start that are not steady: tracing, filling of buffers and caches."""
+"""Initial steps that are not steady: tracing, filling of buffers and caches."""
 KEPT_STEPS = 10_000
-"""Steps whose times are kept, the newest, for the median and percentiles: a run may take billions."""
+"""Latest steps kept for median and percentiles: a run may take billions."""
 
 
 class StepClock:
-    """Collects the wall time of each step, leaving out what happens between steps (evaluation, checkpoints).
+    """Records the wall time of each step, excluding pauses (evaluation, checkpoints).
 
-    Its memory does not grow with the number of steps.
+    Constant memory.
 
     Args:
-        samples_per_step: samples of a full global batch.
-        overlapping: whether steps are under way while the next ones are started, and only some are waited for: those
-            up to each of these share the time alike. The data are read meanwhile, and no step waits for them that
-            could be seen here.
+        overlapping: whether steps run asynchronously and only some are waited for: the time between waits is divided
+            equally. Data are read in the meantime, so data waits cannot be measured.
     """
 
     def __init__(self, samples_per_step: int, *, overlapping: bool = False) -> None:
@@ -40,20 +38,20 @@ class StepClock:
         self._steady_seconds = 0.0
         self._steady_waits = 0.0
         self.steady_steps = 0
-        """Steps since those at the start."""
+        """Steps after the warm-up."""
         self._recent_steps = 0
         self._recent_seconds = 0.0
         self._under_way = 0
         self._begin = time.perf_counter()
         self.last_wait = 0.0
-        """Seconds for which the last batch was waited for."""
+        """Seconds waited for the last batch."""
 
     def resume(self) -> None:
-        """Start timing anew after a pause."""
+        """Restart timing after a pause."""
         self._begin = time.perf_counter()
 
     def next_of(self, batches: Iterator[T]) -> T:
-        """Return the next batch, noting how long it had to be waited for."""
+        """Return the next batch, recording the wait for it."""
         begin = time.perf_counter()
         batch = next(batches)
         waited = 0.0 if self._overlapping else time.perf_counter() - begin - HAND_OVER_S
@@ -61,7 +59,7 @@ class StepClock:
         return batch
 
     def tick(self, *, waited: bool = True) -> None:
-        """Note the end of a step, or, of one that was not waited for, that it was started."""
+        """Record the end of a step, or its start if it was not waited for."""
         now = time.perf_counter()
         self._under_way += 1
         if self._overlapping and not waited:
@@ -72,7 +70,7 @@ class StepClock:
         self._under_way, self._begin = 0, now
 
     def note(self, seconds: float, waited: float = 0.0) -> None:
-        """Count a step that took `seconds`, of which it `waited` for its data."""
+        """Count a step of `seconds`, `waited` of them for data."""
         self._recent_steps += 1
         self._recent_seconds += seconds
         if len(self._warm_up) < WARM_UP_STEPS:
@@ -90,11 +88,11 @@ class StepClock:
         return self._samples * steps / seconds if steps else 0.0
 
     def waiting_share(self) -> float:
-        """Return the share of the steady steps' time in which they waited for data; 0 before there are any."""
+        """Return the fraction of steady steps' time spent waiting for data; 0 initially."""
         return self._steady_waits / self._steady_seconds if self._steady_seconds else 0.0
 
     def steady_ms(self) -> list[float]:
-        """Return the times of the last `KEPT_STEPS` steady steps in ms; before there are any, of the warm-up's."""
+        """Return the times of the last `KEPT_STEPS` steady steps in ms; initially of the warm-up."""
         return [1000.0 * seconds for seconds in self._steady or self._warm_up]
 
     def steady_samples_per_second(self) -> float:
@@ -104,21 +102,19 @@ class StepClock:
 
 
 WAITING_SHARE = 0.05
-"""Share of the time that steps may wait for data before that is worth a word."""
+"""Fraction of the time spent waiting for data above which a warning is given."""
 ENOUGH_STEPS = 30
-"""Steady steps before a share is believed: of 3, one late batch makes 7 %."""
+"""Steady steps needed for a reliable fraction: of 3, one late batch makes 7 %."""
 TIMEOUT_S = 600.0
 
 
 class WaitingWatch:
-    """Compares now and then over all ranks how long steps wait for data, and tells of it once.
+    """Detects input-bound steps across ranks and warns once.
 
-    It looks after so many steady steps and whenever their number has doubled: ranks exchange a word then.
+    Checks after a number of steady steps, then each time this number doubles; a check is a small exchange.
 
     Args:
-        backend: the replicas: one that waits lets all others wait in the exchange, which is none of their waiting.
-        clock: this rank's.
-        remedy: what helps, in a sentence.
+        backend: the replicas: one rank's data wait delays all others in the exchange, which does not count as theirs.
     """
 
     def __init__(self, backend: Backend, clock: StepClock, remedy: str) -> None:
@@ -129,7 +125,7 @@ class WaitingWatch:
         self._told = False
 
     def look(self) -> str | None:
-        """Return what is to be said, if anything; every rank calls it after the same steps."""
+        """Return a warning if steps are input-bound, else None. Collective."""
         if self._told or self._clock.steady_steps < self._next:
             return None
         self._next = 2 * self._clock.steady_steps
@@ -141,7 +137,7 @@ class WaitingWatch:
 
 
 def waiting_warning(shares: list[float], remedy: str) -> str | None:
-    """Return what to say where steps waited for data, on each rank for such a share of their time; None for little."""
+    """Return the warning for each rank's data-wait fraction; None if all are small."""
     most = max(shares)
     if most <= WAITING_SHARE:
         return None

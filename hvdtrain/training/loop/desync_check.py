@@ -1,9 +1,9 @@
-"""Whether ranks that hold the same state still do, looked at between steps.
+"""Detect diverged ranks between steps.
 
-Where ranks have split the model, those are compared that hold the same slice. What is exempt, and why: the
-floating-point variables that layers count themselves in their forward pass, such as BatchNorm's moving averages, follow
-the samples of each rank, and are averaged before every evaluation and save. Exempt is also everything under a rule
-whose weights agree only between two averages (`UpdateRule.weights_agree`).
+In a split model, ranks with the same shard are compared. Exempt are floating-point variables that layers update in the
+forward pass, such as BatchNorm's moving averages: they depend on each rank's samples and are averaged before every
+evaluation and save. So is everything under a rule whose weights agree only between averages
+(`UpdateRule.weights_agree`).
 """
 
 import json
@@ -22,22 +22,20 @@ from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.update_rules.base import UpdateRule
 
 NAMED = 3
-"""Variables that an error names."""
+"""Variables named in an error."""
 
 
 class DesyncCheck:
-    """Compares a hash of everything that must be equal; every rank calls it after the same steps.
+    """Compares a hash of the state across ranks. Collective.
 
-    It looks every so many steps, at the ends of epochs, and after steps 1, 2, 4, 8 … of a training: what drifts does so
-    from the first step on, or some time. A look reads the state once and exchanges 8 bytes per rank and group of ranks
-    that hold the same, and as many for what ranks found of their gradients.
+    Checks at a fixed interval, at the ends of epochs, and after steps 1, 2, 4, 8 … of a training: divergence starts at
+    the first step, or at some later time. One check reads the state once and exchanges 8 bytes per rank and group of
+    ranks with the same shard, and as many for gradient deviations.
 
     Args:
-        backend: the replicas.
-        state: what is trained.
         rule: whether the replicas' weights agree.
-        first_step: number of finished steps before the training.
-        every: steps between two looks; 0 never looks.
+        first_step: completed steps before the training.
+        every: steps between two checks; 0: never.
     """
 
     def __init__(self, backend: Backend, state: TrainState, rule: UpdateRule, first_step: int, every: int) -> None:
@@ -56,11 +54,7 @@ class DesyncCheck:
         )
 
     def __call__(self, step: StepEnd) -> None:
-        """Look after `step`, if it is due.
-
-        Raises:
-            DesyncError: naming the variables and the ranks that differ.
-        """
+        """Check after `step`, if due. Raises DesyncError naming the variables and the ranks that differ."""
         if self._due(step):
             self.look(f"step {step.number}")
 
@@ -70,10 +64,10 @@ class DesyncCheck:
         return early or step.ends_epoch or step.number % self._every == 0
 
     def look(self, where: str) -> None:
-        """Compare the ranks now; `where` names the step in the error.
+        """Compare the ranks now; `where` names the step in the error. Collective.
 
         Raises:
-            DesyncError: naming the variables and the ranks that differ.
+            DesyncError: names the variables and the ranks that differ.
         """
         tensors = self._state.compared_tensors()
         if self._holders is None:
@@ -94,7 +88,7 @@ class DesyncCheck:
         return [int(text) for text in self._backend.gather_bytes(mine.encode(), timeout=TIMEOUT_S)]
 
     def _most_apart(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """Return the deviations of all ranks by path, the largest first."""
+        """Return the deviations of all ranks by path, largest first. Collective."""
         found: dict[str, float] = {}
         for text in self._backend.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S):
             for path, deviation in json.loads(text).items():
@@ -103,7 +97,7 @@ class DesyncCheck:
 
 
 def _minorities(hashes: Mapping[str, list[dict[int, int]]]) -> tuple[dict[str, list[int]], int]:
-    """Return, by path, the ranks that hold other values than most that should hold the same, and one of the latter."""
+    """Return by path the ranks that differ from the majority, and one rank of the majority."""
     differing: dict[str, list[int]] = {}
     usual = []
     for path, groups in hashes.items():

@@ -1,4 +1,4 @@
-"""What happens between two steps: hooks, when each is due, and what it makes of the step."""
+"""Hooks between two steps: when each is due, and its effect on the loop."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -13,73 +13,73 @@ from hvdtrain.training.step.result import StepResult
 
 @dataclass(frozen=True, kw_only=True)
 class Actions:
-    """What the trainer does for its loop; every rank calls each of them at the same steps."""
+    """Operations of the trainer that the loop calls. Each is collective."""
 
     evaluate: Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
     """Evaluates the model."""
     prepare_to_evaluate: Callable[[], None]
-    """Makes the model what `evaluate` evaluates."""
+    """Prepares the model for `evaluate`."""
     consolidate: Callable[[], None]
-    """Makes the model hold the weights that are evaluated."""
+    """Makes the model hold the weights to be evaluated."""
     prepare_to_save: Callable[[], None]
-    """Makes the state hold what is saved."""
+    """Prepares the state for saving."""
     averaged_weights: Callable[[], AbstractContextManager[None]]
-    """Gives the model the optimizer's averages of its weights inside a context."""
+    """Swaps in the EMA of the weights inside a context."""
     save: Callable[[], object] | None
-    """Saves the state, or begins to; None where nothing is saved."""
+    """Saves the state, possibly in the background; None: never."""
     finish_save: Callable[[], object] = lambda: None
     """Waits until it is saved."""
     commit: Callable[[], object] | None = None
-    """Keeps the state in memory, and ends an elastic world whose hosts have changed; None where it is not elastic."""
+    """Commits the state to memory, and ends an elastic world whose hosts have changed; None: not elastic."""
     begin_step: Callable[[], None] = lambda: None
-    """Called before each step of an elastic training."""
+    """Called before each step of elastic training."""
     roll_back: Callable[[], Scalars] | None = None
-    """Gives the state the tensors of its newest good checkpoint, and returns the scalars of that; None: never."""
+    """Restores the newest good checkpoint's tensors, and returns its scalars; None: never."""
 
 
 class Outcome(IntEnum):
-    """What a hook makes of the step that ended; the same on every rank."""
+    """Effect of a hook on the loop; the same on every rank."""
 
     CONTINUE = 0
     SKIP = 1
-    """The step changed nothing (its gradients overflowed): training goes on."""
+    """The step changed nothing (its gradients overflowed): training continues."""
     STOP = 2
-    """Training ends here, and so does the epoch: hooks that are due then are due now, if they are later in the list."""
+    """Stop after this step. Later hooks that are due at the end of an epoch or of training still run."""
     ROLL_BACK = 3
-    """The step is undone: no later hook sees it, and training goes on from the last snapshot."""
+    """The step is undone: later hooks are not called, and training continues from the last snapshot."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepEnd:
-    """A finished step, as hooks see it."""
+    """A completed step, as seen by hooks."""
 
     number: int
-    """Finished optimizer steps, this one included."""
+    """Completed optimizer steps, including this one."""
     epoch: int
-    """The step's epoch, from 0."""
+    """Epoch, from 0."""
     place: int
-    """The step's place in its epoch, from 0."""
+    """Step within the epoch, from 0."""
     first: bool
-    """Whether training began with it."""
+    """Whether it is the first step of training."""
     ends_epoch: bool
-    """Whether its epoch ends with it, cut short or not."""
+    """Whether it is the last step of its epoch, possibly cut short."""
     last: bool
-    """Whether training ends with it, as planned or because an earlier hook stopped it."""
+    """Whether it is the last step of training, as planned or stopped by an earlier hook."""
     stops: bool = False
-    """Whether all ranks stop after it, as one of them got a signal; its epoch goes on where training is resumed."""
+    """Whether all ranks stop after it because of a signal; its epoch continues when resumed."""
     measured: bool = False
-    """Whether its figures were measured, and so waited for."""
+    """Whether it was measured, and so waited for."""
     result: StepResult | None = None
     outcome: Outcome = Outcome.CONTINUE
-    """What earlier hooks made of it."""
+    """Effect of earlier hooks."""
 
 
 @dataclass(frozen=True)
 class When:
-    """After which steps a hook is due."""
+    """Steps after which a hook is due."""
 
     every: int | None = None
-    """Steps whose number divides by this."""
+    """Steps whose number is divisible by this."""
     first: bool = False
     epoch_ends: bool = False
     last: bool = False

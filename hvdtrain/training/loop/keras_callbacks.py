@@ -1,4 +1,4 @@
-"""Keras callbacks in the training loop, through Keras' own CallbackList."""
+"""Keras callbacks in the training loop, through Keras' CallbackList."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +27,7 @@ _listed_callbacks = keras.callbacks
 
 
 def check_callback(callback: Any) -> None:
-    """Refuse what cannot work here in any training.
-
-    Raises:
-        ConfigError: saying why.
-    """
+    """Reject unsupported callbacks. Raises ConfigError with the reason."""
     if isinstance(callback, _listed_callbacks.BackupAndRestore):
         raise ConfigError(
             "BackupAndRestore would restore rank 0 alone here: Trainer.fit takes it, or trainer.resume(folder) before "
@@ -47,10 +43,10 @@ def check_callback(callback: Any) -> None:
 
 
 def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
-    """Refuse callbacks that save the model after batches, where each replica's weights are its own by then.
+    """Reject callbacks that save the model after batches, when replicas' weights differ.
 
     Raises:
-        ConfigError: naming the callback.
+        ConfigError: names the callback.
     """
     for callback in tf.nest.flatten(list(callbacks)):
         if isinstance(callback, _listed_callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
@@ -62,14 +58,14 @@ def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
 
 
 def refuse_copies_of_slices(callbacks: Sequence[Any], *, saves: bool) -> None:
-    """Refuse callbacks that would keep a rank's slices of a split model as if they were the model.
+    """Reject callbacks that would save or keep a rank's shards as the model.
 
     Args:
-        callbacks: what `Model.fit` takes.
-        saves: whether checkpoints are written, which cannot take them.
+        callbacks: as for `Model.fit`.
+        saves: whether checkpoints are written, which do not support such copies.
 
     Raises:
-        ConfigError: naming the callback.
+        ConfigError: names the callback.
     """
     for callback in tf.nest.flatten(list(callbacks)):
         if isinstance(callback, _listed_callbacks.ModelCheckpoint):
@@ -87,7 +83,7 @@ def refuse_copies_of_slices(callbacks: Sequence[Any], *, saves: bool) -> None:
 
 _callbacks = keras.callbacks
 WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
-"""They act on the first replica only; all others act on every one, where they see the same figures."""
+"""Callbacks that run on the first replica only; all others run on every replica with the same metrics."""
 RATE_SETTERS = (_callbacks.ReduceLROnPlateau, _callbacks.LearningRateScheduler)
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
@@ -95,7 +91,7 @@ AGREEMENT_TIMEOUT_S = 600.0
 
 
 class CallbackNeeds(NamedTuple):
-    """What the callbacks of all replicas together want to see: showing it takes an exchange, in which all take part."""
+    """Events that any replica's callbacks need; providing them is a collective."""
 
     anything: bool
     batches: bool
@@ -103,11 +99,7 @@ class CallbackNeeds(NamedTuple):
 
 
 def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
-    """Return what is asked for by callbacks on any replica; each may have others, or none at all.
-
-    Raises:
-        ConfigError: a callback that cannot work here.
-    """
+    """Return the events that any replica's callbacks need. Collective. Raises ConfigError: an unsupported callback."""
     flat = tf.nest.flatten(list(callbacks))
     for callback in flat:
         check_callback(callback)
@@ -132,20 +124,16 @@ def callbacks_of_all(
     averaged_weights: Callable[[], AbstractContextManager[None]],
     verbose: str | int = 0,
 ) -> "KerasCallbacks | None":
-    """Return what calls this replica's `callbacks`; None where no replica has any.
+    """Return the caller of this replica's `callbacks`; None if no replica has any. Collective.
 
     Args:
-        callbacks: what `Model.fit` takes.
-        model: what is trained.
-        backend: the replicas.
-        epochs: epochs of the run.
-        steps: steps of an epoch.
-        prepare: gives the model what callbacks look for, such as its optimizer.
-        averaged_weights: gives the model the optimizer's averages inside a context.
-        verbose: what callbacks read in their `params` on the primary; elsewhere it is 0.
+        callbacks: as for `Model.fit`.
+        prepare: gives the model the attributes that callbacks use, such as its optimizer.
+        averaged_weights: swaps in the EMA of the weights inside a context.
+        verbose: in the callbacks' `params` on rank 0; elsewhere it is 0.
 
     Raises:
-        ConfigError: a callback that cannot work here.
+        ConfigError: an unsupported callback.
     """
     needs = needs_of_all(callbacks, backend)
     if not needs.anything:
@@ -158,7 +146,7 @@ def callbacks_of_all(
 
 
 def that_change_training(callbacks: Sequence[Any]) -> str:
-    """Return the names of Keras' own callbacks that set weights or learning rates: all ranks need the same ones."""
+    """Return the names of Keras callbacks that set weights or learning rates, needed on all ranks."""
     return ", ".join(type(callback).__name__ for callback in _that_change_training(callbacks)) or "none"
 
 
@@ -170,19 +158,17 @@ def _that_change_training(callbacks: Sequence[Any]) -> Iterator[Any]:
 
 
 class KerasCallbacks(EvaluationHooks):
-    """Calls a list of Keras callbacks as `Model.fit` would.
+    """Calls a list of Keras callbacks like `Model.fit`.
 
-    Every replica calls them with the same figures, which are over all replicas, so that they decide alike. Where one
-    asks to stop, all stop together: at the end of an epoch, or at a logged step. Callbacks that give the replicas
-    different learning rates or weights are refused.
+    Every replica calls them with the same global metrics, so that they decide identically. If one requests a stop, all
+    stop together: at the end of an epoch, or at a logged step. Callbacks that give the replicas different learning
+    rates or weights are rejected.
 
     Args:
-        callbacks: what `Model.fit` takes.
-        needs: what those of all replicas ask for.
+        callbacks: as for `Model.fit`.
         model: its optimizer is the one in use.
-        backend: the replicas.
-        params: what callbacks read in their `params`.
-        averaged_weights: gives the model the optimizer's averages inside a context.
+        params: the callbacks' `params`.
+        averaged_weights: swaps in the EMA of the weights inside a context.
     """
 
     def __init__(
@@ -216,11 +202,11 @@ class KerasCallbacks(EvaluationHooks):
         return self._model.history
 
     def states(self) -> list[dict[str, Any]]:
-        """Return what the callbacks remember, for `begin` of a training that goes on."""
+        """Return the callbacks' states, for `begin` of a resumed training."""
         return callback_states(self._list.callbacks)
 
     def held_weights(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return the best weights that the callbacks hold; see `state.callbacks`."""
+        """Return the best weights held by the callbacks."""
         return held_weights(self._list.callbacks, paths)
 
     def begin(
@@ -229,19 +215,19 @@ class KerasCallbacks(EvaluationHooks):
         held: Mapping[str, np.ndarray] | None = None,
         paths: Sequence[str] = (),
     ) -> None:
-        """Begin training, with callbacks that remember `states` and hold these weights; see `state.callbacks`."""
+        """Begin training, restoring callback states and best weights. Collective."""
         self._holders = Holders(self._backend, self._weights())
         self._list.on_train_begin()
         restore_callbacks(self._list.callbacks, states, held, paths)
         self._agreed(weights=True)
 
     def end(self) -> None:
-        """End training."""
+        """End training. Collective."""
         self._list.on_train_end(dict(self._logs))
         self._agreed(weights=True)
 
     def begin_step(self, step: StepEnd) -> None:
-        """Begin a step, and its epoch where it is the first that is trained of it."""
+        """Begin a step, and its epoch if it is the first of it."""
         if step.place == 0 or step.first:
             self._sums = np.zeros(2)
             self._list.on_epoch_begin(step.epoch)
@@ -249,54 +235,54 @@ class KerasCallbacks(EvaluationHooks):
             self._list.on_train_batch_begin(step.place)
 
     def end_step(self, step: StepEnd, metrics: Callable[[], Mapping[str, Any]]) -> None:
-        """End a step, with loss and metrics of the epoch so far.
+        """End a step, with loss and metrics of the epoch so far. Collective.
 
-        `metrics` returns the latter. It exchanges something: all replicas call this, or none.
+        `metrics` is a collective: all replicas call this, or none.
         """
         assert step.result is not None, "the step is done"
         sums = step.result.totals.numpy()[:2]
-        # A step that was skipped for its overflow is none.
+        # A step skipped for an overflow does not count.
         self._sums += sums if np.isfinite(sums).all() or not has_dynamic_scale(self._model.optimizer) else 0.0
         # A model's own step counts no loss in the totals: if it returns one, it is among its metrics.
         loss = {"loss": float(self._sums[0] / self._sums[1])} if self._sums[1] else {}
         self._list.on_train_batch_end(step.place, {**loss, **metrics()})
 
     def begin_evaluation(self) -> None:
-        """Begin the evaluation of the validation data."""
+        """Begin the validation."""
         self._list.on_test_begin()
 
     def begin_test_step(self, number: int) -> None:
-        """See `EvaluationHooks`."""
+        """Begin a validation batch."""
         if self.needs.test_batches:
             self._list.on_test_batch_begin(number)
 
     def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, Any]]) -> None:
-        """See `EvaluationHooks`; loss and metrics are the evaluation's so far."""
+        """End a validation batch, with loss and metrics so far."""
         if self.needs.test_batches:
             self._list.on_test_batch_end(number, dict(so_far()))
 
     def end_evaluation(self, logs: Mapping[str, Any]) -> None:
-        """End the evaluation, with its loss and metrics."""
+        """End the validation, with its loss and metrics."""
         self._list.on_test_end(dict(logs))
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """End an epoch, with its loss and metrics, those of its evaluation with `val_` before their names."""
+        """End an epoch, with its loss and metrics, and validation metrics prefixed by `val_`."""
         self._logs = dict(logs)
-        # What a callback keeps at this figure are the weights that earned it.
+        # Weights saved for this metric must be the evaluated ones.
         with self._averaged_weights():
             self._list.on_epoch_end(epoch, dict(logs))
 
     def agree(self, step: StepEnd) -> Outcome:
-        """Stop where a callback of any replica asks for it; all replicas call it together.
+        """Stop if a callback of any replica requests it. Collective.
 
         Raises:
-            ConfigError: the replicas hold different learning rates or weights.
+            ConfigError: the replicas have different learning rates or weights.
         """
         stops = self._agreed(weights=step.ends_epoch)
         return Outcome.STOP if stops else Outcome.CONTINUE
 
     def _agreed(self, *, weights: bool) -> bool:
-        """Return whether any replica's callbacks ask to stop, once rates, and `weights`, are seen to be the same."""
+        """Return whether any replica requests a stop, after comparing rates and optionally weights. Collective."""
         held = optimizers_of(self._model).values()
         mine_rates = [float(tf.convert_to_tensor(optimizer.learning_rate)) for optimizer in held]
         sums = self._sums_of_weights() if weights else []
@@ -317,7 +303,7 @@ class KerasCallbacks(EvaluationHooks):
         return {path: placed_tensor(weight) for path, weight in weights.items()}
 
     def _sums_of_weights(self) -> list[float]:
-        """Return a checksum for each group of ranks that hold the same weights."""
+        """Return a checksum for each group of ranks with the same weights."""
         if self._backend.job_size == 1:
             return []
         hashes = {path: checksum({path: t.value}) for path, t in self._holders.shared(self._weights()).items()}
@@ -325,7 +311,7 @@ class KerasCallbacks(EvaluationHooks):
         return [float(int(value) & 0xFFFFFFFFFFFF) for value in self._holders.sums(hashes)]
 
     def _check_rates(self, rates: np.ndarray) -> None:
-        """Refuse learning rates [ranks] of one optimizer that differ."""
+        """Reject differing learning rates [ranks] of one optimizer."""
         if (rates != rates[0]).any():
             other = int(np.flatnonzero(rates != rates[0])[0])
             raise ConfigError(
@@ -344,7 +330,7 @@ def _acts(callback: Any, primary: bool) -> bool:
 
 
 def _asks_for_batches(callback: Any) -> bool:
-    """Return whether it does something at each step; Keras' own default methods are marked as such."""
+    """Return whether a callback acts on batches; Keras' own no-op methods are marked as such."""
     if isinstance(callback, _callbacks.ModelCheckpoint):
         return bool(callback.save_freq != "epoch")
     if isinstance(callback, _callbacks.TensorBoard):

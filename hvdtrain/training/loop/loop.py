@@ -1,4 +1,4 @@
-"""The loop over optimizer steps, and the list of hooks that it calls after each of them."""
+"""The loop over optimizer steps, with the hooks called after each."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from hvdtrain.training.step.result import CompiledStep
 
 @dataclass(frozen=True)
 class Plan:
-    """When the loop ends, logs and saves, in optimizer steps."""
+    """When the loop stops, logs and saves, in optimizer steps."""
 
     total_steps: int
     _: KW_ONLY
@@ -28,13 +28,13 @@ class Plan:
     checkpoint_every: int | None = None
     """None: at the end of every epoch."""
     commit_every: int | None = None
-    """Steps between two commits of an elastic training; None: it is not elastic."""
+    """Steps between commits of elastic training; None: not elastic."""
     best: BestMetric | None = None
-    """The metric whose best epoch is saved at its end as well."""
+    """Metric whose best epoch is also saved."""
     validation_freq: int | tuple[int, ...] = 1
-    """Epochs between two evaluations, or the epochs that end with one, counted from 1."""
+    """Epochs between evaluations, or the epochs to evaluate after, counted from 1."""
     epoch_offset: int = 0
-    """Added to the state's count of epochs where an epoch is named: `fit` counts from its `initial_epoch`."""
+    """Added to the state's epoch in messages: `fit` counts from its `initial_epoch`."""
 
     def evaluates(self, epoch: int) -> bool:
         """Return whether `epoch`, from 0, ends with an evaluation."""
@@ -44,33 +44,29 @@ class Plan:
 
     @property
     def logged(self) -> When:
-        """Steps that are logged."""
+        """Logged steps."""
         return When(every=self.log_every, first=True, epoch_ends=True, last=True)
 
     @property
     def saved(self) -> When:
-        """Steps after which the state is saved, where it is."""
+        """Steps after which the state is saved, if at all."""
         return When(every=self.checkpoint_every, epoch_ends=self.checkpoint_every is None, last=True, stops=True)
 
     @property
     def committed(self) -> When:
-        """Steps after which the state is committed, where it is."""
+        """Steps after which the state is committed, if at all."""
         return When(every=self.commit_every)
 
 
 class TrainingLoop:
-    """Runs steps, and after each the hooks that are due, in the order in which they were added.
+    """Runs steps, and after each the due hooks, in the order of registration.
 
     Args:
-        backend: the replicas.
-        state: what is trained; its step and epoch are counted here.
-        step: the compiled step.
-        data: the batches.
-        total_steps: the step with which training ends.
-        epoch_offset: see `Plan`.
-        measured: when a step is measured and waited for; after the others nothing is.
-        activity: where the loop notes what it does, for the watchdog.
-        stopping: agrees on the step after which a signal stops all ranks; None: nothing does.
+        state: the training state; its step and epoch are counted here.
+        epoch_offset: as in `Plan`.
+        measured: when a step is measured and waited for; other steps run asynchronously.
+        activity: the loop's current activity, for the hang watchdog.
+        stopping: agrees on the step after which a signal stops all ranks; None: never.
     """
 
     def __init__(
@@ -103,19 +99,19 @@ class TrainingLoop:
         self.timer = StepTimer()
 
     def add_hook(self, hook: Hook, when: When, *, roll_back: Callable[[], None] | None = None) -> None:
-        """Call `hook` after the steps that `when` names, behind the hooks that were added before.
+        """Call `hook` after the steps of `when`, after previously added hooks.
 
         Args:
-            hook: tells what becomes of the step, the same on every rank.
+            hook: returns its effect on the loop, the same on every rank.
             when: the steps.
-            roll_back: called where a step is rolled back. One of these must take the state back to a snapshot.
+            roll_back: called if a step is rolled back. One hook must restore a snapshot of the state.
         """
         self._hooks.append((when, hook))
         if roll_back is not None:
             self._roll_back.append(roll_back)
 
     def add_hook_before(self, hook: Callable[[StepEnd], None]) -> None:
-        """Call `hook` before every step, with what is known of it by then."""
+        """Call `hook` before every step, with the facts known by then."""
         self._before.append(hook)
 
     def run(self) -> None:
@@ -147,19 +143,19 @@ class TrainingLoop:
                 self._resume_clocks()
 
     def _batches(self) -> Iterator[Any]:
-        """Return the batches from the state's place in the data on, and start the clock."""
+        """Return the batches from the state's position on, and start the clock."""
         place = self._state.scalars.place_in_data(self._data.steps_per_epoch)
         batches = iter(self._backend.distribute(self._data.batches(place)))
         self._resume_clocks()
         return batches
 
     def _resume_clocks(self) -> None:
-        """Leave out the time since the last step, in which ranks may have met."""
+        """Exclude the time since the last step, in which ranks may have synchronized."""
         self.clock.resume()
         self.timer.pause()
 
     def _next(self) -> StepEnd:
-        """Return the next step's place in the run."""
+        """Return the next step's position in the run."""
         scalars, steps_per_epoch = self._state.scalars, self._data.steps_per_epoch
         number, place = scalars.step + 1, scalars.place(steps_per_epoch)
         last = number == self._total
@@ -190,11 +186,7 @@ class TrainingLoop:
         return step.outcome
 
     def _rolled_back(self, step: StepEnd) -> Any:
-        """Take the state back to the last snapshot, and return its scalars.
-
-        Raises:
-            ConfigError: no hook keeps snapshots.
-        """
+        """Restore the last snapshot, and return its scalars. Raises ConfigError: no hook keeps snapshots."""
         for roll_back in self._roll_back:
             roll_back()
         scalars = self._state.scalars

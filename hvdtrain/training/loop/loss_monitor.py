@@ -1,6 +1,6 @@
-"""The loss and the health of training, kept as tensors until somebody asks.
+"""Loss and health of training, read asynchronously.
 
-Each step leaves its totals here without waiting for them; they are read together on logged steps.
+Each step leaves its totals here without waiting; they are read together on logged steps.
 """
 
 from collections.abc import Sequence
@@ -14,39 +14,38 @@ from hvdtrain.training.step.guard import GOOD, SPIKE, GuardedTotals
 from hvdtrain.training.step.result import Totals
 
 MIN_LOSS_SCALE = 1.0
-"""Below it nothing is left that scaling could do: what overflows then overflows without it."""
+"""Below it, overflows are not caused by scaling."""
 UNREAD_STEPS = 1000
-"""Steps whose totals wait to be read. Where logged steps are further apart, the older half is read: it is there."""
+"""Bound on unread steps. If logged steps are further apart, the older half is read, which has completed."""
 
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that a guard found bad, and that changed nothing."""
+    """A step found bad by a guard, which changed nothing."""
 
     number: int
-    """Counted from 1."""
+    """From 1."""
     where: str
-    """Step and epoch, in words."""
+    """Step and epoch, as text."""
     totals: GuardedTotals
     here: Any
-    """What there is to say of this replica alone; see `StepGuard.flagged`."""
+    """This replica's part, from `StepGuard.flagged`."""
 
     @property
     def spike(self) -> bool:
-        """Whether its loss was finite, and a spike."""
+        """Whether its loss was finite, but a spike."""
         return bool(self.totals.verdict == SPIKE)
 
 
 class LossMonitor:
-    """Collects the totals of every step: [weighted loss, weight, poison] over all replicas, or `GuardedTotals`.
+    """Collects every step's totals: global [weighted loss, weight, poison], or `GuardedTotals`.
 
     Args:
-        steps_per_epoch: to name a step's epoch.
-        start_step: optimizer steps that were finished before the first that is noted.
-        start_place: its place in the data, counted in steps over all epochs. It is not `start_step` where earlier
-            epochs had another number of steps.
-        skips: whether steps that overflow are skipped, by a dynamic loss scale: their loss counts nothing then.
-        epoch_sums: weighted losses and weights of the epoch under way, counted before.
+        start_step: completed optimizer steps before the first one.
+        start_place: position in the data, in steps over all epochs. Differs from `start_step` if earlier epochs had
+            another number of steps.
+        skips: whether overflowing steps are skipped, by a dynamic loss scale: their loss does not count.
+        epoch_sums: weighted losses and weights of the current epoch before a resume.
     """
 
     def __init__(
@@ -69,29 +68,28 @@ class LossMonitor:
         self._window = np.zeros(2)
         self._epoch = np.array(epoch_sums, np.float64)
         self.skipped = 0
-        """Steps that were skipped, of those that were read."""
+        """Skipped steps among those read."""
         self.last_skipped = False
-        """Whether the last step that was read was skipped."""
+        """Whether the last step read was skipped."""
         self.epoch_loss = float("nan")
-        """Mean loss over the samples of the epoch that ended last."""
+        """Mean loss over the last completed epoch."""
 
     def note(self, totals: Totals, here: Any = None) -> None:
-        """Keep the totals of the step that was just started, and what there is to say `here` (`StepResult.here`)."""
+        """Record the totals of a step that was just started, and this replica's part (`StepResult.here`)."""
         self._pending.append((totals, here))
         if len(self._pending) >= UNREAD_STEPS:
             older, self._pending = self._pending[: UNREAD_STEPS // 2], self._pending[UNREAD_STEPS // 2 :]
             self._take(older)
 
     def settle(self, *, finite_parameters: bool, loss_scale: float | None = None) -> float:
-        """Read what is pending, check that all is finite, and return the mean loss since the last call.
+        """Read pending totals, check them, and return the mean loss since the last call.
 
         Args:
-            finite_parameters: whether the parameters are finite by now.
-            loss_scale: the dynamic loss scale by now.
+            finite_parameters: whether the parameters are finite now.
 
         Raises:
-            NonFiniteError: the loss or a parameter is NaN or infinite. Data that are not finite are blamed for that,
-                but are an error only then: a model may know what to do with them.
+            NonFiniteError: the loss or a parameter is NaN or infinite. Non-finite data are reported as the cause, but
+                are an error only then: a model may handle them.
         """
         self._take(self._pending)
         self._pending = []
@@ -101,33 +99,33 @@ class LossMonitor:
         return _mean(window)
 
     def take_bad_steps(self) -> list[BadStep]:
-        """Return the bad steps among those that were read since the last call."""
+        """Return the bad steps read since the last call."""
         found, self._bad_steps = self._bad_steps, []
         return found
 
     @property
     def loss_so_far(self) -> float:
-        """Mean loss over the samples of the epoch under way, as far as they were settled."""
+        """Mean loss over the current epoch, as far as read."""
         return _mean(self._epoch)
 
     @property
     def epoch_sums(self) -> tuple[float, float]:
-        """Weighted losses and weights of the epoch under way, as far as they were settled."""
+        """Weighted losses and weights of the current epoch, as far as read."""
         return float(self._epoch[0]), float(self._epoch[1])
 
     def end_epoch(self) -> None:
-        """Form the epoch's mean loss and start the next."""
+        """Compute the epoch's mean loss and start the next."""
         self.epoch_loss = _mean(self._epoch)
         self._epoch = np.zeros(2)
 
     def rewind(self, step: int, epoch_sums: tuple[float, float]) -> None:
-        """Forget what came after `step`: training goes on from there, with the epoch's sums of then."""
+        """Discard everything after `step` and restore the epoch's sums."""
         self._pending, self._window = [], np.zeros(2)
         self._epoch = np.array(epoch_sums, np.float64)
         self._read, self._bad_data, self._bad_loss, self._bad_steps = step, None, None, []
 
     def _take(self, results: Sequence[tuple[Totals, Any]]) -> None:
-        """Read the totals of steps that follow those that were read before."""
+        """Read the totals of subsequent steps."""
         if not results:
             return
         rows = np.array([totals.numpy() for totals, _ in results], np.float64)
@@ -144,7 +142,7 @@ class LossMonitor:
         self._read += len(rows)
 
     def _set_aside(self, rows: np.ndarray, here: Sequence[Any]) -> np.ndarray:
-        """Keep the bad steps among `rows` for `take_bad_steps`, let them count nothing, and return which they are."""
+        """Move the bad steps among `rows` to `take_bad_steps`, zero them, and return a mask of them."""
         bad: np.ndarray = rows[:, GuardedTotals._fields.index("verdict")] != GOOD
         for place in np.flatnonzero(bad).tolist():
             number = self._read + place

@@ -1,4 +1,4 @@
-"""Which rank the others wait for: what each rank does alone in a step, compared over all ranks at the end."""
+"""Find stragglers: compare the ranks' own work per step at the end of training."""
 
 import json
 import math
@@ -11,31 +11,31 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.runtime.hang.signs import Activity
 
 WARM_UP_STEPS = 5
-"""Steps at the start that do not count: they compile, and fill buffers."""
+"""Initial steps that do not count: they compile and fill buffers."""
 MOST_BLOCKS = 16
-"""Blocks of steps that are kept; when there are more, two become one, so that memory does not grow."""
+"""Bound on blocks of steps; beyond it, pairs are merged, for constant memory."""
 FEWEST_BLOCKS = 4
 FIRST_BLOCK_STEPS = 4
 APART = 0.1
-"""A rank is named that costs the others a tenth of a step …"""
+"""Report a straggler only if it delays the others by at least 10 % of a step …"""
 MOSTLY = 0.75
-"""… in so many of the blocks: one long pause on a rank is chance."""
+"""… in this fraction of the blocks: a single long pause is chance."""
 FEWEST_LOOKS = 30
-"""Looks, one a second, from which the share is believed in which a rank computed within its steps."""
+"""Samples, one per second, needed to estimate a rank's compute fraction."""
 
 
 @dataclass
 class Block:
-    """Some consecutive steps of one rank."""
+    """Consecutive steps of one rank."""
 
     steps: int = 0
     outside: float = 0.0
-    """Seconds between the steps: reading data, callbacks."""
+    """Seconds between steps: reading data, callbacks."""
     inside: float = 0.0
-    """Seconds in the steps, those in which it waited for other ranks among them."""
+    """Seconds in steps, including waits for other ranks."""
 
     def add(self, other: "Block") -> None:
-        """Count the steps of `other` as well."""
+        """Merge `other`."""
         self.steps += other.steps
         self.outside += other.outside
         self.inside += other.inside
@@ -43,35 +43,35 @@ class Block:
 
 @dataclass
 class RankTimes:
-    """Where the time of one rank went."""
+    """Breakdown of one rank's time."""
 
     host: str
     blocks: list[Block] = field(default_factory=list)
     looks: int = 0
-    """At the rank within its steps."""
+    """Samples taken within its steps."""
     working: int = 0
-    """Looks at which it computed."""
+    """Samples in which it computed."""
 
     @property
     def share(self) -> float:
-        """The share of the time in its steps in which the rank computed."""
+        """Fraction of the time in steps in which the rank computed."""
         return self.working / self.looks
 
     def encode(self) -> bytes:
-        """Return the times as a message."""
+        """Serialize the times."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> "RankTimes":
-        """Return the times in a message."""
+        """Deserialize the times."""
         values = json.loads(message)
         return cls(**{**values, "blocks": [Block(**block) for block in values["blocks"]]})
 
 
 class StepTimer:
-    """Notes for each step of this rank how long it took, and what came before it.
+    """Records the durations of this rank's steps and of the time between.
 
-    Steps whose predecessor was measured do not count: ranks meet between them.
+    Steps after a measured step do not count: ranks synchronize between them.
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ class StepTimer:
         self.blocks: list[Block] = []
 
     def pause(self) -> None:
-        """Leave out the time until the next step."""
+        """Exclude the time until the next step."""
         self._ended = None
 
     def note(self, begin: float, end: float) -> None:
-        """Count a step from `begin` to `end`, in seconds of one clock."""
+        """Record a step from `begin` to `end`, in seconds of one clock."""
         before, self._ended = self._ended, end
         self._seen += 1
         if before is None or self._seen <= WARM_UP_STEPS:
@@ -107,24 +107,24 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A rank for which the others wait."""
+    """A straggler."""
 
     rank: int
     host: str
     own_ms: float
-    """What it does alone in a step, in ms."""
+    """Its own work per step, in ms."""
     others_ms: float
-    """What the others do, the median."""
+    """The others' own work, median."""
     share: float
-    """Share of a step for which the others wait for it."""
+    """Fraction of a step for which the others wait for it."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as `summary.json` names it."""
+        """Return the entry of `summary.json`."""
         return asdict(self)
 
 
 def find_slowest_rank(backend: Backend, timer: StepTimer, activity: Activity, host: str) -> SlowRank | None:
-    """Compare what the ranks did alone in their steps; every rank calls it, and gets the same answer."""
+    """Find the straggler, if any; the same on every rank. Collective."""
     if backend.job_size == 1 or backend.capabilities.asynchronous:
         return None
     mine = RankTimes(host, timer.blocks, activity.looks, activity.working_looks)
@@ -133,7 +133,7 @@ def find_slowest_rank(backend: Backend, timer: StepTimer, activity: Activity, ho
 
 
 def slowest_rank(times: Sequence[RankTimes]) -> SlowRank | None:
-    """Return the rank that costs the others a tenth of their time or more, throughout; None where there is none."""
+    """Return the rank that consistently costs the others at least 10 % of their time, else None."""
     blocks = list(zip(*(rank.blocks for rank in times), strict=False))
     if len(times) < 2 or len(blocks) < FEWEST_BLOCKS:
         return None
@@ -152,7 +152,7 @@ def slowest_rank(times: Sequence[RankTimes]) -> SlowRank | None:
 
 
 def _believable_shares(times: Sequence[RankTimes]) -> list[float] | None:
-    """Return the shares in which ranks compute within steps; None where they differ no more than by chance."""
+    """Return the ranks' compute fractions; None if their differences may be chance."""
     looks = min(each.looks for each in times)
     if looks < FEWEST_LOOKS:
         return None
@@ -162,10 +162,10 @@ def _believable_shares(times: Sequence[RankTimes]) -> list[float] | None:
 
 
 def _own_times(block: Sequence[Block], shares: Sequence[float] | None) -> list[float]:
-    """Return the seconds that each rank works alone in a step.
+    """Return each rank's own seconds per step.
 
-    Where nothing tells the computing of the ranks apart, it is taken for that of the rank which was in its steps for
-    the shortest time: what others took longer, they waited.
+    If compute fractions are unknown, all ranks are assumed to compute as long as the fastest one is in its steps; the
+    rest is waiting.
     """
     inside = [each.inside / each.steps for each in block]
     computing = [min(inside)] * len(inside) if shares is None else [a * b for a, b in zip(inside, shares, strict=True)]

@@ -1,4 +1,4 @@
-"""What is reported of a training: its logged steps, its epochs, and what it came to."""
+"""Reports of a training: logged steps, epochs, and the result."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +17,11 @@ from hvdtrain.training.step.result import CompiledStep, Measured
 
 
 class TrainingReport:
-    """Forms the figures of a training, sends them to the observers and keeps those of the epochs.
+    """Computes metrics, sends them to observers and keeps those of epochs.
 
     Args:
-        step: the compiled step, whose metrics they are.
-        monitor: of the loss.
+        step: the compiled step with the metrics.
         clock: of the steps.
-        observers: receive the records.
     """
 
     def __init__(self, step: CompiledStep, monitor: LossMonitor, clock: StepClock, observers: Observer) -> None:
@@ -37,13 +35,7 @@ class TrainingReport:
         self._epochs: list[int] = []
 
     def log_step(self, step: StepEnd, measured: Measured, loss: float) -> None:
-        """Report a measured step.
-
-        Args:
-            step: the step.
-            measured: what was measured in it.
-            loss: the mean since the last one.
-        """
+        """Report a measured step."""
         metrics = _figures(measured.metrics)
         so_far = dict(metrics) if measured.so_far is None else _figures(measured.so_far)
         losses: tuple[float | None, ...] = (loss, self._monitor.loss_so_far)
@@ -63,7 +55,7 @@ class TrainingReport:
         self._observers.on_step(record)
 
     def training_figures(self) -> dict[str, Any]:
-        """Return loss and metrics of the epoch, and begin the next; every rank calls it."""
+        """Return loss and metrics of the epoch, and begin the next. Collective."""
         self._monitor.end_epoch()
         metrics = dict(self._step.epoch_metrics())
         figures = metrics if self._step.returns_logs else {"loss": self._monitor.epoch_loss, **metrics}
@@ -71,7 +63,7 @@ class TrainingReport:
         return figures
 
     def evaluated(self, step: StepEnd, outcome: Evaluation) -> dict[str, Any]:
-        """Report an evaluation, and return its figures with `val_` before their names."""
+        """Report an evaluation, and return its metrics prefixed by `val_`."""
         record = EvaluationRecord(
             step=step.number, epoch=step.epoch, loss=outcome.loss, seconds=outcome.seconds, metrics=outcome.metrics
         )
@@ -80,7 +72,7 @@ class TrainingReport:
         return {f"val_{name}": value for name, value in outcome.as_dict().items()}
 
     def end_epoch(self, step: StepEnd, figures: Mapping[str, Any]) -> None:
-        """Report an epoch's figures, those of its evaluation among them."""
+        """Report an epoch's metrics, including its evaluation's."""
         self._epochs.append(step.epoch)
         for name in sorted(figures):  # the order in which Keras hands them to callbacks
             self._history.setdefault(name, []).append(figures[name])
@@ -96,15 +88,12 @@ class TrainingReport:
         guarded: bool = False,
         slowest: SlowRank | None = None,
     ) -> FitResult:
-        """Return what the training came to.
+        """Return the result of the training.
 
         Args:
-            scalars: of the state that was trained.
-            steps_per_epoch: of its data.
-            wall_seconds: with what came before the first step.
-            history: Keras' History, where there were callbacks, which may have added figures.
-            guarded: whether bad steps were looked for.
-            slowest: the rank for which the others waited.
+            history: Keras' History, if there were callbacks, which may have added metrics.
+            guarded: whether bad steps were detected.
+            slowest: the straggler, if any.
         """
         bad = scalars.bad_steps
         counts = {"non_finite": bad.non_finite, "spikes": bad.spikes, "rollbacks": bad.rollbacks}

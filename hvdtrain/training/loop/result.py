@@ -1,4 +1,4 @@
-"""What a training run came to."""
+"""Result of a training run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,39 +11,41 @@ from hvdtrain.training.loop.rank_times import SlowRank
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What a training run came to; all but the times is the same on every rank."""
+    """Result of a training run; all but the times is the same on every rank."""
 
     steps: int
-    """Finished optimizer steps, those before a resume included."""
+    """Completed optimizer steps, including those before a resume."""
     epochs: int
-    """Finished passes over the data, the last one possibly cut short."""
+    """Completed passes over the data, the last one possibly cut short."""
     train_loss: float | None
-    """Mean loss over the samples of the last epoch, NaN where none was trained; of a `train_step` of the model's own
-    the `loss` that it returned, if any."""
+    """Mean loss over the last epoch, NaN if none was trained; for a model's own `train_step`, the `loss` that it
+    returned, if any.
+    """
     evaluations: list[EvaluationRecord]
-    """One for each epoch, if there was validation data."""
+    """One per evaluated epoch."""
     samples_per_second: float
     """Median over the steady steps, over all ranks."""
     step_ms: Mapping[str, float | None]
     """Median and 90th percentile of the steady steps' wall time."""
     wall_seconds: float
     data_wait: float = 0.0
-    """Share of the steady steps' time in which this rank waited for data."""
+    """Fraction of the steady steps' time that this rank waited for data."""
     history: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Figures of each epoch by name, as in Keras' History: numbers, or arrays such as one value for each class."""
+    """Metrics of each epoch by name, as in Keras' History: numbers, or arrays such as one value per class."""
     epoch: list[int] = field(default_factory=list)
-    """The epochs of `history`, from 0."""
+    """Epochs of `history`, from 0."""
     skipped: int = 0
-    """Steps of this training that changed nothing, as their gradients overflowed (mixed_float16)."""
+    """Skipped steps, whose gradients overflowed (mixed_float16)."""
     slowest_rank: SlowRank | None = None
-    """The rank for which the others waited, if there was one; the same on every rank."""
+    """The straggler, if any; the same on every rank."""
     bad_steps: Mapping[str, Any] | None = None
-    """How many steps were bad, those before a resume included: `non_finite`, `spikes`, and of each rollback the first
-    and the last step that was left out; None where no policy looks for them (`on_bad_step`, `spike_threshold`)."""
+    """Numbers of bad steps, including those before a resume: `non_finite`, `spikes`, and the first and last discarded
+    step of each rollback; None without a policy (`on_bad_step`, `spike_threshold`).
+    """
 
 
 def summary_of(result: FitResult) -> dict[str, Any]:
-    """Return the figures of a run as `summary.json` names them."""
+    """Return the entries of `summary.json`."""
     last = result.evaluations[-1] if result.evaluations else None
     figures: dict[str, Any] = {
         "steps": result.steps,

@@ -1,4 +1,4 @@
-"""When a training is saved, on disk or in memory, and what the state holds of it then."""
+"""Hooks that save a training, on disk or in memory, with the complete state."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,16 +23,15 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 
 def begin_best(metric: BestMetric | None, scalars: Scalars, metrics: Iterable[str], *, validated: bool) -> None:
-    """Check that epochs have the `metric`, and forget a best epoch by another one.
+    """Check that epochs report `metric`, and reset a best epoch of another metric.
 
     Args:
-        metric: by which the best epoch is chosen; None: there is none.
-        scalars: where it is recorded.
-        metrics: names of what an epoch reports, the loss among them if there is one.
+        metric: selects the best epoch; None: not tracked.
+        metrics: names reported per epoch, including the loss if there is one.
         validated: whether there are validation data.
 
     Raises:
-        ConfigError: no epoch will have the metric; those that it has are named.
+        ConfigError: no epoch reports the metric; lists the available ones.
     """
     known = [f"{prefix}{name}" for prefix in ("", "val_")[: 1 + validated] for name in metrics]
     if metric is not None and metric.name not in known:
@@ -47,11 +46,7 @@ def begin_best(metric: BestMetric | None, scalars: Scalars, metrics: Iterable[st
 
 
 def note_best(metric: BestMetric | None, scalars: Scalars, step: int, logs: Mapping[str, Any]) -> None:
-    """Record the epoch that ended with `step`, with these figures, as the best, if it is.
-
-    Raises:
-        ConfigError: a metric with several values.
-    """
+    """Record the epoch that ended with `step` if it is the best. Raises ConfigError: a metric with several values."""
     value = None if metric is None else logs.get(metric.name)
     if metric is None or value is None:
         return
@@ -65,15 +60,14 @@ def note_best(metric: BestMetric | None, scalars: Scalars, step: int, logs: Mapp
 
 
 def those_of_rank_0(figures: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """Return rank 0's figures where ranks have split the model; all of them call it.
+    """Return rank 0's metrics on every rank of a split model. Collective.
 
-    Ranks along tp compute loss and metrics each by itself, from the same samples, and stages of a pipeline are told
-    them over exchanges of their own. Each rounds in its own way: a callback such as `ReduceLROnPlateau` might decide
-    differently by the last digit.
+    Ranks along tp compute loss and metrics independently from the same samples, and pipeline stages receive them by
+    different exchanges. Their rounding differs: a callback such as `ReduceLROnPlateau` might decide differently by the
+    last digit.
 
     Args:
-        figures: numbers, or arrays such as one value for each class.
-        backend: the ranks.
+        figures: numbers, or arrays such as one value per class.
     """
     if not {"tp", "pp"} & set(backend.axes):
         return dict(figures)
@@ -86,12 +80,14 @@ def those_of_rank_0(figures: Mapping[str, Any], backend: Backend) -> dict[str, A
 
 
 class Saving:
-    """Saves a training; a checkpoint that fails costs a training that goes on no more than that. Every rank calls it.
+    """Saves a training; a failed checkpoint is an error only at the end. Collective.
+
+    While training continues, it is a warning.
 
     Args:
-        state: what is trained. Of its best epoch, what was not saved is taken back.
-        save: begins to write a checkpoint; raises the same on all ranks.
-        finish: waits until it is there, and raises why it is not, the same on all ranks.
+        state: the training state. A best epoch that could not be saved is reverted.
+        save: starts writing a checkpoint; raises the same on all ranks.
+        finish: waits for it; raises the same on all ranks.
         speaks: whether this rank warns.
     """
 
@@ -106,14 +102,14 @@ class Saving:
         self._best_before: dict[int, dict[str, Any] | None] = {}
 
     def finish_earlier(self) -> None:
-        """Wait for the checkpoint before, which this one may build on."""
+        """Wait for the previous checkpoint."""
         self._attempt(self._finish, self._begun)
 
     def save(self, step: StepEnd) -> None:
-        """Save `step`; before the end of training, or where all stop, wait until it is there.
+        """Save after `step`; at the end of training or on a stop, wait for it.
 
         Raises:
-            CheckpointError: the end of training is not saved.
+            CheckpointError: the end of training could not be saved.
         """
         self._begun = step.number
         self._attempt(self._save, step.number, needed=step.last)
@@ -121,7 +117,7 @@ class Saving:
             self._attempt(self._finish, step.number, needed=step.last)
 
     def save_beginning(self, step: int) -> None:
-        """Save before the first step, after `step` earlier ones, and wait until it is there.
+        """Save before the first step, after `step` earlier ones, and wait for it.
 
         Raises:
             CheckpointError: it cannot be saved.
@@ -131,7 +127,7 @@ class Saving:
         self._attempt(self._finish, step, needed=True)
 
     def note_best(self, before: dict[str, Any] | None) -> None:
-        """Remember which epoch was the best `before`, if that is another one by now."""
+        """Remember the best epoch `before`, if it has changed."""
         best = self._state.scalars.best
         if best is not None and best != before:
             self._best_before = {best["step"]: before}
@@ -152,16 +148,11 @@ class Saving:
 
 
 class SavingHooks:
-    """Saves the state with what metrics, callbacks and the guard of bad steps remember; every rank calls it.
+    """Saves the state including metrics, callbacks and bad-step history. Collective.
 
     Args:
-        plan: when to save.
-        state: what is saved.
-        rule: that updates it.
-        step: the compiled step, whose metrics are saved.
-        actions: of the trainer.
-        callbacks: this rank's Keras callbacks, if there are any.
-        activity: where the loop notes what it does.
+        step: the compiled step with the metrics.
+        callbacks: this rank's Keras callbacks, if any.
         speaks: whether this rank warns.
     """
 
@@ -198,13 +189,13 @@ class SavingHooks:
             loop.add_hook(self._save_best, EPOCH_ENDS)
 
     def add_commits(self, loop: TrainingLoop) -> None:
-        """Add the hook that keeps the state in memory, if the training is elastic."""
+        """Add the hook that commits the state, if the training is elastic."""
         if self._actions.commit is not None:
             loop.add_hook(self._commit, self._plan.committed)
             loop.add_hook_before(lambda step: self._actions.begin_step())
 
     def begin(self) -> None:
-        """Save the state before the first step, so that a training that may be rolled back can be from its start on.
+        """Save before the first step if rollbacks are possible, so that there is always a target.
 
         Raises:
             CheckpointError: it cannot be saved.
@@ -216,7 +207,7 @@ class SavingHooks:
                 self._saving.save_beginning(step)
 
     def roll_back(self) -> Scalars:
-        """Give the state the tensors of the newest good checkpoint, and return the scalars of that."""
+        """Restore the newest good checkpoint's tensors, and return its scalars."""
         assert self._actions.roll_back is not None, "only a training that can be rolled back is"
         assert self._saving is not None, "a training that can be rolled back saves"
         with self._activity.during("saving"):
@@ -224,23 +215,23 @@ class SavingHooks:
             return self._actions.roll_back()
 
     def note_metrics(self) -> None:
-        """Let the state hold what the metrics of an epoch that is not finished have counted."""
+        """Store the metrics of an unfinished epoch in the state."""
         sums = self._step.metric_sums() if self._state.scalars.step_in_epoch else {}
         self._state.scalars.progress.metrics = sums
 
     def note_best(self, before: dict[str, Any] | None) -> None:
-        """Remember which epoch was the best `before`, if that is another one by now."""
+        """Remember the best epoch `before`, if it has changed."""
         if self._saving is not None:
             self._saving.note_best(before)
 
     def _save_best(self, step: StepEnd) -> None:
-        """Save the best epoch, if it ends with this step and is not saved already."""
+        """Save the best epoch if it ends with this step and is not saved otherwise."""
         best = self._state.scalars.best
         if best is not None and best["step"] == step.number and not self._plan.saved.due(step):
             self._save(step)
 
     def _save_rolled_back(self, step: StepEnd) -> None:
-        """Save after a rollback, so that a resumed run leaves out the same batches."""
+        """Save after a rollback, so that a resumed run discards the same batches."""
         rollbacks = self._state.scalars.bad_steps.rollbacks
         if rollbacks and rollbacks[-1][1] == step.number and not self._plan.saved.due(step):
             self._save(step)
@@ -253,7 +244,7 @@ class SavingHooks:
             self._saving.save(step)
 
     def _commit(self, step: StepEnd) -> None:
-        """Keep the state in memory; where training ends there is nothing to go on with."""
+        """Commit the state to memory, except at the end of training."""
         assert self._actions.commit is not None, "added only where something is committed"
         if not step.last:
             with self._complete_state(step):
@@ -261,10 +252,10 @@ class SavingHooks:
 
     @contextmanager
     def _complete_state(self, step: StepEnd | None) -> Iterator[None]:
-        """Add to the state what metrics, callbacks and guard remember, and drop it on exit. Collective.
+        """Add metrics, callback states and guard history to the state; drop them on exit. Collective.
 
         Args:
-            step: that has ended; None before the first.
+            step: the completed step; None before the first.
         """
         scalars, callbacks = self._state.scalars, self._callbacks
         try:

@@ -1,4 +1,4 @@
-"""What happens around the steps of a training, as hooks of one list, and what the training came to."""
+"""The standard hooks of a training, in one list, and its result."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,26 +31,17 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 
 class StandardTraining:
-    """A loop with the hooks of every training: log, check, evaluate, call Keras callbacks, save.
+    """A loop with the standard hooks: log, check, evaluate, call Keras callbacks, save.
 
     Args:
-        backend: the replicas.
-        state: what is trained.
-        factory: makes the compiled step.
-        rule: takes over weights that callbacks set.
-        data: the batches.
-        plan: when to stop, log and save.
-        actions: evaluates and saves.
-        observers: receive the records.
-        validation: evaluated at the end of every epoch; None: nothing is.
-        callbacks: this rank's Keras callbacks.
-        verbose: what they are told that the user asked for.
-        stopping: agrees on the step after which a signal stops all ranks, once it is saved; None: nothing does.
-        bad_steps: what becomes of those that the rule's guard finds.
-        desync_every: steps between two looks at whether the ranks hold the same state; 0 never looks.
+        rule: the update rule, which copies weights set by callbacks.
+        validation: evaluated at the end of every epoch; None: never.
+        stopping: agrees on the step after which a signal stops all ranks, once it is saved; None: never.
+        bad_steps: policy for steps found bad by the rule's guard.
+        desync_every: steps between two desync checks; 0: never.
 
     Raises:
-        ConfigError: a callback that cannot work here.
+        ConfigError: an unsupported callback.
     """
 
     def __init__(
@@ -138,7 +129,7 @@ class StandardTraining:
         self._add_hooks(plan)
 
     def _add_hooks(self, plan: Plan) -> None:
-        """Fill the list: what comes first is called first."""
+        """Register the hooks, in calling order."""
         loop, callbacks = self.loop, self._callbacks
         loop.add_hook(self._note, EVERY_STEP, roll_back=self._rewind)
         if callbacks is not None:
@@ -163,11 +154,7 @@ class StandardTraining:
             self._saves.add_commits(loop)
 
     def run(self) -> None:
-        """Train as planned.
-
-        Raises:
-            BadStepError: the loss was NaN, infinite or a spike; the message names the step.
-        """
+        """Train as planned. Raises BadStepError: the loss was NaN, infinite or a spike; the message names the step."""
         progress = self._state.scalars.progress
         if self._callbacks is not None:
             self._rule.show_weights()
@@ -191,11 +178,7 @@ class StandardTraining:
             self._rule.adopt_weights()
 
     def result(self, *, wall_seconds: float) -> FitResult:
-        """Return what the training came to; every rank calls it.
-
-        Args:
-            wall_seconds: how long it took, with what came before the first step.
-        """
+        """Return the result of the training. Collective."""
         history = None if self._callbacks is None else self._callbacks.history
         slowest = find_slowest_rank(self._backend, self.loop.timer, self._activity, host_name())
         return self._report.result(
@@ -232,7 +215,7 @@ class StandardTraining:
         self._rule.adopt_weights()
 
     def _check_and_log(self, step: StepEnd) -> Outcome:
-        """Stop at what is not finite, and log the step."""
+        """Handle non-finite values, and log the step."""
         assert step.result is not None
         assert step.result.measured is not None, "logged steps are measured"
         measured = step.result.measured
@@ -247,7 +230,7 @@ class StandardTraining:
         return Outcome.SKIP if self._monitor.last_skipped else Outcome.CONTINUE
 
     def _roll_back(self, step: StepEnd) -> None:
-        """Go on from here with the state of the newest good checkpoint: what came since then is left out."""
+        """Continue from the newest good checkpoint, discarding the batches since then."""
         assert self._saves is not None, "the policy asks for it only where there are checkpoints"
         saved = self._saves.roll_back()
         scalars = self._state.scalars
@@ -260,7 +243,7 @@ class StandardTraining:
         self._bad_steps.note_rollback(saved.step, step.number)
 
     def _note_progress(self) -> None:
-        """Let the state hold what an epoch that is not finished has come to so far."""
+        """Store the running totals of an unfinished epoch in the state."""
         scalars, progress = self._state.scalars, self._state.scalars.progress
         sums = self._monitor.epoch_sums if scalars.step_in_epoch else (0.0, 0.0)
         progress.loss_sum, progress.loss_weight = sums
@@ -271,7 +254,7 @@ class StandardTraining:
             self._observers.on_message(warning)
 
     def _end_epoch(self, step: StepEnd) -> None:
-        """Evaluate what there is to evaluate, and tell the callbacks."""
+        """Evaluate if due, and call the callbacks."""
         if self._saves is not None:
             self._saves.note_metrics()
         validation = self._validation if self._plan.evaluates(step.epoch) else None
@@ -295,7 +278,7 @@ class StandardTraining:
             self._rule.adopt_weights()
 
     def _evaluate(self, step: StepEnd, validation: Iterable[Batch]) -> dict[str, Any]:
-        """Evaluate, and return the figures with `val_` before their names."""
+        """Evaluate, and return the metrics prefixed by `val_`."""
         callbacks = self._callbacks
         if callbacks is not None:
             callbacks.begin_evaluation()
@@ -308,7 +291,7 @@ class StandardTraining:
         return self._report.evaluated(step, outcome)
 
     def _stop(self, step: StepEnd) -> None:
-        """End the process after a step that is saved; a training that is complete anyway ends as planned."""
+        """Exit after a saved step; a training that is complete anyway ends normally."""
         assert self._stopping is not None, "only it lets a step stop"
         if not step.last:
             raise self._stopping.stopped()

@@ -1,4 +1,4 @@
-"""What training minimizes and measures: losses, metrics, and the outputs, targets and weights that belong to them.
+"""Losses and metrics, with the outputs, targets and weights they use.
 
 Start with `losses.py`. Imports nothing from `step` or `loop`.
 """

@@ -1,4 +1,4 @@
-"""Settings of a compiled model, which hold where the trainer has none of its own."""
+"""Settings of a compiled model, used as defaults of the trainer's arguments."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.state.optimizers import optimizers_of
 
 _MARK = "_hvdtrain_compile_config"
-"""Attribute with the settings with which the trainer itself compiled the model."""
+"""Attribute with the settings of the trainer's own `compile`."""
 _WITHOUT_EFFECT = {"steps_per_execution": 1, "run_eagerly": False}
-"""Defaults of settings that are ignored here. Keras does not record whether `jit_compile` was requested."""
+"""Defaults of ignored settings. Keras does not record whether `jit_compile` was requested."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Losses and metrics, as `Model.compile` takes them."""
+    """Losses and metrics, as for `Model.compile`."""
 
     loss: Any
     metrics: Any = ()
@@ -26,14 +26,13 @@ class Objective:
 
 
 def merge_compile_settings(model: Any, optimizer: Any, chosen: Objective) -> tuple[Any, Objective, list[str]]:
-    """Return optimizer and objective, those of `model.compile` where they are None, and warnings of unused settings.
+    """Fill in optimizer and objective from `model.compile`; also return warnings.
 
     Loss and loss weights go together, and so do metrics and weighted metrics.
 
     Args:
         model: a Keras model, compiled or not.
-        optimizer: the trainer's argument.
-        chosen: the trainer's arguments; None for metrics that were left out.
+        chosen: the trainer's arguments; None for omitted metrics.
 
     Raises:
         ConfigError: there is no optimizer.
@@ -51,7 +50,7 @@ def merge_compile_settings(model: Any, optimizer: Any, chosen: Objective) -> tup
 
 
 def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> None:
-    """Compile `model` for callbacks and custom steps that read its compile settings; training does not use them."""
+    """Compile `model` for callbacks and custom steps that read its settings; training ignores them."""
     model.compile(
         optimizer,
         objective.loss,
@@ -65,16 +64,14 @@ def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> Non
 
 
 def build_compile_metrics(model: Any, targets: Any, outputs: Any) -> None:
-    """Build the metrics of a compiled model: callbacks look among them for the direction in which a metric improves.
+    """Build a compiled model's metrics: callbacks infer from them whether higher is better.
 
     Args:
-        model: the model; its compiled metrics count nothing.
-        targets: targets of a batch.
-        outputs: the model's outputs for them.
+        model: the model; its compiled metrics are never updated.
     """
     metrics = compile_metrics(model)
     if metrics is not None and not metrics.built:
-        # Metrics in a structure that Keras does not take: callbacks need a `mode` then, and say so.
+        # Metrics in a structure that Keras does not accept: callbacks then ask for a `mode`.
         with suppress(ValueError, TypeError, KeyError):
             metrics.build(targets, outputs)
 
@@ -116,12 +113,12 @@ def _notes(model: Any, config: dict[str, Any], optimizer: Any, used: Objective) 
 
 
 def _same(used: Any, compiled: Any) -> bool:
-    """Return whether two settings are visibly equal; unknown for distinct objects, hence False."""
+    """Return whether two settings are equal; False for distinct objects."""
     return used is compiled or (isinstance(used, str | list | tuple | dict) and used == compiled)
 
 
 def _listed(metrics: Any) -> Any:
-    """Return metrics as `compile` takes them."""
+    """Return metrics in the form of `compile`."""
     if isinstance(metrics, list | tuple):
         return list(metrics) or None
     return metrics if isinstance(metrics, dict) or metrics is None else [metrics]

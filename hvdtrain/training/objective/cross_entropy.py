@@ -1,7 +1,7 @@
-"""The cross-entropy of logits with class labels, in a form that is fast on CPUs.
+"""Cross-entropy of logits with class labels, optimized for CPUs.
 
-TensorFlow's own op takes a twelfth of the step of a language model of 12.7 million parameters and 8,192 tokens. Softmax
-is fast, and yields both the loss and its gradient (`benchmarks/fused.py`).
+TensorFlow's own op takes a twelfth of the step time of a language model of 12.7 million parameters and 8,192 tokens.
+Softmax is fast, and yields both the loss and its gradient (`benchmarks/fused.py`).
 """
 
 import functools
@@ -12,17 +12,17 @@ import keras
 import tensorflow as tf
 
 LEAST_CLASSES = 64
-"""With fewer, TensorFlow's one op is faster than several: 10 against 23 microseconds for 64 rows of 10 classes."""
+"""With fewer, TensorFlow's single op is faster: 10 against 23 microseconds for 64 rows of 10 classes."""
 
 LEAST_PROBABILITY = 1e-30
-"""Above it a probability has full precision, and its logarithm is the loss, without using the logits again."""
+"""Above it a probability has full precision, and its logarithm is the loss."""
 
 
 def fast_form(loss: Any) -> Callable[[Any, Any], Any] | None:
-    """Return a fast function (labels, logits) -> losses equivalent to Keras' `loss`; None if there is none.
+    """Return a fast equivalent (labels, logits) -> losses of a Keras loss; None if there is none.
 
-    Exists for `SparseCategoricalCrossentropy` and `sparse_categorical_crossentropy` of logits. Equals Keras' but for
-    rounding; calls Keras' own for few classes, on GPUs and under a strategy of tf.distribute.
+    Supports `SparseCategoricalCrossentropy` and `sparse_categorical_crossentropy` of logits. Equals Keras' up to
+    rounding; uses Keras' own for few classes, on GPUs and under a tf.distribute strategy.
     """
     if type(loss) is keras.losses.SparseCategoricalCrossentropy:
         config = loss.get_config()
@@ -42,7 +42,7 @@ def fast_form(loss: Any) -> Callable[[Any, Any], Any] | None:
 
 
 def _fits(labels: Any, logits: Any) -> bool:
-    """Return whether the fast form is faster here, and Keras would accept the shapes as they are."""
+    """Return whether the fast form is faster, and Keras would accept the shapes unchanged."""
     return (
         labels.shape.rank is not None
         and logits.shape.rank == labels.shape.rank + 1
@@ -54,7 +54,7 @@ def _fits(labels: Any, logits: Any) -> bool:
 
 
 def sparse_cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Return -log softmax(logits) at the labels [...], for logits [..., classes]; differentiable once.
+    """Return -log softmax at the labels [...], for logits [..., classes]; differentiable once.
 
     Raises:
         tf.errors.InvalidArgumentError: at run time, for a label outside [0, classes).
@@ -86,5 +86,5 @@ def _flat_cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tuple[tf.Tensor
 
 
 def _log_sum_exp(logits: tf.Tensor, probabilities: tf.Tensor) -> tf.Tensor:
-    """Return max x - log max softmax(x): exact to rounding, as the largest probability is at least 1 / classes."""
+    """Return max x - log max softmax(x): exact to rounding, as the largest probability is >= 1 / classes."""
     return tf.reduce_max(logits, -1) - tf.math.log(tf.reduce_max(probabilities, -1))

@@ -1,4 +1,4 @@
-"""Losses as a sum and a weight, so that replicas with different numbers of samples add up exactly."""
+"""Losses as sum and weight, so that uneven replicas reduce exactly."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,11 +27,11 @@ class LossSum(NamedTuple):
     elements_per_sample: tf.Tensor
     """Scalar: loss values per sample (1 for a class label, the length for a sequence)."""
     uniform: bool
-    """Whether all weights are 1, so that the global weight is known before any exchange."""
+    """Whether all weights are 1, so that the global weight is known in advance."""
 
 
 LossFunction = Callable[[Any, Any, Any], LossSum]
-"""(targets, outputs, sample weights or None) -> this replica's sum of the loss."""
+"""(targets, outputs, sample weights or None) -> this replica's loss sum."""
 
 _COUNTED = ("sum_over_batch_size", "mean", "auto")
 _WEIGHTED = "mean_with_sample_weight"
@@ -66,12 +66,12 @@ def summed_loss(loss: Any, loss_weights: Any = None, names: Callable[[], Any] = 
 
 
 def losses_by_output(loss: Any, names: Sequence[str]) -> dict[str, LossFunction | None]:
-    """Return the loss of each output, None of one without; `loss` as in `summed_loss`."""
+    """Return each output's loss, or None; `loss` as for `summed_loss`."""
     return per_output("loss", _loss_functions(loss), names, shared=True)
 
 
 def _loss_functions(loss: Any) -> Any:
-    """Return losses as LossFunctions, in their structure."""
+    """Convert losses to LossFunctions, in their structure."""
     nested = isinstance(loss, dict | list | tuple)
     return tf.nest.map_structure(lambda one: None if nested and one is None else _one_loss(one), loss)
 
@@ -134,8 +134,8 @@ def _one_loss(loss: Any) -> LossFunction:
 def with_model_losses(summed: LossSum, model: Any) -> LossSum:
     """Add the model's regularization and `add_loss` terms to a replica's loss sum.
 
-    Each term is a mean over the replica's samples or the same on all replicas; multiplied by the replica's weight
-    the terms sum to those of one process. Call it right after `model`.
+    Each term is a mean over the replica's samples, or equal on all replicas; multiplied by the replica's weight, the
+    terms sum to those of one process. Call it right after `model`.
     """
     if not model.losses:
         return summed
@@ -161,7 +161,7 @@ def _at_least_float32(outputs: Any) -> Any:
 
 
 def _aligned(targets: Any, outputs: Any) -> tuple[Any, Any]:
-    """Cast targets to the outputs' dtype, and squeeze a last dim of 1 if ranks differ, as Keras does."""
+    """Cast targets to the outputs' dtype, and squeeze a trailing dim of 1 like Keras."""
     if tf.nest.is_nested(targets) or tf.nest.is_nested(outputs):
         return targets, outputs
     targets = tf.convert_to_tensor(targets)
@@ -187,7 +187,7 @@ def _mask_of(outputs: Any, values: tf.Tensor) -> Any:
 
 
 def _weighted_sum(values: tf.Tensor, sample_weight: Any, mask: Any, *, divide_by_weights: bool) -> LossSum:
-    """Sum `values` [samples, …] with weights and mask that broadcast to them from the left."""
+    """Sum `values` [samples, …] with weights and mask that broadcast from the left."""
     if values.shape.rank == 0:
         raise ConfigError("The loss returned one number for the whole batch: one value for each sample is needed.")
     elements = tf.cast(tf.size(values), values.dtype)

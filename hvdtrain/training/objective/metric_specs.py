@@ -1,4 +1,4 @@
-"""Metrics as `Model.compile` takes them: names, functions, objects, in lists or by output."""
+"""Metrics as for `Model.compile`: names, functions, objects, in lists or by output."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,16 +14,15 @@ from hvdtrain.training.objective.output_losses import output_losses
 from hvdtrain.training.objective.outputs import ONLY, outputs_by_name, per_output
 
 ACCURACIES = ("accuracy", "acc")
-"""Names whose meaning depends on targets and outputs."""
+"""Names that depend on targets and outputs."""
 
 
 class MetricSpec:
-    """The metrics that a user asked for; their meaning follows from a first batch.
+    """The user's metrics, resolved with a first batch.
 
     Args:
         metrics: Keras metrics or their names; for several outputs a dict or list with one or several for each.
-        weighted: those that count sample weights.
-        loss: the losses: each of several is reported like a metric.
+        loss: the losses; if there are several, each is reported like a metric.
 
     Raises:
         ConfigError: an unknown name.
@@ -34,16 +33,13 @@ class MetricSpec:
         self._loss = loss
 
     def resolve(self, targets: Any, outputs: Any, backend: Backend, names: Callable[[], Any]) -> MetricSet:
-        """Return the metrics of each output, `accuracy` as the one that fits targets and outputs.
+        """Return each output's metrics, with `accuracy` resolved from the shapes.
 
         Args:
-            targets: targets of a batch.
-            outputs: the model's outputs for them.
-            backend: the replicas.
             names: returns the names of the model's outputs.
 
         Raises:
-            ConfigError: metrics that cannot be added up over replicas, or that fit no output.
+            ConfigError: metrics that cannot be summed over replicas, or that fit no output.
         """
         by_name = outputs_by_name(outputs, names())
         labels = per_output("The target", targets, list(by_name), shared=False)
@@ -59,7 +55,7 @@ class MetricSpec:
         return known
 
     def _bound(self, labels: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[BoundMetric]:
-        """Return the metrics of each output, under the names that Keras reports them by."""
+        """Return each output's metrics, under the names that Keras uses."""
         bound: list[BoundMetric] = []
         taken: dict[str, int] = {}
         for spec, weighted in self._specs:
@@ -88,9 +84,9 @@ def _resolved(metrics: Any) -> Any:
 
 
 def _unique_name(output: str, name: str, weighted: bool, taken: dict[str, int]) -> str:
-    """Return what Keras calls a metric, given how many there are of each name so far, and count it.
+    """Return Keras' name of a metric, and count it.
 
-    The first has its plain name, and after it a weighted one has the prefix ``weighted_``; others are numbered.
+    The first has its plain name, then a weighted one has the prefix ``weighted_``; others are numbered.
     """
     prefix = "" if output == ONLY else f"{output}_"
     full = f"{prefix}{name}"

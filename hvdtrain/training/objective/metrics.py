@@ -1,4 +1,4 @@
-"""Keras metrics over all replicas: their variables are added up, never their results."""
+"""Keras metrics over all replicas: their variables are summed, never their results."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,47 +20,45 @@ from hvdtrain.training.objective.output_losses import OutputLoss
 from hvdtrain.training.objective.outputs import outputs_by_name, per_output
 
 Figure = float | np.ndarray
-"""The value of a metric."""
+"""A metric's value."""
 
 
 class BoundMetric(NamedTuple):
-    """A metric, and the output that it measures."""
+    """A metric with its output."""
 
     name: str
-    """What its value is called."""
+    """Name in reports."""
     metric: Any
     output: str
-    """Name of the model's output that it measures."""
+    """Name of the model's output."""
     weighted: bool
-    """Whether it is given the sample weights."""
+    """Whether it uses sample weights."""
 
 
 class MetricSet:
     """Metrics updated on each replica and read over all of them.
 
     Args:
-        bound: the metrics.
-        backend: the replicas whose variables are added up.
         names: returns the names of the model's outputs.
     """
 
     def __init__(self, bound: Sequence[BoundMetric], backend: Backend, names: Callable[[], Any] = lambda: None) -> None:
         originals = list(bound)
-        # Each replica counts in variables of its own, the first one in those of the originals.
+        # Each replica has its own variables; the first one uses the originals.
         self._sets = ForEachReplica(backend, lambda place: _copies(originals) if place else originals)
         self._backend = backend
         self._names = names
         self.sample: tuple[Any, Any] | None = None
-        """Targets and outputs of one sample, with which the metrics were built."""
+        """Targets and outputs of one sample, used to build the metrics."""
         self._last: ForEachReplica[list[tf.Variable]] | None = None
 
     @property
     def bound(self) -> list[BoundMetric]:
-        """The metrics of the calling replica."""
+        """The calling replica's metrics."""
         return self._sets.own
 
     def variables(self) -> list[tf.Variable]:
-        """Return what the metrics of the calling replica count in."""
+        """Return the calling replica's metric variables."""
         return [unwrap(variable) for bound in self.bound for variable in bound.metric.variables]
 
     def fresh(self) -> "MetricSet":
@@ -75,7 +73,7 @@ class MetricSet:
         return fresh
 
     def build(self, targets: Any, outputs: Any) -> None:
-        """Create the metrics' variables, and those of later copies: some metrics learn their shape from a batch."""
+        """Create the metrics' variables, also of later copies: some shapes depend on a batch."""
         targets, outputs = tf.nest.map_structure(lambda tensor: tensor[:1], (targets, outputs))
         self.sample = targets, outputs
         for bound in self._sets.all:
@@ -96,7 +94,7 @@ class MetricSet:
             variable.assign(tf.zeros_like(variable))
 
     def update(self, targets: Any, outputs: Any, sample_weight: Any, has_samples: tf.Tensor | float) -> None:
-        """Update the metrics of this replica, unless the batch is a placeholder."""
+        """Update this replica's metrics, unless the batch is a placeholder."""
         if not self.bound:
             return
 
@@ -114,7 +112,7 @@ class MetricSet:
             _update(metric, label, output, weight)
 
     def _arguments(self, bound: Sequence[BoundMetric], targets: Any, outputs: Any, sample_weight: Any) -> list[Any]:
-        """Return each metric with the targets, outputs and weights to update it with."""
+        """Return each metric with its targets, outputs and weights."""
         by_name = outputs_by_name(outputs, self._names())
         labels = per_output("The target", targets, list(by_name), shared=False)
         weights = per_output("sample_weight", sample_weight, list(by_name), shared=True)
@@ -124,12 +122,12 @@ class MetricSet:
         ]
 
     def of_output(self, name: str, targets: Any, outputs: Any) -> tuple[Any, Any]:
-        """Return the targets and the values of the output `name`."""
+        """Return targets and values of the output `name`."""
         by_name = outputs_by_name(outputs, self._names())
         return per_output("The target", targets, list(by_name), shared=False)[name], by_name[name]
 
     def sums_of(self, targets: Any, outputs: Any, sample_weight: Any) -> list[list[tf.Tensor]]:
-        """Return the values of each metric's variables after this batch alone, without changing them."""
+        """Return the state of each metric after this batch alone, without side effects."""
         shown = self._arguments(self.bound, targets, outputs, sample_weight)
         return [
             metric.stateless_update_state(
@@ -139,18 +137,18 @@ class MetricSet:
         ]
 
     def hold(self, sums: Sequence[Sequence[Any]] | None) -> None:
-        """Set each metric's variables to sums of what `sums_of` returned; None sets them to zero."""
+        """Set each metric's variables to sums of `sums_of`; None: to zero."""
         self.reset_all()
         for bound, values in zip(self.bound, sums or [], strict=sums is not None):
             for variable, value in zip(bound.metric.variables, values, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
 
     def take_up(self, sums: Mapping[str, Sequence[Any]], *, counted_here: bool = True) -> None:
-        """Go on from `sums` over all replicas, by the metrics' names, and from zero where there are none.
+        """Restore global `sums` by metric name, or zero.
 
         Args:
-            sums: values of each metric's variables, as `sums_so_far` returned them.
-            counted_here: whether they become this replica's; of all replicas one takes them.
+            sums: values of each metric's variables, from `sums_so_far`.
+            counted_here: whether this replica takes them; exactly one replica does.
         """
         self.reset_all()
         places = [(bound.name, place, v) for bound in self.bound for place, v in enumerate(bound.metric.variables)]
@@ -163,14 +161,14 @@ class MetricSet:
 
     @property
     def _reported(self) -> "ForEachReplica[list[tf.Variable]]":
-        """The sums over all replicas at the last `progress`, for each replica."""
+        """Global sums at the last `progress`, per replica."""
         if self._last is None:
             with tf.init_scope():
                 self._last = ForEachReplica(self._backend, lambda place: _zeros_like(self._sets.all[place]))
         return self._last
 
     def sums_so_far(self, role: str) -> dict[str, list[tf.Tensor]]:
-        """Return the variables of each metric by its name, summed over the replicas, without changing any state."""
+        """Return each metric's variables summed over the replicas, without side effects. Collective."""
         return {
             bound.name: [
                 self._backend.all_reduce(unwrap(variable).read_value(), name=_name(role, number, place))
@@ -180,7 +178,7 @@ class MetricSet:
         }
 
     def reduce(self, role: str) -> None:
-        """Replace every metric's variables by their sums over the replicas, within a compiled function."""
+        """All-reduce every metric's variables in place, in a compiled function. Collective."""
         for number, bound in enumerate(self.bound):
             for place, variable in enumerate(bound.metric.variables):
                 tensor = unwrap(variable)
@@ -191,14 +189,14 @@ class MetricSet:
         return {bound.name: figure_of(bound.metric.result()) for bound in self.bound}
 
     def reduced_results(self, role: str) -> dict[str, tf.Tensor]:
-        """Return each metric's value over all replicas, within a compiled function."""
+        """Return each metric's global value, in a compiled function. Collective."""
         self.reduce(role)
         return self._tensors()
 
     def progress(self, role: str) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Return each metric's value over all replicas, since the last call and since the reset, in one exchange.
+        """Return each metric's global value since the last call and since the reset. Collective.
 
-        Within a compiled function; what the metrics have counted stays as it is.
+        In one exchange, in a compiled function, without changing the counts.
         """
         reported = self._reported.own
         variables = self.variables()
@@ -216,11 +214,11 @@ class MetricSet:
         return {bound.name: tf.convert_to_tensor(bound.metric.result()) for bound in self.bound}
 
     def results_so_far(self, role: str, read: Callable[[], Mapping[str, Any]] | None = None) -> dict[str, tf.Tensor]:
-        """Return each metric's value over all replicas, within a compiled function, without changing any state.
+        """Return each metric's global value without side effects, in a compiled function. Collective.
 
         Args:
-            role: see `reduce`.
-            read: returns values by name, if not those of `results`.
+            role: as for `reduce`.
+            read: returns values by name; default: `results`.
         """
         variables = self.variables()
         own = [variable.read_value() for variable in variables]
@@ -232,11 +230,10 @@ class MetricSet:
         return results
 
     def check_sums(self, targets: Any, outputs: Any) -> None:
-        """Refuse a metric whose state is not a sum: its state after A and B must be that after A plus that after B.
+        """Reject a metric whose state is not additive: state(A, B) = state(A) + state(B).
 
         Args:
             targets: targets of a batch; with one sample there is nothing to compare.
-            outputs: the model's outputs for them.
 
         Raises:
             ConfigError: names the metric.
@@ -256,7 +253,7 @@ class MetricSet:
                 )
 
     def state_after(self, number: int, batches: Sequence[tuple[Any, Any]]) -> list[tf.Tensor]:
-        """Return the state of the metric `number` after `batches`, minus its initial state."""
+        """Return the state of metric `number` after `batches`, minus its initial state."""
         one = MetricSet([self.bound[number]], self._backend, self._names)
         metric = one.bound[0].metric
         metric.reset_state()
@@ -269,7 +266,7 @@ class MetricSet:
 
 
 def _update(metric: Any, targets: Any, output: Any, sample_weight: Any) -> None:
-    """Update a metric, with slices of the output if it reads these, and otherwise with all of it."""
+    """Update a metric with sharded outputs if it supports them, else with full ones."""
     if isinstance(metric, OutputLoss):
         metric.update_state(targets, output, sample_weight=sample_weight)
         return
@@ -288,12 +285,12 @@ def _zeros_like(bound: Sequence[BoundMetric]) -> list[tf.Variable]:
 
 
 def _name(role: str, number: int, place: int) -> str:
-    """Return what ranks call the sum of a metric's variable; Keras may name the metric otherwise on each of them."""
+    """Return a rank-independent name of a metric variable's sum; Keras may number metrics differently."""
     return f"{role}/{number}/{place}"
 
 
 def figure_of(result: Any) -> Figure:
-    """Return a metric's result as a number, or, of one with several values such as one per class, as an array."""
+    """Convert a metric's result to a number, or to an array if it has several values."""
     value = np.asarray(result)
     return float(value) if value.ndim == 0 else value
 
@@ -311,11 +308,7 @@ def _copies(bound: Sequence[BoundMetric]) -> list[BoundMetric]:
 
 
 def copy_of(metric: Any) -> Any:
-    """Return a metric like `metric` that has counted nothing.
-
-    Raises:
-        ConfigError: it cannot be recreated from its configuration.
-    """
+    """Return a reset copy of `metric`. Raises ConfigError: it cannot be recreated from its configuration."""
     try:
         if type(metric) is keras.metrics.MeanMetricWrapper:
             # A user's function, which Keras finds by its name only if it was registered.

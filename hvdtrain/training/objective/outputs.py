@@ -1,4 +1,4 @@
-"""A model's outputs by name, and their targets, weights, losses and metrics."""
+"""A model's outputs by name, with their targets, weights, losses and metrics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,11 @@ from hvdtrain.compat.keras import input_nest
 from hvdtrain.config.errors import ConfigError
 
 ONLY = ""
-"""Name of the output of a single-output model."""
+"""Name of a single-output model's output."""
 
 
 def outputs_by_name(outputs: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return a model's outputs by name: keys of a dict, names of a Functional model's outputs, or positions."""
+    """Return outputs by name: dict keys, names of a Functional model's outputs, or indices."""
     if isinstance(outputs, dict):
         return {str(key): value for key, value in outputs.items()}
     if not isinstance(outputs, list | tuple):
@@ -21,16 +21,14 @@ def outputs_by_name(outputs: Any, names: Sequence[str] | None = None) -> dict[st
 
 
 def per_output(what: str, values: Any, names: Sequence[str], *, shared: bool) -> dict[str, Any]:
-    """Return the value of each output: from a dict by name, from a list or tuple by place, None if there are none.
+    """Return each output's value: from a dict by name, from a list by index, None if missing.
 
     Args:
-        what: what error messages call the values.
-        values: one for each output; of a model with one output the value itself.
-        names: the outputs' names.
-        shared: whether a single value for several outputs belongs to each of them.
+        values: one per output; for a model with one output the value itself.
+        shared: whether a single value applies to all outputs.
 
     Raises:
-        ConfigError: another number, or a name that no output has.
+        ConfigError: another number, or an unknown name.
     """
     if values is None:
         return dict.fromkeys(names)
@@ -53,7 +51,7 @@ def per_output(what: str, values: Any, names: Sequence[str], *, shared: bool) ->
 
 
 def _the_one(what: str, values: Any) -> Any:
-    """Return the value for a single output: the value itself, or the only item of a list or dict."""
+    """Return a single output's value: the value itself, or the only item of a list or dict."""
     if not isinstance(values, dict | list | tuple):
         return values
     entries = list(values.values()) if isinstance(values, dict) else list(values)
@@ -63,6 +61,6 @@ def _the_one(what: str, values: Any) -> Any:
 
 
 def inputs_for(model: Any, inputs: Any) -> Any:
-    """Return `inputs` as a list if the model takes a list: tf.data yields tuples."""
+    """Convert a tuple of inputs to a list if the model takes a list: tf.data yields tuples."""
     listed = isinstance(inputs, tuple) and isinstance(input_nest(model), list)
     return list(inputs) if listed else inputs

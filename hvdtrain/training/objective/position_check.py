@@ -1,4 +1,4 @@
-"""Whether loss and metrics look at each position of a sequence by itself, as they must where ranks have slices."""
+"""Verify that loss and metrics treat each position of a sequence independently, as cp requires."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,18 +18,7 @@ Sample = tuple[Any, Any]
 
 
 def check_positions(loss: LossFunction, metrics: MetricSet, targets: Any, outputs: Any, ranks: int) -> None:
-    """Refuse a loss or metric that looks at several positions: what slices give must add up to what the whole gives.
-
-    Args:
-        loss: the loss as sum and weight.
-        metrics: those of the step.
-        targets: of a batch.
-        outputs: the model's for it, of all positions.
-        ranks: how many slices there are.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Reject a loss or metric whose values on sequence shards do not add up. Raises ConfigError naming it."""
     slices = [(targets, _slices(outputs, Positions(index, ranks))) for index in range(ranks)]
     whole, *parts = (tf.stack(loss(*sample, None)[:2]) for sample in [(targets, outputs), *slices])
     if not _alike(tf.add_n(parts), whole):
@@ -50,10 +39,10 @@ def _slices(outputs: Any, positions: Positions) -> Any:
 
 
 def _adds_up(metrics: MetricSet, number: int, whole: Sample, slices: Sequence[Sample]) -> bool:
-    """Return whether a metric counts slices of sequences as it counts whole ones.
+    """Return whether a metric is additive over sequence shards.
 
-    Keras counts the mean over the positions of a sample, which is that of the means over slices of one length. What a
-    user's metric does with the positions of a sample is not known: its sums must be sums over positions.
+    Keras uses the mean over a sample's positions, which is the mean of the means over equal shards. For a user's
+    metric, its sums must be sums over positions.
     """
     metric, output = metrics.bound[number].metric, metrics.bound[number].output
     function = function_of_metric(metric)
@@ -71,7 +60,7 @@ def _of_keras(thing: Any) -> bool:
 
 
 def _has_positions(function: Any, targets: Any, output: Any) -> bool:
-    """Return whether a function of targets and outputs returns a value for each position."""
+    """Return whether a function of targets and outputs returns a value per position."""
     values = tf.convert_to_tensor(function(targets, output))
     return values.shape.rank > POSITION_DIM and values.shape[POSITION_DIM] == output.shape[POSITION_DIM]
 

@@ -1,4 +1,4 @@
-"""Losses and metrics for soft labels, as MixUp produces them."""
+"""Losses and metrics for soft labels, such as from MixUp."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ SOFT_LABEL_METRICS = {
     _metrics.SparseTopKCategoricalAccuracy: _metrics.TopKCategoricalAccuracy,
     _metrics.SparseCategoricalCrossentropy: _metrics.CategoricalCrossentropy,
 }
-"""Metrics of hard labels, and their counterparts for soft labels."""
+"""Soft-label counterparts of hard-label metrics."""
 
 
 def has_soft_labels(config: DataConfig) -> bool:
@@ -26,7 +26,7 @@ def soft_label_loss(config: DataConfig, loss: Any) -> Any:
     """Return the soft-label counterpart of `loss` if targets are soft labels; else `loss`.
 
     Raises:
-        ConfigError: a loss without a soft-label counterpart.
+        ConfigError: a loss without a counterpart.
     """
     if not has_soft_labels(config):
         return loss
@@ -37,7 +37,7 @@ def soft_label_loss(config: DataConfig, loss: Any) -> Any:
 
 
 def soft_label_metrics(config: DataConfig, metrics: Sequence[Any]) -> list[Any]:
-    """Return the soft-label counterparts of `metrics` if targets are soft labels; else `metrics`."""
+    """Return the soft-label counterparts of `metrics` if targets are soft labels."""
     if not has_soft_labels(config):
         return list(metrics)
     return [

@@ -1,4 +1,4 @@
-"""Training of a model whose layers are on several ranks: the stages of a pipeline; see `hvdtrain.parallel.pipeline`.
+"""Training of a pipeline's stages (`hvdtrain.parallel.pipeline`).
 
-Start with `forward_backward.py`, which takes the place of `step/forward_backward.py`; the update rule stays.
+Start with `forward_backward.py`, the counterpart of `step/forward_backward.py`; update rules are unchanged.
 """

@@ -21,10 +21,9 @@ from hvdtrain.training.step.batches import replica_slice
 
 
 class StageForward:
-    """Runs batches through the stages; to be called by all ranks of a pipeline, within a compiled function.
+    """Runs batches through the stages, within a compiled function. Collective over the pipeline.
 
     Args:
-        stage: what this rank holds.
         exchange: with the other stages.
     """
 
@@ -33,11 +32,11 @@ class StageForward:
         self._exchange = exchange
 
     def __call__(self, inputs: Any, label: str) -> Any:
-        """Return the model's outputs where the last stage is, and None elsewhere.
+        """Return the model's outputs on the last stage, None elsewhere.
 
         Args:
             inputs: of the model, the same on all ranks of the pipeline.
-            label: tells this call from every other, such as `evaluation`.
+            label: distinguishes calls, such as `evaluation`.
         """
         stage, cut = self._stage, self._stage.whole.cut
         known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
@@ -55,15 +54,15 @@ class StageForward:
         return outputs
 
     def whole(self, outputs: Any) -> Any:
-        """Return the whole of the last stage's outputs, of which ranks along tp and cp have slices; None elsewhere."""
+        """All-gather the last stage's outputs along tp and cp; None elsewhere."""
         return None if outputs is None else self._stage.whole_outputs(outputs)
 
     def packed(self, tensors: list[Any]) -> Any:
-        """Return tensors in the structure of the model's outputs."""
+        """Pack tensors into the structure of the model's outputs."""
         return self._stage.packed(tensors)
 
     def specs(self, inputs: Any) -> list[Spec]:
-        """Return the specs of the model's whole outputs for a batch of `inputs`."""
+        """Return the specs of the model's full outputs for a batch of `inputs`."""
         stage, cut = self._stage, self._stage.whole.cut
         known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
         return boundary_specs(cut, known, cut.stages - 1)[: len(cut.graph.outputs)]
@@ -72,7 +71,7 @@ class StageForward:
 def receive_forward(
     stage: PipelineStage, exchange: StageExchange, known: dict[int, Any], number: int, label: str
 ) -> list[tf.Tensor]:
-    """Return what the stage before `number` passes on for these inputs; nothing for the first."""
+    """Return the tensors sent by the stage before `number`; none for the first."""
     if number == 0:
         return []
     specs = boundary_specs(stage.whole.cut, known, number - 1)
@@ -80,7 +79,7 @@ def receive_forward(
 
 
 def rows_of(known: dict[int, Any]) -> Any:
-    """Return the number of samples: an int, or a tensor where it is not known when a function is compiled."""
+    """Return the number of samples: an int, or a tensor if dynamic."""
     first = next(iter(known.values()))
     return tf.shape(first)[0] if first.shape[0] is None else first.shape[0]
 
@@ -88,14 +87,10 @@ def rows_of(known: dict[int, Any]) -> Any:
 def share_outputs(
     forward: StageForward, inputs: Any, outputs: Any, gather: Callable[..., tf.Tensor], label: str
 ) -> Any:
-    """Return the last stage's outputs on all ranks of a pipeline.
+    """Return the last stage's outputs on all ranks of a pipeline. Collective.
 
     Args:
-        forward: the stages.
-        inputs: of the model.
-        outputs: of the model where the last stage is, whole; None elsewhere.
-        gather: concatenates the pipeline's tensors.
-        label: see `StageForward`.
+        outputs: full outputs on the last stage; None elsewhere.
     """
     specs = forward.specs(inputs)
     if outputs is None:
@@ -108,7 +103,7 @@ def share_outputs(
 
 
 def masked(cut: Cut, stage: int, tensors: list[Any]) -> list[Any]:
-    """Give tensors the masks that are listed behind them: a compiled function takes them off; see `with_masks`."""
+    """Attach the masks listed after the tensors by `with_masks`, which a compiled function removes."""
     symbols = cut.outgoing(stage)
     values = dict(zip(map(id, symbols), tensors, strict=False))
     for symbol, mask in zip(cut.masked(stage), tensors[len(symbols) :], strict=True):
@@ -117,7 +112,7 @@ def masked(cut: Cut, stage: int, tensors: list[Any]) -> list[Any]:
 
 
 class PipelinedEvaluator(Evaluator):
-    """Evaluates a model whose layers are on several ranks; see `Evaluator`."""
+    """Evaluates a model split into pipeline stages."""
 
     def __init__(
         self,
@@ -151,7 +146,7 @@ class PipelinedEvaluator(Evaluator):
 
 
 class PipelinedPredictor(Predictor):
-    """Predicts with a model whose layers are on several ranks; see `Predictor`."""
+    """Predicts with a model split into pipeline stages."""
 
     def __init__(self, backend: Backend, pipeline: Collectives, forward: StageForward) -> None:
         super().__init__(backend, None)

@@ -1,4 +1,4 @@
-"""The compiled pieces of a training through the stages of a pipeline; see `StepFactory`."""
+"""Step factory of pipeline training."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 
 class PipelineStepFactory(CompiledStepFactory):
-    """Makes the steps of a `PipelineStage`."""
+    """Step factory of a `PipelineStage`."""
 
     def __init__(
         self, backend: Backend, model: PipelineStage, optimizer: Any, objective: Objective, options: StepOptions
@@ -48,18 +48,18 @@ class PipelineStepFactory(CompiledStepFactory):
             )
 
     def _training_forward(self) -> Any:
-        return None  # the stages are called one microbatch after another, and recomputed by themselves
+        return None  # stages are called per microbatch, and recomputed individually
 
     def _names(self) -> Any:
         return getattr(self._model.whole.model, "output_names", None)
 
     def check(self, source: Source) -> None:
-        """See `StepFactory`."""
+        """Reject data that do not fit the full model."""
         self._check_targets(len(source.spec) > 1)
         check_source(self._model.whole.model, source, self._objective.loss)
 
     def build(self, batch: Batch, *, training: bool) -> None:
-        """See `StepFactory`; all ranks see the outputs of a first batch, by which they know what metrics count."""
+        """Build metrics from the outputs of a first batch, shared with all ranks. Collective."""
         self._check_targets(batch.targets is not None)
         if self._metrics is None:
             outputs = self._shared_outputs(batch)
@@ -127,5 +127,5 @@ class PipelineStepFactory(CompiledStepFactory):
         )
 
     def predictor(self) -> Predict:
-        """See `StepFactory`."""
+        """Return the pipeline's predictor."""
         return PipelinedPredictor(self._backend, self._pipeline, self._stage_forward)

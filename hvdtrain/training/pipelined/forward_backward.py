@@ -1,4 +1,4 @@
-"""Forward and backward passes of the stages that a rank of a pipeline holds, in the order of its schedule."""
+"""Forward and backward passes of a pipeline rank's stages, in the order of its schedule."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,20 +28,17 @@ from hvdtrain.training.step.parameters import Collected
 from hvdtrain.training.step.placeholder import counted
 
 Count = Callable[[Batch, Any], None]
-"""Counts a microbatch and its outputs in the metrics."""
+"""Updates the metrics with a microbatch and its outputs."""
 
 
 class PipelinedForwardBackward:
-    """From this replica's batch to the local gradients of the stages that this rank holds; see `ForwardBackward`.
+    """Computes the local gradients of this rank's stages from this replica's batch.
 
     Args:
-        backend: the replicas.
         pipeline: collectives of all stages of this replica.
         exchange: with the neighbouring stages.
-        state: what is trained; its model is a `PipelineStage`.
-        loss: the loss as sum and weight.
-        options: how microbatches pass the stages.
-        parameters_of: see `UpdateRule.parameters`.
+        state: the training state; its model is a `PipelineStage`.
+        parameters_of: `UpdateRule.parameters`.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class PipelinedForwardBackward:
         self._tied = TiedGradients(self.stage, backend, state.trainable, exchange.keep)
 
     def __call__(self, batch: Batch, count: Count) -> LocalGradients:
-        """Run a batch, and let `count` see the outputs of each microbatch where the last stage is."""
+        """Run a batch; on the last stage, `count` gets each microbatch's outputs. Collective."""
         parts = Microbatches(batch, self._backend.data_parallel.size, self.options.length)
         number = self._microbatches(parts.count)
         run = ScheduledRun(self, self._stages, [parts.take(place) for place in range(number)], count)
@@ -86,7 +83,7 @@ class PipelinedForwardBackward:
         return local
 
     def _microbatches(self, count: Any) -> int:
-        """Return how many microbatches there are; those behind the samples of a short batch hold placeholders."""
+        """Return the number of microbatches; excess ones of a short batch hold placeholders."""
         if tf.is_tensor(count):
             return self.options.microbatches
         if self.options.schedule == "interleaved":
@@ -94,7 +91,7 @@ class PipelinedForwardBackward:
         return int(count)
 
     def _local(self, run: "ScheduledRun") -> LocalGradients:
-        """Let all stages know the totals of the last one, and finish the gradients."""
+        """Share the last stage's totals with all stages, and finish the gradients."""
         own = self._regularization.value()
         mine = tf.stack([*tf.unstack(run.totals, num=4), tf.cast(own, tf.float64)])
         loss, weight, poison, expected, penalty = tf.unstack(self._pipeline.all_reduce(mine, name="totals"), num=5)
@@ -111,13 +108,13 @@ class PipelinedForwardBackward:
         return LocalGradients(gradients, totals, expected, uniform=False, poison=found_bad)
 
     def _penalties(self, run: "ScheduledRun", factor: tf.Tensor) -> list[Gradient]:
-        """Return the gradients of the penalties as those of a microbatch are: some update rules keep slices of them."""
+        """Return the gradients of the penalties, sharded like those of a microbatch."""
         found = self._regularization.gradients(self.state.trainable, factor)
         with self._parameters.passes(1.0) as passes:
             return run.noted(passes.collected(found), self.state.trainable)
 
     def _gradients(self) -> list[Gradient]:
-        """Return the sums over the microbatches, in the order of the state; a variable may be in several stages."""
+        """Return the sums over microbatches in the state's order; stages may share a variable."""
         by_path: dict[str, Gradient] = {}
         for stage in self._stages.values():
             for path, gradient in zip(stage.variables, stage.read(), strict=True):
@@ -127,13 +124,13 @@ class PipelinedForwardBackward:
 
     def _totals_dtype(self) -> tf.DType:
         outputs = self.stage.whole.cut.graph.outputs
-        # Each stage divides tied gradients by the weight that its replicas added up: 32 bits would be rounded by each.
+        # Each stage divides tied gradients by the weight summed over its replicas: with 32 bits, rounding would differ.
         wide = self._tied.among_replicas or any(tf.as_dtype(each.dtype) == tf.float64 for each in outputs)
         return tf.float64 if wide else tf.float32
 
 
 class ScheduledRun:
-    """One step's passes in the graph that is being compiled, each after the one before it on this rank."""
+    """One step's passes in the graph under construction, serialized on this rank."""
 
     def __init__(
         self, owner: PipelinedForwardBackward, stages: Mapping[int, StageTraining], parts: Sequence[Batch], count: Count
@@ -145,44 +142,45 @@ class ScheduledRun:
         self._tapes: dict[tuple[int, int], _Taped] = {}
         self._ends: list[list[tf.Tensor]] = [[], []]
         self._collected: list[tf.Tensor] = []
-        """The gradients of the latest backward pass, as they are added up."""
+        """Accumulable gradients of the last backward pass."""
         self._poison: dict[str, list[tf.Tensor]] = {}
         self.totals: tf.Tensor = tf.zeros([4], tf.float64)
-        """Loss, weight, NaN where data are not finite, expected weight: of the last stage; elsewhere zeros, but for the
-        losses that layers add."""
+        """Loss, weight, poison and expected weight on the last stage; zeros elsewhere, except for losses added by
+        layers.
+        """
 
     def take(self, action: Action) -> None:
         """Add a pass to the graph."""
         act = self._forward if action.kind == "forward" else self._backward
         ends = act(self._stages[action.stage], action.microbatch)
-        # What follows a call of a function that is inlined follows its side effects, and not its results.
+        # A control dependency on an inlined function waits for its side effects, not for its results.
         self._ends.append([tf.identity(tensor) for tensor in ends])
 
     def noted(self, collected: Collected, paths: Iterable[str]) -> list[Gradient]:
-        """Return gradients as they are added up, and note which of them are not finite, if that is asked for."""
+        """Return accumulable gradients, recording non-finite ones if requested."""
         if collected.poison is not None:
             for path, each in zip(paths, tf.unstack(collected.poison), strict=True):
                 self._poison.setdefault(path, []).append(each)
         return collected.gradients
 
     def poison(self, paths: Iterable[str]) -> tf.Tensor | None:
-        """Return what was `noted`, see `Collected`; None if there is nothing."""
+        """Return the poison recorded by `noted`, or None."""
         if not self._poison:
             return None
         return tf.stack([tf.add_n([tf.constant(0.0), *self._poison.get(path, [])]) for path in paths])
 
     def _after(self, passes: int) -> Any:
-        """Return a context whose operations wait for this rank's latest pass, or for the one before it.
+        """Return a context whose operations wait for this rank's last pass, or the one before it.
 
-        What a pass receives may come while the one before it is under way, and not earlier: it would take memory.
+        Tensors may be received while the previous pass runs, but not earlier, to save memory.
         """
         return tf.control_dependencies(self._ends[-passes])
 
     def _gated(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return `tensors` once this rank's latest pass has ended.
+        """Return `tensors` after this rank's last pass has ended.
 
-        TensorFlow inlines the function of a pass, and its operations wait for their inputs alone. Passes that overlap
-        would exchange slices along tp under the same names, and fill the memory with activations.
+        TensorFlow inlines the function of a pass, so that its operations only wait for their inputs. Overlapping passes
+        would run collectives along tp under the same names, and fill the memory with activations.
         """
         with self._after(1):
             return [tf.identity(tensor) for tensor in tensors]
@@ -226,7 +224,7 @@ class ScheduledRun:
         self.totals = tf.concat([self.totals[:3] + sums, expected[None]], 0)
 
     def _expected(self, part: Batch, summed: LossSum) -> tf.Tensor:
-        """Return what the weights of all replicas add up to when every element counts once."""
+        """Return the sum of all replicas' weights if every element counts once."""
         return summed.elements_per_sample * tf.cast(part.global_samples, summed.total.dtype)
 
     def _backward(self, stage: StageTraining, microbatch: int) -> list[tf.Tensor]:
@@ -259,7 +257,7 @@ class ScheduledRun:
         return _values_of([*found[: len(variables)], *sent])
 
     def _seed_of_added(self, added: tf.Tensor, packed: tf.Tensor, part: Batch) -> tf.Tensor:
-        """Return with what the backward pass of a stage's own loss begins, and count that loss."""
+        """Return the upstream gradient of a stage's own loss, and count that loss."""
         share = losses.share_of(packed)
         loss = counted(share.weight * added, part.has_samples)
         self.totals += tf.concat([loss[None], tf.zeros([3], tf.float64)], 0)
@@ -268,7 +266,7 @@ class ScheduledRun:
     def _seeds(
         self, stage: StageTraining, taped: "_Taped", part: Batch, label: str
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Return the tensors whose gradients are known, and these gradients, a packed `LossShare` last if needed."""
+        """Return tensors with known gradients, and these; a packed `LossShare` comes last if needed."""
         if taped.summed is not None:
             dtype = taped.summed.total.dtype
             scale = tf.cast(loss_scale_of(self._owner.state.optimizer), dtype)
@@ -288,16 +286,16 @@ class ScheduledRun:
 
 @dataclass(frozen=True, kw_only=True)
 class _Taped:
-    """What a backward pass needs of its forward pass."""
+    """State that a backward pass needs from its forward pass."""
 
     tape: tf.GradientTape
     known: Mapping[int, Any]
     received: Sequence[tf.Tensor]
     outputs: Sequence[tf.Tensor]
     added: tf.Tensor | None
-    """What the stage's layers add to the loss."""
+    """Loss added by the stage's layers."""
     summed: LossSum | None
-    """Where the last stage is."""
+    """On the last stage."""
 
 
 def _both(one: Gradient, other: Gradient) -> Gradient:
@@ -307,5 +305,5 @@ def _both(one: Gradient, other: Gradient) -> Gradient:
 
 
 def _values_of(gradients: Iterable[Gradient]) -> list[tf.Tensor]:
-    """Return the values of those gradients that there are."""
+    """Return the values of existing gradients."""
     return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]

@@ -1,7 +1,7 @@
-"""Losses of a pipeline's stages beside the model's: penalties on weights, and those of the routers of experts.
+"""Losses of pipeline stages besides the model's: weight penalties and router losses.
 
-A router's loss is a mean over the tokens of a microbatch, and counts as much as the loss of its samples does: times the
-sum of their weights, which the last stage alone knows. So that travels back through the stages, with the gradients.
+A router loss is a mean over a microbatch's tokens and counts as much as the loss of its samples: times the sum of their
+weights, which only the last stage knows. So this sum travels back through the stages with the gradients.
 """
 
 from collections.abc import Mapping
@@ -19,42 +19,42 @@ from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.variables import unwrap
 
 SPEC = Spec((2,), tf.dtypes.float64)
-"""Of a `LossShare` between two stages."""
+"""Spec of a `LossShare` between two stages."""
 
 
 class LossShare(NamedTuple):
-    """How much a loss that a stage adds counts in a microbatch; float64 scalars."""
+    """Weight of a stage's own loss in a microbatch; float64 scalars."""
 
     weight: tf.Tensor
     """Sum of the weights of the microbatch's loss on this replica."""
     seed: tf.Tensor
-    """With what the backward pass of the microbatch's loss begins."""
+    """Upstream gradient of the microbatch's loss."""
 
     def packed(self) -> tf.Tensor:
-        """Return both as one tensor, as `SPEC` says."""
+        """Pack both into one tensor of `SPEC`."""
         return tf.stack([tf.cast(each, tf.float64) for each in self])
 
 
 def share_of(packed: tf.Tensor) -> LossShare:
-    """Return what `packed` holds."""
+    """Unpack a LossShare."""
     return LossShare(*tf.unstack(packed, num=2))
 
 
 def adds_losses(cut: Cut, stage: int) -> bool:
-    """Return whether layers of a stage add losses in training."""
+    """Return whether a stage's layers add losses in training."""
     layers = (node.operation for node in cut.nodes(stage))
     return any(isinstance(each, MixtureOfExperts) for layer in layers for each in exchanging_layers(layer))
 
 
 def shared_up_to(cut: Cut, stage: int) -> bool:
-    """Return whether a stage, or one before it, adds losses: it must know what they count."""
+    """Return whether a stage, or one before it, adds losses and needs their weight."""
     return any(adds_losses(cut, number) for number in range(stage + 1))
 
 
 class Regularization:
-    """The penalties on the weights that a rank of a pipeline holds; a tied weight counts on the first rank that has it.
+    """Weight penalties of a pipeline rank; a tied weight counts on its first rank.
 
-    A penalty does not depend on the samples. So it is added once to a step, by the sum of the weights of its loss.
+    A penalty does not depend on the samples, so it is added once per step, times the sum of the loss weights.
     """
 
     def __init__(self, stage: PipelineStage) -> None:
@@ -75,10 +75,9 @@ class Regularization:
         return tf.add_n(each) if each else tf.zeros([], tf.float64)
 
     def gradients(self, trainable: Mapping[str, tf.Variable], factor: tf.Tensor) -> list[Gradient]:
-        """Return the gradients of `factor` times the penalties, None for variables without one.
+        """Return the gradients of `factor` times the penalties; None for variables without one.
 
         Args:
-            trainable: the variables that are trained, by path.
             factor: a float64 scalar.
         """
         penalized = {id(unwrap(variable)) for variable in self._variables}
@@ -92,12 +91,11 @@ class Regularization:
 
 
 class FiguresBackend:
-    """A backend whose sums go over the stages of each replica too; the other stages count zero.
+    """Backend that also sums over the stages of each replica; stages but the last contribute zero.
 
     Args:
-        backend: the replicas.
         pipeline: collectives of all stages of this replica.
-        counts: whether this rank has the last stage, and its own figures.
+        counts: whether this rank has the last stage, and so metrics.
     """
 
     def __init__(self, backend: Backend, pipeline: Collectives, *, counts: bool) -> None:
@@ -109,6 +107,6 @@ class FiguresBackend:
         return getattr(self._backend, name)
 
     def all_reduce(self, tensor: tf.Tensor, *, name: str, **options: Any) -> tf.Tensor:
-        """Sum elementwise over the replicas, then over the stages."""
+        """Sum elementwise over the replicas, then over the stages. Collective."""
         mine = self._backend.all_reduce(tensor, name=name, **options)
         return self._pipeline.all_reduce(mine, name=name)

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline trains of one stage."""
+"""Variables, gradient sums and the compiled forward pass of one pipeline stage."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,28 +26,24 @@ ParametersOf: TypeAlias = Callable[[Mapping[str, tf.Variable]], Parameters]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How microbatches pass the stages."""
+    """Options of a pipeline."""
 
     schedule: ScheduleName
     chunks: int
-    """Stages on each rank."""
+    """Stages per rank."""
     microbatches: int
-    """Of a full batch."""
+    """Microbatches of a full batch."""
     length: int
-    """Samples of a microbatch."""
+    """Samples per microbatch."""
     recompute: bool = False
-    """Keep what a stage has received, and call it again in the backward pass."""
+    """Store only a stage's inputs, and recompute it in the backward pass."""
 
 
 class StageTraining:
-    """One of the stages of a rank: its variables, the sums of their gradients, and its compiled forward pass.
+    """One of a rank's stages: variables, gradient sums and compiled forward pass.
 
     Args:
-        stage: what the rank holds.
-        number: of this stage in the pipeline.
-        trainable: the variables that the rank trains, by path.
-        options: how microbatches pass the stages.
-        parameters_of: see `UpdateRule.parameters`.
+        parameters_of: `UpdateRule.parameters`.
     """
 
     def __init__(
@@ -65,14 +61,14 @@ class StageTraining:
         nodes = self.cut.nodes(number)
         self.adds_losses = adds_losses(self.cut, number)
         self.needs_share = shared_up_to(self.cut, number)
-        """Whether the stage, or one before it, adds losses and must know what they count."""
+        """Whether this stage, or one before it, adds losses and needs their weight."""
         self.passes_share = number > 0 and shared_up_to(self.cut, number - 1)
-        """Whether the stage before must know it."""
+        """Whether the previous stage needs it."""
         used = {id(unwrap(variable)) for variable in variables_of(nodes)}
         self.variables = {path: v for path, v in trainable.items() if id(v) in used}
         self.parameters = parameters_of(self.variables)
         self.layers = list({id(layer): layer for node in nodes for layer in flatten_layers(node.operation)}.values())
-        """Those that the stage calls, nested ones too."""
+        """The stage's layers, nested ones too."""
         self._statistics = [variable for layer in self.layers for variable in statistics_of(layer)]
         self.exchanging = [layer for layer in self.layers if isinstance(layer, ExchangingLayer)]
         self.volatile = [v for v in variables_of(nodes) if not v.trainable]
@@ -87,7 +83,7 @@ class StageTraining:
     def forward(
         self, known: Mapping[int, Any], received: Sequence[tf.Tensor], has_samples: tf.Tensor | float
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """Return what the stage passes on, masks last, and the loss that its layers add, if they add one."""
+        """Return the stage's outputs, masks last, and its layers' own loss, if any."""
         presence = [has_samples] if tf.is_tensor(has_samples) else []
         tensors: list[tf.Tensor] = self._compiled(list(known.values()), list(received), *presence)
         return (tensors[:-1], tensors[-1]) if self.adds_losses else (tensors, None)
@@ -114,7 +110,7 @@ class StageTraining:
         return with_masks(self.cut, self.number, made)
 
     def add(self, gradients: Sequence[Gradient], *, microbatch: int, only: bool) -> None:
-        """Add the gradients of a microbatch to the sums; of a batch of `only` one they are the sums."""
+        """Add a microbatch's gradients to the sums; with `only` one, replace them."""
         if only:
             self._single = list(gradients)
         else:
@@ -127,7 +123,7 @@ class StageTraining:
 
 
 class RepeatedStage:
-    """A stage as `recomputed` calls it: as if it were a layer of the tensors that it received."""
+    """A stage in the form that `recomputed` calls: as a layer of the received tensors."""
 
     def __init__(self, stage: StageTraining, known: Mapping[int, Any], has_samples: tf.Tensor | float) -> None:
         self._stage = stage
@@ -137,7 +133,7 @@ class RepeatedStage:
         self.non_trainable_variables = stage.volatile
 
     def __call__(self, tensors: Any, *, training: bool) -> list[tf.Tensor]:
-        """Return what the stage passes on, for what it received or, as the first, for the model's inputs."""
+        """Return the stage's outputs for received tensors, or for the model's inputs on the first stage."""
         if not self._again:
             self._again = True
             return self._outputs(tensors)

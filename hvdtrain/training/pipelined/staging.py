@@ -1,4 +1,4 @@
-"""From the model that a trainer is given to the stage that this rank of a pipeline trains."""
+"""Replace the trainer's model by this rank's pipeline stages."""
 
 import itertools
 import json
@@ -25,17 +25,13 @@ _TIMEOUT_S = 600.0
 
 
 def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = False) -> Any:
-    """Return this rank's stage of `model` where ranks lie along the pp axis of the mesh, else `model` itself.
+    """Return this rank's stages of `model` if there is a pp axis, else `model` itself. Collective.
 
     Args:
-        model: the whole model.
-        backend: the replicas.
-        options: of the step.
-        own: whether nobody else uses the model: the weights of other stages are then freed.
+        own: whether nothing else uses the model: the weights of other stages are then freed.
 
     Raises:
-        ConfigError: a model that cannot be cut so, options that do not go with a pipeline, or ranks that would cut the
-            model in different ways.
+        ConfigError: a model that cannot be split, incompatible options, or ranks that would split it differently.
     """
     ranks = backend.axes.get(AXIS, 1)
     if ranks == 1:
@@ -59,7 +55,7 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
 
 
 def _check_options(options: StepOptions, ranks: int) -> None:
-    """Refuse what the stages of a pipeline do not do yet, or cannot."""
+    """Reject options that pipelines do not support."""
     options.refuse_with(
         f"{opt('parallel')} pp=…",
         {
@@ -98,7 +94,7 @@ def _check_model(model: Any) -> None:
 
 
 def _refuse_shared_state(stage: PipelineStage) -> None:
-    """Refuse a layer that several stages call, and that each would change by itself as it is called."""
+    """Reject a stateful layer that several stages call."""
     shared = shared_variables(stage.whole.cut)
     changing = changing_variables(stage.whole.model)
     for variable in stage.whole.model.variables:
@@ -112,7 +108,7 @@ def _refuse_shared_state(stage: PipelineStage) -> None:
 
 
 def _refuse_rounding_by_stage(stage: PipelineStage, options: StepOptions) -> None:
-    """Refuse a wire format that rounds a gradient by what else is in its message: stages would round apart."""
+    """Reject fp16 with tied weights: its scale depends on the message, so stages would diverge."""
     tied = next((path for path, weight in stage.tied.items() if weight.trainable), None)
     if tied is not None and options.compression == "fp16":
         raise ConfigError(
@@ -124,10 +120,10 @@ def _refuse_rounding_by_stage(stage: PipelineStage, options: StepOptions) -> Non
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:
-    """Refuse an optimizer that clips by the norm of the gradients that it is given: those of one stage.
+    """Reject an optimizer that clips by the global norm, which would be that of one stage.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: names it.
     """
     inner = innermost(optimizer)
     if isinstance(model, PipelineStage) and inner.global_clipnorm is not None:
@@ -138,7 +134,7 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
 
 
 def _agree(stage: PipelineStage, backend: Backend) -> None:
-    """Refuse ranks that cut other models, or the same one elsewhere: they would wait for one another forever."""
+    """Verify that ranks split the same model at the same layers: others would deadlock. Collective."""
     cut = stage.whole.cut
     weights = {path: [str(v.dtype), *placed_tensor(v).global_shape] for path, v in _weights(stage).items()}
     division = division_of(stage.whole.model)

@@ -1,4 +1,4 @@
-"""Weights that several stages use, such as an embedding that is also the output layer: their gradients are summed."""
+"""Gradient reduction of weights shared by several stages, such as tied embeddings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,20 +18,17 @@ from hvdtrain.state.variables import unwrap
 
 
 class TiedGradients:
-    """Adds up the gradients of tied weights over the stages that use them.
+    """Sums the gradients of tied weights over the stages that share them.
 
-    All stages of the pipeline take part, those without the weight with zeros: which process sets there are is decided
-    when the job starts, and which weights are tied when a model comes.
+    All stages of the pipeline participate, with zeros if they lack the weight: process sets are fixed when the job
+    starts, but tied weights are only known with the model.
 
-    With more than two replicas the sum is over all of them at once: each stage would add them up with its replicas
-    alone, in an order of its own, and the stages would drift apart by rounding. Not that of experts, of which replicas
-    hold different ones.
+    With more than two replicas, the sum is over all of them at once: separate reductions per stage would use different
+    orders, and stages would diverge by rounding. Expert weights are excluded, since they differ between replicas.
 
     Args:
-        stage: what this rank holds.
-        backend: the replicas, and the other axes of the mesh.
-        trainable: the variables that are trained, by path.
-        keep: is given each sum, which stages without the weight do not read.
+        backend: the replicas, and the other mesh axes.
+        keep: receives each sum, so that it is not pruned on stages without the weight.
     """
 
     def __init__(
@@ -44,15 +41,15 @@ class TiedGradients:
         self._stages, self._users = backend.along("pp"), backend.along(*USER_AXES)
         self._several = backend.size > 2
         self._hands_in = backend.index == 0
-        """Whether this replica hands the sum in to the exchange among replicas; the others hand in zeros."""
+        """Whether this replica contributes the sum to the reduction over replicas; others contribute zeros."""
         self._keep = keep
         self._places = {path: place for place, path in enumerate(trainable)}
         self.among_replicas = any(self._at_once(weight) for weight in stage.tied.values())
-        """Whether gradients of this replica have become those of all."""
+        """Whether tied gradients are already summed over the replicas."""
         self._tied = {path: weight for path, weight in stage.tied.items() if weight.trainable}
 
     def summed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Return the gradients for the exchange among replicas, those of tied weights summed over the stages."""
+        """Return the gradients with those of tied weights summed over the stages. Collective."""
         summed = list(gradients)
         for path, weight in self._tied.items():
             place = self._places.get(path)
@@ -71,9 +68,9 @@ class TiedGradients:
 
 
 def share_tied_weights(stage: PipelineStage, pipeline: Collectives) -> None:
-    """Give tied weights the values of the first rank that holds them, and note which of them counts in norms.
+    """Broadcast tied weights from their first rank, which counts them in norms. Collective.
 
-    All ranks call it, while they still have the variables of the whole model; others than their own may have no values.
+    Called while ranks still have the full model's variables; those of other ranks may be uninitialized.
     """
     whole = {stage.structure.path(variable): variable for variable in stage.whole.model.variables}
     for path, weight in stage.tied.items():
@@ -87,10 +84,7 @@ def share_tied_weights(stage: PipelineStage, pipeline: Collectives) -> None:
 
 
 def gather_divided(stage: PipelineStage, pipeline: Collectives) -> None:
-    """Give all ranks the weights of a model that an earlier trainer has divided among them, perhaps at other places.
-
-    All ranks call it.
-    """
+    """Collect the weights that an earlier trainer distributed over the stages on all ranks. Collective."""
     division = division_of(stage.whole.model)
     if division is None:
         return
@@ -112,4 +106,4 @@ def _assign_sum(variable: tf.Variable | None, mine: tf.Tensor, pipeline: Collect
     total = pipeline.all_reduce(mine, name=name)
     if variable is not None:
         variable.assign(total)
-    return total  # without which TensorFlow would leave it out where nothing is assigned
+    return total  # keeps TensorFlow from pruning it if nothing is assigned

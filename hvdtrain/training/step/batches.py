@@ -1,4 +1,4 @@
-"""A replica's part of what its process has read, cut into the microbatches of gradient accumulation."""
+"""A replica's slice of a batch, and its microbatches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from hvdtrain.runtime.guarded import guarded
 
 
 def replica_slice(batch: Batch, backend: Backend) -> Batch:
-    """Return this replica's part of `batch`, within what `Backend.run` calls.
+    """Return this replica's slice of `batch`, under `Backend.run`.
 
-    Where each process has one replica it is the whole of what was read. A process that holds all replicas reads global
-    batches, which are cut as they are between processes.
+    With one replica per process, it is the whole batch. A process with all replicas reads global batches, which are
+    sliced as between processes.
     """
     if backend.local_size == 1:
         return _computed(batch)
@@ -33,10 +33,10 @@ def replica_slice(batch: Batch, backend: Backend) -> Batch:
 
 
 def _computed(batch: Batch) -> Batch:
-    """Return `batch`; that it is a placeholder is not known before the step runs.
+    """Hide from graph optimization whether `batch` is a placeholder.
 
-    From a constant TensorFlow would conclude that nothing comes of this replica's passes, and leave out what they send
-    to the experts and tables of other ranks, who would wait for it forever.
+    With a constant, TensorFlow would prune this replica's passes, including the all-to-alls of experts and sharded
+    tables that other ranks wait for: a deadlock.
     """
     if tf.is_tensor(batch.has_samples) or batch.has_samples:
         return batch
@@ -44,17 +44,7 @@ def _computed(batch: Batch) -> Batch:
 
 
 def per_microbatch(batch: int, replicas: int, accumulate: int, *, uneven: bool = False) -> int:
-    """Return the samples of a microbatch: `batch` / `replicas` / `accumulate`.
-
-    Args:
-        batch: samples of the global batch.
-        replicas: their number.
-        accumulate: number of microbatches.
-        uneven: whether it need not divide: what is returned is then the largest number of samples.
-
-    Raises:
-        ConfigError: it does not divide.
-    """
+    """Return the samples of a microbatch: `batch` / `replicas` / `accumulate`. Raises ConfigError: not divisible."""
     if accumulate < 1:
         raise ConfigError(f"{opt('accumulate')} must be at least 1. Received: {accumulate}.")
     if uneven:
@@ -74,15 +64,14 @@ class Microbatches:
     """A replica's batch as microbatches of `length` samples, equally many on every replica.
 
     Args:
-        batch: what this replica takes of the global batch.
-        replicas: number of replicas.
-        length: samples of a microbatch; the last one may be shorter.
+        batch: this replica's slice of the global batch.
+        length: samples per microbatch; the last one may be shorter.
     """
 
     def __init__(self, batch: Batch, replicas: int, length: int) -> None:
         largest = -(-batch.global_samples // replicas)
         self.count = -(-largest // length)
-        """Follows from the largest part of the global batch; an int where its size is known before compilation."""
+        """Number of microbatches of the largest slice; an int if the batch size is static."""
         self._batch = batch
         self._length = length
         self._tensors = (batch.inputs, batch.targets, batch.sample_weight)
@@ -91,14 +80,14 @@ class Microbatches:
 
     @property
     def single(self) -> bool:
-        """Whether it is known that there is but one."""
+        """Whether there is statically only one."""
         return not tf.is_tensor(self.count) and self.count == 1
 
     def take(self, number: Any) -> Batch:
         """Return microbatch `number`, an int or an integer tensor.
 
-        One that has no samples on this replica holds a neighbour's and does not count it. That it does not is not
-        known before the step runs: from a constant TensorFlow would leave out what others wait for.
+        One without samples on this replica holds a neighbour's samples with a count of zero, hidden from graph
+        optimization: with a constant, TensorFlow would prune operations that other ranks wait for.
         """
         begin = number * self._length
         if self._even and (tf.is_tensor(number) or number < self.count):

@@ -1,4 +1,4 @@
-"""Whether tensors are finite, as a number that can be added up over the replicas."""
+"""Finiteness of tensors, as a number that can be summed over replicas."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from hvdtrain.gradients.reduction import Gradient
 
 
 def zero_if_finite(tensors: list[Any]) -> tf.Tensor:
-    """Return 0 if every element of the floating-point tensors among `tensors` is finite, else NaN.
+    """Return 0 if all floating-point tensors are finite, else NaN.
 
-    A sum is finite if its terms are, short of overflow; it takes one pass and no mask in memory.
+    A sum is finite if its terms are, short of overflow; it takes one pass without a mask in memory.
     """
     sums = [_wide_sum(tensor) for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.is_floating]
     return 0.0 * tf.add_n(sums) if sums else tf.constant(0.0)

@@ -1,4 +1,4 @@
-"""Forward and backward pass of a replica: from a batch to what it adds to the step."""
+"""Forward and backward pass of a replica."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,31 +23,30 @@ from hvdtrain.training.step.placeholder import counted, moved_by, unmoved
 
 
 class LocalGradients(NamedTuple):
-    """What one replica knows after its backward pass; the sums over all replicas give the step."""
+    """Result of one replica's backward pass; sums over all replicas give the step."""
 
     gradients: list[Gradient]
-    """Gradients of loss scale x total / expected_weight; of some update rules slices of the sums over all replicas."""
+    """Gradients of loss scale x total / expected_weight; for some update rules, shards of global sums."""
     totals: tf.Tensor
-    """[3]: sum of the weighted losses, sum of the weights, and zero or, where this replica's inputs or targets are
-    not finite, NaN: all three are added up over the replicas."""
+    """[3]: sum of weighted losses, sum of weights, and zero, or NaN if inputs or targets are not finite.
+
+    Each is summed over the replicas.
+    """
     expected_weight: tf.Tensor
-    """What the weights of all replicas add up to when every element counts once: the same on all of them."""
+    """Global sum of weights if every element counts once: the same on all replicas."""
     uniform: bool
-    """Whether the weights do add up to `expected_weight`: then the reduced gradients are the mean already."""
+    """Whether the weights sum to `expected_weight`: then the reduced gradients are already the mean."""
     poison: tf.Tensor | None = None
-    """See `Collected`."""
+    """As in `Collected`."""
 
 
 class ForwardBackward:
-    """Calls the model and asks for its gradients.
+    """Calls the model and computes its gradients.
 
     Args:
-        backend: the replicas.
-        state: what is trained.
-        loss: the loss as sum and weight.
-        forward: calls the model in training; by default the model itself.
+        forward: calls the model in training mode; default: the model itself.
         jit: compile both passes with XLA.
-        parameters: what the passes read and take gradients of; by default the model's variables.
+        parameters: variables to read and differentiate; default: the model's.
     """
 
     def __init__(
@@ -73,11 +72,10 @@ class ForwardBackward:
     def __call__(
         self, batch: Batch, *, within: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> tuple[LocalGradients, Any]:
-        """Run a microbatch and return its sums and the outputs; one that is a placeholder contributes zeros.
+        """Run a microbatch and return its sums and outputs; a placeholder contributes zeros.
 
         Args:
-            batch: this replica's part.
-            within: makes the context that the model is called in.
+            within: returns a context to call the model in.
         """
         if not self._jit:
             return self._both(batch, within)
@@ -94,9 +92,9 @@ class ForwardBackward:
         return LocalGradients(gradients, totals, expected_weight, uniform[-1]), outputs
 
     def _both(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalGradients, Any]:
-        # Statistics that are synchronized are those of all replicas, here too.
+        # Synchronized statistics are updated on all replicas, including those without samples.
         statistics = moved_by(self._state.model, but=self._synchronized)
-        # Around both passes: both exchange something, and --recompute calls layers in the second.
+        # Around both passes: both communicate, and --recompute calls layers in the second.
         with (
             unmoved(statistics, batch.has_samples),
             replicas_of(self._synchronized, self._backend, batch.has_samples),

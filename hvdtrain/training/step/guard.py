@@ -1,7 +1,7 @@
-"""Bad steps, recognized on every replica before the update: NaN or infinity in loss or gradient, or a loss spike.
+"""Detection of bad steps before the update: NaN, infinity or a loss spike.
 
-Whether a replica's gradient is finite travels with the totals of the step, in the gradients' own exchange. All replicas
-judge by the same sums, and so agree without another message.
+Each replica's flag is reduced with the step's totals, in the gradients' own messages. All replicas decide by the same
+sums, and so agree without further communication.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,55 +19,55 @@ from hvdtrain.training.step.forward_backward import LocalGradients
 GOOD, NON_FINITE, SPIKE = 0, 1, 2
 """Verdicts on a step."""
 HISTORY = 64
-"""Good steps whose losses a new one is compared with."""
+"""Good steps whose losses are compared with a new one."""
 FEWEST = 16
-"""Of fewer losses nothing is said: their spread is not known."""
+"""Losses needed to estimate their spread."""
 DEVIATION = 1.4826
 """Standard deviation / median absolute deviation of a normal distribution."""
 LEAST_SPREAD = 0.01
-"""Standard deviation as a fraction of the median, at least: where the loss hardly changes, no small step is a spike."""
+"""Minimal standard deviation as a fraction of the median: with a nearly constant loss, small steps are not spikes."""
 
 
 class GuardedTotals(NamedTuple):
-    """The places in the totals of a guarded step: those of `LocalGradients.totals`, and what the guard adds."""
+    """Layout of a guarded step's totals: `LocalGradients.totals` and the guard's values."""
 
     loss: Any
     weight: Any
     data: Any
     gradient: Any
-    """Zero, or NaN where a gradient is not finite."""
+    """Zero, or NaN if a gradient is not finite."""
     verdict: Any
     limit: Any
-    """The mean loss above which the step is a spike; infinite where there is no limit."""
+    """Mean loss above which the step is a spike; infinite without a limit."""
 
 
 VERDICT_PARTS = slice(2, 4)
-"""Those of a guarded step's totals, as `flagged` makes them, that are NaN where something is not finite."""
+"""Entries of the totals from `flagged` that are NaN if something is not finite."""
 
 
 class StepGuard:
-    """Judges a step by its totals, and holds back the update of a bad one.
+    """Judges a step by its totals, and skips the update of a bad one.
 
     Args:
-        options: what counts as bad.
-        scaled: whether a dynamic loss scale takes care of gradients that overflow: these are not bad.
+        options: definition of bad steps.
+        scaled: whether dynamic loss scaling handles overflowing gradients: these are not bad.
     """
 
     def __init__(self, options: BadStepConfig, *, scaled: bool) -> None:
         self._threshold = options.spike_threshold
         self._scaled = scaled
-        # Unused places are infinite, and so the last ones when sorted.
+        # Unused entries are infinite, so that they sort last.
         self._losses = tf.Variable(np.full(HISTORY, np.inf), trainable=False, dtype=tf.float64, name="recent_losses")
         self._count = tf.Variable(0, trainable=False, dtype=tf.int64, name="recent_losses_count")
 
     def begin(self, losses: Sequence[float]) -> None:
-        """Compare with `losses` of earlier good steps, the latest last."""
+        """Restore the losses of earlier good steps, latest last."""
         kept = list(losses)[-HISTORY:]
         self._losses.assign([*kept, *[np.inf] * (HISTORY - len(kept))])
         self._count.assign(len(kept))
 
     def recent(self) -> list[float]:
-        """Return the losses that the next step will be compared with, the latest last."""
+        """Return the losses that the next step is compared with, latest last."""
         count, losses = int(self._count), self._losses.numpy()
         first = max(0, count - HISTORY)
         return [float(losses[number % HISTORY]) for number in range(first, count)]
@@ -76,8 +76,9 @@ class StepGuard:
         """Add to a replica's totals whether its gradients are finite.
 
         Returns:
-            The gradients with these totals, and [3 + number of gradients] what there is to say of this replica alone:
-            its own totals, and of each gradient zero or, if it is not finite, NaN.
+            The gradients with these totals, and this replica's findings [3 + number of gradients]: its own totals, and
+                per
+            gradient zero, or NaN if it is not finite.
         """
         by_gradient = local.poison
         if by_gradient is None:
@@ -87,7 +88,7 @@ class StepGuard:
         return local._replace(totals=tf.concat([local.totals, all_of_them[None]], 0)), here
 
     def unless_bad(self, totals: tf.Tensor, update: Callable[[], None]) -> tf.Tensor:
-        """Call `update` if a step of these totals over all replicas is good, and return its `GuardedTotals`."""
+        """Call `update` if a step with these global totals is good; return its `GuardedTotals`."""
         loss, weight, _, gradient = tf.unstack(totals)
         mean = tf.math.divide_no_nan(tf.cast(loss, tf.float64), tf.cast(weight, tf.float64))
         finite = tf.math.is_finite(loss)
@@ -124,7 +125,7 @@ class StepGuard:
 
 
 class Kept:
-    """The values of variables that forward passes change, to be put back after a bad step.
+    """Saves non-trainable variables so that a skipped step can restore them.
 
     Args:
         variables: tf.Variables or Keras variables.
@@ -135,7 +136,7 @@ class Kept:
         self._values = [variable.read_value() for variable in self._variables]
 
     def put_back_if_bad(self, totals: tf.Tensor) -> None:
-        """Put the values back if the step of these `GuardedTotals` is bad."""
+        """Restore the values if the step of these `GuardedTotals` is bad."""
 
         def put_back() -> tf.Tensor:
             for variable, value in zip(self._variables, self._values, strict=True):
@@ -147,7 +148,7 @@ class Kept:
 
 
 def untrained_variables(model: Any) -> list[tf.Variable]:
-    """Return the variables of a model's layers that no optimizer trains, and that a forward pass may change."""
+    """Return a model's non-trainable variables, which a forward pass may update."""
     return [unwrap(v) for layer in flatten_layers(model) for v in own_non_trainable_variables(layer)]
 
 

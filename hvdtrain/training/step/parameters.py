@@ -1,4 +1,4 @@
-"""What the passes of a replica read and take gradients of."""
+"""Variables that a replica's passes read and differentiate."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,19 +12,18 @@ from hvdtrain.training.step.placeholder import counted
 
 
 class Collected(NamedTuple):
-    """A replica's gradients as they are accumulated, one for each trainable variable."""
+    """A replica's accumulable gradients, one per trainable variable."""
 
     gradients: list[Gradient]
     poison: tf.Tensor | None = None
-    """[number of gradients]: of each zero, or NaN where this replica's own is not finite; None: `gradients` show it."""
+    """[number of gradients]: zero, or NaN if this replica's gradient is not finite; None: see `gradients`."""
 
 
 class Pass:
     """Forward and backward pass of one microbatch.
 
     Args:
-        has_samples: whether this replica has samples of its own; else its gradients count as zeros.
-        sources: what gradients are taken of.
+        has_samples: whether this replica has samples; else its gradients count as zeros.
     """
 
     def __init__(self, has_samples: tf.Tensor | float, sources: Sequence[tf.Variable]) -> None:
@@ -32,10 +31,10 @@ class Pass:
         self._sources = sources
 
     def end_forward(self) -> None:
-        """Note that the backward pass begins."""
+        """Mark the start of the backward pass."""
 
     def collected(self, gradients: Sequence[Gradient]) -> Collected:
-        """Return the gradients with respect to `Parameters.sources` as they are accumulated."""
+        """Return accumulable gradients for the gradients of `Parameters.sources`."""
         return Collected(
             [
                 gradient if serves_others(variable) else counted(gradient, self._has_samples)
@@ -45,17 +44,17 @@ class Pass:
 
 
 class Parameters:
-    """The model's own variables, whole on every replica; update rules that divide parameters or gradients have others.
+    """The model's own variables, full on every replica; base for sharded parameters.
 
     Args:
-        trainable: the variables that are trained, by structural path: of the model, or of one of its stages.
+        trainable: the trained variables of the model or of one stage, by structural path.
     """
 
     def __init__(self, trainable: Mapping[str, tf.Variable]) -> None:
         self._trainable = trainable
 
     def sources(self) -> list[tf.Variable]:
-        """Return what gradients are taken of, one for each trainable variable."""
+        """Return the variables to differentiate, one per trainable variable."""
         return list(self._trainable.values())
 
     @contextmanager
@@ -65,6 +64,6 @@ class Parameters:
 
 
 def serves_others(variable: tf.Variable) -> bool:
-    """Return whether the samples of other replicas come to this rank for `variable`, as for an expert or a table."""
+    """Return whether other replicas' samples use `variable`, as for an expert or a sharded table."""
     placement = placement_of(variable)
     return placement is not None and bool(placement.held_by)

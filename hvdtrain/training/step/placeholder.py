@@ -1,7 +1,7 @@
-"""What a replica without samples adds to a step: nothing, whatever comes of the sample that it holds in their place.
+"""Exclude a replica without samples from a step.
 
-A layer never sees an empty batch, so such a replica runs a neighbour's sample. Multiplying by zero would not leave it
-out: 0 x inf is NaN, and a NaN of one replica is in the sums of all.
+A layer never sees an empty batch, so such a replica runs a neighbour's sample. Multiplying by zero would not exclude
+it: 0 x inf is NaN, and one replica's NaN spreads to all sums.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,7 +16,7 @@ from hvdtrain.state.structure import statistics_of
 
 
 def counted(tensor: Gradient, has_samples: tf.Tensor | float) -> Gradient:
-    """Return `tensor` (or None, or tf.IndexedSlices) where the replica has samples, else zeros in its place."""
+    """Return `tensor` (or None, or tf.IndexedSlices), or zeros without samples."""
     if tensor is None or _always(has_samples):
         return tensor
     if isinstance(tensor, tf.IndexedSlices):
@@ -26,8 +26,8 @@ def counted(tensor: Gradient, has_samples: tf.Tensor | float) -> Gradient:
 
 @contextmanager
 def unmoved(variables: Collection[tf.Variable], has_samples: tf.Tensor | float) -> Iterator[None]:
-    """Leave `variables`, which a forward pass inside the context changes, as they are where there are no samples."""
-    # Replicas of a tf.distribute strategy hold them in common.
+    """Restore `variables`, updated by a forward pass in the context, if there are no samples."""
+    # Replicas of a tf.distribute strategy share them.
     if _always(has_samples) or tf.distribute.has_strategy():
         yield
         return
@@ -38,13 +38,9 @@ def unmoved(variables: Collection[tf.Variable], has_samples: tf.Tensor | float) 
 
 
 def moved_by(model: Any, *, but: Collection[Any] = ()) -> list[tf.Variable]:
-    """Return the statistics that the forward pass of `model` moves in training, such as BatchNorm's averages.
+    """Return the statistics that a training forward pass updates, such as BatchNorm's averages.
 
-    Integers, such as a count of calls, are none: nothing averages them, and they stay equal as every replica counts.
-
-    Args:
-        model: a built Keras model.
-        but: layers that are left out.
+    Excludes integers, such as call counters: they are not averaged, and stay equal because every replica counts.
     """
     layers = [layer for layer in flatten_layers(model) if layer not in but]
     return [variable for layer in layers for variable in statistics_of(layer)]

@@ -1,4 +1,4 @@
-"""The compiled pieces of a model's training: the protocol, and the factory of hvdtrain's own step."""
+"""Step factories: the protocol, and the factory of hvdtrain's own step."""
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
@@ -34,46 +34,46 @@ Predict = Callable[[Iterable[Batch]], Any]
 
 
 class StepFactory(Protocol):
-    """Makes what the loop calls."""
+    """Builds a model and makes its compiled step, update rule, evaluator and predictor."""
 
     narrow_outputs: bool
-    """Whether the model gives 16-bit outputs, once it is built."""
+    """Whether the built model has 16-bit outputs."""
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer of the run's state; of several, once the model is built, the first that is used."""
+        """The optimizer; of several, once built, the first that is used."""
 
     @property
     def has_variables(self) -> bool:
-        """Whether the variables of model and optimizers can be had without a batch."""
+        """Whether all variables exist, without another batch."""
 
     def check(self, source: Source) -> None:
-        """Refuse data that do not fit the model, as far as that can be told beforehand."""
+        """Reject data that do not fit the model, as far as known in advance."""
 
     def build(self, batch: Batch, *, training: bool) -> None:
-        """Create the model's variables, and check loss and metrics, on a batch like those of training or evaluation."""
+        """Build the model from a representative batch, and check loss and metrics."""
 
     def update_rule(self) -> UpdateRule:
-        """Return the rule that updates the model, which is built by now, with its optimizer built."""
+        """Return the update rule of the built model, with its optimizer built."""
 
     def metric_names(self) -> list[str]:
-        """Return the names of what an epoch reports, the loss among them if there is one, once the model is built."""
+        """Return the names reported per epoch, including the loss if there is one."""
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
         """Return the compiled step for global batches of `batch` samples."""
 
     def evaluator(self) -> Evaluate:
-        """Return what evaluates the model."""
+        """Return the evaluator."""
 
     def predictor(self) -> Predict:
-        """Return what calls the model on batches of inputs."""
+        """Return the predictor."""
 
     def compile_for_callbacks(self) -> None:
-        """Give the model the optimizer that callbacks look for."""
+        """Set the model's optimizer for callbacks."""
 
 
 class CompiledStepFactory:
-    """hvdtrain's own step, with all of its options."""
+    """Factory of hvdtrain's own step, with all options."""
 
     def __init__(
         self, backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
@@ -97,27 +97,23 @@ class CompiledStepFactory:
 
     @property
     def has_variables(self) -> bool:
-        """See `StepFactory`."""
+        """Whether the model is built."""
         return bool(self._model.built)
 
     def _training_forward(self) -> Any:
-        """Return what calls the model in training."""
+        """Return the callable for training, with recomputation if requested."""
         return recomputed_model(self._model) if self._options.recompute else self._model
 
     def _names(self) -> Any:
         return getattr(self._model, "output_names", None)
 
     def check(self, source: Source) -> None:
-        """See `StepFactory`."""
+        """Reject data that do not fit the model or its loss."""
         self._check_targets(len(source.spec) > 1)
         check_source(self._model, source, self._objective.loss)
 
     def _check_targets(self, present: bool) -> None:
-        """Refuse data without targets.
-
-        Raises:
-            DataError: naming the model.
-        """
+        """Reject data without targets. Raises DataError naming the model."""
         if not present:
             raise DataError(
                 f"The data must give (inputs, targets) or (inputs, targets, sample_weight): the loss of "
@@ -126,7 +122,7 @@ class CompiledStepFactory:
             )
 
     def build(self, batch: Batch, *, training: bool) -> None:
-        """See `StepFactory`."""
+        """Build the model from a representative batch, and check loss and metrics."""
         self._check_targets(batch.targets is not None)
         with self._backend.scope():
             outputs = self._outputs_of(inputs_for(self._model, batch.inputs))
@@ -136,10 +132,10 @@ class CompiledStepFactory:
             self._metrics = self._resolved_metrics(batch, outputs, self._backend)
 
     def _resolved_metrics(self, batch: Batch, outputs: Any, figures: Any) -> MetricSet:
-        """Return the metrics for outputs like these, whole ones, whose sums `figures` adds up over the ranks.
+        """Return the metrics for full outputs like these, summed over ranks by `figures`.
 
         Raises:
-            ConfigError: a loss or metric that looks at several positions, where a rank has a slice of them.
+            ConfigError: a loss or metric across positions, with sharded sequences.
         """
         metrics = self._spec.resolve(batch.targets, outputs, figures, self._names)
         if splits_sequences(self._model):
@@ -149,7 +145,7 @@ class CompiledStepFactory:
         return metrics
 
     def _outputs_of(self, inputs: Any) -> Any:
-        """Return the model's outputs, which all replicas compute together where the model does not hold its weights."""
+        """Return the model's outputs; collective if its weights are sharded."""
         rule = self._rule
         if rule is None or rule.holds_weights:
             return self._model(inputs, training=False)
@@ -161,16 +157,16 @@ class CompiledStepFactory:
         return tf.function(call, autograph=False)()
 
     def update_rule(self) -> UpdateRule:
-        """See `StepFactory`."""
+        """Return the update rule selected by the options."""
         self._rule = update_rule_for(self._backend, self._model, self.optimizer, self._options)
         return self._rule
 
     def metric_names(self) -> list[str]:
-        """See `StepFactory`."""
+        """Return `loss` and the metrics' names."""
         return ["loss", *([] if self._metrics is None else (bound.name for bound in self._metrics.bound))]
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
-        """See `StepFactory`."""
+        """Return the compiled step, cached."""
         if not self._model.trainable_variables:
             raise ConfigError(f"{type(self._model).__name__} {self._model.name!r} has no trainable variables.")
         length = self._microbatch_length(batch)
@@ -187,7 +183,7 @@ class CompiledStepFactory:
         return self._known[key]
 
     def _microbatch_length(self, batch: int) -> int | None:
-        """Return the samples of a microbatch; None where the whole batch goes through the model at once."""
+        """Return the samples per microbatch; None without accumulation."""
         accumulate, uneven = self._options.accumulate, self._backend.capabilities.uneven
         shares = self._backend.data_parallel.size
         return per_microbatch(batch, shares, accumulate, uneven=uneven) if accumulate > 1 else None
@@ -208,7 +204,7 @@ class CompiledStepFactory:
         )
 
     def evaluator(self) -> Evaluate:
-        """See `StepFactory`."""
+        """Return the evaluator, cached."""
         if self._evaluator is None:
             assert self._metrics is not None, "build comes first"
             self._evaluator = self._new_evaluator(self._metrics.fresh())
@@ -220,11 +216,11 @@ class CompiledStepFactory:
         )
 
     def predictor(self) -> Predict:
-        """See `StepFactory`."""
+        """Return the predictor."""
         return Predictor(self._backend, self._model)
 
     def compile_for_callbacks(self) -> None:
-        """See `StepFactory`; a model that was compiled with this optimizer keeps its settings."""
+        """Compile the model for callbacks; one compiled with this optimizer keeps its settings."""
         if getattr(self._model, "optimizer", None) is not self.optimizer:
             compile_for_trainer(self._model, self.optimizer, self._objective)
         if self._metrics is not None and self._metrics.sample is not None:

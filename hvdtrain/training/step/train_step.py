@@ -1,4 +1,4 @@
-"""One optimizer step as one compiled function: microbatches forward and backward, exchange, update."""
+"""One optimizer step as one compiled function: forward, backward, reduction, update."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,25 +23,25 @@ from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
 
 MOST_GRAPHS = 32
-"""Graphs that are kept for batches of one shape each, with what is measured and without."""
+"""Bound on cached graphs, one per batch shape, with and without measurement."""
 PATIENCE = 1000
-"""Steps without a use after which a graph may make room for another one …"""
+"""Steps without use after which a graph may be evicted …"""
 OFTEN = 32
-"""… whose batches came so often meanwhile, in as many steps that found no graph."""
+"""… by one whose batches missed the cache this often in the meantime."""
 
 
 class GraphCache:
-    """The graphs of the kinds of batches that come most often.
+    """Cache of graphs for the most frequent kinds of batches.
 
-    Data whose shapes keep changing, such as sequences of any length, have more kinds than can be kept: each takes
-    seconds to compile and some MB. The first kinds get a graph each. A further one replaces a graph that is no longer
-    used, as after a `fit` on other data, once it has come often enough to be worth compiling.
+    Data with ever-changing shapes, such as variable-length sequences, have more kinds than can be cached: each takes
+    seconds to compile and some MB. The first kinds get a graph each. A further one evicts a graph that is no longer
+    used, as after a `fit` on other data, once it has come often enough.
     """
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, Callable[..., Any]] = {}
         self._used: dict[Hashable, int] = {}
-        """The step that used each graph last."""
+        """Last step that used each graph."""
         self._steps = 0
         self._missed: Counter[Hashable] = Counter()
 
@@ -49,7 +49,7 @@ class GraphCache:
         return len(self._graphs)
 
     def find(self, kind: Hashable, compiled: Callable[[], Callable[..., Any]]) -> Callable[..., Any] | None:
-        """Return the graph for batches of this kind, made by `compiled` if need be; None if they are to get none."""
+        """Return the graph for batches of this kind, made by `compiled` if necessary; None if not cached."""
         self._steps += 1
         if kind not in self._graphs:
             if not self._has_room(kind):
@@ -59,7 +59,7 @@ class GraphCache:
         return self._graphs[kind]
 
     def _has_room(self, kind: Hashable) -> bool:
-        """Return whether this kind gets a graph; the one that was not used for the longest time may go for it."""
+        """Return whether this kind gets a graph, evicting the least recently used one if allowed."""
         if len(self._graphs) < MOST_GRAPHS:
             return True
         if self._missed.total() >= PATIENCE:
@@ -74,7 +74,7 @@ class GraphCache:
 
 
 def kind_of(nest: Any) -> Hashable:
-    """Return the structure of a nest of tensors with their shapes and dtypes."""
+    """Return the structure of a nest of tensors with shapes and dtypes."""
     if isinstance(nest, Mapping):
         return type(nest), tuple((name, kind_of(each)) for name, each in nest.items())
     if isinstance(nest, list | tuple):
@@ -86,21 +86,17 @@ class TrainStep:
     """The compiled step of one replica.
 
     Args:
-        backend: the replicas.
-        state: what is trained.
-        loss: the loss as sum and weight.
         metrics: reported on logged steps.
-        rule: turns the local gradients into new weights.
-        forward: calls the model in training; by default the model itself.
-        microbatch: samples that go through the model at once; a larger batch is accumulated. None: the whole batch.
-        epoch_metrics: whether the metrics are counted in every step, and reported over the epoch; else each logged step
-            reports its own.
+        forward: calls the model in training mode; default: the model itself.
+        microbatch: samples per microbatch; a larger batch is accumulated. None: the whole batch.
+        epoch_metrics: count the metrics in every step, and report them per epoch; else each logged step reports its
+            own.
         jit: compile forward and backward pass with XLA.
-        passes: runs a batch forward and backward in place of the above, and lets the function that it is given count
-            each microbatch with its outputs.
-        counts: whether this process sees the outputs; of several that share one replica, one does.
-        experts: the layers of experts whose figures are reported; by default those of the model.
-        figures: adds these figures up; by default the replicas.
+        passes: replaces the forward and backward passes; calls its second argument with each microbatch and its
+            outputs.
+        counts: whether this process sees the outputs; exactly one process of a replica does.
+        experts: expert layers with routing metrics; default: the model's.
+        figures: sums these metrics; default: the replicas.
     """
 
     returns_logs = False
@@ -149,7 +145,7 @@ class TrainStep:
         self._special = GraphCache()
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
-        """Train on `batch`; `measure` asks for what `Measured` holds."""
+        """Train on `batch`; `measure` fills `Measured`. Collective."""
         self._rule.begin_step()
         inputs, targets, weights, *share = batch
         if tf.is_tensor(batch.global_samples):
@@ -165,7 +161,7 @@ class TrainStep:
         return result._replace(totals=self._rule.reported(result.totals))
 
     def _specialize(self, parts: tuple[Any, ...], share: list[Any], measure: bool) -> Callable[..., StepResult]:
-        """Compile the step for batches that have `share`, the fields behind the tensors, in common."""
+        """Compile the step for batches with the same non-tensor fields `share`."""
 
         def run(*parts: Any) -> StepResult:
             inputs, targets, *weights = parts
@@ -200,7 +196,7 @@ class TrainStep:
         )
 
     def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
-        """Train on the batch; where the step is bad, no variable of model, optimizer or metrics is left changed."""
+        """Train on the batch; a bad step changes no variable of model, optimizer or metrics."""
         guard = self._rule.guard
         if guard is None:
             return *self._rule.update(self._local_sums(batch, measure=measure), measure=measure), None
@@ -212,7 +208,7 @@ class TrainStep:
         return totals, norm, here
 
     def _counted(self, *, measure: bool) -> MetricSet | None:
-        """Return the metrics that a step counts in."""
+        """Return the metrics that a step updates."""
         return self._epoch or (self._metrics if measure else None)
 
     def _measured_metrics(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
@@ -223,7 +219,7 @@ class TrainStep:
         return own, dict(own)
 
     def _local_sums(self, batch: Batch, *, measure: bool) -> LocalGradients:
-        """Run the batch at once, or its microbatches one after another."""
+        """Run the batch at once, or its microbatches in sequence."""
         counted = self._counted(measure=measure)
 
         def count(part: Batch, outputs: Any) -> None:
@@ -243,7 +239,7 @@ class TrainStep:
         return run(parts.take(0)) if parts.single else self._accumulated(parts, run)
 
     def _accumulated(self, parts: Microbatches, run: Callable[[Batch], LocalGradients]) -> LocalGradients:
-        """Add up the microbatches: the first tells what there is to add, the others are a loop in the graph."""
+        """Accumulate microbatches: the first fixes the structure, the others run in a `tf.while_loop`."""
         local = run(parts.take(0))
         self._sum.add(local.gradients, first=True)
 
@@ -252,7 +248,7 @@ class TrainStep:
             self._sum.add(more.gradients, first=False)
             return number + 1, totals + more.totals, poison if more.poison is None else poison + more.poison
 
-        # One after the other: their activations must not be in memory together.
+        # Sequential: only one microbatch's activations may be in memory.
         first = (tf.constant(1), local.totals, tf.zeros([0]) if local.poison is None else local.poison)
         _, totals, poison = tf.while_loop(lambda number, *_: number < parts.count, body, first, parallel_iterations=1)
         return local._replace(
@@ -260,12 +256,12 @@ class TrainStep:
         )
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
-        """See `CompiledStep`; the first replica takes up what all had counted."""
+        """Reset the epoch's metrics, or restore `sums` on the first replica."""
         if self._epoch is not None:
             self._epoch.take_up(sums or {}, counted_here=self._counts and self._backend.index == 0)
 
     def metric_sums(self) -> dict[str, list[Any]]:
-        """See `CompiledStep`."""
+        """Return each metric's state by name, over all replicas. Collective."""
         sums = self._sum_of_epoch()
         return {name: [value.numpy().tolist() for value in values] for name, values in sums.items()}
 
@@ -274,7 +270,7 @@ class TrainStep:
         return {} if epoch is None else self._backend.run(lambda: epoch.sums_so_far("metric_sums"))
 
     def metrics_so_far(self) -> dict[str, Figure]:
-        """See `CompiledStep`."""
+        """Return the metrics of the epoch so far. Collective."""
         return {name: figure_of(value) for name, value in self._look_at_epoch().items()}
 
     def _epoch_so_far(self) -> dict[str, tf.Tensor]:
@@ -282,7 +278,7 @@ class TrainStep:
         return {} if epoch is None else self._backend.run(lambda: epoch.results_so_far("metric_so_far"))
 
     def epoch_metrics(self) -> dict[str, Figure]:
-        """See `CompiledStep`."""
+        """Return the metrics of the epoch, and reset them. Collective."""
         if self._epoch is None:
             return {}
         self._reduce_epoch()

@@ -1,4 +1,4 @@
-"""Update rules: what happens after the backward pass. One file each; start with `all_reduce.py`.
+"""Update rules: everything after the backward pass. One file each; start with `all_reduce.py`.
 
-A rule owns the exchange, the global norm, the optimizer with its slots, and tensors of its own.
+A rule owns gradient reduction, the global norm, the optimizer with its state, and tensors of its own.
 """

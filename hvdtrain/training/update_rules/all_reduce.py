@@ -16,7 +16,7 @@ from hvdtrain.training.update_rules.split_model import SplitModel, overflowing_t
 
 
 class AllReduceUpdate(UpdateRule):
-    """Sum over the replicas, divide by the weight, update alike everywhere; see `UpdateRule`."""
+    """Sums over the replicas, divides by the weight, and applies the same update everywhere."""
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         super().__init__(backend, model, optimizer, options)
@@ -25,12 +25,12 @@ class AllReduceUpdate(UpdateRule):
         self._prepare_exchange()
 
     def follow_model(self, *, training: bool = True) -> None:
-        """See `UpdateRule`."""
+        """Also select the reducer for the trained variables."""
         super().follow_model(training=training)
         self._prepare_exchange()
 
     def _prepare_exchange(self) -> None:
-        """Take what was made for these variables: the step that was compiled for them notes there what it measures."""
+        """Reuse the reducer cached for these variables: the compiled step refers to it."""
         key = tuple(zip(map(id, self._variables), self._paths, strict=True))
         if key not in self._exchanges:
             split = SplitModel(self._backend, self._variables)
@@ -39,7 +39,7 @@ class AllReduceUpdate(UpdateRule):
         self._split, self._reducer = self._exchanges[key]
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Exchange the totals along with the gradients, then let the optimizer apply the mean."""
+        """Reduce totals along with the gradients, and apply the mean. Collective."""
         gradients, totals = self._reducer.reduce(
             self._split.summed(local.gradients, self._paths),
             local.totals,
@@ -64,5 +64,5 @@ class AllReduceUpdate(UpdateRule):
         return self._unless_bad(totals, apply), norm
 
     def apart(self) -> dict[str, float]:
-        """See `UpdateRule`."""
+        """Return the deviations along tp."""
         return self._split.alike.apart(self._paths, self.model)

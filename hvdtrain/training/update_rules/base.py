@@ -1,4 +1,4 @@
-"""What every update rule offers, and what a rule that keeps whole, equal slots on every replica needs no more than."""
+"""Base of update rules, with replicated optimizer state."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,13 +23,10 @@ from hvdtrain.training.step.result import Totals
 
 
 class UpdateRule:
-    """Turns one replica's gradients into new weights; owns the exchange, the optimizer and its slots.
+    """Turns one replica's gradients into new weights; owns reduction, optimizer and its state.
 
     Args:
-        backend: the replicas.
-        model: the built model whose trainable variables are updated.
-        optimizer: a Keras optimizer; the rule builds it.
-        options: of the step; a rule reads those that concern it.
+        optimizer: a Keras optimizer; built by the rule.
     """
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
@@ -45,67 +42,62 @@ class UpdateRule:
         self._build_optimizer()
 
     guard: StepGuard | None = None
-    """Holds back the update of a bad step; None where all are applied."""
+    """Skips the update of a bad step; None: all updates are applied."""
     weights_agree = True
-    """Whether every replica holds the same weights after each step."""
+    """Whether all replicas hold the same weights after each step."""
 
     @classmethod
     def variant(cls, options: StepOptions) -> "type[UpdateRule]":
-        """Return the class that `options` choose, where one option chooses among several rules."""
+        """Return the class selected by `options`, if an option selects among several."""
         return cls
 
     @classmethod
     def check(cls, options: StepOptions, optimizer: Any) -> None:
-        """Refuse options and optimizers that the rule cannot work with; done before anything is built.
-
-        Raises:
-            ConfigError: naming the option.
-        """
+        """Reject unsupported options and optimizers, before anything is built. Raises ConfigError naming the option."""
 
     @classmethod
     def check_axes(cls, axes: Mapping[str, int]) -> None:
-        """Refuse axes of the mesh along which the rule cannot have a model split.
+        """Reject mesh axes along which the rule does not support a split model.
 
         Args:
-            axes: sizes of those that hold several ranks.
+            axes: sizes of the axes with several ranks.
 
         Raises:
-            ConfigError: naming them.
+            ConfigError: names them.
         """
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Take one optimizer step, inside the compiled step.
+        """Take one optimizer step, inside the compiled step. Collective.
 
         Args:
-            local: this replica's gradients and totals.
-            measure: whether the gradient's norm is wanted, which costs a pass.
+            measure: whether to return the gradient norm, which costs a pass.
 
         Returns:
-            [3], `LocalGradients.totals` over all replicas (see `reported`), with a guard its `GuardedTotals`; and the
-            global L2 norm of the unscaled gradient before clipping, or None.
+            [3], global `LocalGradients.totals` (or local, see `reported`), with a guard its `GuardedTotals`; and the
+                global L2 norm of the unscaled gradient before clipping, or None.
         """
         raise NotImplementedError
 
     def reported(self, totals: tf.Tensor) -> Totals:
-        """Return a step's totals for the loop; a rule whose `update` leaves them local reduces them when read."""
+        """Return a step's totals for the loop; a rule with local totals reduces them when read."""
         return totals
 
     def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
-        """Return what the passes read and take gradients of; made for each compiled step.
+        """Return the variables that the passes read and differentiate, for one compiled step.
 
         Args:
-            trainable: the variables that these passes train, by structural path.
+            trainable: the trained variables of these passes, by structural path.
         """
         return Parameters(trainable)
 
     def finite_parameters(self, state: TrainState) -> tf.Tensor:
-        """Return whether all trainable parameters are finite, the same on every replica; within the compiled step."""
+        """Return whether all trainable parameters are finite, in the compiled step. Collective."""
         return tf.math.is_finite(zero_if_finite([v.read_value() for v in state.trainable.values()]))
 
     def apart(self) -> dict[str, float]:
-        """Return, by path, the weights whose gradients differ by more than rounding on ranks with the same samples.
+        """Return gradients that should be identical across tp ranks but are not.
 
-        As the last measured step found them, with their deviations; see `AlikeGradients.apart`.
+        By path, with their deviations in the last measured step.
         """
         return {}
 
@@ -113,62 +105,62 @@ class UpdateRule:
         """Prepare for a step, before the compiled function is called."""
 
     def named_tensors(self) -> dict[str, NamedTensor]:
-        """Return the optimizer's slots and the rule's own tensors by path, with their place in the whole."""
+        """Return the optimizer state and the rule's own tensors by path, with their shards."""
         return replicated_slots(self.optimizer, structure_of(self.model))
 
     def follow_model(self, *, training: bool = True) -> None:
-        """Train what is trainable by now, after layers were frozen or unfrozen; known slots keep their values.
+        """Train the currently trainable variables, after layers were (un)frozen; known slots are kept.
 
         Args:
-            training: whether it is about to be trained, and not evaluated alone.
+            training: whether training follows, not only evaluation.
         """
         self._variables = list(self.model.trainable_variables)
         self._paths = list(structure_of(self.model).by_path(self._variables))
         self._build_optimizer()
 
     def adopt_weights(self) -> None:
-        """Take over weights of the model that were set from outside the step, as by a callback."""
+        """Copy weights that user code changed into the rule's own copies."""
 
     def begin(self) -> None:
-        """Go on from the state as it is, the same on every replica: it was restored or broadcast."""
+        """Called after the state was restored or broadcast."""
         self.adopt_weights()
 
     def show_weights(self) -> None:
-        """Let the model hold its weights for code that looks at them between two steps; every replica calls it."""
+        """Make the model hold full weights for code between two steps. Collective."""
 
     @property
     def holds_weights(self) -> bool:
-        """Whether the model holds its weights now; else they are read in the context of `gathered_weights`."""
+        """Whether the model holds full weights now; else they are read within `gathered_weights`."""
         return True
 
     def gathered_weights(self) -> AbstractContextManager[None]:
-        """Context within a compiled function without gradients, in which the model's variables read as its weights."""
+        """Context in a compiled function without gradients in which variables read as full weights."""
         return nullcontext()
 
     def prepare_to_evaluate(self) -> None:
-        """Make the model what is evaluated, in the context of `gathered_weights`; every replica calls it."""
+        """Prepare the model for evaluation within `gathered_weights`. Collective."""
         self.consolidate()
 
     def consolidate(self) -> None:
-        """Make model and slots what is evaluated; every replica calls it, outside the compiled step."""
+        """Make model and optimizer state globally consistent, outside the compiled step. Collective."""
 
     def prepare_to_save(self) -> None:
-        """Make `named_tensors` what is saved; every replica calls it, outside the compiled step."""
+        """Prepare `named_tensors` for saving, outside the compiled step. Collective."""
         self.consolidate()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Give the model the optimizer's averages of its weights (`use_ema=True`) inside the context."""
+        """Swap in the EMA of the weights (`use_ema=True`) inside the context."""
         return averaged_weights(self.optimizer, self.model)
 
     def _unless_bad(self, totals: tf.Tensor, update: Callable[[], None]) -> tf.Tensor:
-        """Call `update`, unless a guard finds the step bad, and return its totals."""
+        """Call `update`, unless a guard finds the step bad; return its totals."""
         if self.guard is not None:
             return self.guard.unless_bad(totals, update)
         update()
         return totals
 
     def _build_optimizer(self) -> None:
-        # Keras' LossScaleOptimizer would make its scale anew, and a loaded one has its state already.
+        # A built LossScaleOptimizer would recreate its scale, and a loaded one has its state already.
         if not self.optimizer.built:
             self.optimizer.build(self._variables)
         extend_optimizer(self.optimizer, self._variables, structure_of(self.model))
@@ -176,8 +168,8 @@ class UpdateRule:
     def _clipped(
         self, gradients: Sequence[Gradient], norm: tf.Tensor | None
     ) -> tuple[list[Gradient], tf.Tensor | None]:
-        """Return the gradients within their bounds, and the norm that they had without the loss scale."""
-        # What a LossScaleOptimizer is given is scaled still; its bounds are scaled instead.
+        """Return the clipped gradients, and the norm without the loss scale."""
+        # Gradients for a LossScaleOptimizer are still scaled, so the bounds are scaled instead.
         scale = loss_scale_of(self.optimizer)
         clipped = self._clipping.apply(gradients, norm, scale)
         return clipped, None if norm is None else norm / tf.cast(scale, norm.dtype)

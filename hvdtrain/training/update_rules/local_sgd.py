@@ -1,9 +1,9 @@
-"""Local SGD: each replica takes several optimizer steps by itself before the weights are averaged.
+"""Local SGD: several local optimizer steps between averages of the weights.
 
-Stich 2019 (arXiv:1805.09767). Between two averages nothing travels. A replica counts by the weight of the samples it
-trained on since the last average, so that one local step of plain SGD is exactly a step of data parallelism:
-sum(W_i (w - lr g_i)) / sum(W_i) = w - lr sum(W_i g_i) / sum(W_i), where g_i is the mean gradient of replica i's
-samples and W_i their weight.
+Stich 2019 (arXiv:1805.09767). There is no communication between two averages. A replica is weighted by the samples it
+trained on since the last average, so that one local step of plain SGD equals a step of data parallelism: sum(W_i (w -
+lr g_i)) / sum(W_i) = w - lr sum(W_i g_i) / sum(W_i), where g_i is the mean gradient of replica i's samples and W_i
+their weight.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ from hvdtrain.training.update_rules.split_model import SplitModel
 
 
 class LocalUpdate(UpdateRule):
-    """`options.local_steps` local optimizer steps, then an average of the weights; see `UpdateRule`.
+    """`options.local_steps` local optimizer steps, then an average of the weights.
 
-    Bounds are on each replica's own gradient, and the reported norm is the mean of the replicas' norms. The optimizer's
-    slots stay local, or with `options.average_slots` are averaged along with the weights. Consolidating averages both
-    in any case: a checkpoint holds one state, from which any number of replicas can go on.
+    Clipping acts on each replica's own gradient, and the reported norm is the mean of the replicas' norms. The
+    optimizer state stays local, or with `options.average_slots` is averaged along with the weights. Consolidating
+    averages both in any case: a checkpoint holds one state, from which any number of replicas can resume.
 
     Raises:
         ConfigError: an optimizer with dynamic loss scaling, whose scales would differ between averages.
@@ -45,7 +45,7 @@ class LocalUpdate(UpdateRule):
 
     @classmethod
     def check(cls, options: StepOptions, optimizer: Any) -> None:
-        """See `UpdateRule`."""
+        """Reject options of gradient reduction, and dynamic loss scaling."""
         unfit = {
             opt("reduce_op", options.reduce_op): options.reduce_op != "average",
             opt("compression"): options.compression != "none",
@@ -80,12 +80,12 @@ class LocalUpdate(UpdateRule):
         self._unread = _LocalTotals(backend)
 
     def follow_model(self, *, training: bool = True) -> None:
-        """See `UpdateRule`."""
+        """Also update the tensors to average."""
         super().follow_model(training=training)
         self._name_tensors()
 
     def _name_tensors(self) -> None:
-        """Find what differs between averages: the weights that are trained, and all slots."""
+        """Find the tensors that differ between averages: trained weights and optimizer state."""
         self._split = SplitModel(self._backend, self._variables)
         structure = structure_of(self.model)
         self._weights = structure.by_path(self._variables)
@@ -96,7 +96,7 @@ class LocalUpdate(UpdateRule):
         self._averaged = {**self._weights, **(self._slots if self._average_slots else {})}
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Apply this replica's own mean gradient; average the weights once every `local_steps` steps."""
+        """Apply this replica's mean gradient; average the weights every `local_steps` steps."""
         factor = tf.math.divide_no_nan(local.expected_weight, local.totals[1])
         whole = self._split.summed(local.gradients, self._paths)
         own = [scaled(_unique_rows(gradient), factor) for gradient in whole]
@@ -113,18 +113,18 @@ class LocalUpdate(UpdateRule):
         return local.totals, norm if measure else None
 
     def begin(self) -> None:
-        """See `UpdateRule`: a new period begins."""
+        """Begin a new period."""
         self._weight.assign(0.0)
         self._steps.assign(0)
         self._consolidated = True
 
     def reported(self, totals: tf.Tensor) -> Totals:
-        """See `UpdateRule`."""
+        """Return totals that are reduced when read."""
         self._consolidated = False
         return self._unread.add(totals)
 
     def consolidate(self) -> None:
-        """Average the weights, if the last step did not, and the slots."""
+        """Average weights, unless the last step did, and optimizer state. Collective."""
         if self._consolidated or self._backend.size == 1:
             return
         self._consolidated = True
@@ -132,7 +132,7 @@ class LocalUpdate(UpdateRule):
         run_once(lambda: self._backend.run(lambda: self._average(differing)))
 
     def _average(self, variables: dict[str, tf.Variable]) -> tf.Tensor:
-        """Replace `variables` by their mean over the replicas, by the samples of each, and begin the next period."""
+        """Replace `variables` by their mean over the replicas, weighted by samples. Collective."""
         weight = self._weight.read_value()
         total = self._backend.all_reduce(weight, name="local_sgd//weight")
         share = tf.where(total > 0, tf.math.divide_no_nan(weight, total), 1.0 / self._backend.size)
@@ -148,7 +148,7 @@ class LocalUpdate(UpdateRule):
 
 
 class _LocalTotals:
-    """Totals that each replica keeps to itself until one is read: then all that wait are reduced in one exchange.
+    """Local totals, reduced in one exchange when one is read.
 
     Every replica reads at the same steps, as the loop does.
     """
@@ -174,7 +174,7 @@ class _LocalTotals:
 
 
 class _Row:
-    """The totals of one step; see `Totals`."""
+    """Totals of one step."""
 
     def __init__(self, unread: _LocalTotals, local: tf.Tensor) -> None:
         self._unread = unread
@@ -188,10 +188,10 @@ class _Row:
 
 
 def _at_least_float32(dtype: tf.DType) -> tf.DType:
-    """Return the dtype to average in: in 16 bits the shares of the replicas would not add up to 1."""
+    """Return the dtype to average in: in 16 bits the replicas' shares would not sum to 1."""
     return dtype if dtype.size >= 4 else tf.float32
 
 
 def _unique_rows(gradient: Gradient) -> Gradient:
-    """Add up the rows of a sparse gradient that share an index: Keras' adaptive optimizers are wrong on duplicates."""
+    """Sum sparse rows with the same index: Keras' adaptive optimizers are wrong on duplicates."""
     return sum_duplicates(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -1,4 +1,4 @@
-"""The update rules by the option that chooses them; without one of them gradients are all-reduced."""
+"""Update rules by the option that selects them; default: all-reduce."""
 
 from typing import Any
 
@@ -13,20 +13,20 @@ RULES = {
     "zero": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
     "local_steps": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
 }
-"""The option of `UpdateConfig` that chooses a rule -> the rule, imported only then."""
+"""Option of `UpdateConfig` -> rule, imported only when selected."""
 
 
 def chosen_rule(options: StepOptions) -> str:
-    """Return the name of the rule that `options` choose."""
+    """Return the name of the rule selected by `options`."""
     chosen = options.chosen()
     return next((option for option in RULES if option in chosen), DEFAULT)
 
 
 def check_rule(options: StepOptions, optimizer: Any, backend: Backend | None = None) -> None:
-    """Refuse what the chosen rule cannot work with, on the mesh of `backend` if it is given.
+    """Reject options, optimizers and meshes that the selected rule does not support.
 
     Raises:
-        ConfigError: naming the option, the optimizer or the axis of the mesh.
+        ConfigError: names the option, the optimizer or the mesh axis.
     """
     rule = _rule_class(chosen_rule(options), options)
     rule.check(options, optimizer)
@@ -35,7 +35,7 @@ def check_rule(options: StepOptions, optimizer: Any, backend: Backend | None = N
 
 
 def update_rule_for(backend: Backend, model: Any, optimizer: Any, options: StepOptions) -> UpdateRule:
-    """Return the update rule that `options` choose, with the optimizer built; one replica has the default.
+    """Return the update rule selected by `options`, with the optimizer built; one replica has the default.
 
     Raises:
         ConfigError: an optimizer that does not fit the rule.
@@ -50,13 +50,11 @@ def _rule_class(name: str, options: StepOptions) -> type[UpdateRule]:
 
 
 def starts_as_slices(options: StepOptions, backend: Backend) -> bool:
-    """Return whether a function that builds the model makes slices of its parameters; a copy of it would need them
-    whole.
-    """
+    """Return whether the model is built sharded (ZeRO-3); not if it would be copied."""
     whole = is_alone(backend) or options.sync_batch_norm or bool(set(backend.axes) - {"dp"})
     return options.zero == 3 and not whole
 
 
 def is_alone(backend: Backend) -> bool:
-    """Return whether there is nobody to share the update with."""
+    """Return whether there is only one replica."""
     return backend.size == 1

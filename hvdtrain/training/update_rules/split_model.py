@@ -1,8 +1,8 @@
-"""The update where ranks hold different parts of one model: who shares which gradient, and what all must agree on.
+"""Reductions and norms of a split model, and agreement of replicated gradients along tp.
 
-Ranks along tp hold norms, most biases and position embeddings whole, and each computes their gradients by itself. Those
-are equal but for rounding, which differs: TensorFlow adds up three tensors or more in the order in which buffers can be
-reused (`AddN`), hence by timing, and on a GPU in the order in which threads come. Weights would drift apart.
+Ranks along tp hold norms, most biases and position embeddings in full, and each computes their gradients independently.
+These are equal up to rounding, which differs: TensorFlow sums three tensors or more in the order in which buffers can
+be reused (`AddN`), hence by timing, and on a GPU in thread order. Weights would diverge.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -21,17 +21,17 @@ from hvdtrain.training.step.guard import VERDICT_PARTS
 
 AXIS = "tp"
 ROUNDING = {"float16": 5e-2, "bfloat16": 5e-2}
-"""By the dtype that layers compute in, how far gradients lie apart by rounding at most, as a part of their norm: far
-above what another order of sums comes to, and below what other random numbers do. `FLOAT32` for all others."""
+"""By the layers' compute dtype, bound on gradient deviations from rounding, relative to the norm: far above the effect
+of another summation order, and below that of other random numbers. `FLOAT32` for all others.
+"""
 FLOAT32 = 1e-3
 
 
 class AlikeGradients:
-    """Averages the gradients of what ranks along tp hold whole, and measures how far they lay apart.
+    """Averages the gradients of weights that are full along tp, and measures their deviation.
 
     Args:
-        backend: the ranks.
-        placements: of the variables that are trained; slices are left as they are.
+        placements: of the trained variables; sharded ones are skipped.
     """
 
     def __init__(self, backend: Backend, placements: Sequence[Placement | None]) -> None:
@@ -42,16 +42,15 @@ class AlikeGradients:
             tf.Variable(tf.zeros([len(self._places)], tf.float64), trainable=False) if self._places else None
         )
         self._largest = tf.Variable(0.0, trainable=False, dtype=tf.float64) if self._places else None
-        """Norm of the largest gradient that was measured. That of later ones goes to zero, and rounding does not."""
+        """Largest gradient norm measured so far: later gradients approach zero, but rounding errors do not."""
 
     def agreed(self, gradients: Sequence[Gradient], paths: Sequence[str], *, measure: bool) -> list[Gradient]:
-        """Return the gradients, the same on all ranks along tp that hold the same.
+        """Return gradients that are identical on all ranks along tp with the same weights. Collective.
 
         Args:
-            gradients: reduced over the replicas, whole or each replica's slice. Sparse ones have the same rows on all
-                ranks along tp, which see the same samples.
-            paths: of their variables.
-            measure: whether to note how far they lie apart; see `apart`.
+            gradients: reduced over the replicas, full or each replica's shard. Sparse ones have the same rows on all
+                ranks along tp, which have the same samples.
+            measure: whether to record the deviations for `apart`.
         """
         agreed = list(gradients)
         here = [place for place in self._places if gradients[place] is not None]
@@ -67,7 +66,7 @@ class AlikeGradients:
         return agreed
 
     def among(self, paths: Sequence[str]) -> frozenset[str]:
-        """Return those of the variables' paths that ranks along tp hold whole."""
+        """Return the paths of variables that are full along tp."""
         return frozenset(paths[place] for place in self._places)
 
     def _measure(self, here: Sequence[int], mine: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> None:
@@ -84,15 +83,13 @@ class AlikeGradients:
         self._deviations.assign([by_place.get(place, tf.zeros_like(largest)) for place in self._places])
 
     def apart(self, paths: Sequence[str], model: Any) -> dict[str, float]:
-        """Return by path those whose gradients lay further apart than by rounding when they were last measured.
+        """Return by path the gradients that deviated more than by rounding when last measured.
 
-        Each with its deviation from the mean: the L2 norm of the difference as a part of that of all the gradients that
-        are alike together, at its largest so far. Of one that is nothing but rounding, as of a bias in front of a norm,
-        no digit agrees.
+        The deviation is the L2 norm of the difference from the mean, relative to that of all full gradients together,
+        at its largest so far: a gradient that is pure rounding, as of a bias before a norm, has no matching digits.
 
         Args:
-            paths: of the variables.
-            model: built, whose layers' dtypes tell what is rounding.
+            model: built; its layers' dtypes determine the rounding.
         """
         found = [] if self._deviations is None else self._deviations.numpy().tolist()
         by_path = {paths[place]: deviation for place, deviation in zip(self._places, found, strict=True)}
@@ -106,7 +103,7 @@ def _rounding_of(model: Any) -> float:
 
 
 def _is_alike(placement: Placement | None) -> bool:
-    # A sum over tp is the same there, and may be rounded differently by the exchange among replicas behind it.
+    # A sum over tp is equal along tp, but the subsequent reduction over replicas may round it differently.
     return placement is None or AXIS not in placement.axes
 
 
@@ -121,27 +118,27 @@ def _with_values(gradient: Gradient, values: tf.Tensor) -> Any:
 
 
 _Division: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
-"""Axes along which a variable is split, and those of the replicas that have divided its gradient."""
+"""Axes along which a variable is sharded, and replica axes along which its gradient is sharded."""
 
 
 class SplitModel:
-    """What an update rule asks about variables of which this rank holds a slice, or that other ranks do not have.
+    """Reductions and norms for variables that are sharded along tp, ep or pp.
 
     Args:
-        backend: the replicas, and the other axes of the mesh.
-        variables: those that are trained, in the order of their gradients.
+        backend: the replicas, and the other mesh axes.
+        variables: the trained variables, in the order of their gradients.
     """
 
     def __init__(self, backend: Backend, variables: Sequence[Any]) -> None:
         self._backend = backend
         self._placements = [placement_of(variable) for variable in variables]
         self.exchanges = backend.job_size > backend.size or any(self._placements)
-        """Whether this rank does not hold the whole model."""
+        """Whether this rank holds only part of the model."""
         self.alike = AlikeGradients(backend, self._placements)
-        """Makes gradients the same that several ranks of a replica compute whole."""
+        """Averages gradients that several ranks of a replica compute in full."""
 
     def reducer(self, options: ReductionOptions, paths: Sequence[str]) -> GradientReducer | None:
-        """Return what adds gradients up among those that hold the same slice; None where those are all replicas."""
+        """Return a reducer over the ranks with the same shard; None if these are all replicas."""
         held = {
             path: self._axes_of_replicas(placement)
             for path, placement in zip(paths, self._placements, strict=True)
@@ -151,7 +148,7 @@ class SplitModel:
         return PlacedReducer(self._backend, sums, held) if held else None
 
     def summed(self, gradients: Sequence[Gradient], paths: Sequence[str]) -> list[Gradient]:
-        """Add up those gradients of which other ranks of the same replica have a part."""
+        """All-reduce gradients that are partial on the ranks of a replica. Collective."""
         whole = list(gradients)
         for place, (gradient, placement) in enumerate(zip(gradients, self._placements, strict=True)):
             if gradient is not None and placement is not None and placement.summed_over:
@@ -161,11 +158,10 @@ class SplitModel:
         return whole
 
     def norm(self, gradients: Sequence[Gradient], sliced: Sequence[bool] = ()) -> tf.Tensor:
-        """Return the L2 norm of the gradient of the whole model, a float64 scalar, the same on every rank.
+        """Return the L2 norm of the full model's gradient, a float64 scalar. Collective.
 
         Args:
-            gradients: this rank's.
-            sliced: which of them are slices that the replicas have divided among them; by default none.
+            sliced: which of them are sharded over the replicas; default: none.
         """
         if not self.exchanges and not any(sliced):
             return tf.sqrt(square_sum(gradients))
@@ -180,7 +176,7 @@ class SplitModel:
         return tf.sqrt(self._over_stages(squares) if self.exchanges else squares)
 
     def _squares(self, by_axes: Iterable[tuple["_Division", list[Gradient]]]) -> Iterable[tf.Tensor]:
-        """Yield the squares of all slices of what is divided along each of the axes."""
+        """Yield the global sum of squares of each group of equally sharded gradients."""
         for (axes, replicas), gradients in sorted(by_axes):
             mine = square_sum(gradients)
             if replicas:
@@ -190,11 +186,11 @@ class SplitModel:
             yield self._backend.along(*axes).all_reduce(mine, name=name) if axes else mine
 
     def replicas_of(self, variable: Any) -> Collectives:
-        """Return the collectives among the replicas that hold the same of `variable` as this one."""
+        """Return the collectives among replicas with the same shard of `variable`."""
         return self._along_replicas(self._axes_of_replicas(placement_of(variable)))
 
     def _axes_of_replicas(self, placement: Placement | None) -> tuple[str, ...]:
-        """Return the axes along which replicas hold the same slice."""
+        """Return the axes along which replicas hold the same shard."""
         return tuple(axis for axis in REPLICA_AXES if placement is None or axis not in placement.held_by)
 
     def _along_replicas(self, axes: tuple[str, ...]) -> Collectives:
@@ -204,7 +200,7 @@ class SplitModel:
         return self._backend.along("pp").all_reduce(mine, name="gradient//stage_norm")
 
     def agreed(self, totals: tf.Tensor) -> tf.Tensor:
-        """Return a guarded step's totals with what any part of the model found bad, the same on every rank."""
+        """Combine the verdicts of all parts of the model in a guarded step's totals. Collective."""
         if not self.exchanges:
             return totals
         flags = totals[VERDICT_PARTS]
@@ -214,12 +210,10 @@ class SplitModel:
 
 
 class PlacedReducer(GradientReducer):
-    """Adds up the gradients of slices among those replicas that hold the same ones, and the others among all.
+    """Reduces the gradients of shards among replicas with the same shard, others among all.
 
     Args:
-        backend: the replicas.
-        options: how gradients travel.
-        held: axes along which the gradient of a slice is added up, by path.
+        held: axes along which a shard's gradient is reduced, by path.
     """
 
     def __init__(self, backend: Backend, options: ReductionOptions, held: dict[str, tuple[str, ...]]) -> None:
@@ -235,7 +229,7 @@ class PlacedReducer(GradientReducer):
         role: str = "gradient",
         exact: Collection[str] = (),
     ) -> list[Gradient]:
-        """See `GradientReducer`."""
+        """Reduce each gradient among its group. Collective."""
         reduced: list[Gradient] = [None] * len(gradients)
         for axes in [None, *sorted(self._reducers)]:
             places = [i for i, path in enumerate(paths) if self._held.get(path) == axes]
@@ -247,11 +241,11 @@ class PlacedReducer(GradientReducer):
 
 
 def overflowing_together(gradients: Sequence[Gradient], norm: tf.Tensor) -> list[Gradient]:
-    """Spread an overflow in any rank's gradients to all ranks, so that all skip the step and lower the loss scale.
+    """Spread an overflow in any rank's gradients to all, so that all skip the step.
 
     Args:
-        gradients: this rank's. Some may be of slices that have no elements, which cannot overflow.
-        norm: of those of all ranks; not finite if one of them is not.
+        gradients: this rank's; empty shards cannot overflow.
+        norm: of all ranks' gradients; not finite if one of them is not.
 
     Raises:
         ConfigError: this rank trains nothing.

@@ -57,7 +57,7 @@ class Draws:
             self.of_wholes |= layout.draws
 
     def check(self) -> None:
-        """Reject a generator used for both shards and full activations. Raises ConfigError: names it."""
+        """Reject a generator used for both shards and full activations. Raises ConfigError naming it."""
         both = sorted(self.of_slices & self.of_wholes)
         if both:
             raise ConfigError(

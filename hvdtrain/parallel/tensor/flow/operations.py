@@ -227,7 +227,7 @@ def _elementwise(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _goes_with_slice(tensor: Any, layout: Layout, place: int) -> bool:
-    """Return whether a full tensor is valid forevery shard of the dim `place`, counted from the last."""
+    """Return whether a full tensor is valid for any shard of the dim `place`, from the last."""
     if layout.learned and not layout.parameters:
         return False
     return layout.even or place in layout.even_dims or not spans(tensor, place)

@@ -1,1 +1,1 @@
-"""Models with a `train_step` of their own: Keras' semantics, over all replicas; start with `train_step.py`."""
+"""Models with their own `train_step`: Keras' semantics, over all replicas; start with `train_step.py`."""

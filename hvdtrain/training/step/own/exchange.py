@@ -1,4 +1,4 @@
-"""Methods replaced in a model's own step: its optimizers exchange gradients, and each replica draws its own numbers."""
+"""Patches inside a model's own step: optimizers reduce gradients, and replicas use different random numbers."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from hvdtrain.state.variables import as_written, path_of, unwrap
 
 @contextmanager
 def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an object inside the context, past Keras' tracking of attributes."""
+    """Set an attribute inside the context, bypassing Keras' attribute tracking."""
     before = {name: vars(thing)[name]} if name in vars(thing) else {}
     object.__setattr__(thing, name, value)
     try:
@@ -34,7 +34,7 @@ def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def replaced_in_this_thread(kind: type, name: str, value: Any) -> Iterator[None]:
-    """Replace a method of a class inside the context, for calls of this thread; other threads call the original."""
+    """Patch a method of a class inside the context, for calls of this thread only."""
     thread = threading.get_ident()
     with _ByThread.changing:
         method = vars(kind).get(name)
@@ -56,7 +56,7 @@ def replaced_in_this_thread(kind: type, name: str, value: Any) -> Iterator[None]
 
 
 class _ByThread:
-    """A method that some threads have replaced."""
+    """A method patched by some threads."""
 
     changing: ClassVar[threading.Lock] = threading.Lock()
 
@@ -64,7 +64,7 @@ class _ByThread:
         self.original = original
         self.inherited = inherited
         self.replacements: dict[int, list[Any]] = {}
-        """By thread, the one that counts last."""
+        """By thread; the last one is active."""
 
     def __get__(self, instance: Any, owner: type) -> Any:
         replacements = self.replacements.get(threading.get_ident())
@@ -73,22 +73,22 @@ class _ByThread:
 
 
 _APART = 7919
-"""Distance of two replicas' seeds."""
+"""Distance between the seeds of two replicas."""
 
 
 @contextmanager
 def draws_of(replica: int) -> Iterator[None]:
-    """Offset the global seeds of TensorFlow and Keras by the replica, for what this thread traces inside the context.
+    """Offset TensorFlow's and Keras' global seeds by the replica, for this thread's tracing.
 
-    They are the same on every rank, which would give all of them the same noise for different samples. Those of
-    `keras.random.SeedGenerator`s that a model holds are set in `TrainState.seed_generators`.
+    The seeds are the same on every rank, which would give all of them the same noise for different samples. A model's
+    own `keras.random.SeedGenerator`s are set in `TrainState.seed_generators`.
     """
     graph = tf.compat.v1.get_default_graph()
     seed, following = graph.seed, keras.random.SeedGenerator.next
 
     def offset(generator: Any, ordered: bool = True) -> Any:
         drawn = following(generator, ordered)
-        # Keras asks for unordered seeds where a draw has none of its own.
+        # Keras requests unordered seeds for random ops without their own.
         return drawn if ordered else drawn + tf.cast(replica * _APART, drawn.dtype)
 
     graph.seed = None if seed is None else seed + replica * _APART
@@ -100,18 +100,13 @@ def draws_of(replica: int) -> Iterator[None]:
 
 
 class OptimizerExchange:
-    """Exchanges the gradients that a model's step hands to its optimizers.
+    """Reduces the gradients that a model's step passes to its optimizers.
 
-    Inside `exchanging`, `apply` of each of them takes this replica's gradients and applies those of all replicas, and
-    every other optimizer refuses to be used by the thread that traces the step.
-
-    Args:
-        model: the model.
-        optimizers: its optimizers, by path.
-        distribute: wraps an optimizer in one that exchanges gradients.
+    Inside `exchanging`, `apply` of each optimizer takes this replica's gradients and applies the reduced ones, and any
+    other optimizer raises when used by the tracing thread.
 
     Raises:
-        ConfigError: an optimizer that exchanges gradients itself, or per microbatch.
+        ConfigError: an optimizer that reduces gradients itself, or per microbatch.
     """
 
     def __init__(
@@ -119,7 +114,7 @@ class OptimizerExchange:
     ) -> None:
         self.optimizers = dict(optimizers)
         self.used: list[str] = []
-        """Paths of the optimizers that the step has applied gradients with, in the order of their first use."""
+        """Paths of the optimizers used by the step, in the order of first use."""
         self._model = model
         self._distributed = {path: distribute(optimizer) for path, optimizer in optimizers.items()}
         # Variables, since a step may apply gradients in a loop, a condition or a tf.function of its own: a tensor of
@@ -132,17 +127,17 @@ class OptimizerExchange:
 
     @property
     def main(self) -> Any:
-        """The optimizer whose learning rate is reported: `model.optimizer`, or the first one where it is not used."""
+        """The optimizer with the reported learning rate: `model.optimizer`, or the first one used."""
         path = MAIN if MAIN in self.used or not self.used else self.used[0]
         return self.optimizers.get(path, next(iter(self.optimizers.values())))
 
     @contextmanager
     def exchanging(self, weight: tf.Tensor, *, measure: bool) -> Iterator[None]:
-        """Exchange what is applied inside the context, which a step is traced in.
+        """Reduce gradients applied inside the context, in which a step is traced.
 
         Args:
-            weight: what this replica's gradients count, such as its samples.
-            measure: whether `norm` will be asked for, which costs a pass.
+            weight: weight of this replica's gradients, such as its samples.
+            measure: whether `norm` will be used, which costs a pass.
         """
         self._weight.assign(weight)
         self._measure, self._calls = measure, {}
@@ -153,7 +148,7 @@ class OptimizerExchange:
             yield
 
     def norm(self) -> tf.Tensor:
-        """Return the L2 norm of the reduced gradients before clipping: of all optimizers, each one's last."""
+        """Return the L2 norm of the last reduced gradients of all optimizers, before clipping."""
         return tf.sqrt(ordered_sum([tf.square(self._norms[path].read_value()) for path in self.used]))
 
     @as_written
@@ -181,21 +176,21 @@ class OptimizerExchange:
             self.used.append(path)
 
     def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Build an optimizer as Keras does: `model.optimizer` for all that is trained, others for what they get."""
+        """Build an optimizer as Keras does: `model.optimizer` for all trained variables, others for their own."""
         if not optimizer.built:
             with tf.init_scope():
                 everything = optimizer is getattr(self._model, MAIN, None)
                 optimizer.build(self._model.trainable_variables if everything else variables)
 
     def _role(self, path: str) -> str:
-        """Return a name for this exchange: two of one step must not be taken for each other."""
+        """Return a unique name for this reduction within the step."""
         count = self._calls.get(path, 0)
         self._calls[path] = count + 1
         role = "gradient" if path == MAIN else f"gradient/{path}"
         return f"{role}/{count}" if count else role
 
     def _check_owner(self, path: str, variables: Sequence[Any]) -> None:
-        """Refuse variables that are not the model's: nobody broadcasts, compares or saves them."""
+        """Reject variables outside the model: they would not be broadcast, compared or saved."""
         own = structure_of(self._model).paths
         for variable in variables:
             if id(unwrap(variable)) not in own:

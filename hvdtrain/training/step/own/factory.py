@@ -1,4 +1,4 @@
-"""Train and evaluate a model by a `train_step` and a `test_step` of its own."""
+"""Train and evaluate a model by its own `train_step` and `test_step`."""
 
 import inspect
 import time
@@ -39,10 +39,9 @@ from hvdtrain.training.update_rules.select import DEFAULT, chosen_rule
 
 
 class KerasEvaluator:
-    """Calls the model's `test_step` on every replica's part of the data.
+    """Calls the model's `test_step` on every replica's share of the data.
 
-    Metrics are over all samples, and so is the mean of anything else that it returns. What the model's metrics have
-    counted in training is kept.
+    Metrics are global, and so is the mean of any other returned value. The metrics' training state is preserved.
     """
 
     def __init__(self, backend: Backend, model: Any) -> None:
@@ -54,10 +53,10 @@ class KerasEvaluator:
         self._look = tf.function(lambda: backend.run(self._logs.results, "evaluation_so_far"), autograph=False)
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        """Evaluate on `batches`, of which each replica must have the same number; `hooks` may look in.
+        """Evaluate on `batches`, equally many on each replica, calling `hooks`. Collective.
 
         Raises:
-            DataError: there is nothing to evaluate.
+            DataError: no samples.
         """
         begin = time.perf_counter()
         kept = [(variable, variable.numpy()) for variable in self._logs.variables()]
@@ -87,19 +86,14 @@ class KerasEvaluator:
             self._logs.take(returned, samples_of(batch))
             return tf.constant(True)
 
-        # Traced without samples too: every replica has to know what the step returns.
+        # Traced even without samples: every replica needs the structure of the step's result.
         tf.cond(tf.cast(batch.has_samples, tf.float32) > 0, count, lambda: tf.constant(False))
 
 
 class OwnStepUpdate(UpdateRule):
-    """Owns the slots of a model's optimizers, under `optimizer/` and, of others, `optimizers/PATH/`.
+    """Owns the state of a model's optimizers, under `optimizer/` and `optimizers/PATH/`.
 
-    An optimizer that the step does not use, such as the one that `compile()` makes where it is given none, has none.
-
-    Args:
-        backend: the replicas.
-        model: the built model.
-        optimizers: its optimizers by path.
+    An optimizer that the step does not use, such as the default one of `compile()`, has none.
     """
 
     def __init__(self, backend: Backend, model: Any, optimizers: Mapping[str, Any]) -> None:
@@ -107,7 +101,7 @@ class OwnStepUpdate(UpdateRule):
         super().__init__(backend, model, optimizers.get(MAIN, next(iter(optimizers.values()))))
 
     def named_tensors(self) -> dict[str, NamedTensor]:
-        """See `UpdateRule`."""
+        """Return the state of all optimizers by path."""
         structure = structure_of(self.model)
         tensors: dict[str, NamedTensor] = {}
         for path, optimizer in self._optimizers.items():
@@ -117,7 +111,7 @@ class OwnStepUpdate(UpdateRule):
         return tensors
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """See `UpdateRule`: the averages of each optimizer, of the weights that it trains."""
+        """Swap in each optimizer's EMA of its weights."""
         return self._averages()
 
     @contextmanager
@@ -127,7 +121,7 @@ class OwnStepUpdate(UpdateRule):
             yield
 
     def _build_optimizer(self) -> None:
-        """Build the only optimizer for all that is trained; of several each is built where the step first uses it."""
+        """Build a single optimizer for all trained variables; several are built on first use."""
         if MAIN in self._optimizers and (len(self._optimizers) == 1 or self._optimizers[MAIN].built):
             super()._build_optimizer()
 
@@ -140,17 +134,15 @@ def _averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
 
 
 class KerasStepFactory:
-    """The model's own `train_step` and `test_step`; its optimizers exchange gradients.
+    """Uses the model's own `train_step` and `test_step`; its optimizers reduce gradients.
 
     Args:
-        backend: the replicas.
-        model: a model that replaces what `Model.fit` does in a step. One with a `compile` of its own is compiled.
-        optimizer: what `model.optimizer` is to be, or one of the optimizers that the model holds.
-        objective: losses and metrics, as `Model.compile` takes them.
-        options: of the step.
+        model: a model that overrides the step of `Model.fit`. One with its own `compile` is compiled.
+        optimizer: the new `model.optimizer`, or one of the model's optimizers.
+        objective: losses and metrics, as for `Model.compile`.
 
     Raises:
-        ConfigError: an option that only hvdtrain's own step has, or settings that belong to the model's `compile`.
+        ConfigError: an option of hvdtrain's own step, or settings that belong to the model's `compile`.
     """
 
     def __init__(
@@ -174,21 +166,21 @@ class KerasStepFactory:
 
     @property
     def optimizer(self) -> Any:
-        """See `StepFactory`."""
+        """The optimizer with the reported learning rate."""
         return self._exchange.main
 
     @property
     def has_variables(self) -> bool:
-        """See `StepFactory`: several optimizers show what they train where the step is traced."""
+        """Whether all variables exist; those of several optimizers are only known after tracing."""
         return self._traced or bool(self._model.built and list(self._exchange.optimizers) == [MAIN])
 
     def check(self, source: Source) -> None:
-        """See `StepFactory`. No check: a custom step accepts anything."""
+        """No-op: a custom step accepts any data."""
 
     def build(self, batch: Batch, *, training: bool) -> None:
-        """Create the variables of model and optimizers by tracing `train_step`; for evaluation alone, by `test_step`.
+        """Build model and optimizers by tracing `train_step`, or `test_step` for evaluation alone.
 
-        Which optimizers a step uses, and which variables each of them trains, shows in its trace alone.
+        Only the trace shows which optimizers a step uses, and which variables each trains.
         """
         if self._traced:
             return
@@ -198,7 +190,7 @@ class KerasStepFactory:
             tf.function(self._model.test_step, autograph=False).get_concrete_function(keras_data(batch))
 
     def _trace(self, batch: Batch) -> None:
-        """Trace the train step, and throw the graph away."""
+        """Trace the train step, and discard the graph."""
 
         def step(batch: Batch) -> None:
             self._backend.run(lambda: take_step(self._model, batch, self._exchange, self._logs, measure=True))
@@ -225,30 +217,30 @@ class KerasStepFactory:
         return OptimizerExchange(self._model, found, distribute)
 
     def update_rule(self) -> UpdateRule:
-        """See `StepFactory`: the model's own step applies gradients, through optimizers that exchange them."""
+        """Return the rule that owns the optimizers; the model's step applies gradients."""
         return OwnStepUpdate(self._backend, self._model, self._exchange.optimizers)
 
     def metric_names(self) -> list[str]:
-        """See `StepFactory`: those that the step returns."""
+        """Return the names of the step's results."""
         return self._logs.names
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> KerasTrainStep:
-        """See `StepFactory`."""
+        """Return the compiled `train_step`."""
         if self._step is None or self._composition != state.composition:
             self._step = KerasTrainStep(self._backend, state, self._exchange, self._logs)
             self._composition = state.composition
         return self._step
 
     def evaluator(self) -> KerasEvaluator:
-        """See `StepFactory`."""
+        """Return the evaluator by `test_step`."""
         return self._evaluator
 
     def predictor(self) -> Predictor:
-        """See `StepFactory`."""
+        """Return the predictor."""
         return Predictor(self._backend, self._model)
 
     def compile_for_callbacks(self) -> None:
-        """See `StepFactory`: the model is compiled already."""
+        """No-op: the model is already compiled."""
 
 
 def _refuse_unfit(backend: Backend, model: Any, options: StepOptions) -> None:
@@ -287,10 +279,10 @@ def _compiles_itself(model: Any) -> bool:
 
 
 def _set_optimizer(model: Any, optimizer: Any, objective: Objective) -> None:
-    """Give a model with a `compile` of its own another main optimizer, if it is none of those that it holds.
+    """Set the main optimizer of a model with its own `compile`, unless the model holds it.
 
     Raises:
-        ConfigError: it was not compiled, or losses and metrics that only its `compile` can take.
+        ConfigError: not compiled, or given losses and metrics that only its `compile` accepts.
     """
     name = type(model).__name__
     signature = f"{name}.compile{inspect.signature(type(model).compile)}".replace("(self, ", "(")

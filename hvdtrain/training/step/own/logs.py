@@ -1,4 +1,4 @@
-"""The figures that a model's own step returns, over all replicas."""
+"""Values returned by a model's own step, over all replicas."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,32 +15,30 @@ from hvdtrain.training.step.own.exchange import replaced
 
 
 class Figure(NamedTuple):
-    """Where a figure comes from that a step returns."""
+    """Source of a value returned by a step."""
 
     metric: Any
-    """The metric whose result it is; None for any other tensor."""
+    """The metric with this result; None for other tensors."""
     key: str | None
-    """The name of the result, for a metric that has several."""
+    """Name of the result, for a metric with several."""
     sums: tf.Variable | None
-    """[2], of other tensors: this replica's sum of figure x samples, and of samples."""
+    """[2], for other tensors: this replica's sum of value x samples, and of samples."""
 
     def read(self) -> tf.Tensor:
-        """Return the result of the metric by now."""
+        """Return the metric's current result."""
         result = self.metric.result()
         return tf.convert_to_tensor(result if self.key is None else result[self.key])
 
 
 class StepLogs:
-    """What a step returns: the results of metrics are those over all replicas' samples, other tensors an average.
+    """Global values of a step's results: metric results over all samples, other tensors averaged.
 
-    A metric's result is formed from its variables, added up over the replicas. Anything else that a step returns is
-    averaged over the replicas by their samples.
+    A metric's result is computed from its variables summed over the replicas. Anything else is averaged over the
+    replicas, weighted by samples.
 
     Args:
-        backend: the replicas.
-        model: whose `train_step` or `test_step` it is.
-        step: its name.
-        accumulate: average other tensors over all batches since `reset`, and not only over the last one.
+        step: `train_step` or `test_step`.
+        accumulate: average other tensors over all batches since `reset`, not only the last one.
     """
 
     def __init__(self, backend: Backend, model: Any, step: str, *, accumulate: bool = False) -> None:
@@ -54,12 +52,12 @@ class StepLogs:
 
     @property
     def names(self) -> list[str]:
-        """The names of the figures, once the step was traced."""
+        """Names of the results, once traced."""
         return list(self._figures)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note which tensors are results of metrics, inside the context, which a step is traced in."""
+        """Record which tensors are metric results, while a step is traced."""
         self._seen = {}
         with ExitStack() as stack:
             for metric in metrics_of(self._model):
@@ -67,12 +65,12 @@ class StepLogs:
             yield
 
     def take(self, logs: Any, samples: tf.Tensor) -> list[tf.Tensor]:
-        """Take what the step returned for `samples` samples, and return what must be finite of it.
+        """Process the step's result for `samples` samples, and return the tensors that must be finite.
 
-        That is the loss; of a model that returns none all whose name says that they are losses, or else everything.
+        That is the loss; without one, all results named as losses, or else everything.
 
         Raises:
-            ConfigError: not a dict of single figures.
+            ConfigError: not a dict of single values.
         """
         values = {name: self._figure(name, value) for name, value in self._flat(logs).items()}
         self._figures = {}
@@ -88,7 +86,7 @@ class StepLogs:
         return [values[name][0] for name in watched]
 
     def results(self, role: str) -> dict[str, tf.Tensor]:
-        """Return the figures by name over all replicas, which call it together, without changing any state."""
+        """Return the global results by name, without side effects. Collective."""
         metrics = self._metrics()
         found = metrics.results_so_far(role, self._read) if metrics.bound else {}
         others = {name: figure.sums for name, figure in self._figures.items() if figure.sums is not None}
@@ -98,24 +96,24 @@ class StepLogs:
         return {name: found[name] for name in self._figures}
 
     def metric_sums(self, role: str) -> dict[str, list[tf.Tensor]]:
-        """Return the variables of every metric by its name, added up over the replicas, which call it together."""
+        """Return every metric's variables by name, summed over the replicas. Collective."""
         return self._metrics(everything=True).sums_so_far(role)
 
     def take_up(self, sums: Mapping[str, list[Any]]) -> None:
-        """Reset the model's metrics, and set their variables to what `metric_sums` returned."""
+        """Restore the metrics' variables from `metric_sums`."""
         self._model.reset_metrics()
         for bound in self._metrics(everything=True).bound:
             for variable, value in zip(bound.metric.variables, sums.get(bound.name, ()), strict=False):
                 variable.assign(tf.constant(value, variable.dtype))
 
     def reset(self) -> None:
-        """Reset the model's metrics, as Keras does before an epoch, and forget other figures."""
+        """Reset the model's metrics, as Keras does before an epoch, and other averages."""
         self._model.reset_metrics()
         for sums in self._other.values():
             sums.assign(tf.zeros_like(sums))
 
     def variables(self) -> list[tf.Variable]:
-        """Return what the metrics count in."""
+        """Return the metrics' variables."""
         found = {id(unwrap(v)): unwrap(v) for metric in metrics_of(self._model) for v in metric.variables}
         return list(found.values())
 
@@ -159,7 +157,7 @@ class StepLogs:
         return tensor, Figure(None, None, self._other[name])
 
     def _metrics(self, *, everything: bool = False) -> MetricSet:
-        """Return the metrics that figures come from, or all of the model's that have variables."""
+        """Return the metrics behind the results, or all of the model's with variables."""
         chosen = {id(figure.metric): figure.metric for figure in self._figures.values() if figure.metric is not None}
         if everything:
             chosen = {id(metric): metric for metric in metrics_of(self._model) if metric.variables}
@@ -176,12 +174,12 @@ class StepLogs:
 
 
 def metrics_of(model: Any) -> list[Any]:
-    """Return the metrics of a model: those that it resets, then others that it or its layers hold."""
+    """Return a model's metrics: those it resets, then others of it or its layers."""
     layers = flatten_layers(model)
     found = [*model.metrics, *(metric for layer in layers for metric in own_metrics(layer))]
     return list({id(metric): metric for metric in found}.values())
 
 
 def plain_figures(figures: Mapping[str, tf.Tensor]) -> dict[str, Any]:
-    """Return figures as numbers; the result of a metric may be an array, with a value for each class."""
+    """Convert results to numbers, or to arrays if they have several values."""
     return {name: value.numpy() if value.shape.rank else float(value) for name, value in figures.items()}

@@ -1,4 +1,4 @@
-"""Models with a `train_step` of their own: Keras' semantics, over all replicas."""
+"""Models with their own `train_step`: Keras' semantics, over all replicas."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,21 +21,15 @@ _OVERRIDES = ("train_step", "test_step", "compute_loss", "compute_metrics")
 
 
 def has_own_step(model: Any) -> bool:
-    """Return whether a model's class replaces what `Model.fit` does in a step."""
+    """Return whether a model's class overrides the step of `Model.fit`."""
     return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in _OVERRIDES)
 
 
 class KerasTrainStep:
-    """Calls the model's `train_step`, whose optimizers exchange gradients, weighted by each replica's samples.
+    """Calls the model's `train_step`; gradients are weighted by each replica's samples.
 
-    What it reports is what the model returns, as in Keras: the model's metrics count over an epoch, and any other
-    figure is that of the last batch.
-
-    Args:
-        backend: the replicas.
-        state: what is trained.
-        exchange: of the gradients that the step applies.
-        logs: of what it returns.
+    Reports the model's results, as Keras does: the model's metrics count over an epoch, any other value is that of the
+    last batch.
     """
 
     returns_logs = True
@@ -53,23 +47,23 @@ class KerasTrainStep:
         self._sums = self._compiled(lambda: self._logs.metric_sums("metric_sums"))
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
-        """Train on `batch`; `measure` asks for what `Measured` holds."""
+        """Train on `batch`; `measure` fills `Measured`. Collective."""
         return self._step[measure](batch)
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
-        """See `CompiledStep`; the first replica takes up what all had counted."""
+        """Reset the metrics, or restore `sums` on the first replica."""
         self._logs.take_up(sums if sums and self._backend.index == 0 else {})
 
     def metric_sums(self) -> dict[str, list[Any]]:
-        """See `CompiledStep`."""
+        """Return the state of each metric over all replicas. Collective."""
         return {name: [value.numpy().tolist() for value in values] for name, values in self._sums().items()}
 
     def metrics_so_far(self) -> dict[str, float]:
-        """Return what the model returned last, over all replicas, which call it together."""
+        """Return the model's last results over all replicas. Collective."""
         return plain_figures(self._results())
 
     def epoch_metrics(self) -> dict[str, float]:
-        """Return what the model returned last, over all replicas, and begin an epoch."""
+        """Return the model's last results over all replicas, and begin an epoch. Collective."""
         results = self.metrics_so_far()
         self._logs.reset()
         return results
@@ -107,7 +101,7 @@ class KerasTrainStep:
         )
 
     def _totals(self, batch: Batch, watched: list[tf.Tensor], samples: tf.Tensor) -> tf.Tensor:
-        """Return [0 or NaN, 0, 0 or NaN] over all replicas: whether figures and data are finite, and no loss."""
+        """Return [0 or NaN, 0, 0 or NaN] over all replicas: finiteness of results and data; no loss."""
         poison = zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
         local = tf.stack([zero_if_finite(watched), tf.constant(0.0), poison])
         return self._backend.all_reduce(tf.where(samples > 0, local, tf.zeros_like(local)), name="own_step//totals")
@@ -116,10 +110,10 @@ class KerasTrainStep:
 def take_step(
     model: Any, batch: Batch, exchange: OptimizerExchange, logs: StepLogs, *, measure: bool
 ) -> list[tf.Tensor]:
-    """Call the model's `train_step` on a replica's batch, and return the figures that must be finite.
+    """Call the model's `train_step` on a replica's batch; return values that must be finite.
 
     Raises:
-        ConfigError: it trains nothing, or returns something else than figures.
+        ConfigError: it trains nothing, or returns invalid results.
     """
     samples = samples_of(batch)
     step = getattr(model.train_step, "python_function", model.train_step)
@@ -136,7 +130,7 @@ def take_step(
 
 
 def keras_data(batch: Batch) -> Any:
-    """Return a batch as `train_step` takes it."""
+    """Return a batch in the form of `train_step`."""
     if batch.targets is None:
         return batch.inputs
     fields = (batch.inputs, batch.targets, batch.sample_weight)
@@ -144,6 +138,6 @@ def keras_data(batch: Batch) -> Any:
 
 
 def samples_of(batch: Batch) -> tf.Tensor:
-    """Return the number of a replica's samples; 0 where it holds a placeholder."""
+    """Return the number of a replica's samples; 0 for a placeholder."""
     count = tf.shape(tf.nest.flatten(batch.inputs)[0])[0]
     return tf.cast(count, tf.float32) * tf.cast(batch.has_samples, tf.float32)

@@ -1,8 +1,8 @@
-"""Models whose parameters are slices from the start: a rank of stage 3 never holds all of the one that is built.
+"""Build models with sharded parameters: no rank of stage 3 ever holds the full model.
 
-While a function builds the model, each large variable is drawn whole, as in every other layout, and freed before the
-next one is drawn: a rank keeps its slice. Whoever reads the variable sees its value drawn again; of a value that is
-assigned, as by `load_weights`, the slice is kept alike.
+While a function builds the model, each large variable is initialized in full, as in every other layout, and freed
+before the next one; a rank keeps its shard. A read re-runs the initializer; of an assigned value, as by `load_weights`,
+only the shard is kept.
 """
 
 import json
@@ -27,9 +27,9 @@ _TIMEOUT_S = 600.0
 
 
 def built_as_slices(build: Callable[[], Any], backend: Backend) -> Any:
-    """Return the model that `build` returns, with slices of its large parameters; every rank calls it.
+    """Return the model built by `build`, with large parameters sharded. Collective.
 
-    Where ranks draw different values, those of the first count.
+    If ranks initialize differently, the first rank's values are used.
 
     Raises:
         ConfigError: ranks that build different models, or assign different values.
@@ -42,23 +42,19 @@ def built_as_slices(build: Callable[[], Any], backend: Backend) -> Any:
 
 
 def is_built_as_slices(model: Any) -> bool:
-    """Return whether parameters of `model` are slices that no update rule has taken yet."""
+    """Return whether `model` has sharded parameters that no update rule has taken over."""
     return any(initial_slice_of(variable) is not None for variable in model.variables)
 
 
 def make_whole(initial: InitialSlice, backend: Backend, name: str) -> None:
-    """Gather a variable, of which all ranks hold slices; they call it together, with the same name."""
+    """All-gather a sharded variable. Collective, with the same name."""
     assert initial.values is not None, "every slice is kept as it is made"
     gather = tf.function(lambda mine: backend.run(lambda: backend.all_gather(mine, name=name)), autograph=False)
     initial.fill(gather.get_concrete_function(initial.values)(initial.values))
 
 
 class _Building:
-    """The variables that a builder has made as slices.
-
-    Args:
-        backend: the replicas.
-    """
+    """Sharded variables created by a builder."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -66,12 +62,12 @@ class _Building:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Make large variables as slices inside this context."""
+        """Shard large variables inside this context."""
         with making_variables(self._create):
             yield
 
     def _create(self, owner: Any, initializer: Any, create: Callable[..., Any]) -> Any:
-        # Others are cut once the model is built.
+        # Others are sharded once the model is built.
         if not (type(owner) is keras.Variable and _is_large(owner) and repeats(initializer)):
             return create()
         initial = self._slice_of(owner, initializer)
@@ -84,7 +80,7 @@ class _Building:
         return tensor
 
     def finish(self, model: Any) -> None:
-        """Let all large parameters of `model` be slices, alike on all ranks, and everything else be whole."""
+        """Shard all large parameters of `model` consistently, and keep everything else full. Collective."""
         _agree(self._made, self._backend)
         mine = {id(variable) for variable in model.trainable_variables} if model.built else set()
         for number, initial in enumerate(self._made):
@@ -96,7 +92,7 @@ class _Building:
             self._cut_others(model)
 
     def _cut_others(self, model: Any) -> None:
-        """Cut what was drawn in another way: by an initializer of the user's own, say."""
+        """Shard variables initialized otherwise, such as by a user's initializer."""
         path_of = structure_of(model).path
         for variable in model.trainable_variables:
             if initial_slice_of(variable) is None and not stays_whole(variable):
@@ -111,7 +107,7 @@ class _Building:
 
 
 def _is_large(variable: Any) -> bool:
-    """Return whether a variable that is being made will be cut, as far as that is known by now: see `stays_whole`."""
+    """Return whether a variable under creation will be sharded, as far as known."""
     if not (variable.trainable and tf.executing_eagerly()):
         return False
     elements = int(tf.TensorShape(variable.shape).num_elements())
@@ -119,10 +115,10 @@ def _is_large(variable: Any) -> bool:
 
 
 def _agree(made: Sequence[InitialSlice], backend: Backend) -> None:
-    """Let the slices of all ranks be those of one model: that of the first rank.
+    """Make all ranks' shards those of the first rank's model. Collective.
 
     Raises:
-        ConfigError: ranks that make other variables, or assign other values.
+        ConfigError: ranks that create other variables, or assign other values.
     """
     mine = [[_kind(each), each.checksum, each.seed] for each in made]
     everyone = backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S, among="replicas")
@@ -144,7 +140,7 @@ def _kind(initial: InitialSlice) -> str:
 
 
 def _draw_as_first(initial: InitialSlice, checksum: int, seed: int | None) -> None:
-    """Draw what differs by the seed of the first rank."""
+    """Re-initialize a differing variable with the first rank's seed."""
     if seed is not None:
         initial.initializer.seed = seed
         initial.keep(initial.draw())

@@ -1,4 +1,4 @@
-"""Parameters that are whole only while a layer uses them: what stage 3 reads and takes gradients of."""
+"""Parameters of stage 3: all-gathered only while a layer uses them."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +23,11 @@ from hvdtrain.training.update_rules.zero.shards import Shard
 
 
 class GatheredParameters(Parameters):
-    """Parameters of which this replica holds slices: each is gathered where a layer reads it, and once more for its
-    gradient, which is reduce-scattered.
+    """Sharded parameters, all-gathered on read; their gradients are reduce-scattered.
 
     Args:
-        trainable: see `Parameters`.
-        backend: the replicas.
-        shards: this replica's slices by structural path.
-        prefetch: how many layers ahead parameters are gathered.
-        guarded: whether somebody wants to know if this replica's own gradients are finite.
+        prefetch: how many layers ahead to gather.
+        guarded: whether to check this replica's own gradients for finiteness.
     """
 
     def __init__(
@@ -50,16 +46,16 @@ class GatheredParameters(Parameters):
         self._guarded = guarded
 
     def sources(self) -> list[tf.Variable]:
-        """See `Parameters`: of sharded variables the slices."""
+        """Return the shards of sharded variables, and the other variables."""
         whole = self._trainable.items()
         return [unwrap(self._shards[path].master) if path in self._shards else variable for path, variable in whole]
 
     @contextmanager
     def passes(self, has_samples: tf.Tensor | float) -> Iterator[Pass]:
-        """See `Parameters`: inside the context the model's variables read as gathered tensors.
+        """Make the model's variables read as gathered tensors.
 
         Raises:
-            ConfigError: something reads a variable in another way, and would see it empty; or a layer assigns to one.
+            ConfigError: something reads a variable by other means, and would see it empty; or a layer assigns to one.
         """
         if tf.executing_eagerly():
             raise ConfigError(
@@ -77,18 +73,15 @@ class _Microbatch(NamedTuple):
     has_samples: tf.Tensor | float
     sources: list[tf.Variable]
     paths: list[str]
-    """Of all trainable variables."""
+    """Paths of all trainable variables."""
     guarded: bool
 
 
 class GatheringPass(Pass):
-    """Both passes of a microbatch, in the graph that they are built in.
+    """Both passes of a microbatch, in the graph under construction.
 
     Args:
-        backend: the replicas.
-        shards: this replica's slices by structural path.
-        microbatch: what the passes are for.
-        prefetch: how many layers ahead parameters are gathered.
+        prefetch: how many layers ahead to gather.
     """
 
     def __init__(self, backend: Backend, shards: Mapping[str, Shard], microbatch: _Microbatch, prefetch: int) -> None:
@@ -104,7 +97,7 @@ class GatheringPass(Pass):
         self._poison: dict[str, list[tf.Tensor]] = {}
 
     def read(self, variable: Any) -> tf.Tensor:
-        """Return a sharded variable, gathered."""
+        """Return a sharded variable, all-gathered. Collective."""
         shard = self._shards[id(variable)]
         if not self._bursts or self._bursts[-1].end is not None or self._bursts[-1].readers():
             self._end_burst()
@@ -124,14 +117,14 @@ class GatheringPass(Pass):
         return gathers[id(variable)].whole
 
     def end_forward(self) -> None:
-        """See `Pass`."""
+        """Mark the start of the backward pass."""
         self._end_burst()
 
     def collected(self, gradients: Sequence[Gradient]) -> Collected:
-        """See `Pass`: the gradients of slices are sums over all replicas already.
+        """Return accumulable gradients; those of shards are already global sums.
 
         Raises:
-            ConfigError: one is not of a slice.
+            ConfigError: one is not of a shard.
         """
         for path, source, gradient in zip(self._microbatch.paths, self._sources, gradients, strict=True):
             if path in self._by_path and gradient is not None:
@@ -148,20 +141,21 @@ class GatheringPass(Pass):
         return Collected(own, self._poison_of(own) if self._microbatch.guarded else None)
 
     def _complete(self) -> dict[int, list[Any]]:
-        """Complete the graph, once both passes are in it; return what is to run before a slice changes, by variable.
+        """Finish the graph of both passes; return by variable the readers of its shard.
+
+        These must run before the shard is updated.
 
         Raises:
-            ConfigError: see `GatheredParameters.passes`.
+            ConfigError: as `GatheredParameters.passes`.
         """
         readers = gather_again(self._graph, self._bursts, self._scattered, self._prefetch)
         refuse_other_reads(self._by_path)
         return readers
 
     def _when_read(self, gradient: tf.Tensor, readers: Sequence[Any]) -> tf.Tensor:
-        """Return the gradient of a slice, after `readers`: the update of the slice waits for them with it.
+        """Return a shard's gradient after `readers`, so that the shard's update waits for them.
 
-        It waits for no others: with several microbatches it is added to their sum, and given back, as soon as it is
-        there.
+        It waits for no others: with several microbatches it is accumulated and freed immediately.
         """
         with tf.control_dependencies(readers):
             return tf.identity(gradient)
@@ -171,12 +165,12 @@ class GatheringPass(Pass):
             self._bursts[-1].end = len(self._graph.get_operations())
 
     def _readers_before(self) -> list[Any]:
-        """Return the operations that the parameters of the newest burst wait for."""
+        """Return the operations that the newest burst's gathers wait for."""
         place = len(self._bursts) - 2 - self._prefetch
         return self._bursts[place].readers() if place >= 0 else []
 
     def _differentiable(self, shard: Shard) -> tf.Tensor:
-        """Return the whole of a variable, with a gradient that reduces to this replica's slice."""
+        """Return the full variable, with a gradient that reduce-scatters to this replica's shard."""
 
         @tf.custom_gradient
         def gathered(mine: tf.Tensor) -> tuple[tf.Tensor, Callable[[Gradient], tf.Tensor]]:
@@ -190,7 +184,7 @@ class GatheringPass(Pass):
         return tf.reshape(shard.exchange.all_gather(mine, name=name), shard.whole.shape)
 
     def _slice_of_gradient(self, shard: Shard, upstream: Gradient) -> tf.Tensor:
-        # A gradient may come from within a loop's graph: this one is where all ranks come by.
+        # A gradient may come from inside a loop's graph; this one runs on all ranks.
         gradient = self._counted(tf.convert_to_tensor(upstream), shard.whole)
         if self._microbatch.guarded:
             self._poison.setdefault(shard.path, []).append(zero_if_finite([gradient]))
@@ -199,7 +193,7 @@ class GatheringPass(Pass):
         return mine
 
     def _counted(self, gradient: Gradient, variable: Any) -> Gradient:
-        """Return a gradient as it counts here: zeros of a placeholder, unless others' samples come for the variable."""
+        """Return a gradient, or zeros for a placeholder, unless other ranks' samples use the variable."""
         return gradient if serves_others(variable) else counted(gradient, self._has_samples)
 
     def _poison_of(self, gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -211,15 +205,13 @@ class GatheringPass(Pass):
 
 
 def _is_vectorized(graph: tf.Graph) -> bool:
-    """Return whether what is being traced into `graph` is the body of a `tf.vectorized_map`, seen by TensorFlow's
-    scope.
-    """
+    """Return whether `graph` is traced inside `tf.vectorized_map`, by its name scope."""
     scopes = graph.get_name_scope().split("/") if tf.compat.v1.get_default_graph() is graph else []
     return any(re.fullmatch(r"loop_body(_\d+)?", scope) for scope in scopes)
 
 
 def _check_of_slice(gradient: Gradient, source: tf.Variable, path: str) -> None:
-    """Refuse a gradient that is not of the slice, which did not come by the gathered parameter."""
+    """Reject a gradient that is not of the shard, as it bypassed the gathered parameter."""
     if not source.shape.is_compatible_with(gradient.shape):
         raise ConfigError(
             f"{opt('zero', 3)} takes the gradients of slices through the parameters that are gathered. Received: a "
@@ -231,7 +223,7 @@ def _check_of_slice(gradient: Gradient, source: tf.Variable, path: str) -> None:
 
 
 class _ForwardPass(GatheringPass):
-    """A forward pass alone, as of an evaluation: what was gathered is given back when it was read."""
+    """A forward pass alone, as in evaluation: gathered parameters are freed after use."""
 
     def _differentiable(self, shard: Shard) -> tf.Tensor:
         return self._gathered(shard, "evaluation")
@@ -239,15 +231,13 @@ class _ForwardPass(GatheringPass):
 
 @contextmanager
 def gathered_forward(backend: Backend, shards: Mapping[str, Shard], prefetch: int) -> Iterator[None]:
-    """Let a compiled function without gradients read a model's parameters, each gathered where a layer reads it.
+    """Make a compiled function without gradients read parameters as gathered tensors. Collective.
 
     Args:
-        backend: the replicas, all of which call the function as often.
-        shards: this replica's slices by structural path.
-        prefetch: how many layers ahead parameters are gathered.
+        prefetch: how many layers ahead to gather.
 
     Raises:
-        ConfigError: something reads a variable in another way, and would see it empty; or a layer assigns to one.
+        ConfigError: something reads a variable by other means, and would see it empty; or a layer assigns to one.
     """
     forward = _ForwardPass(backend, shards, _Microbatch(1.0, [], [], guarded=False), prefetch)
     with gathered_reads([shard.whole for shard in shards.values()], forward.read):
@@ -257,12 +247,7 @@ def gathered_forward(backend: Backend, shards: Mapping[str, Shard], prefetch: in
 
 @contextmanager
 def gathered_reads(variables: Sequence[Any], read: Callable[[Any], tf.Tensor]) -> Iterator[None]:
-    """Let Keras variables read as what `read` returns for them inside the context.
-
-    Args:
-        variables: Keras variables.
-        read: returns the value of one of them.
-    """
+    """Make Keras variables read as the result of `read` inside the context."""
     kinds = [type(variable) for variable in variables]
     reading = {kind: _reading(kind, read) for kind in set(kinds)}
     for variable, kind in zip(variables, kinds, strict=True):
@@ -275,7 +260,7 @@ def gathered_reads(variables: Sequence[Any], read: Callable[[Any], tf.Tensor]) -
 
 
 def _reading(kind: type, read: Callable[[Any], tf.Tensor]) -> type:
-    """Return a subclass of a class of variables whose instances read as `read` returns."""
+    """Return a subclass of a variable class whose instances read by `read`."""
 
     def value(variable: Any) -> tf.Tensor:
         return autocast(variable, read(variable))
@@ -291,11 +276,7 @@ def _reading(kind: type, read: Callable[[Any], tf.Tensor]) -> type:
 
 
 def refuse_other_reads(shards: Mapping[str, Shard]) -> None:
-    """Refuse a graph that reads the memory of whole variables, which has been given back.
-
-    Raises:
-        ConfigError: naming the variable.
-    """
+    """Reject a graph that reads the freed memory of full variables. Raises ConfigError naming the variable."""
     captured = {id(tensor) for tensor in outermost_graph().external_captures}
     for path, shard in shards.items():
         if id(shard.variable.handle) in captured:

@@ -1,4 +1,4 @@
-"""This replica's slice of a variable's initial value, kept while the whole one is given back."""
+"""This replica's shard of a variable's initial value."""
 
 from typing import Any
 
@@ -15,13 +15,12 @@ _ATTRIBUTE = "_hvdtrain_initial_slice"
 
 
 class InitialSlice:
-    """A slice of the value that a Keras variable has before the first step, flat in row-major order.
+    """A shard of a Keras variable's value before the first step, flat in row-major order.
 
     Args:
-        variable: the Keras variable, whose `_value` may not be there yet.
-        begin: the first of its elements.
-        end: the element behind the last.
-        initializer: draws the whole value, the same whenever it is called; None: nothing does.
+        variable: the Keras variable, possibly without a `_value` yet.
+        end: end (exclusive).
+        initializer: deterministic initializer of the full value; None: not reproducible.
     """
 
     def __init__(self, variable: Any, begin: int, end: int, initializer: Any = None) -> None:
@@ -32,49 +31,49 @@ class InitialSlice:
         self.values: tf.Tensor | None = None
         """[end - begin]."""
         self.checksum = 0
-        """CRC-32 of the whole value."""
+        """CRC-32 of the full value."""
         self.assigned = False
-        """Whether something else than the initial value was assigned since."""
+        """Whether it was assigned after initialization."""
         vars(variable)[_ATTRIBUTE] = self
 
     @property
     def seed(self) -> int | None:
-        """The initializer's seed; None where it has none, or drew another value than the variable's."""
+        """The initializer's seed; None if it has none, or the variable was assigned."""
         seed = getattr(self.initializer, "seed", None)
         return seed if isinstance(seed, int) and not self.assigned else None
 
     def draw(self) -> tf.Tensor:
-        """Return the whole initial value."""
+        """Return the full initial value."""
         assert self.initializer is not None, "only what an initializer drew is drawn again"
         return drawn(self.initializer, self.variable)
 
     def keep(self, whole: Any) -> None:
-        """Keep the slice of a whole value, in memory of its own."""
+        """Copy the shard of a full value."""
         flat = tf.reshape(tf.convert_to_tensor(whole), [-1])
         self.values = tf.raw_ops.DeepCopy(x=flat[self.begin : self.end])
         self.checksum = checksum(whole)
 
     def show_drawn(self) -> None:
-        """Let the variable be drawn again whenever it is read, as a builder may do."""
+        """Re-run the initializer whenever the variable is read, as by a builder."""
         self.variable.__class__ = DrawnWhenRead
 
     def close(self) -> None:
-        """Free the whole value, which can be neither looked at nor assigned to from here on."""
+        """Free the full value; the variable can no longer be read or assigned."""
         free_memory(unwrap(self.variable))
         self.variable.__class__ = out_of_reach(self.kind)
 
     def fill(self, whole: tf.Tensor) -> None:
-        """Let the variable be an ordinary one that holds these values."""
+        """Turn the variable into a regular one with this value."""
         fill_memory(unwrap(self.variable), tf.reshape(whole, tuple(self.variable.shape)))
         self.variable.__class__ = self.kind
         vars(self.variable).pop(_ATTRIBUTE)
 
 
 class DrawnWhenRead(LazyVariable):
-    """A Keras variable of which only a slice is in memory, and that looks whole to the builder of a model."""
+    """Keras variable with only a shard in memory that looks full to a model's builder."""
 
     def read(self) -> Any:
-        """Return the whole initial value, drawn again; of a function that is being traced the variable."""
+        """Return the full initial value, recomputed; while tracing, the variable itself."""
         initial = initial_slice_of(self)
         if initial is None or not tf.executing_eagerly():
             return None
@@ -88,7 +87,7 @@ class DrawnWhenRead(LazyVariable):
         return initial.draw()
 
     def write(self, value: Any) -> None:
-        """Keep this rank's slice of a whole value."""
+        """Keep this rank's shard of a full value."""
         initial = initial_slice_of(self)
         assert initial is not None, "only slices are of this class"
         initial.assigned = True
@@ -96,13 +95,13 @@ class DrawnWhenRead(LazyVariable):
 
 
 def initial_slice_of(variable: Any) -> InitialSlice | None:
-    """Return the slice that was kept of a variable's initial value, if one was and nobody has taken it."""
+    """Return a variable's initial shard, unless it was taken."""
     found: InitialSlice | None = getattr(variable, _ATTRIBUTE, None)
     return found
 
 
 def taken_slice(variable: Any) -> InitialSlice | None:
-    """Return the same, which nobody else finds from here on: the variable's memory stays free."""
+    """Return and remove a variable's initial shard; its memory stays free."""
     found = initial_slice_of(variable)
     if found is not None:
         del vars(variable)[_ATTRIBUTE]

@@ -1,4 +1,4 @@
-"""Variables of which this replica keeps a slice: nobody may look at the whole."""
+"""Keras variables whose full value is not in memory."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hvdtrain.config.errors import ConfigError, opt
 
 
 def out_of_reach(kind: type) -> type:
-    """Return a subclass of a class of Keras variables whose instances refuse to be looked at and assigned to."""
+    """Return a subclass of a Keras variable class that refuses reads and assignments."""
 
     def refuse(variable: Any, *arguments: Any, **named: Any) -> Any:
         raise ConfigError(

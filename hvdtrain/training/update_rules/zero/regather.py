@@ -1,8 +1,8 @@
-"""The second gather of a parameter, for the backward pass, put into the graph once both passes are built.
+"""Second all-gather of parameters, for the backward pass; inserted once both passes are built.
 
-The gradient of a layer is built by TensorFlow, and reads the tensor that the forward pass has read. It would live until
-then, and all layers would be whole at once. So each operation that reads it later is given the output of another
-gather, which waits until the operations before it that need a whole parameter have run.
+TensorFlow's gradient of a layer reads the tensor of the forward pass, which would stay alive until then: all layers
+would be in memory at once. So each later reader gets the output of another gather, which waits for the preceding
+operations that need a full parameter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,34 +14,34 @@ import tensorflow as tf
 from hvdtrain.compat.tensorflow import copy_op, replace_input
 
 MOVING = frozenset({"Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice", "Transpose"})
-"""Operations that only rearrange or convert a parameter: their outputs are as large, and are made anew like it."""
+"""Operations that only rearrange or convert a parameter: their outputs are as large, and are recomputed."""
 
 
 @dataclass
 class Gather:
-    """A parameter that was gathered."""
+    """A gathered parameter."""
 
     whole: tf.Tensor
     again: Callable[[], tf.Tensor]
-    """Gathers it once more, in the current graph."""
+    """Gathers it again, in the current graph."""
 
 
 @dataclass
 class Burst:
-    """Parameters that are whole at the same time, since the same operations read them."""
+    """Parameters that are full at the same time, since the same operations read them."""
 
     gathers: dict[int, Gather] = field(default_factory=dict)
     """By the id of the variable."""
     end: int | None = None
-    """Number of operations in the graph when the next burst began: what reads these parameters later gathers again."""
+    """Number of operations in the graph when the next burst began: later readers gather again."""
 
     def readers(self) -> list[Any]:
-        """Return the operations that compute with these parameters, by now."""
+        """Return the operations that use these parameters so far."""
         return [use.reader for gather in self.gathers.values() for use in uses_of(gather)]
 
 
 class Use(NamedTuple):
-    """An operation's input that is a parameter, or one that was rearranged."""
+    """An operation's input that is a gathered or rearranged parameter."""
 
     reader: Any
     place: int
@@ -55,19 +55,19 @@ class _Run:
 
     burst: Burst
     first: int
-    """Place of the first of them among the graph's operations."""
+    """Index of the first of them in the graph."""
     uses: list[Use]
 
 
 class Scattered(NamedTuple):
-    """A gradient that was reduce-scattered: the operation that made it, and the one that made the slice."""
+    """A reduce-scattered gradient: the operations that made the full gradient and the shard."""
 
     whole: Any
     slice: Any
 
 
 def uses_of(gather: Gather) -> Iterator[Use]:
-    """Yield what computes with a gathered parameter, by now."""
+    """Yield the uses of a gathered parameter so far."""
     pending, known = [gather.whole], {gather.whole.name}
     seen: set[tuple[str, int]] = set()
     while pending:
@@ -94,17 +94,15 @@ def _only_moves(operation: Any, known: set[str]) -> bool:
 def gather_again(
     graph: Any, bursts: Sequence[Burst], scattered: Sequence[Scattered], prefetch: int
 ) -> dict[int, list[Any]]:
-    """Give the operations behind the end of each burst parameters that are gathered for them, one run after another.
+    """Re-gather parameters for the operations after each burst's end, one run after another.
 
     Returns:
-        These operations, by the id of the variable that they read. Its slice is best not updated before they have run:
-        what was read shares its memory, and TensorFlow would update a copy.
+        These operations, by the id of the variable they read. Its shard should be updated after them: its memory is
+        shared with what was read, and TensorFlow would update a copy.
 
     Args:
-        graph: of both passes, complete.
-        bursts: in their order.
-        scattered: the gradients of these parameters: the next run waits until they are no longer whole.
-        prefetch: how many runs ahead parameters are gathered.
+        scattered: gradients of these parameters: the next run waits until they are no longer full.
+        prefetch: how many runs ahead to gather.
     """
     places = {operation.name: place for place, operation in enumerate(graph.get_operations())}
     runs = _runs(bursts, places)
@@ -125,7 +123,7 @@ def gather_again(
 
 
 def _runs(bursts: Sequence[Burst], places: dict[str, int]) -> list[_Run]:
-    """Return what reads parameters behind the end of their burst, in the order of the graph."""
+    """Return the readers after the end of their burst, in graph order."""
     late = [
         (places[use.reader.name], number, use)
         for number, burst in enumerate(bursts)
@@ -145,9 +143,9 @@ def _runs(bursts: Sequence[Burst], places: dict[str, int]) -> list[_Run]:
 
 
 def _arrival(run: _Run, bursts: Sequence[Burst], places: Mapping[str, int]) -> list[Any]:
-    """Return what a backward pass begins with: the other inputs of the first operation that reads a parameter.
+    """Return the other inputs of the first operation that reads a parameter in a backward pass.
 
-    The gradient of a penalty, such as the sign of a kernel for L1, has none: it begins behind the forward pass.
+    The gradient of a penalty, such as the sign of a kernel for L1, has none: it starts after the forward pass.
     """
     reader = run.uses[0].reader
     own = {use.place for use in run.uses if use.reader is reader}
@@ -168,7 +166,7 @@ def _redirect(graph: Any, run: _Run, waits: Sequence[Any]) -> None:
 
 
 def _moved(tensor: tf.Tensor, made: dict[str, tf.Tensor]) -> tf.Tensor:
-    """Return `tensor`, made from the parameter in `made` as it was made from the first one."""
+    """Recompute `tensor` from the re-gathered parameter in `made`."""
     if tensor.name not in made:
         old = tensor.op
         inputs = [source if source.op.type == "Const" else _moved(source, made) for source in old.inputs]

@@ -1,4 +1,4 @@
-"""This replica's slices of the model's variables."""
+"""This replica's shards of the model's variables."""
 
 from math import prod
 from typing import Any
@@ -17,26 +17,24 @@ from hvdtrain.training.update_rules.zero.initial_slice import taken_slice
 from hvdtrain.training.update_rules.zero.out_of_reach import out_of_reach
 
 SMALL_BYTES = 64 * 1024
-"""Variables up to this size stay whole: an all-reduce of 64 KB takes as long as one of 1 KB, over MPI and Gloo."""
+"""Variables up to this size stay full: an all-reduce of 64 KB takes as long as one of 1 KB, over MPI and Gloo."""
 
 
 class Shard:
-    """This replica's slice of one variable, laid out flat.
+    """This replica's shard of one variable, flattened.
 
-    Of a variable that is itself a slice, such as one along `tp`, it consists of whole rows, so that its place in the
-    whole is a box: any layout can restore it.
+    Of a variable that is itself sharded, such as along `tp`, it consists of full rows, so that its position in the full
+    variable is a box: any layout can restore it.
 
     Args:
-        whole: a Keras variable.
-        exchange: the replicas that hold the same variable; see `slice_length`.
-        path: the variable's structural path.
+        exchange: the replicas with the same variable.
     """
 
     def __init__(self, whole: Any, exchange: Collectives, path: str = "") -> None:
         self.whole = whole
         initial = taken_slice(whole)
         self.begins_released = initial is not None
-        """Whether the whole was never more than drawn: a builder has kept this slice of it."""
+        """Whether the full value was never kept: a builder has kept this shard of it."""
         self._kind = type(whole) if initial is None else initial.kind
         self.variable = unwrap(whole)
         self.path = path
@@ -46,9 +44,9 @@ class Shard:
         self._dim, row = (0, 1) if self._placement is None else _rows(tuple(whole.shape))
         self._row = row
         self.length = slice_length(self.elements // row, exchange.size) * row
-        """Elements of the slice of the first replica; the last ones may have fewer."""
+        """Elements of the first replica's shard; the last ones may have fewer."""
         self.bytes = self.elements * self.variable.dtype.size
-        """Of the whole."""
+        """Bytes of the full variable."""
         self.begin, self.end = flat_slice(self.elements, exchange, row)
         mine = self.cut() if initial is None else initial.values
         # A layer of mixed precision would read it in 16 bits, and reduce its gradient in them.
@@ -58,11 +56,14 @@ class Shard:
         self.master.whole = whole
 
     def cut(self) -> tf.Tensor:
-        """Return the slice as the whole variable holds it now."""
+        """Return the shard of the full variable's current value."""
         return tf.reshape(self.variable, [-1])[self.begin : self.end]
 
     def named_tensor(self, value: Any) -> NamedTensor:
-        """Return `value`, of the slice's shape, with its place in the whole, which is flat if it is not split."""
+        """Return `value`, of the shard's shape, with its position in the full tensor.
+
+        The full tensor is flat unless the variable is split along another axis.
+        """
         if self._placement is None:
             return NamedTensor(value, (self.elements,), (slice(self.begin, self.end),), replicated=False)
         box = list(self._placement.box)
@@ -70,41 +71,41 @@ class Shard:
         return NamedTensor(value, self._placement.global_shape, tuple(box), replicated=False)
 
     def fill(self, whole: tf.Tensor) -> Any:
-        """Let the whole variable hold these values, also after `release`; return the operation within a graph."""
+        """Assign the full value, re-allocating the buffer if it was released."""
         return fill_memory(self.variable, whole)
 
     def release(self) -> None:
-        """Give back the memory of the whole variable, which can be neither looked at nor assigned to until `reveal`."""
+        """Free the full variable, which cannot be read or assigned until `reveal`."""
         free_memory(self.variable)
         self.whole.__class__ = out_of_reach(self._kind)
 
     def reveal(self) -> None:
-        """Let the whole variable, filled again, be looked at and assigned to."""
+        """Make the refilled full variable accessible."""
         self.whole.__class__ = self._kind
 
     def fill_master(self) -> None:
-        """Let the master hold what the slice is in the whole variable, also after `release_master`.
+        """Copy the shard of the full variable into the master, also after `release_master`.
 
-        It may share the memory of the whole, until one of them is updated: see `fill_master_apart`.
+        May share the full variable's memory until one of them is updated: `fill_master_apart` does not.
         """
         fill_memory(unwrap(self.master), self.cut())
 
     def fill_master_apart(self) -> None:
-        """Do what `fill_master` does, into memory of its own: the whole one can be given back."""
+        """Like `fill_master`, but into separate memory, so that the full variable can be freed."""
         fill_memory(unwrap(self.master), tf.raw_ops.DeepCopy(x=self.cut()))
 
     def release_master(self) -> Any:
-        """Give back the memory of the master; return the operation within a graph."""
+        """Free the master; return the operation within a graph."""
         return free_memory(unwrap(self.master))
 
 
 def slice_length(elements: int, replicas: int) -> int:
-    """Return the elements of a slice; the last ones may have fewer, or with very many replicas none."""
+    """Return the elements per shard; the last ones may have fewer, or none."""
     return -(-elements // replicas)
 
 
 def flat_slice(elements: int, exchange: Collectives, row: int = 1) -> tuple[int, int]:
-    """Return begin and end of this replica's slice of a variable that is laid out flat, of whole rows of `row`."""
+    """Return the range of this replica's shard of a flattened variable, in full rows of `row`."""
     length = slice_length(elements // row, exchange.size) * row
     begin = min(exchange.index * length, elements)
     return begin, min(begin + length, elements)
@@ -124,6 +125,6 @@ def stays_whole(variable: Any) -> bool:
 
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first dim that holds several elements, and the elements of each of its rows."""
+    """Return the first dim with several elements, and the elements of each of its rows."""
     dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
     return dim, prod(shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Updates of slices of whole variables, one after another, so that there are few copies of slices at a time."""
+"""Sequential updates of shards, to bound the number of copies."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,18 +13,17 @@ from hvdtrain.training.update_rules.zero.window import window_for
 
 
 def has_lean_update(optimizer: Any) -> bool:
-    """Return whether `optimizer` looks at each variable in its own update only, and not in weight decay or averages."""
+    """Return whether `optimizer` only updates variables one by one: no weight decay or averages."""
     return innermost(optimizer) is optimizer and not optimizer.weight_decay and not optimizer.use_ema
 
 
 @contextmanager
 def slice_updates(optimizer: Any, shards: Iterable[Shard], gather: Callable[[Shard], Any]) -> Iterator[None]:
-    """Let `optimizer` update slices that are copied from the whole variable and, once it is whole again, given back.
+    """Make `optimizer` update temporary copies of shards, freed once the full variable is gathered.
 
     Args:
         optimizer: one with a lean update, built for the masters of `shards` and for other variables.
-        shards: this replica's slices.
-        gather: gives every replica the whole of a variable after its update, and returns the last operation.
+        gather: all-gathers a variable after its update, and returns the last operation.
     """
     by_master = {id(unwrap(shard.master)): shard for shard in shards}
     window = window_for(by_master.values())

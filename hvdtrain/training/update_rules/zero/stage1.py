@@ -1,9 +1,9 @@
-"""ZeRO stage 1: each replica keeps and updates a slice of the optimizer's slots.
+"""ZeRO stage 1: sharded optimizer state.
 
-A step reduce-scatters the gradient, so that every replica has the sum of its own slice; the optimizer updates a master
-copy of that slice; an all-gather gives all replicas the whole variable again. That moves as many bytes as an
-all-reduce, and divides the work of the update and the memory of the slots by the number of replicas. Small variables
-are all-reduced and updated whole everywhere: their messages cost the same, their slots next to nothing.
+A step reduce-scatters the gradient, the optimizer updates a master copy of each replica's shard, and an all-gather
+restores the full variable. That moves as many bytes as an all-reduce, and divides the work of the update and the memory
+of the state by the number of replicas. Small variables are all-reduced and updated in full everywhere: their messages
+cost the same, their state next to nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,29 +39,29 @@ STAGES = {
     "2": "hvdtrain.training.update_rules.zero.stage2:ScatteredGradientsUpdate",
     "3": "hvdtrain.training.update_rules.zero.stage3:ShardedParametersUpdate",
 }
-"""The value of `--zero` -> the rule, imported only then."""
+"""The value of `--zero` -> the rule, imported only when selected."""
 
 
 class ZeroUpdate(UpdateRule):
-    """Sharded slots and update; see the module and `UpdateRule`.
+    """Sharded optimizer state and update.
 
     Raises:
-        ConfigError: an optimizer that looks at whole variables, or one that has slots for them already.
+        ConfigError: an optimizer that needs full variables, or that already has slots for them.
     """
 
     _stage = 1
     _goes_with: tuple[str, ...] = ("pp", "cp", "ep", "tp")
-    """Axes of the mesh along which the model may be split besides."""
+    """Mesh axes along which the model may also be split."""
 
     @classmethod
     def variant(cls, options: StepOptions) -> type[UpdateRule]:
-        """See `UpdateRule`: the rule of the stage."""
+        """Return the rule of the stage."""
         rule: type[UpdateRule] = resolve("ZeRO stage", str(options.zero), STAGES)
         return rule
 
     @classmethod
     def check(cls, options: StepOptions, optimizer: Any) -> None:
-        """See `UpdateRule`."""
+        """Reject options and optimizers that ZeRO does not support."""
         unfit = {
             opt("reduce_op", "adasum"): options.reduce_op == "adasum",
             opt("compression"): options.compression != "none",
@@ -94,7 +94,7 @@ class ZeroUpdate(UpdateRule):
         self._reducer = WeightedReducer(backend, ReductionOptions(op), reducer)
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Reduce-scatter the gradients, update this replica's slices, and gather the whole variables."""
+        """Reduce-scatter the gradients, update this replica's shards, and all-gather. Collective."""
         gradients, totals = self._reducer.reduce(
             self._split.summed(local.gradients, self._paths),
             local.totals,
@@ -116,15 +116,15 @@ class ZeroUpdate(UpdateRule):
         return self._unless_bad(totals, lambda: self._apply(gradients)), norm
 
     def apart(self) -> dict[str, float]:
-        """See `UpdateRule`."""
+        """Return the deviations along tp."""
         return self._split.alike.apart(self._paths, self.model)
 
     def _scattered_in_passes(self) -> frozenset[str]:
-        """Return the paths of the variables whose gradients are slices when the passes are done."""
+        """Return the paths whose gradients are already sharded after the passes."""
         return frozenset()
 
     def named_tensors(self) -> dict[str, NamedTensor]:
-        """Return the slots: those of sharded variables as slices of flat tensors."""
+        """Return the optimizer state, sharded for sharded variables."""
         tensors = {}
         for path, (slot, owner) in slot_tensors(self.optimizer, self._targets, self._paths).items():
             variable = None if owner is None else self._variables[owner]
@@ -133,11 +133,7 @@ class ZeroUpdate(UpdateRule):
         return tensors
 
     def follow_model(self, *, training: bool = True) -> None:
-        """Refuse to train layers that were frozen or unfrozen.
-
-        Raises:
-            ConfigError: others are to be trained than at the beginning.
-        """
+        """Reject training after layers were (un)frozen. Raises ConfigError: the trained variables have changed."""
         if not training:
             return
         before, now = {id(v) for v in self._variables}, {id(v) for v in self.model.trainable_variables}
@@ -149,7 +145,7 @@ class ZeroUpdate(UpdateRule):
             )
 
     def consolidate(self) -> None:
-        """Gather the optimizer's averages of the weights, if it keeps any; the weights are whole after each step."""
+        """All-gather the EMA of the weights, if any. Collective."""
         if not has_averages(self.optimizer):
             return
         inner = innermost(self.optimizer)
@@ -167,13 +163,13 @@ class ZeroUpdate(UpdateRule):
         self._averages = [(named[path], value) for path, value in wholes.items()]
 
     def reported(self, totals: tf.Tensor) -> tf.Tensor:
-        """See `UpdateRule`; training goes on: averages of before are let go."""
+        """Discard gathered averages: training continues."""
         self._averages = []
         return totals
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """See `UpdateRule`; the averages are those of the last `consolidate`."""
+        """Swap in the averages gathered by the last `consolidate`."""
         with replaced_weights(self._averages):
             yield
 
@@ -190,7 +186,7 @@ class ZeroUpdate(UpdateRule):
             vars(optimizer)["save_own_variables"] = lambda store: None
 
     def _apply(self, gradients: Sequence[Gradient]) -> None:
-        """Update this replica's slices, and give every replica the whole variables."""
+        """Update this replica's shards and all-gather the full variables. Collective."""
         if has_lean_update(self.optimizer):
             with fused_updates(self.optimizer), slice_updates(self.optimizer, self._by_path.values(), self._all_gather):
                 self.optimizer.apply(gradients, self._targets)
@@ -204,11 +200,11 @@ class ZeroUpdate(UpdateRule):
                 self._all_gather(self._by_path[path])
 
     def _all_gather(self, shard: Shard) -> Any:
-        """Give every replica the whole of a variable that was updated in slices; return the last operation."""
+        """All-gather an updated variable; return the last operation."""
         return shard.fill(self._whole_of(shard.path, shard.master.value.read_value(), f"zero/{shard.path}"))
 
     def _whole_of(self, path: str, mine: tf.Tensor, name: str) -> tf.Tensor:
-        """Return the whole of which `mine` is this replica's slice, in the shape of the variable at `path`."""
+        """All-gather shards of the shape of the variable `path`."""
         if path not in self._by_path:
             return mine
         shard = self._by_path[path]
@@ -216,7 +212,7 @@ class ZeroUpdate(UpdateRule):
 
     @classmethod
     def check_axes(cls, axes: Mapping[str, int]) -> None:
-        """See `UpdateRule`."""
+        """Reject mesh axes that the stage does not support."""
         others = [f"{axis}={size}" for axis, size in axes.items() if axis not in ("dp", *cls._goes_with)]
         if others:
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""ZeRO stage 2: gradients too are slices, from the moment at which they are complete.
+"""ZeRO stage 2: sharded gradients, too.
 
-Each gradient is reduce-scattered within the backward pass, and few of them are whole at a time. With `--accumulate`
-every microbatch is reduce-scattered, and slices are added up: more messages than one exchange at the end, which would
-need all gradients whole until then.
+Each gradient is reduce-scattered within the backward pass, and few are in memory in full at a time. With `--accumulate`
+every microbatch is reduce-scattered and shards are accumulated: more messages than one reduction at the end, which
+would need all full gradients until then.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,35 +27,33 @@ from hvdtrain.training.update_rules.zero.window import Window, size_of, window_f
 
 
 class ScatteredGradientsUpdate(ZeroUpdate):
-    """Sharded gradients and slots; see the module and `UpdateRule`."""
+    """Sharded gradients and optimizer state."""
 
     _stage = 2
 
     @classmethod
     def check(cls, options: StepOptions, optimizer: Any) -> None:
-        """See `UpdateRule`."""
-        # XLA cannot hold the exchange of a gradient within the passes.
+        """Also reject XLA."""
+        # XLA cannot compile collectives within the passes.
         options.refuse_with(opt("zero", options.zero), {opt("jit"): options.jit})
         super().check(options, optimizer)
 
     def _scattered_in_passes(self) -> frozenset[str]:
-        """See `ZeroUpdate`: gradients of tied weights must first be added up over the stages of a pipeline."""
+        """Exclude tied weights: their gradients are first summed over pipeline stages."""
         tied = self.model.tied if isinstance(self.model, PipelineStage) else ()
         return frozenset(path for path in self._by_path if path not in tied)
 
     def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
-        """See `UpdateRule`."""
+        """Return parameters with sharded gradients."""
         scattered = {path: self._by_path[path] for path in self._scattered_in_passes()}
         return ScatteredGradients(trainable, scattered, guarded=self.guard is not None)
 
 
 class ScatteredGradients(Parameters):
-    """Whole parameters, with gradients of which each replica keeps a slice.
+    """Full parameters with sharded gradients.
 
     Args:
-        trainable: see `Parameters`.
-        shards: this replica's slices by structural path.
-        guarded: whether somebody wants to know if this replica's own gradients are finite.
+        guarded: whether to check this replica's own gradients for finiteness.
     """
 
     def __init__(self, trainable: Mapping[str, tf.Variable], shards: Mapping[str, Shard], *, guarded: bool) -> None:
@@ -65,15 +63,14 @@ class ScatteredGradients(Parameters):
 
     @contextmanager
     def passes(self, has_samples: tf.Tensor | float) -> Iterator[Pass]:
-        """See `Parameters`."""
+        """Reduce-scatter the gradients of both passes."""
         yield _ScatteringPass(has_samples, self.sources(), self)
 
     def scatter(self, computed: Sequence[Gradient], counted: Sequence[Gradient]) -> Collected:
-        """Return the slices of the gradients of sharded variables.
+        """Return the gradients, those of sharded variables as shards. Collective.
 
         Args:
-            computed: gradients as the backward pass computes them.
-            counted: the same, or zeros where this replica has no samples.
+            counted: the same, or zeros if this replica has no samples.
         """
         poison = tf.stack([poison_of(gradient) for gradient in counted]) if self._guarded else None
         paths = list(self._trainable)
@@ -99,25 +96,24 @@ class _ScatteringPass(Pass):
 
 
 class _Exchanged(NamedTuple):
-    """A gradient that is reduce-scattered."""
+    """A reduce-scattered gradient."""
 
     maker: tf.Tensor
-    """The first tensor of its size; where a replica may have no samples, zeros may take its place."""
+    """First tensor of its size; zeros may replace it if a replica may have no samples."""
     whole: tf.Tensor
     slice: tf.Tensor
 
 
 def _maker(computed: Gradient, dense: tf.Tensor) -> tf.Tensor:
-    """Return the first tensor that is as large as the whole gradient; rows alone are smaller."""
+    """Return the first tensor of the full gradient's size; sparse rows are smaller."""
     return dense if isinstance(computed, tf.IndexedSlices) else computed
 
 
 def _hold_back(exchanged: Sequence[_Exchanged], window: Window) -> None:
-    """Compute a gradient only once those before it are exchanged, but for the last few.
+    """Compute a gradient only after most earlier ones are reduce-scattered.
 
     Args:
-        exchanged: the gradients.
-        window: how many bytes of gradients may be whole at a time.
+        window: bounds the bytes of full gradients.
     """
     if not exchanged or tf.executing_eagerly():
         return

@@ -1,10 +1,9 @@
-"""ZeRO stage 3: parameters too are slices, and whole only while a layer uses them.
+"""ZeRO stage 3: sharded parameters, full only while a layer uses them.
 
-Between two steps a replica holds a slice of each large variable, of its gradient and of its slots. The forward pass
-gathers a layer's parameters where it reads them, and the backward pass gathers them again; see `gathered.py`. What is
-between two steps, such as an evaluation or a callback that looks at weights, sees whole variables: `show_weights`
-gathers them, and the next step gives their memory back. Of a model that a function builds, slices are all there is from
-the start: see `building.py`.
+Between two steps a replica holds a shard of each large variable, of its gradient and of its optimizer state. Parameters
+are all-gathered just before a layer's forward, freed after it, and all-gathered again for its backward (`gathered.py`).
+Code between two steps, such as a callback that reads weights, sees full variables: `show_weights` gathers them, and the
+next step frees them. A model built by a function is sharded from the start (`building.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from hvdtrain.training.update_rules.zero.window import window_for
 
 
 class ShardedParametersUpdate(ScatteredGradientsUpdate):
-    """Sharded parameters, gradients and slots; see the module and `UpdateRule`."""
+    """Sharded parameters, gradients and optimizer state."""
 
     _stage = 3
     _goes_with: tuple[str, ...] = ("cp", "ep", "tp")
@@ -40,36 +39,36 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         self._prefetch = (options or StepOptions()).zero_prefetch
         self._shown = True
-        """Whether the model's variables are whole."""
+        """Whether the model's variables are full."""
         super().__init__(backend, model, optimizer, options)
         self._begin_released()
 
     @property
     def holds_weights(self) -> bool:
-        """See `UpdateRule`."""
+        """Whether the model's variables are full."""
         return self._shown
 
     def gathered_weights(self) -> AbstractContextManager[None]:
-        """See `UpdateRule`."""
+        """Gather each parameter on read, unless full."""
         return nullcontext() if self._shown else gathered_forward(self._backend, self._by_path, self._prefetch)
 
     def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
-        """See `UpdateRule`."""
+        """Return gathered parameters."""
         return GatheredParameters(
             trainable, self._backend, self._by_path, prefetch=self._prefetch, guarded=self.guard is not None
         )
 
     def finite_parameters(self, state: TrainState) -> tf.Tensor:
-        """See `UpdateRule`."""
+        """Check the shards of all replicas. Collective."""
         mine = tf.add_n([poison_of(variable.read_value()) for variable in self.parameters(state.trainable).sources()])
         return tf.math.is_finite(self._backend.all_reduce(mine, name="parameters//finite"))
 
     def begin_step(self) -> None:
-        """See `UpdateRule`: from here on the slices are all there is."""
+        """Free the full variables."""
         self._release()
 
     def named_tensors(self) -> dict[str, NamedTensor]:
-        """See `UpdateRule`; while they are not whole, the sharded parameters too."""
+        """Also return the parameters' shards, unless full."""
         tensors = super().named_tensors()
         if not self._shown:
             for path, shard in self._by_path.items():
@@ -77,17 +76,17 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         return tensors
 
     def adopt_weights(self) -> None:
-        """See `UpdateRule`; weights that nobody could look at were not set either."""
+        """Copy full variables into the masters; freed ones cannot have changed."""
         for shard in self._by_path.values() if self._shown else ():
             shard.fill_master_apart()
 
     def show_weights(self) -> None:
-        """See `UpdateRule`."""
+        """All-gather all parameters. Collective."""
         if self._shown:
             return
 
         def gather_all() -> None:
-            # All at once would take memory for a second copy of the model.
+            # All at once would need memory for a second copy of the model.
             window = window_for(self._by_path.values())
             for path, shard in self._by_path.items():
                 with tf.control_dependencies(window.before(shard.bytes)):
@@ -100,26 +99,26 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         self._shown = True
 
     def consolidate(self) -> None:
-        """See `UpdateRule`."""
+        """All-gather parameters and averages. Collective."""
         self.show_weights()
         super().consolidate()
 
     def prepare_to_evaluate(self) -> None:
-        """See `UpdateRule`: an evaluation gathers the weights layer by layer; averages of them are whole."""
+        """Gather only averages: evaluation gathers weights layer by layer. Collective."""
         if has_averages(self.optimizer):
             self.consolidate()
 
     def prepare_to_save(self) -> None:
-        """See `UpdateRule`: each replica saves its slices."""
+        """Free the full variables: each replica saves its shards."""
         self._release()
 
     def _apply(self, gradients: Sequence[Gradient]) -> None:
-        """Update the slices; the next forward pass gathers them."""
+        """Update the shards; the next forward pass gathers them."""
         with fused_updates(self.optimizer):
             self.optimizer.apply(gradients, self._targets)
 
     def _begin_released(self) -> None:
-        """Begin with the slices that were kept as the model was built, if it was built so."""
+        """Start with the shards kept from building the model, if any."""
         left = [found for v in self.model.variables if (found := initial_slice_of(v)) is not None]
         for number, initial in enumerate(left):  # of layers that were frozen since
             make_whole(initial, self._backend, f"zero_initial/whole/{number}")

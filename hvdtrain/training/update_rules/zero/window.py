@@ -1,4 +1,4 @@
-"""A bound on how much is whole at a time, by the order in which a graph runs."""
+"""Bound on the memory of full tensors, by ordering a graph's operations."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ import tensorflow as tf
 from hvdtrain.training.update_rules.zero.shards import Shard
 
 LARGEST = 2
-"""Tensors of the largest size that may be whole at a time: while one is exchanged, the next is computed."""
+"""Largest tensors that may be full at a time: one is communicated while the next is computed."""
 
 
 class Window:
-    """Tells what an operation has to wait for, so that no more than `room` bytes are whole at a time.
+    """Returns control dependencies that keep at most `room` bytes of full tensors.
 
     Args:
-        room: in bytes; what is larger is whole alone.
+        room: in bytes; a larger tensor is alone.
     """
 
     def __init__(self, room: int) -> None:
@@ -24,7 +24,7 @@ class Window:
         self._held: deque[tuple[int, Any]] = deque()
 
     def before(self, size: int) -> list[Any]:
-        """Return the operations that must have run before `size` more bytes may be whole."""
+        """Return the operations to wait for before `size` more bytes may be allocated."""
         done = []
         while self._held and sum(held for held, _ in self._held) + size > self._room:
             done.append(self._held.popleft()[1])
@@ -36,7 +36,7 @@ class Window:
 
 
 def window_for(shards: Iterable[Shard]) -> Window:
-    """Return the window for what is as large as these variables."""
+    """Return the window for tensors as large as these variables."""
     return Window(LARGEST * max((shard.bytes for shard in shards), default=0))
 
 
