@@ -21,6 +21,7 @@ from hvdtrain.runtime.failures import show_alone
 from hvdtrain.runtime.interrupts import show_interrupt
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.link import Link, open_link
+from hvdtrain.runtime.logs import set_up_logging
 from hvdtrain.runtime.objects import object_of_root, objects_of_all, wait_for_all
 from hvdtrain.runtime.session import Session, current, has_session, new_trace, open_session, set_current
 from hvdtrain.runtime.tracing.trace import traced_step
@@ -99,6 +100,7 @@ def init(
     if has_session():
         _check_same(arguments)
         return
+    set_up_logging()
     link: Link | None = None
     try:
         config = RuntimeConfig(

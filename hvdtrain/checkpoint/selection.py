@@ -1,6 +1,5 @@
 """Which checkpoint of a folder is meant: the newest good one, the best, or that of a step."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from hvdtrain.checkpoint.integrity import verify
 from hvdtrain.checkpoint.manifest import scalars_of
 from hvdtrain.checkpoint.naming import checkpoints_at, numbered, set_aside, step_of
 from hvdtrain.config.errors import CheckpointError
+from hvdtrain.runtime.logs import LOGGER
 
 OnDamaged = Callable[[Path, CheckpointError], object]
 """Called with a damaged checkpoint and what is wrong with it, before an older one is looked at."""
@@ -116,4 +116,4 @@ def _contents(found: list[Path]) -> str:
 
 
 def _warn(text: str) -> None:
-    print(f"hvdtrain: warning: {text}", file=sys.stderr, flush=True)
+    LOGGER.warning(text)

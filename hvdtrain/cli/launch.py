@@ -20,10 +20,9 @@ from hvdtrain.runtime.interrupts import InterruptWatch
 from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
 from hvdtrain.runtime.link import INTERRUPTED, Link, open_link
-from hvdtrain.runtime.output.rank_output import RankOutput
+from hvdtrain.runtime.logs import LOGGER, RankLog
 from hvdtrain.runtime.session import Session, new_trace, open_session, set_current
 from hvdtrain.runtime.stopping import Stopped
-from hvdtrain.runtime.terminal import say
 
 LINK_TIMEOUT_S = 120.0
 
@@ -72,7 +71,7 @@ def run_on_all_ranks(
             action(session, request)
         except Stopped:
             if session.world.primary:
-                say(f"hvdtrain: {link.on_interrupt()}")
+                LOGGER.info(link.on_interrupt())
             session.close()
             raise
         _close(session, elastic(request))
@@ -96,7 +95,7 @@ def run_linked(
     """
     environment = detect_environment()
     link: Link | None = None
-    output, files = RankOutput(), FilesRead()
+    log, files = RankLog(), FilesRead()
 
     def place() -> Environment:
         return link.environment if link else environment
@@ -118,7 +117,7 @@ def run_linked(
                     policy = FailFast(wording=on_command_line)
                     before = link
                     link = open_link(timeout=LINK_TIMEOUT_S, policy=policy, worlds=before.worlds if before else None)
-                    link.output = output
+                    link.log = log
                     link.trace = before.trace if before else None
                     request, files = parsed_on_all_ranks(link.control, parse, files, timeout=LINK_TIMEOUT_S)
                     goes_on = elastic(request)
@@ -137,7 +136,7 @@ def run_linked(
             end_process(code)
         return code
     finally:
-        output.close()
+        log.close()
     return 0
 
 

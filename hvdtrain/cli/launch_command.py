@@ -17,7 +17,7 @@ from hvdtrain.runtime.launch.hosts import parse_hosts, read_hostfile
 from hvdtrain.runtime.launch.request import LaunchRequest
 from hvdtrain.runtime.launch.tools import Tools
 from hvdtrain.runtime.launchers import SECRET_VARIABLE, detect_environment
-from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.logs import LOGGER
 
 _DESCRIPTION = """\
 Prints the command that starts several processes of `python -m hvdtrain ARGS`, or of a script of your own, in the place
@@ -100,7 +100,7 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
     )
     command = planner.plan(request)
     for note in command.notes:
-        say(f"hvdtrain: {note}")
+        LOGGER.info(note)
     if not options.run:
         print(command.shown())
         return 0
@@ -128,7 +128,7 @@ def _run(command: LaunchCommand) -> None:
     environ = dict(os.environ)
     if command.secret:
         environ[SECRET_VARIABLE] = secrets.token_hex(32)
-    say(f"hvdtrain: {shlex.join(command.words)}")
+    LOGGER.info(shlex.join(command.words))
     sys.stdout.flush()
     try:
         os.execvpe(command.words[0], list(command.words), environ)

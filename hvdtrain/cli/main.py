@@ -9,7 +9,7 @@ from hvdtrain.recipes.registry import RECIPES
 from hvdtrain.runtime.control.agreement import installed_versions
 from hvdtrain.runtime.failures import show_alone
 from hvdtrain.runtime.launchers import Environment, detect_environment
-from hvdtrain.runtime.terminal import drop_unreadable_output
+from hvdtrain.runtime.logs import drop_unreadable_output, set_up_logging
 
 VERBS = {
     "train": "hvdtrain.cli.train:main",
@@ -60,6 +60,7 @@ def run() -> int:
 
 def main(argv: list[str]) -> int:
     """Run the verb in `argv` (default: train) and return the exit code."""
+    set_up_logging()
     try:
         environment = detect_environment()
     except LaunchError as error:

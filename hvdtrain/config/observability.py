@@ -21,6 +21,8 @@ class ObservabilityConfig:
     """Write TensorBoard event files."""
     plots: bool = True
     """Plot curves.png at the end."""
+    rank_logs: bool = True
+    """Write each rank's log to logs/rank-N.log of the run folder, on the rank's host."""
     timeline: str | None = None
     """Write one trace of all ranks, including Horovod's collectives, to this file, for ui.perfetto.dev."""
     profile: str | None = None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from hvdtrain.config.errors import in_script
 from hvdtrain.config.parallel import DATA_AXES
-from hvdtrain.runtime.terminal import drop_unreadable_output, say
+from hvdtrain.runtime.logs import LOGGER, drop_unreadable_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,7 @@ class Observers(BaseObserver):
         self._on_progress = list(_progress_listeners(self._observers))
         self._failed.append(observer)
         drop_unreadable_output()
-        say(f"hvdtrain: warning: {observer.output} cannot be written any more ({error}). Training goes on without it.")
+        LOGGER.warning(f"{observer.output} cannot be written any more ({error}). Training goes on without it.")
 
 
 def _progress_listeners(observers: Iterable[Observer]) -> Iterable[Callable[[int], None]]:

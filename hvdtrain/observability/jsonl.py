@@ -13,7 +13,7 @@ from typing import Any
 from hvdtrain.config.errors import DataError
 from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
 from hvdtrain.observability.summary import json_safe, replace_file
-from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.logs import LOGGER
 
 
 class JsonlWriter(BaseObserver):
@@ -88,7 +88,7 @@ class JsonlWriter(BaseObserver):
             new = self._path.open("xb", buffering=0)
             self._file.close()
             self._file = new
-            say(f"hvdtrain: warning: {self._path} was removed. It is written anew, without the records from before.")
+            LOGGER.warning(f"{self._path} was removed. It is written anew, without the records from before.")
             return new
         raise OSError(errno.EEXIST, "another file is in its place")
 
@@ -97,7 +97,7 @@ class JsonlWriter(BaseObserver):
         if not self._warned:
             self._warned = True
             why = f"{self._path} cannot be written: {error.strerror}"
-            say(f"hvdtrain: warning: {why}. Records are missing from it, and training goes on.")
+            LOGGER.warning(f"{why}. Records are missing from it, and training goes on.")
 
 
 def flat_record(kind: str, record: StepRecord | EvaluationRecord) -> dict[str, Any]:

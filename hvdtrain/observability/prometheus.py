@@ -69,6 +69,7 @@ class PrometheusExporter(BaseObserver):
             self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
         except OSError as error:
             raise ConfigError(_refusal(host, port, error)) from error
+        self._thread.name = "hvdtrain-metrics"
 
     @property
     def output(self) -> str:

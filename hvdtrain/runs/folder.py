@@ -35,7 +35,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """What each rank wrote to its standard output and error."""
+        """What each rank logged."""
         return self.path / "logs"
 
     @property

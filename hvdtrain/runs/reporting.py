@@ -1,7 +1,7 @@
 """Who is told of a run, and what."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TextIO
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import on_command_line
@@ -16,8 +16,8 @@ from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.schedules import describe_rate
 from hvdtrain.runs.folder import RunFolder
+from hvdtrain.runtime.logs import LOGGER, on_terminal
 from hvdtrain.runtime.session import Session
-from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.run_info import who_trains
 from hvdtrain.training.trainer import Trainer
@@ -28,17 +28,13 @@ def observers_of(
     session: Session,
     folder: RunFolder,
     figures: Callable[[], dict[str, float]],
-    log: TextIO | None,
 ) -> Observers:
     """Return what rank 0 tells of a run: on the console, in its files, and over HTTP."""
-    chosen: list[Observer] = [make_console(live=on_terminal(session.environment), log=log)]
-    chosen.append(JsonlWriter(folder.metrics))
-    if log is not None:
-        chosen.append(make_console(log, live=False))
+    chosen: list[Observer] = [make_console(live=on_terminal(session.environment)), JsonlWriter(folder.metrics)]
     reported = config.observability
     if reported.metrics_port is not None:
         chosen.append(open_exporter(reported.metrics_port, reported.metrics_host, figures, again=session.rejoined))
-    if config.observability.tensorboard:
+    if reported.tensorboard and has_package("tensorboard", "TensorBoard files", "tensorboard"):
         chosen.append(TensorBoardWriter(folder.tensorboard))
     return Observers(chosen)
 
@@ -77,6 +73,14 @@ def _described(config: Config) -> str:
     own = {"model": config.model.model, "data": config.data.data}
     words = [f"{name} {value}" for name, value in own.items() if is_user_code(value)]
     return ", ".join([config.recipe, *words])
+
+
+def has_package(package: str, what: str, extra: str) -> bool:
+    """Return whether an optional package is installed; if not, log how to install it."""
+    if importlib.util.find_spec(package) is not None:
+        return True
+    LOGGER.info(f"no {what}: pip install 'hvdtrain[{extra}]' (--{extra} False leaves out this line)")
+    return False
 
 
 def left_out_line(bad: Sequence[str], file: str) -> str:

@@ -18,6 +18,7 @@ from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.wording import plural
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.logs import PROGRESS
 from hvdtrain.state.scalars import Scalars
 
 
@@ -93,7 +94,7 @@ def is_finished(folder: RunFolder, config: Config, backend: Backend) -> bool:
 
     finished = on_every_rank(backend, look)[0]
     if finished is not None and backend.primary:
-        print(f"--resume auto: the run in {finished} is finished: there is nothing left to train.", flush=True)
+        PROGRESS.info(f"--resume auto: the run in {finished} is finished: there is nothing left to train.")
     return finished is not None
 
 

@@ -1,6 +1,5 @@
 """A run from its configuration: what `train` does on every rank."""
 
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from hvdtrain.observability.events import BaseObserver, Observer
 from hvdtrain.runs.description import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
 from hvdtrain.runs.live_figures import run_figures
-from hvdtrain.runs.rank_logs import rank_logs
 from hvdtrain.runs.reporting import info_of, left_out_line, observers_of
 from hvdtrain.runs.resume import (
     Resume,
@@ -35,6 +33,7 @@ from hvdtrain.runs.resume import (
 from hvdtrain.runs.run_data import RunData, left_out, run_data
 from hvdtrain.runs.run_files import StartFiles, summary_of_run, write_end, write_start
 from hvdtrain.runs.trainers import run_trainer, step_arguments
+from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.elastic import Commits, check_elastic
 from hvdtrain.training.loop.loop import Plan
@@ -66,7 +65,7 @@ def train(
     """
     backend = backend_for(session)
     refusal = "--run-dir {folder} cannot be created"
-    with locked(path, backend, refusal, job=session.link.job) as lock, ExitStack() as closing:
+    with locked(path, backend, refusal, job=session.link.job) as lock:
         begins = commits is None or not commits.goes_on
         if resume == "auto" and begins and is_finished(RunFolder(path), config, backend):
             return {}
@@ -79,7 +78,6 @@ def train(
             resume=resume,
             start=start,
             commits=commits,
-            closing=closing,
         )
 
 
@@ -92,7 +90,6 @@ def _train(
     resume: Resume,
     start: Path | None,
     commits: Commits | None,
-    closing: ExitStack,
 ) -> dict[str, Any]:
     if commits is not None:
         check_elastic(session, backend.name, step_options(step_arguments(config)), config.data.shard_by)
@@ -121,11 +118,10 @@ def _train(
     if resume != "auto":
         _refuse_finished(trainer, plan)
     _check_profile(config, trainer, plan)
-    log = closing.enter_context(rank_logs(session, folder, trainer.state.scalars.step))
+    if config.observability.rank_logs:
+        _log_to_file(session, folder, trainer.state.scalars.step)
     figures = run_figures(trainer, folder, session)
-    observers = (
-        observers_of(config, session=session, folder=folder, figures=figures, log=log) if first else BaseObserver()
-    )
+    observers = observers_of(config, session=session, folder=folder, figures=figures) if first else BaseObserver()
     info = info_of(config, session=session, backend=backend, data=data, plan=plan, trainer=trainer, folder=folder)
     saver = BackgroundSaver(checkpoints, session.control, lambda state: _note_left_out(state, data))
     place = (plan.total_steps, session.environment)
@@ -162,6 +158,17 @@ def _train(
         saver.close()
         observers.close()
     return summary
+
+
+def _log_to_file(session: Session, folder: RunFolder, begun: int) -> None:
+    """Log to the run's folder as well, on this rank's host: it need not be one that the primary sees."""
+    environment = session.environment
+    file = folder.logs / f"rank-{environment.rank}.log"
+    heading = f"rank {environment.rank} of {environment.size} on {environment.hostname}, after step {begun}"
+    try:
+        session.link.log.start(file, heading)
+    except OSError as error:
+        LOGGER.warning(f"{file} cannot be written: {error.strerror}. The run goes on without it.")
 
 
 def _resume(trainer: Trainer, newest: Path, identity: Identity, config: Config, path: Path) -> str | None:

@@ -16,10 +16,11 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.optim.schedules import scaled_learning_rate
 from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
+from hvdtrain.runs.reporting import has_package
+from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.open_files import reason
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
-from hvdtrain.runtime.terminal import say
 from hvdtrain.state.placement import is_split
 from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.trainer import Trainer
@@ -57,8 +58,8 @@ class StartFiles:
             file.write_bytes(self._contents[file])
         if missing:
             names = ", ".join(file.name for file in missing)
-            say(
-                f"hvdtrain: warning: {names} of the run folder {self._folder.path} were removed while the run trains. "
+            LOGGER.warning(
+                f"{names} of the run folder {self._folder.path} were removed while the run trains. "
                 "They are written again; checkpoints from before are not."
             )
 
@@ -97,13 +98,13 @@ def write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict
 def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dict[str, Any]) -> None:
     if is_split(trainer.model):
         folder.model.unlink(missing_ok=True)  # of fewer steps, before the run went on in this layout
-        say(
-            f"hvdtrain: each rank holds a part of the model, so that {folder.path} has no {folder.model.name}. "
+        LOGGER.info(
+            f"each rank holds a part of the model, so that {folder.path} has no {folder.model.name}. "
             f"`python -m hvdtrain checkpoint export {folder.path}` writes the whole model."
         )
     else:
         _save_model(folder, config, trainer)
-    if config.observability.plots and folder.metrics.exists():
+    if config.observability.plots and has_package("matplotlib", "curves.png", "plots") and folder.metrics.exists():
         draw_curves(folder.metrics, folder.curves, title=_title(summary))
     write_json(folder.summary, summary)
 

@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -25,6 +24,7 @@ from hvdtrain.runtime.broken_links import shared, sockets
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel, end_process
 from hvdtrain.runtime.control.store import Store, split_address
+from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.tuning import GLOO_PATIENCE
 
 SCOPE = "heartbeat"
@@ -284,7 +284,7 @@ class Worlds:
             try:
                 take_next_place(self._environ, RuntimeConfig.load_timeout)
             except NoPlaceError as error:
-                print(f"hvdtrain: {error}", file=sys.stderr)
+                LOGGER.warning(error.message)
                 end_process(_NO_PLACE)
         self.entered += 1
         self._hosts.listen()

@@ -16,9 +16,9 @@ from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel, end_process, flush_output, name_ranks
 from hvdtrain.runtime.hang.position import HANG
 from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.logs import say
 from hvdtrain.runtime.open_files import limit_reached
 from hvdtrain.runtime.stopping import EXIT_INTERRUPTED
-from hvdtrain.runtime.terminal import say
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2

@@ -19,8 +19,8 @@ from typing import Any
 
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.logs import LOGGER, on_terminal
 from hvdtrain.runtime.stopping import Stopped, code_of
-from hvdtrain.runtime.terminal import on_terminal
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PACKAGE = str(Path(__file__).parents[1])
@@ -133,4 +133,4 @@ class InterruptWatch:
         with suppress(Exception):
             if on_terminal(self._place()):
                 sys.stdout.write(_SHOW_CURSOR)
-            sys.stderr.write(f"hvdtrain: {self._message()}\n")
+            LOGGER.info(self._message())

@@ -1,10 +1,10 @@
 """The end of a job: ranks leave together, and whoever is done first waits for the others."""
 
-import sys
 import time
 from collections.abc import Sequence
 
 from hvdtrain.runtime.control.channel import ControlChannel, name_ranks
+from hvdtrain.runtime.logs import LOGGER
 
 PATIENCE_S = 3600.0
 """A rank that saves a large model to a slow disk is still at work; one that fails or is gone ends the job at once."""
@@ -44,9 +44,7 @@ class _Notice:
             return
         self._seconds *= 2
         if self._control.rank == min(set(range(self._control.size)) - set(missing), default=0):
-            print(
-                f"hvdtrain: rank {self._control.rank} is done and has waited {waited:.0f} s for {name_ranks(missing)}: "
-                f"still at work, or in an exchange that needs a rank which is done. {self._remark}".rstrip(),
-                file=sys.stderr,
-                flush=True,
+            LOGGER.warning(
+                f"rank {self._control.rank} is done and has waited {waited:.0f} s for {name_ranks(missing)}: "
+                f"still at work, or in an exchange that needs a rank which is done. {self._remark}".rstrip()
             )

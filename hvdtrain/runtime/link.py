@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +19,7 @@ from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.hang.watch import HangWatch
 from hvdtrain.runtime.interfaces import hosts_by_address
 from hvdtrain.runtime.launchers import Environment, detect_environment
-from hvdtrain.runtime.output.rank_output import RankOutput
+from hvdtrain.runtime.logs import LOGGER, RankLog, set_up_logging
 from hvdtrain.runtime.rendezvous import meet
 from hvdtrain.runtime.stopping import StopAgreement, code_of
 from hvdtrain.runtime.stragglers import StragglerWatch
@@ -65,8 +64,8 @@ class Link:
     stragglers: StragglerWatch | None = None
     """Looks for a rank that is slower than the others, where Horovod trains."""
 
-    output: RankOutput = field(default_factory=RankOutput)
-    """Keeps what this rank writes to its standard streams."""
+    log: RankLog = field(default_factory=RankLog)
+    """The file to which this rank's messages go as well."""
 
     @property
     def job(self) -> str | None:
@@ -170,7 +169,7 @@ class Link:
     def _cut_off_while_stopping(self, number: int) -> int:
         """End this process, which launchers ask to stop where another rank is gone: nobody is left to save with."""
         if self.environment.rank == 0 and not self.control.failures():
-            print(f"hvdtrain: {self.on_interrupt()}", file=sys.stderr)
+            LOGGER.info(self.on_interrupt())
         end_process(code_of(number))
 
     def leave_world(self, error: BaseException) -> bool:
@@ -217,6 +216,7 @@ def open_link(
         worlds.enter(timeout)
     meeting = meet(os.environ, timeout)
     environment = detect_environment(os.environ)
+    set_up_logging(environment.rank)
     control = open_control(environment, timeout=meeting.timeout if meeting else timeout, generation=generation)
     if meeting is not None:
         meeting.complete()

@@ -6,7 +6,6 @@ further one begin until all ranks have posted. The step after the last one that 
 """
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel, end_process, name_ranks
+from hvdtrain.runtime.logs import LOGGER
 
 EXIT_REQUEUE = 75
 """The run was stopped by SIGTERM or SIGUSR1 and can go on: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -150,7 +150,7 @@ class StopAgreement:
             self._signal = min(signals)  # SIGINT before all others
             self._changed.notify_all()
         if self._control.rank == 0:
-            self._say(f"{signal.Signals(self._signal).name}: all ranks stop after step {self._stop}, and save it.")
+            LOGGER.info(f"{signal.Signals(self._signal).name}: all ranks stop after step {self._stop}, and save it.")
         return True
 
     def _posts(self, deadline: float) -> Mapping[int, bytes] | None:
@@ -175,10 +175,6 @@ class StopAgreement:
 
     def _give_up(self, why: str) -> None:
         name = signal.Signals(self._signal or signal.SIGTERM).name
-        self._say(f"{name} was {self._grace:g} s ago, and {why} The checkpoints from before stay.")
+        LOGGER.warning(f"{name} was {self._grace:g} s ago, and {why} The checkpoints from before stay.")
         self._end(code_of(self._signal or signal.SIGTERM))
         self._closed.set()
-
-    def _say(self, text: str) -> None:
-        sys.stderr.write(f"hvdtrain: {text}\n")
-        sys.stderr.flush()

@@ -16,7 +16,7 @@ from hvdtrain.compat.tensorflow import is_compute_thread
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.hang.signs import Activity
-from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.logs import say
 
 _BOARD = "pace"
 _LOOKS = 60

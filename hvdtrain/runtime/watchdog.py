@@ -9,7 +9,7 @@ from typing import Protocol
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.failures import FailurePolicy
 from hvdtrain.runtime.hang.position import HANG, show_own_stacks
-from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.logs import LOGGER
 
 _LOOKS_A_SECOND = 500
 """Looks of all ranks together. On 2 cores the store of horovodrun answered 2,900 requests a second."""
@@ -101,6 +101,6 @@ class Watchdog:
         try:
             watch.look(time.monotonic())
         except Exception:
-            say(f"hvdtrain: warning: {type(watch).__name__} watches no more:\n{traceback.format_exc()}")
+            LOGGER.warning(f"{type(watch).__name__} watches no more:\n{traceback.format_exc()}")
             return False
         return True

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.runtime.interrupts import InterruptWatch
+from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
-from hvdtrain.runtime.terminal import say
 from hvdtrain.state.scalars import Scalars
 
 
@@ -43,7 +43,7 @@ def stoppable(checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int)
             yield agreement
     except Stopped:
         if session.world.primary:
-            say(f"hvdtrain: {message()}")
+            LOGGER.info(message())
         raise
     if agreement.asked_here is not None:
         os.kill(os.getpid(), agreement.asked_here)  # arrived after the last step: the training is complete and saved

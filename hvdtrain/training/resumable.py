@@ -19,6 +19,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.wording import plural
+from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import current
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.agreement import agree_on_call, check_goes_on, described
@@ -112,7 +113,7 @@ class ResumableTrainer(TrainerCore):
         if self._factory.has_variables:
             self._load_pending()
         elif self.backend.primary:
-            print(f"The model has no variables yet: fit, evaluate or predict will load {path}.", flush=True)
+            LOGGER.info(f"the model has no variables yet: fit, evaluate or predict will load {path}")
 
     def _load_pending(self) -> None:
         """Load the pending checkpoint, if any."""

@@ -10,11 +10,11 @@ from hvdtrain.compat.keras_variables import rate_or_schedule
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.console import make_console
-from hvdtrain.observability.events import BaseObserver, Observer, Observers, RunInfo
+from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.observability.wording import figures_of, formatted, joined
 from hvdtrain.optim.averaging import innermost
+from hvdtrain.runtime.logs import PROGRESS, on_terminal
 from hvdtrain.runtime.session import current
-from hvdtrain.runtime.terminal import on_terminal
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.loop.loop import Plan
@@ -56,8 +56,8 @@ def console_for(backend: Backend, verbose: str | int = "auto") -> Observer:
     if not backend.primary or not verbose:
         return BaseObserver()
     if verbose == 2:
-        return Observers([make_console(live=False, steps=False)])
-    return Observers([make_console(live=on_terminal(current().environment))])
+        return make_console(live=False, steps=False)
+    return make_console(live=on_terminal(current().environment))
 
 
 def check_verbose(verbose: str | int) -> None:
@@ -70,7 +70,7 @@ def show_evaluation(outcome: Evaluation, backend: Backend, verbose: str | int) -
     """Print an evaluation's metrics on rank 0, unless `verbose` is 0."""
     check_verbose(verbose)
     if backend.primary and verbose:
-        print(joined("evaluation", *formatted(figures_of(outcome.as_dict()))), flush=True)
+        PROGRESS.info(joined("evaluation", *formatted(figures_of(outcome.as_dict()))))
 
 
 def who_trains(backend: Backend) -> dict[str, Any]:

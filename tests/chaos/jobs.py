@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.runtime.output import relay
 from tests.awake import awake_seconds
 from tests.launching import start
 
@@ -92,10 +91,9 @@ class Job:
         return {pid for pid in _pids() if _is_marked(pid, self._mark)}
 
     def rank(self, rank: int) -> int:
-        """Return the process of a rank: the one that has started no other of the same rank, but what copies its log."""
+        """Return the process of a rank: the one that has started no other of the same rank."""
         names = (f"OMPI_COMM_WORLD_RANK={rank}", f"HOROVOD_RANK={rank}")
         found = [pid for pid in self.processes() if _environment(pid) & {name.encode() for name in names}]
-        found = [pid for pid in found if relay.__file__.encode() not in _command(pid)]
         parents = {_parent(pid) for pid in found}
         return next(pid for pid in found if pid not in parents)
 
@@ -107,13 +105,6 @@ class Job:
 
 def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdecimal())
-
-
-def _command(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def _environment(pid: int) -> set[bytes]:

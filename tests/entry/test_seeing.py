@@ -1,4 +1,4 @@
-"""What a run shows of itself: logs of each rank, figures and traces, where hosts share no folder."""
+"""What a run shows of itself: logs of each rank and traces, where hosts share no folder."""
 
 import json
 import os
@@ -21,22 +21,11 @@ DATA = """\
         return (x[64:], x[64:].argmax(axis=1)), (x[:64], x[:64].argmax(axis=1))
 """
 MODEL = """\
-    import os
-    import time
-    import warnings
     import keras
-    import tensorflow as tf
-
-    class Talk(keras.layers.Layer):
-        def call(self, x):
-            os.write(2, b"native of %d\\n" % os.getpid())
-            warnings.warn(f"a warning of Python at {time.monotonic()}")
-            tf.print("printed by TensorFlow")
-            return x
 
     def build(sample_shape, classes, seed=0):
         inputs = keras.Input(sample_shape)
-        return keras.Model(inputs, keras.layers.Dense(4, "softmax", dtype="float32")(Talk()(inputs)))
+        return keras.Model(inputs, keras.layers.Dense(4, "softmax", dtype="float32")(inputs))
 
     build.loss = "sparse_categorical_crossentropy"
 """
@@ -44,7 +33,7 @@ IN_OWN_FOLDERS = 'mkdir -p rank-$HOROVOD_RANK && cd rank-$HOROVOD_RANK && exec "
 """As on hosts that share none."""
 
 
-def test_each_ranks_output_comes_to_the_primary(tmp_path):
+def test_each_rank_logs_on_its_host_and_the_primary_has_the_trace(tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(DATA))
     (tmp_path / "own.py").write_text(textwrap.dedent(MODEL))
     command = [sys.executable, "-m", "hvdtrain", "train", "--model", "own:build", "--data", "mine:build"]
@@ -57,20 +46,14 @@ def test_each_ranks_output_comes_to_the_primary(tmp_path):
         PYTHONPATH=os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])),
     )
     assert done.code == 0, done.text
-    logs = tmp_path / "rank-0" / "run" / "logs"
-    assert sorted(file.name for file in logs.iterdir()) == ["rank-0.log", "rank-1.log"]
-    assert not (tmp_path / "rank-1" / "run").exists()
-    processes = set()
     for rank in (0, 1):
-        text = (logs / f"rank-{rank}.log").read_text()
+        (log,) = (tmp_path / f"rank-{rank}" / "run" / "logs").iterdir()
+        text = log.read_text()
+        assert log.name == f"rank-{rank}.log"
         assert re.match(rf"---- .* rank {rank} of 2 on \S+, after step 0\n", text)
-        processes |= set(re.findall(r"native of (\d+)", text))
-        assert "UserWarning: a warning of Python" in text
-        assert text.count("printed by TensorFlow") >= 9
-        assert ("epoch 1/1" in text) == (rank == 0)
-    assert len(processes) == 2
+        assert ("INFO epoch 1/1" in text) == (rank == 0)
+    assert [path.name for path in (tmp_path / "rank-1" / "run").iterdir()] == ["logs"]
     assert "epoch 1/1" in done.out
-    assert done.text.count("printed by TensorFlow") >= 18
     assert len(re.findall(r"rank [01] \(\S+\): \S+ ms of exchange a step, \d+% of it while Tensor", done.err)) == 2
     trace = rows_of(tmp_path / "rank-0" / "trace.json")
     assert not (tmp_path / "rank-1" / "trace.json").exists()

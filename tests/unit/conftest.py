@@ -9,7 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from hvdtrain.runtime import session as running
+from hvdtrain.runtime.logs import set_up_logging
 from hvdtrain.runtime.session import Session
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _messages() -> None:
+    """Show messages on the standard streams, as every process of a job does."""
+    set_up_logging()
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer, draw_secret, secret_from_environment
 from hvdtrain.runtime.inherited import claim_rank
 from hvdtrain.runtime.launchers import Environment
-from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.logs import LOGGER
 
 _LONGEST_VERSION = 8192
 """MPI_MAX_LIBRARY_VERSION_STRING of all MPIs."""
@@ -100,7 +100,7 @@ def prepare_mpi(environment: Environment, environ: Mapping[str, str] = os.enviro
         _refuse_open_mpi_without_pmi(environment, version)
     of_launcher = environ.get("OMPI_VERSION", "")
     if environment.rank == 0 and of_launcher and f"v{of_launcher.partition('.')[0]}." not in version:
-        say(f"hvdtrain: warning: mpirun is Open MPI {of_launcher}, Python loads {version}: they may not work together.")
+        LOGGER.warning(f"mpirun is Open MPI {of_launcher}, Python loads {version}: they may not work together.")
 
 
 def _refuse_other_library(environment: Environment, family: str, version: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hvdtrain.compat.tensorflow import function_definitions, is_compiled_call, is_data_read
 from hvdtrain.runtime.interrupts import INSTALLED
-from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.logs import say
 
 HANG = "hang: "
 """How the failure report of a rank begins that ends a job which hangs."""

@@ -23,7 +23,7 @@ from hvdtrain.runtime.hang.verdict import (
     left_alone,
     waits,
 )
-from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.logs import LOGGER
 
 _BOARD = "activity"
 _READS_A_SECOND = 500
@@ -223,7 +223,7 @@ class HangWatch:
             self._end(describe_hang(verdict, ranks, rhythm.timeout), verdict, ranks)
         elif verdict.working and not self._noticed and self._control.rank == verdict.waiting[0]:
             self._noticed = True
-            say(f"hvdtrain: {describe_wait(verdict, ranks, rhythm.timeout)}")
+            LOGGER.warning(describe_wait(verdict, ranks, rhythm.timeout))
 
     def _limit_with_silent(self) -> float:
         return self._rhythm.timeout + self._patience_with_silent()

@@ -16,7 +16,7 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.observability import TraceConfig
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.hang.signs import Activity, Phase
-from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.tracing.merge import PARTS, Offset, clock_offset, merge_parts, parts_folder
 
 TIMELINE = "HOROVOD_TIMELINE"
@@ -185,7 +185,7 @@ class Trace:
         self.stop_profile()
         steps = self.profiled_steps
         if steps is not None and not self._profiled:
-            say(f"hvdtrain: warning: there was no step {steps[0]}: nothing was profiled.")
+            LOGGER.warning(f"there was no step {steps[0]}: nothing was profiled.")
         self.close()
         mine = {path.name: path.read_text(encoding="utf-8") for path in self._own_parts()}
         everyone = control.exchange(json.dumps(mine).encode(), timeout=TIMEOUT_S)
@@ -194,8 +194,8 @@ class Trace:
                 for name, text in json.loads(message).items():
                     (self._folder / Path(name).name).write_text(text, encoding="utf-8")
             for rank, overlap in merge_parts(self.config.timeline).items():
-                say(f"hvdtrain: {rank}: {overlap}")
-            say(f"hvdtrain: the trace of all ranks is in {self.config.timeline}: open it at https://ui.perfetto.dev")
+                LOGGER.info(f"{rank}: {overlap}")
+            LOGGER.info(f"the trace of all ranks is in {self.config.timeline}: open it at https://ui.perfetto.dev")
         control.barrier(TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -11,7 +11,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.checkpoint import BestMetric
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.runtime.hang.signs import Activity
-from hvdtrain.runtime.terminal import say
+from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.state.holders import TIMEOUT_S
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.state.train_state import TrainState
@@ -143,8 +143,8 @@ class Saving:
                 self._state.scalars.best = self._best_before.get(step)
             if self._speaks:
                 what = str(error).rstrip(".")
-                text = f"hvdtrain: warning: {what}. Checkpoints that are there stay, and training goes on."
-                say(text)
+                text = f"{what}. Checkpoints that are there stay, and training goes on."
+                LOGGER.warning(text)
 
 
 class SavingHooks:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hvdtrain.observability.console import Pace
 from hvdtrain.observability.events import RunInfo, StepRecord
-from hvdtrain.observability.pace import Pace
 
 
 def info(**changes: object) -> RunInfo:

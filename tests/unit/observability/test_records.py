@@ -223,7 +223,7 @@ class Curves(BaseObserver):
 
 def test_one_that_can_no_longer_write_is_left_out_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     log: list[str] = []
-    observers = Observers([PlainConsole(FullDisk()), Curves(), Recorder(log)])
+    observers = Observers([PlainConsole(say=FullDisk().write), Curves(), Recorder(log)])
     with pytest.raises(OSError, match="No space"):
         observers.on_start(run_info())
     observers.on_message("hello")
@@ -252,7 +252,7 @@ def _seconds_per_call(observers: Observers) -> float:
 
 
 def test_importing_the_observers_imports_no_tensorflow() -> None:
-    modules = ("console", "events", "jsonl", "live", "plots", "summary", "tensorboard")
+    modules = ("console", "events", "jsonl", "plots", "summary", "tensorboard")
     imports = ", ".join(f"hvdtrain.observability.{module}" for module in modules)
     code = f"import sys, {imports}; print([m for m in ('tensorflow', 'keras', 'matplotlib') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
