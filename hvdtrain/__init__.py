@@ -7,7 +7,7 @@ The names below are all there is to the public API; each is imported when it is 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.runtime.quiet import hush_tensorflow, open_closed_streams
+from hvdtrain.runtime.startup import prepare_streams
 
 __version__ = "0.1.0"
 
@@ -109,8 +109,7 @@ __all__ = [
     "trace_step",
 ]
 
-open_closed_streams()
-hush_tensorflow()  # on every rank, and also where a script imports TensorFlow itself
+prepare_streams()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,10 @@ from hvdtrain.config.observability import trace_config
 from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.runtime import BackendName, CommunicationName, HierarchyName, MallocName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
-from hvdtrain.runtime.exits import UNCLEAR, ExitWatch
 from hvdtrain.runtime.failures import show_alone
 from hvdtrain.runtime.interrupts import show_interrupt
 from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.leaving import UNCLEAR, ExitWatch
 from hvdtrain.runtime.link import Link, open_link
 from hvdtrain.runtime.logs import set_up_logging
 from hvdtrain.runtime.objects import object_of_root, objects_of_all, wait_for_all

@@ -13,7 +13,7 @@ from hvdtrain.bench.timing import process_settings
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.devices import place_process
 from hvdtrain.runtime.link import Link
-from hvdtrain.runtime.quiet import import_tensorflow_quietly
+from hvdtrain.runtime.startup import import_tensorflow
 
 GROUP = 1001
 """Group key of all ranks; the strategy's own keys begin at 1."""
@@ -31,7 +31,7 @@ class TensorFlowCalls:
     def __init__(self, link: Link) -> None:
         plan = place_process(link.control, link.environment, RuntimeConfig(), timeout=120.0)
         os.environ["TF_CONFIG"] = _cluster(link)
-        import_tensorflow_quietly()
+        import_tensorflow()
         import tensorflow as tf
 
         tf.config.set_visible_devices([], "GPU")

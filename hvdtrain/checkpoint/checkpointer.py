@@ -20,7 +20,7 @@ from hvdtrain.checkpoint.selection import find_checkpoint, newest_good, put_asid
 from hvdtrain.checkpoint.snapshot import Owned, on_host, owned
 from hvdtrain.checkpoint.write import refuse_unshared, take_list, write_list, write_tensors
 from hvdtrain.config.errors import CheckpointError, LaunchError
-from hvdtrain.runtime.open_files import reason
+from hvdtrain.runtime.consequences import reason
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.train_state import TrainState
 

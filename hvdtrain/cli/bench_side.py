@@ -15,8 +15,8 @@ from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import MallocName, RuntimeConfig
 from hvdtrain.runtime.failures import show_failure
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.quiet import import_tensorflow_quietly
 from hvdtrain.runtime.session import Session
+from hvdtrain.runtime.startup import import_tensorflow
 
 _DESCRIPTION = """\
 Measures one side of the comparison in these processes and prints its figures as JSON. bench starts it, under a launcher
@@ -98,7 +98,7 @@ def _by_hand(argv: list[str]) -> int:
     environment = detect_environment()
     try:
         request = parse(argv)
-        import_tensorflow_quietly()
+        import_tensorflow()
         from hvdtrain.bench.plain import measure
 
         answer = measure(request.config, request.timing, environment)

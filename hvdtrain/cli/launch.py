@@ -18,7 +18,6 @@ from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.failures import FailFast, show_alone
 from hvdtrain.runtime.interrupts import InterruptWatch
 from hvdtrain.runtime.launchers import Environment, detect_environment
-from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
 from hvdtrain.runtime.link import INTERRUPTED, Link, open_link
 from hvdtrain.runtime.logs import LOGGER, RankLog
 from hvdtrain.runtime.session import Session, new_trace, open_session, set_current
@@ -59,8 +58,7 @@ def run_on_all_ranks(
     def run(link: Link, request: T) -> None:
         runtime, facts = describe(request)
         link.record_to(link.trace or new_trace(trace(request), runtime.backend))
-        with left_out(*NOT_FOR_RUNS):
-            session = open_session(link, runtime, facts)
+        session = open_session(link, runtime, facts)
         set_current(session)
         try:
             if session.serves:

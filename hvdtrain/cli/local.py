@@ -7,20 +7,17 @@ from hvdtrain.cli.launch import parse_errors_as_user_errors
 from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.runtime.failures import show_failure
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.lean_import import NOT_FOR_RUNS, left_out
-from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
+from hvdtrain.runtime.startup import import_tensorflow
 
 T = TypeVar("T")
 
 
 def import_tensorflow_for_cpu() -> None:
     """Import TensorFlow quietly, with GPUs hidden."""
-    with left_out(*NOT_FOR_RUNS):
-        import_tensorflow_quietly()
+    import_tensorflow()
     import tensorflow as tf
 
-    with start_up_chatter_hidden():
-        tf.config.set_visible_devices([], "GPU")
+    tf.config.set_visible_devices([], "GPU")
 
 
 def run_here(parse: Callable[[], T], action: Callable[[T], int]) -> int:

@@ -17,8 +17,8 @@ from hvdtrain.optim.schedules import scaled_learning_rate
 from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.reporting import has_package
+from hvdtrain.runtime.consequences import reason
 from hvdtrain.runtime.logs import LOGGER
-from hvdtrain.runtime.open_files import reason
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.placement import is_split

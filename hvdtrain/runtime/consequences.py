@@ -1,6 +1,8 @@
-"""Telling the cause of a failure from its consequences on the other ranks, without an import of what raises them."""
+"""What caused an error: another rank's failure, or the limit on open files; told without importing what raises it."""
 
+import errno
 import re
+import resource
 
 _CUT_OFF = {"UnknownError", "AbortedError"}
 """TensorFlow's errors of an exchange that was cut off. Any other one of an op of Horovod is a mistake of this rank."""
@@ -43,3 +45,27 @@ def is_consequence(error: BaseException) -> bool:
         seen.add(id(link))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False
+
+
+_OF_TENSORFLOW = "Too many open files"
+"""In the messages of its errors, which have no number."""
+
+
+def reason(error: BaseException) -> str:
+    """Return the error's message, and where the limit on open files is the reason, what it is and how to raise it."""
+    limit = limit_reached(error)
+    return str(error) if limit is None else f"{error}. {limit}"
+
+
+def limit_reached(error: BaseException | None) -> str | None:
+    """Return what to do where `error`, or what caused it, is that a process may open no more files; else None."""
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)) or _OF_TENSORFLOW in str(error):
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            more = "" if hard == resource.RLIM_INFINITY else f" (this shell may go up to {hard})"
+            return (
+                f"A process of this job may open {soft} files at a time, which are too few: start it with `ulimit -n "
+                f"4096`{more}, in its job script or in /etc/security/limits.conf."
+            )
+        error = error.__cause__ or error.__context__
+    return None

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO, TypeAlias
 
 from hvdtrain.config.errors import LaunchError, LoneRanksError, UserError, in_script
-from hvdtrain.runtime.consequences import is_consequence
+from hvdtrain.runtime.consequences import is_consequence, limit_reached
 from hvdtrain.runtime.control.channel import ControlChannel, end_process, flush_output, name_ranks
 from hvdtrain.runtime.hang.position import HANG
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.logs import say
-from hvdtrain.runtime.open_files import limit_reached
 from hvdtrain.runtime.stopping import EXIT_INTERRUPTED
 
 EXIT_FAILURE = 1

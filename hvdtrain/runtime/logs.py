@@ -94,6 +94,7 @@ class RankLog:
     def __init__(self) -> None:
         self._handler: QueueHandler | None = None
         self._thread: threading.Thread | None = None
+        self._messages: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
 
     def start(self, file: Path, heading: str) -> None:
         """Append to `file`, after a line with `heading`; an earlier file is closed.
@@ -105,9 +106,8 @@ class RankLog:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as stream:
             stream.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')} {heading}\n")
-        messages: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
-        self._handler = QueueHandler(messages)
-        self._thread = threading.Thread(target=_write_to, args=(file, messages), name="hvdtrain-log", daemon=True)
+        self._handler = QueueHandler(self._messages)
+        self._thread = threading.Thread(target=_write_to, args=(file, self._messages), name="hvdtrain-log", daemon=True)
         self._thread.start()
         LOGGER.addHandler(self._handler)
 
@@ -115,7 +115,7 @@ class RankLog:
         """Write what was logged so far, and close the file."""
         if self._handler is not None and self._thread is not None:
             LOGGER.removeHandler(self._handler)
-            self._handler.queue.put(None)
+            self._messages.put(None)
             self._thread.join()
             self._handler = self._thread = None
 

@@ -27,14 +27,13 @@ from hvdtrain.runtime.devices import (
 from hvdtrain.runtime.gpus import agree_on_gpu, visible_gpus
 from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.hierarchy_choice import choose_hierarchy, resolve_hierarchy
-from hvdtrain.runtime.iterators import end_iterators_at_once
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.leaving import leave_together
 from hvdtrain.runtime.link import Link, open_link
 from hvdtrain.runtime.malloc import Malloc, choose_malloc
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.parameter_server import roles_of
-from hvdtrain.runtime.quiet import import_tensorflow_quietly, start_up_chatter_hidden
+from hvdtrain.runtime.startup import end_iterators_at_once, import_tensorflow
 from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices
 from hvdtrain.runtime.tracing.trace import Place, Trace
 from hvdtrain.runtime.tuning import FUSION_THRESHOLD, fuse_nothing, lose_silent_ranks, outlast_hangs
@@ -204,9 +203,8 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     plan = place_process(link.control, environment, config, timeout=timeout)
     malloc = choose_malloc(config.malloc)
     warn_of_untested_keras()
-    import_tensorflow_quietly()
-    with start_up_chatter_hidden():
-        gpus = visible_gpus(environment.hostname)
+    import_tensorflow()
+    gpus = visible_gpus(environment.hostname)
     gpu = agree_on_gpu(link.control, environment, gpus, mixed=not with_horovod, timeout=timeout)
     strategy = _start_tensorflow(link, config, plan, gpu)
     places = exchange_places(link.control, environment, timeout=timeout)
@@ -302,12 +300,11 @@ def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, gpu: 
     if link.worlds is not None and link.worlds.entered > 1:
         return None  # TensorFlow keeps the threads and devices of the first world
     try:
-        with start_up_chatter_hidden():
-            prepare_devices(config)
-            # A model in a process of its own may have its halves on several.
-            configure_tensorflow(plan, gpu, all_gpus=config.backend in WITH_REPLICAS or environment.size == 1)
-            if config.deterministic:
-                choose_deterministic_operations()
+        prepare_devices(config)
+        # A model in a process of its own may have its halves on several.
+        configure_tensorflow(plan, gpu, all_gpus=config.backend in WITH_REPLICAS or environment.size == 1)
+        if config.deterministic:
+            choose_deterministic_operations()
     except RuntimeError as error:
         warnings.warn(
             f"TensorFlow was in use before hvdtrain.init(): its threads stay as they are ({error}).",
@@ -317,11 +314,10 @@ def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, gpu: 
         end_iterators_at_once()
     import tensorflow as tf
 
-    with start_up_chatter_hidden():
-        strategy = None
-        if config.backend in OF_TF_DISTRIBUTE:
-            strategy = open_strategy(config, environment, link.control, timeout=config.start_timeout)
-        tf.config.list_logical_devices()  # creates the context, with what was set above
+    strategy = None
+    if config.backend in OF_TF_DISTRIBUTE:
+        strategy = open_strategy(config, environment, link.control, timeout=config.start_timeout)
+    tf.config.list_logical_devices()  # creates the context, with what was set above
     return strategy
 
 

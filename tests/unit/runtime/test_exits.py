@@ -10,7 +10,7 @@ from tests.launching import job_environment
 WATCHED = """
 import atexit, sys, threading
 from sys import exit as imported
-from hvdtrain.runtime.exits import ExitWatch
+from hvdtrain.runtime.leaving import ExitWatch
 watch = ExitWatch()
 watch.start()
 atexit.register(lambda: print("left", watch.found(), watch.unclear))

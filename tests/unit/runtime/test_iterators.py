@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.runtime.iterators import end_iterators_at_once
+from hvdtrain.runtime.startup import end_iterators_at_once
 from tests.launching import job_environment
 
 

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.exits import UNCLEAR
-from hvdtrain.runtime.leaving import PATIENCE_S, leave_together
+from hvdtrain.runtime.leaving import PATIENCE_S, UNCLEAR, leave_together
 from hvdtrain.runtime.session import Session
 from tests.unit.threaded_ranks import as_ranks, place
 from tests.waiting import wait_until
