@@ -48,6 +48,10 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def __del__(self) -> None:
+        for graph in self._graphs.values():
+            release(graph)
+
     def find(self, kind: Hashable, compiled: Callable[[], Callable[..., Any]]) -> Callable[..., Any] | None:
         """Return the graph for batches of this kind, made by `compiled` if necessary; None if not cached."""
         self._steps += 1

@@ -122,3 +122,17 @@ def test_a_graph_that_is_given_up_is_gone(accumulate, monkeypatch):
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
     assert len(step._special) == 1
+
+
+@pytest.mark.usefixtures("session")
+def test_graphs_are_gone_with_their_trainer():
+    """Else each of a search's models, or of the folds of a cross-validation, would stay in memory."""
+    trainer = Trainer(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]), "sgd", "mse")
+    trainer.fit(np.ones((8, 2), "float32"), np.zeros((8, 3), "float32"), batch=4, verbose=0)
+    (step,) = trainer._factory._known.values()
+    gone = [weakref.ref(function.graph) for function in step._special._graphs.values()]
+    del trainer, step
+    for _ in range(2):  # the second takes what the first has released
+        gc.collect()
+    assert gone
+    assert {reference() for reference in gone} == {None}
