@@ -19,7 +19,7 @@ from hvdtrain.config.errors import ConfigError, NonFiniteError
 
 REFUSED: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
-    "reduce_op": {"reduce_op": "sum"},
+    "reduce_op='sum'": {"reduce_op": "sum"},
     "compression": {"compression": "bf16"},
     "sparse_gradients": {"sparse_gradients": "dense"},
     "gradient_groups": {"gradient_groups": 2},
