@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdtrain.cli.script.report import read_scripts
 from hvdtrain.runtime.diagnosis.diagnose import diagnose
 from hvdtrain.runtime.diagnosis.machine import Check
 
@@ -44,6 +43,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="list the uses of Horovod that need no action, too")
     options = parser.parse_args(argv)
     if options.script is not None:
+        try:
+            from hvdtrain.cli.migrate.report import read_scripts
+        except ModuleNotFoundError as error:
+            if error.name not in ("libcst", "nbformat"):
+                raise
+            parser.error(f"--script needs {error.name}, which is not installed: pip install hvdtrain[migrate]")
         return read_scripts(options.script, write_changes=options.write, show_all=options.all)
     for option in ("write", "all"):
         if getattr(options, option):

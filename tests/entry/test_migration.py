@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli.script.analysis import analyse
+from hvdtrain.cli.migrate.report import analyse
 from tests.launching import hvdtrain, launcher, run
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ OURS = re.compile(r"_hvdtrain_\w+|__\w+__")
 PRIVATE_MODULE = re.compile(r"(?!hvdtrain\b)\w+(\.\w+)*\.(_[a-z]|src\b|python\b)|keras\.src|tensorflow\.python")
 
 PRIVATE_NAME = re.compile(r"(keras\.src|tensorflow\.python)(\.\w+)*")
-IN_USERS_SCRIPTS = "cli/script/keras2.py"
+IN_USERS_SCRIPTS = "cli/migrate/keras2.py"
 """Names what it looks for in scripts."""
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.cli.script import keras2
-from hvdtrain.cli.script.kerases import real_name
-from hvdtrain.cli.script.packages import lookup
+from hvdtrain.cli.migrate import keras2
+from hvdtrain.cli.migrate.keras import installed_name
+from hvdtrain.cli.migrate.packages import is_missing
 from hvdtrain.horovod.flavour import IS_LEGACY
-from tests.unit.cli.script.test_script import HAND, analyse
+from tests.unit.cli.migrate.test_script import HAND, analyse
 
 pytestmark = pytest.mark.skipif(IS_LEGACY, reason="these are Keras 3's names; tf_keras has Keras 2's")
 START = """\
@@ -298,15 +298,15 @@ def below(module, name, seen):
 def test_names_read_from_sources_are_those_that_exist(module):
     names = set(below(module, module.__name__, set()))
     assert len(names) > 500
-    assert [name for name in sorted(names) if lookup(real_name(tuple(name.split(".")), False))[0] == "missing"] == []
+    assert [name for name in sorted(names) if is_missing(installed_name(name, False))] == []
 
 
 def test_names_of_tensorflow_1_are_missing():
     gone = [name for name in dir(tf.compat.v1) if not name.startswith("_") and not hasattr(tf, name)]
     assert len(gone) > 100
-    assert [name for name in gone if lookup(("tensorflow", name))[0] != "missing"] == []
+    assert [name for name in gone if not is_missing(f"tensorflow.{name}")] == []
     gone = [name for name in dir(tf.compat.v1.train) if not hasattr(tf.train, name) and not name.startswith("_")]
-    assert [name for name in gone if lookup(("tensorflow", "train", name))[0] != "missing"] == []
+    assert [name for name in gone if not is_missing(f"tensorflow.train.{name}")] == []
 
 
 def test_the_layer_that_keras_3_does_not_have_is_horovods(tmp_path):

@@ -9,9 +9,8 @@ import textwrap
 import pytest
 
 from hvdtrain.cli import doctor
-from hvdtrain.cli.script.analysis import analyse
-from hvdtrain.cli.script.names import FACES, MODULES, STANDS_FOR
-from hvdtrain.cli.script.packages import lookup, members_of, module_file
+from hvdtrain.cli.migrate.packages import COUNTERPARTS, FACES, find, members_of
+from hvdtrain.cli.migrate.report import analyse
 
 ASIS, IMPORT, CHANGE, HAND = "works as is", "works with the import changed", "change this import", "needs this change"
 
@@ -58,19 +57,18 @@ def test_the_modules_it_knows_are_horovods():
     for package in ("horovod.tensorflow", "horovod.keras"):
         path = importlib.import_module(package).__path__
         found |= {each.name for each in pkgutil.walk_packages(path, f"{package}.") if "mpi_lib" not in each.name}
-    assert sorted(MODULES) == sorted(found)
+    assert sorted(COUNTERPARTS) == sorted(found)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", COUNTERPARTS)
 def test_every_module_of_horovod_has_a_counterpart_with_its_names(module):
     """What doctor reads from the sources is what is there; and what scripts import works behind the face."""
     if module.endswith("compute_worker"):
         return  # a program, which imports itself as one
-    theirs, ours = importlib.import_module(module), importlib.import_module(STANDS_FOR[module])
+    theirs, ours = importlib.import_module(module), importlib.import_module(COUNTERPARTS[module])
     for name in getattr(ours, "__all__", ()):
-        assert lookup((*STANDS_FOR[module].split("."), name))[0] == "exists", name
-    file = module_file(module)
-    own = {name for name in members_of(file).definitions if not name.startswith("_")}
+        assert find(f"{COUNTERPARTS[module]}.{name}")[0] == "exists", name
+    own = {name for name in members_of(module) if not name.startswith("_")}
     assert own <= set(dir(theirs)) | OF_OLDER_TENSORFLOW
 
 
@@ -368,6 +366,16 @@ def test_nothing_heavy_is_imported(script):
     out = subprocess.run([sys.executable, "-c", said, path], capture_output=True, text=True, check=True).stdout
     assert "1 import to change" in out
     assert not {"tensorflow", "keras", "tf_keras", "horovod", "numpy"} & set(out.split())
+
+
+@pytest.mark.parametrize("library", ["libcst", "nbformat"])
+def test_the_extra_is_named_where_its_libraries_are_missing(library):
+    code = "import sys; sys.modules[sys.argv[1]] = None; from hvdtrain.cli import doctor; doctor.main(sys.argv[2:])"
+    job = subprocess.run([sys.executable, "-c", code, library, "--script", "a.py"], capture_output=True, text=True)
+    assert job.returncode == 2
+    assert job.stderr.endswith(
+        f"error: --script needs {library}, which is not installed: pip install hvdtrain[migrate]\n"
+    )
 
 
 @pytest.mark.parametrize("option", ["--write", "--all"])

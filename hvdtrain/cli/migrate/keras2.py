@@ -9,16 +9,16 @@ METHODS = {
     "evaluate_generator": "Keras 3 has model.evaluate only, which takes generators too.",
     "predict_generator": "Keras 3 has model.predict only, which takes generators too.",
     "add_metric": "Keras 3 has no add_metric: pass metrics to model.compile, or update one in call.",
+    "reset_states": "Keras 3 calls it reset_state, of metrics and of each stateful layer.",
 }
 """Methods that Keras 3 lacks and that only Keras has, so that the object's type does not matter."""
 SAVE = "Keras 3 needs a file name that ends in .keras; model.export writes a SavedModel."
+LOAD_H5 = "Keras 3 does not read every .h5 file of Keras 2 (losses by name, Lambda layers): save and load .keras."
 GONE_METHODS = {
     "predict_classes": "Keras has it no more: model.predict(x).argmax(-1), or (model.predict(x) > 0.5).",
     "to_yaml": "Keras has it no more: model.to_json.",
 }
 """Methods that tf_keras lacks, too."""
-RESET_STATES = "Keras 3 calls it reset_state, of metrics and of each stateful layer."
-
 OPTIMIZER_MEMBERS = {
     "lr": "optimizers of Keras 3 have learning_rate; assigning lr changes nothing.",
     "weights": "optimizers of Keras 3 have variables, a list.",
@@ -40,13 +40,7 @@ OPTIMIZER_MEMBERS = {
 }
 """Members of Keras 2's optimizers that Keras 3's lack."""
 REFUSED_BY_WRAPPED = {
-    "get_gradients",
-    "get_updates",
-    "get_slot",
-    "get_slot_names",
-    "decay",
-    "loss_scale",
-    "get_unscaled_gradients",
+    *("get_gradients", "get_updates", "get_slot", "get_slot_names", "decay", "loss_scale", "get_unscaled_gradients")
 }
 """Those that optimizers from `hvd.DistributedOptimizer` lack, too."""
 
@@ -71,6 +65,10 @@ APPLY_GRADIENTS = ("name", "experimental_aggregate_gradients", "skip_gradients_a
 OPTIMIZER_KEYWORDS = {
     "lr": "the argument is called learning_rate.",
     "decay": "Keras 3 ignores decay: pass a schedule of keras.optimizers.schedules as learning_rate.",
+}
+TF_KERAS_OPTIMIZER_KEYWORDS = {
+    "lr": "the argument is called learning_rate; lr is passed over.",
+    "decay": "decay is for the optimizers of optimizers.legacy: use one, or pass a schedule as learning_rate.",
 }
 LAYER_KEYWORDS = {
     "weights": "Keras 3's layers take no weights: call layer.set_weights, or pass an initializer.",

@@ -1,13 +1,14 @@
 """`hvdtrain doctor --script`: files, folders, notebooks, several scripts as one program, and `--write`."""
 
+import difflib
 import json
 import os
 import stat
 
 import pytest
 
-from hvdtrain.cli.script import rewrite
-from tests.unit.cli.script.test_script import HAND, analyse, run
+from hvdtrain.cli.migrate import source
+from tests.unit.cli.migrate.test_script import HAND, analyse, run
 
 IMPORT = b"import horovod.tensorflow as hvd"
 CHANGED = b"import hvdtrain.horovod as hvd"
@@ -85,8 +86,9 @@ def test_imports_in_other_forms(tmp_path, capsys, before, after):
         b"#!/usr/bin/python\n# vim: set fileencoding=cp1252 :\nx = '\x80'\nIMPORT\n",
         b"IMPORT\r\nx = 1\ry = 2\n\x0cz = '\xe2\x80\xa8'\nif z:\n\tIMPORT\t# no end of line",
         b"IMPORT;IMPORT\n",
+        b"x = 1\n\x0c\nIMPORT\n\x0cy = 2\n\n\x0c\n",
     ],
-    ids=["bom", "bom-crlf", "latin-1", "cp1252", "mixed", "twice"],
+    ids=["bom", "bom-crlf", "latin-1", "cp1252", "mixed", "twice", "form feeds"],
 )
 def test_every_other_byte_stays(tmp_path, capsys, whole):
     path = tmp_path / "a.py"
@@ -163,13 +165,14 @@ def test_all_files_are_written_or_none(tmp_path, capsys, monkeypatch):
     assert f"{paths[1]} is read-only. Nothing was written." in err
     assert {path.read_bytes() for path in paths} == {IMPORT}
     paths[1].chmod(0o644)
-    written = iter(range(10))
+    copy = source.shutil.copymode
 
-    def full(descriptor):
-        if next(written) == 2:
+    def full(target, draft):
+        if target.name == "c.py":
             raise OSError(28, "No space left on device", "c.py")
+        copy(target, draft)
 
-    monkeypatch.setattr(rewrite.os, "fsync", full)
+    monkeypatch.setattr(source.shutil, "copymode", full)
     code, _, err = run(capsys, "--script", *paths, "--write")
     assert code == 2
     assert "No space left on device. Nothing was written." in err
@@ -214,10 +217,7 @@ def test_several_scripts_are_one_program(tmp_path):
     write_program(tmp_path)
     judged = analyse([tmp_path], {}).judged
     said = {
-        (each.script.source.path.name, finding.what)
-        for each in judged
-        for finding in each.findings
-        if finding.verdict == HAND
+        (each.source.path.name, finding.what) for each in judged for finding in each.findings if finding.verdict == HAND
     }
     assert said == {
         ("cycle.py", "hvd.of_a_cycle(...)"),
@@ -250,7 +250,7 @@ CELLS = [
         "code",
         "%%time\nprint('ä'\n  % hvd.nothing())\nfrom horovod import (\n  tensorflow as h2,\n run)\nif x:\n    !ls",
     ),
-    ("code", "%%bash\nimport horovod.tensorflow as hvd"),
+    ("code", ["%%bash\n", "import horovod.tensorflow as hvd"]),
     ("code", ["%%writefile train.py\n", "import horovod.keras as hk\n", "hk.nothing()"]),
     ("code", ["print 1"]),
     ("code", []),
@@ -259,11 +259,19 @@ CELLS = [
 
 def write_notebook(path, **options):
     cells = [{"cell_type": kind, "metadata": {"n": 1.50}, "source": source} for kind, source in CELLS]
-    path.write_text(json.dumps({"cells": cells, "metadata": {"a": [1e3]}, "nbformat": 4}, **options), encoding="utf-8")
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            cell |= {"execution_count": None, "outputs": [{"name": "stdout", "output_type": "stream", "text": ["ö"]}]}
+    whole = {"cells": cells, "metadata": {"a": [1e3]}, "nbformat": 4, "nbformat_minor": 4}
+    path.write_text(json.dumps(whole, **options), encoding="utf-8")
 
 
-@pytest.mark.parametrize("options", [{"indent": 1, "ensure_ascii": False}, {"indent": 4}, {"separators": (" ,", ": ")}])
-def test_notebooks(tmp_path, capsys, options):
+@pytest.mark.parametrize(
+    ("options", "is_common"),
+    [({"indent": 1, "ensure_ascii": False}, True), ({"indent": 4}, True), ({"separators": (" ,", ": ")}, False)],
+)
+def test_notebooks(tmp_path, capsys, options, is_common):
+    """Layouts of JSON that programs write are kept; others become Jupyter's."""
     path = tmp_path / "a.ipynb"
     write_notebook(path, **options)
     before = path.read_text(encoding="utf-8")
@@ -279,13 +287,19 @@ def test_notebooks(tmp_path, capsys, options):
     assert places == ["cell 2:4", "cell 3:3", "cell 3:4", "cell 5:2", "cell 5:3"]
     run(capsys, "--script", tmp_path, "--write")
     after = path.read_text(encoding="utf-8")
-    changed = [pair for pair in zip(before.split("\n"), after.split("\n"), strict=True) if pair[0] != pair[1]]
-    assert len(changed) == (3 if "indent" in options else 1)
-    sources = ["".join(cell["source"]) for cell in json.loads(after)["cells"]]
+    if is_common:
+        changed = [line for line in difflib.ndiff(before.split("\n"), after.split("\n")) if line[0] in "+-"]
+        assert len(changed) == 6
+    cells = json.loads(after)["cells"]
+    assert [cell.get("outputs") for cell in cells] == [cell.get("outputs") for cell in json.loads(before)["cells"]]
+    sources = ["".join(cell["source"]) for cell in cells]
     assert sources[0] == "".join(CELLS[0][1])
     assert sources[1] == "".join(CELLS[1][1]).replace(IMPORT.decode(), CHANGED.decode())
     assert "\nimport hvdtrain.horovod as h2; from horovod import run\nif x:\n    !ls" in sources[2]
-    assert sources[3:5] == [CELLS[3][1], "".join(CELLS[4][1]).replace("horovod.keras", "hvdtrain.horovod.keras")]
+    assert sources[3:5] == [
+        "".join(CELLS[3][1]),
+        "".join(CELLS[4][1]).replace("horovod.keras", "hvdtrain.horovod.keras"),
+    ]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"cells": [{"source": "import horovod"}]}', '"horovod"'])
