@@ -1,5 +1,6 @@
 """Protocols that a distribution backend implements for the training loop."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -239,6 +240,24 @@ class Backend(Collectives, Protocol):
 
     def close(self) -> None:
         """Shut down together with the other ranks. Collective."""
+
+
+GATHER_TIMEOUT_S = 600.0
+"""Seconds to wait for ranks that compute; a rank that fails ends the job at once."""
+
+
+def gather(
+    backend: Backend, value: Any, *, timeout: float | None = GATHER_TIMEOUT_S, among: Among = "job"
+) -> list[Any]:
+    """Gather every rank's `value`, of JSON types, over the control channel. Collective over the whole job.
+
+    Args:
+        value: this rank's; tuples arrive as lists.
+        timeout: seconds to wait; None: the load timeout, for ranks that may still load their data.
+        among: the ranks whose values are returned.
+    """
+    texts = backend.gather_bytes(json.dumps(value).encode(), timeout=timeout, among=among)
+    return [json.loads(text) for text in texts]
 
 
 def world_size(backend: Backend) -> int:

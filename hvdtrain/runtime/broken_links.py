@@ -8,7 +8,6 @@ anyway. A rank that stands still has a system that answers: it is not taken for 
 import array
 import contextlib
 import fcntl
-import json
 import math
 import os
 import socket
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.config.errors import opt
-from hvdtrain.runtime.control.channel import ControlChannel, name_ranks
+from hvdtrain.runtime.control.channel import ControlChannel, gather, name_ranks
 from hvdtrain.runtime.interfaces import own_addresses
 from hvdtrain.runtime.launchers import Environment
 
@@ -40,8 +39,8 @@ def exchange_places(control: ControlChannel, environment: Environment, *, timeou
     Raises:
         LaunchError: a rank did not come within `timeout` seconds.
     """
-    mine = json.dumps({"host": environment.hostname, "addresses": list(own_addresses())})
-    return [Place(**json.loads(theirs)) for theirs in control.exchange(mine.encode(), timeout=timeout)]
+    mine = {"host": environment.hostname, "addresses": list(own_addresses())}
+    return [Place(**theirs) for theirs in gather(control, mine, timeout=timeout)]
 
 
 _DESCRIPTORS = "/proc/self/fd"

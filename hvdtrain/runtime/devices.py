@@ -1,6 +1,5 @@
 """Cores, threads and GPUs of this process, by how the machine's processors share cores and memory."""
 
-import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel, gather
 from hvdtrain.runtime.diagnosis.machine import cpu_quota
 from hvdtrain.runtime.launchers import Environment
 
@@ -166,7 +165,7 @@ def gather_masks(control: ControlChannel, environment: Environment, *, timeout: 
         "local_rank": environment.local_rank,
         "cores": sorted(os.sched_getaffinity(0)),
     }
-    facts = [json.loads(text) for text in control.exchange(json.dumps(fact).encode(), timeout=timeout)]
+    facts = gather(control, fact, timeout=timeout)
     here = [other for other in facts if other["host"] == environment.hostname]
     return [other["cores"] for other in sorted(here, key=lambda other: int(other["local_rank"]))]
 

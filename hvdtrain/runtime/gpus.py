@@ -1,14 +1,13 @@
 """Which GPU each rank takes: one for each, agreed by all ranks, before TensorFlow's context exists."""
 
 import ctypes
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control.channel import ControlChannel, name_ranks
+from hvdtrain.runtime.control.channel import ControlChannel, gather, name_ranks
 from hvdtrain.runtime.launchers import Environment
 
 
@@ -38,8 +37,8 @@ def agree_on_gpu(
     Raises:
         LaunchError: a host has fewer GPUs than ranks, or some ranks see GPUs and others none; the same on every rank.
     """
-    texts = control.exchange(json.dumps(asdict(mine)).encode(), timeout=timeout)
-    ranks = [RankGpus(fact["host"], tuple(fact["visible"]), fact["taken"]) for fact in map(json.loads, texts)]
+    facts = gather(control, asdict(mine), timeout=timeout)
+    ranks = [RankGpus(fact["host"], tuple(fact["visible"]), fact["taken"]) for fact in facts]
     chosen = choose_gpus(ranks, mixed=mixed)[environment.rank]
     return None if chosen is None else mine.visible.index(chosen)
 

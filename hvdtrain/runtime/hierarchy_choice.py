@@ -1,6 +1,5 @@
 """Whether sums take two levels: as the user wants it, or as a measurement at the start says."""
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.runtime import HierarchyName, RuntimeConfig
-from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel, gather
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.world import World
 
@@ -104,7 +103,7 @@ def _time_by_host(collectives: "AxisCollectives", control: ControlChannel, timeo
         each()  # the first call compiles
     rounds = [[_seconds(each) for each in sums] for _ in range(REPETITIONS)]
     mine = [median(times) for times in zip(*rounds, strict=True)]
-    everyone = [json.loads(text) for text in control.exchange(json.dumps(mine).encode(), timeout=timeout)]
+    everyone = gather(control, mine, timeout=timeout)
     slowest_flat, slowest_by_host = (max(times) for times in zip(*everyone, strict=True))
     return float(slowest_by_host / slowest_flat)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel, gather
 from hvdtrain.runtime.launchers import Environment
 
 VARIABLE = "TF_CONFIG"
@@ -102,7 +102,7 @@ def agreed_tf_config(
     with socket.socket() as held:
         held.bind(("", 0))
         mine = {"given": bool(given), "host": environment.hostname, "port": held.getsockname()[1]}
-        everyone = [json.loads(text) for text in control.exchange(json.dumps(mine).encode(), timeout=timeout)]
+        everyone = gather(control, mine, timeout=timeout)
     if len({other["given"] for other in everyone}) > 1:
         raise LaunchError(f"{VARIABLE} is set on some ranks only: set it on all of them, or on none.")
     places = [(str(other["host"]), int(other["port"])) for other in everyone]

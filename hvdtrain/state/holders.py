@@ -5,14 +5,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.state.named_tensors import NamedTensor, bounds_of
 
 _WORD = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio; odd, so that multiplication is invertible."""
-TIMEOUT_S = 600.0
-"""Ranks arrive together, but one may still compile a function that others have cached."""
 
 
 class Holders:
@@ -32,10 +30,9 @@ class Holders:
             self._find(list(_keys(tensors).values()))
 
     def _find(self, mine: list[str]) -> None:
-        everyone = self._backend.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S)
         holders: dict[str, list[int]] = {}
-        for rank, text in enumerate(everyone):
-            for key in json.loads(text):
+        for rank, theirs in enumerate(gather(self._backend, mine)):
+            for key in theirs:
                 holders.setdefault(key, []).append(rank)
         self.groups = sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1})
         places = {ranks: place for place, ranks in enumerate(self.groups)}
@@ -72,10 +69,9 @@ class Holders:
     def hashes_of_all(self, hashes: Mapping[str, int]) -> dict[str, list[dict[int, int]]]:
         """Return by path, for each group with a shard of it, the hash on each rank. Collective."""
         mine = {path: [self._group_of.get(path, 0), int(value)] for path, value in hashes.items()}
-        everyone = self._backend.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S)
         found: dict[str, dict[int, dict[int, int]]] = {}
-        for rank, text in enumerate(everyone):
-            for path, (group, value) in json.loads(text).items():
+        for rank, theirs in enumerate(gather(self._backend, mine)):
+            for path, (group, value) in theirs.items():
                 found.setdefault(path, {}).setdefault(group, {})[rank] = value
         return {path: list(groups.values()) for path, groups in found.items()}
 

@@ -1,6 +1,5 @@
 """Training state: the object that is broadcast, hashed, checkpointed and restored."""
 
-import json
 import zlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import GATHER_TIMEOUT_S, Backend, gather
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
@@ -23,7 +22,6 @@ from hvdtrain.state.structure import seed_states, structure_of
 from hvdtrain.state.variables import by_path, unwrap
 from hvdtrain.state.whole_hash import digest_of, digest_of_parts
 
-_TIMEOUT_S = 600.0
 """Ranks begin training together, but one may still compile a function that others have cached."""
 CALLS_PER_STEP = 4096
 """Calls of one dropout layer per step before its random numbers would repeat those of the next step."""
@@ -139,7 +137,7 @@ class TrainState:
         """
         kinds = [f"{spec.path} {spec.dtype}{list(spec.global_shape)}" for spec in self.specs()]
         mine = [zlib.crc32("".join(kinds).encode()), asdict(self.scalars) if backend.index == root else None]
-        everyone = [json.loads(text) for text in _of_replicas(backend, json.dumps(mine))]
+        everyone = gather(backend, mine, among="replicas")
         if any(crc != everyone[0][0] for crc, _ in everyone):
             _refuse_other_tensors(kinds, backend)
         tensors = self.named_tensors().items()
@@ -172,7 +170,7 @@ class TrainState:
         """Return the SHA-256 over path, dtype, shape and bytes of the replicated weights, in path order."""
         return _digest({path: tensor.value for path, tensor in self._weights().items() if tensor.replicated})
 
-    def agreed_hash(self, backend: Backend, *, timeout: float = 600.0) -> str:
+    def agreed_hash(self, backend: Backend, *, timeout: float = GATHER_TIMEOUT_S) -> str:
         """Return the parameter hash after comparing it among replicas. Collective.
 
         For a split model it is that of the full model, the same in any layout.
@@ -181,7 +179,7 @@ class TrainState:
             DesyncError: the ranks' parameters differ.
         """
         mine = self.parameter_hash()
-        hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, among="replicas")]
+        hashes = gather(backend, mine, timeout=timeout, among="replicas")
         _refuse_others(hashes, hashes[:1] * len(hashes))
         if backend.axes.get("ep", 1) > 1:  # every rank calls it, of a stage without experts too
             _check_slices(held_apart(self._structure.by_path(self.model.weights)), backend, timeout)
@@ -247,7 +245,7 @@ def _digest(weights: Mapping[str, tf.Variable]) -> str:
 def _check_slices(held: Mapping[str, tf.Variable], backend: Backend, timeout: float) -> None:
     """Compare the hashes of shards along `ep` among their holders. Raises DesyncError: they differ."""
     mine, parts = _digest(held), backend.along("ep").size
-    hashes = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=timeout, among="replicas")]
+    hashes = gather(backend, mine, timeout=timeout, among="replicas")
     _refuse_others(hashes, [hashes[rank % parts] for rank in range(len(hashes))])
 
 
@@ -263,13 +261,9 @@ def _refuse_others(hashes: list[str], expected: list[str]) -> None:
         )
 
 
-def _of_replicas(backend: Backend, text: str) -> list[bytes]:
-    return backend.gather_bytes(text.encode(), timeout=_TIMEOUT_S, among="replicas")
-
-
 def _refuse_other_tensors(mine: list[str], backend: Backend) -> None:
     """Raise if replicas have different tensors: a broadcast would deadlock."""
-    everyone = [json.loads(text) for text in _of_replicas(backend, json.dumps(mine))]
+    everyone = gather(backend, mine, among="replicas")
     for rank, theirs in enumerate(everyone):
         strange = [f"{kind} on rank {rank} alone" for kind in theirs if kind not in everyone[0]]
         strange += [f"{kind} on rank 0 and not on rank {rank}" for kind in everyone[0] if kind not in theirs]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.state.named_tensors import NamedTensor, bounds_of, box_shape, boxes_of, spec_of
 
 _WORD = 4
@@ -34,8 +34,7 @@ def digest_of_parts(parts: Mapping[str, NamedTensor], backend: Backend, *, timeo
     """
     specs = {path: spec_of(path, tensor) for path, tensor in parts.items()}
     mine = {path: [spec.dtype, list(spec.global_shape), bounds_of(spec.slice)] for path, spec in specs.items()}
-    everyone = backend.gather_bytes(json.dumps(mine).encode(), timeout=timeout)
-    listed = [json.loads(text) for text in everyone]
+    listed = gather(backend, mine, timeout=timeout)
     kinds = {path: (dtype, tuple(shape)) for theirs in listed for path, (dtype, shape, _) in theirs.items()}
     before = {(path, json.dumps(held)) for theirs in listed[: backend.rank] for path, (*_, held) in theirs.items()}
     digest = hashlib.sha256()

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.data.identity import Identity
@@ -119,9 +119,9 @@ def described(data: TrainingData, seed: int, backend: Backend) -> Identity:
         facts["fingerprint"] = _fingerprint(data.source)
     if isinstance(data, RankTraining):
         mine = _fingerprint(data.source) or ""
-        everyone = backend.gather_bytes(mine.encode(), timeout=None)
+        everyone = gather(backend, mine, timeout=None)
         facts["ranks"] = len(everyone)
-        facts["fingerprint"] = hashlib.sha256(b" ".join(everyone)).hexdigest()
+        facts["fingerprint"] = hashlib.sha256(" ".join(everyone).encode()).hexdigest()
     return {"training": facts}
 
 

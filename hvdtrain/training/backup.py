@@ -10,14 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.checkpoint.commit import discard
 from hvdtrain.checkpoint.naming import complete
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import CheckpointError, ConfigError
-
-TIMEOUT_S = 600.0
-"""Ranks arrive together, right after they have compared the arguments of `fit`."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +71,15 @@ def agreed_backup(backup: Backup | None, backend: Backend) -> Backup | None:
     Raises:
         ConfigError: a rank has a different one.
     """
-    mine = b"" if backup is None else json.dumps(asdict(backup)).encode()
-    everyone = backend.gather_bytes(mine, timeout=TIMEOUT_S)
+    mine = None if backup is None else asdict(backup)
+    everyone = gather(backend, mine)
     for rank, other in enumerate(everyone):
-        if other not in (b"", everyone[0]):
+        if other not in (None, everyone[0]):
             raise ConfigError(
                 "BackupAndRestore must be on rank 0, and with the same arguments wherever else it is. Received: "
-                f"{other.decode()} on rank {rank} and {everyone[0].decode() or 'none'} on rank 0."
+                f"{json.dumps(other)} on rank {rank} and {json.dumps(everyone[0] or 'none')} on rank 0."
             )
-    return Backup(**json.loads(everyone[0])) if everyone[0] else None
+    return Backup(**everyone[0]) if everyone[0] else None
 
 
 def _backup(callback: Any) -> Backup:

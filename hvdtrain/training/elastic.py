@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.data import Sharding
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.observability.wording import plural
@@ -113,7 +113,7 @@ class Commits:
             [asdict(world) for world in self.worlds],
             None if self._newest is None else _shapes(self._newest.held_weights),
         ]
-        everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=None)]
+        everyone = gather(backend, mine, timeout=None)
         steps = [theirs[0] for theirs in everyone]
         newest, root = max(steps), steps.index(max(steps))
         if newest == NO_COMMIT:

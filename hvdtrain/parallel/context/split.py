@@ -1,6 +1,5 @@
 """Shard a model's input sequences along `cp`; start here."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.backends.protocol import Backend, Collectives, gather
 from hvdtrain.compat.keras import flatten_layers, query_kernel
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.exchanging import ExchangingLayer
@@ -71,9 +70,6 @@ def named_layers(rules: Mapping[str, Layout], layers: Sequence[Any]) -> list[Any
     return found
 
 
-_TIMEOUT_S = 600.0
-
-
 def agree_on_model(backend: Backend, model: Any, specs: Any) -> None:
     """Verify that all ranks split the same model. Collective over the whole job.
 
@@ -86,8 +82,7 @@ def agree_on_model(backend: Backend, model: Any, specs: Any) -> None:
     variables = structure_of(model).by_path(model.variables)
     mine = [f"{path} of the shape {tuple(variable.shape)}" for path, variable in variables.items()]
     mine += [f"inputs of the shape {tuple(spec.shape)}" for spec in tf.nest.flatten(specs)]
-    everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S)]
-    first, *others = everyone
+    first, *others = gather(backend, mine)
     for rank, other in enumerate(others, start=1):
         strange = [fact for fact in (*other, *first) if (fact in other) != (fact in first)]
         if strange:

@@ -6,7 +6,6 @@ reports its full shape, and re-runs its initializer on read. At most one such va
 time.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras_variables import (
     LazyVariable,
     assign_to_tensor,
@@ -121,9 +120,6 @@ def cut_in_place(variable: Any, cut: Cut) -> None:
     hold(variable, tf.Variable(sliced, trainable=whole.trainable, name=variable.name, dtype=whole.dtype))
 
 
-_TIMEOUT_S = 600.0
-
-
 def agree_on_slices(backend: Backend, made: Sequence[Made], whole: Sequence[Any], paths: Mapping[int, str]) -> None:
     """Make all ranks hold shards of one model: that of the first rank. Collective along tp.
 
@@ -132,8 +128,7 @@ def agree_on_slices(backend: Backend, made: Sequence[Made], whole: Sequence[Any]
     """
     mine = {paths[id(each.variable)]: _facts(each) for each in made}
     mine |= {paths[id(variable)]: [list(variable.shape)] for variable in whole}
-    everyone = backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S, among="tp")
-    facts = [json.loads(text) for text in everyone]
+    facts = gather(backend, mine, among="tp")
     for place, theirs in enumerate(facts):
         strange = [path for path in {**facts[0], **theirs} if facts[0].get(path, [0])[0] != theirs.get(path, [0])[0]]
         if strange:

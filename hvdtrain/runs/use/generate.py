@@ -1,6 +1,5 @@
 """Text from a run's language model: what `generate` does on every rank."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.protocol import gather
 from hvdtrain.backends.select import backend_for
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.run import Config
@@ -226,8 +226,8 @@ def generate(
             for sample in range(backend.process, samples, backend.processes)
         }
         texts: dict[str, str] = {}
-        for part in backend.gather_bytes(json.dumps(mine).encode(), timeout=None, among="data_parallel"):
-            texts |= json.loads(part)
+        for part in gather(backend, mine, timeout=None, among="data_parallel"):
+            texts |= part
         if backend.primary:
             for sample in range(samples):
                 write(f"{_head(sample, samples)}{prompt}{texts[str(sample)]}\n")

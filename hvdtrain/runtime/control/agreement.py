@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from hvdtrain.config import errors
 from hvdtrain.config.errors import ConfigError, LaunchError, UserError
-from hvdtrain.runtime.control.channel import ControlChannel, name_ranks
+from hvdtrain.runtime.control.channel import ControlChannel, gather, name_ranks
 
 T = TypeVar("T")
 
@@ -101,11 +101,10 @@ def together(control: ControlChannel, action: Callable[[], T], *, timeout: float
         LaunchError: a rank did not finish within ``timeout`` seconds of this one.
     """
     result, error = _attempt(action)
-    mine = _encode_error(error) + b"\n" + json.dumps(socket.gethostname()).encode()
-    lines = [part.split(b"\n") for part in control.exchange(mine, timeout=timeout)]
-    outcomes = [json.loads(outcome) for outcome, _ in lines]
+    everyone = gather(control, [_described(error), socket.gethostname()], timeout=timeout)
+    outcomes = [outcome for outcome, _ in everyone]
     if any(outcomes):
-        raise _common_error(outcomes, [json.loads(host) for _, host in lines]) from error
+        raise _common_error(outcomes, [host for _, host in everyone]) from error
     return result[0]
 
 
@@ -118,7 +117,7 @@ def on_first(control: ControlChannel, action: Callable[[], bytes], *, timeout: f
     """
     result, error = _attempt(action) if control.rank == 0 else ([b""], None)
     value = result[0] if error is None else b""
-    first = control.exchange(_encode_error(error) + b"\n" + value, timeout=timeout)[0]
+    first = control.exchange(json.dumps(_described(error)).encode() + b"\n" + value, timeout=timeout)[0]
     outcome, _, value = first.partition(b"\n")
     if json.loads(outcome):
         raise _revive(json.loads(outcome)) from error
@@ -149,9 +148,9 @@ def _attempt(action: Callable[[], T]) -> tuple[list[T], UserError | None]:
         return [], error
 
 
-def _encode_error(error: UserError | None) -> bytes:
-    """Encode an error as the JSON of [class name, message], and no error as that of an empty list."""
-    return json.dumps([] if error is None else [type(error).__name__, error.message]).encode()
+def _described(error: UserError | None) -> list[str]:
+    """Return class name and message of an error; an empty list if there is none."""
+    return [] if error is None else [type(error).__name__, error.message]
 
 
 def _common_error(outcomes: Sequence[Sequence[str]], hosts: Sequence[str]) -> UserError:

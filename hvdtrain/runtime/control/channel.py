@@ -7,6 +7,7 @@ through rank 0. Our own are small (settings, tracebacks); only a user's own scri
 
 import contextlib
 import fcntl
+import json
 import os
 import stat
 import sys
@@ -14,7 +15,7 @@ import termios
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hvdtrain.config.errors import LaunchError
 
@@ -145,6 +146,15 @@ class ControlChannel(Protocol):
 
     def close(self) -> None:
         """Give back what the channel holds; does not wait for the other ranks. Closing twice is fine."""
+
+
+def gather(control: ControlChannel, value: Any, *, timeout: float) -> list[Any]:
+    """Gather every rank's `value`, of JSON types, in rank order. Collective.
+
+    Raises:
+        LaunchError: a rank did not come within `timeout` seconds.
+    """
+    return [json.loads(text) for text in control.exchange(json.dumps(value).encode(), timeout=timeout)]
 
 
 def end_process(code: int) -> NoReturn:

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel, gather
 from hvdtrain.runtime.tracing.overlap import Exchange, Overlap, overlap_of
 
 SHORTEST_US = 1.0
@@ -136,8 +136,8 @@ def clock_offset(
     control.exchange(b"", timeout=timeout)
     for _ in range(ROUNDS):
         entered = clock()
-        roots = control.exchange(json.dumps(clock()).encode(), timeout=timeout)
-        readings.append(Reading(before, clock(), json.loads(roots[0])))
+        roots = gather(control, clock(), timeout=timeout)
+        readings.append(Reading(before, clock(), roots[0]))
         before = entered
     return Offset(0.0, 0.0) if hosts[0] == host.encode() else offset_of(readings)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.observability import TraceConfig
-from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel, gather
 from hvdtrain.runtime.hang.signs import Activity, Phase
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.tracing.merge import PARTS, Offset, clock_offset, merge_parts, parts_folder
@@ -112,8 +112,7 @@ class Trace:
 
     def _agree_on_shift(self, control: ControlChannel, host: str) -> None:
         """Take the difference of the wall clock and the steady one from the first rank of this host."""
-        mine = json.dumps([host, _wall_minus_monotonic()]).encode()
-        shifts = [json.loads(message) for message in control.exchange(mine, timeout=TIMEOUT_S)]
+        shifts = gather(control, [host, _wall_minus_monotonic()], timeout=TIMEOUT_S)
         self._shift = next(shift for name, shift in shifts if name == host)
 
     def _header(self, offset: Offset) -> dict[str, Any]:
@@ -188,10 +187,10 @@ class Trace:
             LOGGER.warning(f"there was no step {steps[0]}: nothing was profiled.")
         self.close()
         mine = {path.name: path.read_text(encoding="utf-8") for path in self._own_parts()}
-        everyone = control.exchange(json.dumps(mine).encode(), timeout=TIMEOUT_S)
+        everyone = gather(control, mine, timeout=TIMEOUT_S)
         if control.rank == 0:
-            for message in everyone:
-                for name, text in json.loads(message).items():
+            for theirs in everyone:
+                for name, text in theirs.items():
                     (self._folder / Path(name).name).write_text(text, encoding="utf-8")
             for rank, overlap in merge_parts(self.config.timeline).items():
                 LOGGER.info(f"{rank}: {overlap}")

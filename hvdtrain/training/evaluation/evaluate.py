@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.backends.replicas import ForEachReplica
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
@@ -59,11 +59,11 @@ def give_first_weights(tensors: Mapping[str, tf.Variable], backend: Backend) -> 
         return along_tp
     held = held_apart(tensors)
     shared = {path: tensor for path, tensor in tensors.items() if path not in held}
-    mine = b"".join(checksum(each).to_bytes(4, "big") for each in (shared, held))
+    mine = [checksum(each) for each in (shared, held)]
     # A rank may come late: it loads its data.
-    everyone = backend.gather_bytes(mine, timeout=None, among="replicas")
+    everyone = gather(backend, mine, timeout=None, among="replicas")
     parts = backend.along("ep").size if held else 1
-    if all(theirs == everyone[0][:4] + everyone[rank % parts][4:] for rank, theirs in enumerate(everyone)):
+    if all(theirs == [everyone[0][0], everyone[rank % parts][1]] for rank, theirs in enumerate(everyone)):
         return along_tp
     backend.broadcast(shared)
     if held:
@@ -78,7 +78,7 @@ def _give_along_tp(tensors: Mapping[str, tf.Variable], backend: Backend) -> bool
     # Not for optimizer slots, whose variables may be sharded.
     placements = {path: placement_of(tensor) for path, tensor in tensors.items() if path.startswith(WEIGHTS)}
     whole = {path: tensors[path] for path, placed in placements.items() if placed is None or "tp" not in placed.axes}
-    if len(set(backend.gather_bytes(checksum(whole).to_bytes(4, "big"), timeout=None, among="tp"))) == 1:
+    if len(set(gather(backend, checksum(whole), timeout=None, among="tp"))) == 1:
         return False
     backend.broadcast(whole, among="tp")
     return True

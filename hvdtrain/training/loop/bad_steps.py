@@ -1,12 +1,11 @@
 """Policy for bad steps (NaN, Inf, loss spikes): report, count, then raise, skip or roll back."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import BadStepError, NonFiniteError, opt
 from hvdtrain.config.training import BadStepConfig
 from hvdtrain.observability.wording import plural
@@ -15,7 +14,6 @@ from hvdtrain.training.loop.loss_monitor import BadStep
 
 NAMED = 3
 """Bad steps named individually per read of the totals."""
-TIMEOUT_S = 600.0
 ADVICE = f"A lower {opt('learning_rate')}, a warm-up or {opt('clip_norm')} may help."
 
 
@@ -101,8 +99,7 @@ class BadStepPolicy:
     def _causes(self, bad: Sequence[BadStep]) -> list[str]:
         """Describe why each step is bad, gathered from all ranks. Collective."""
         paths = list(self._state.trainable)
-        mine = json.dumps([_found_here(step.here, paths) for step in bad]).encode()
-        everyone = [json.loads(text) for text in self._backend.gather_bytes(mine, timeout=TIMEOUT_S)]
+        everyone = gather(self._backend, [_found_here(step.here, paths) for step in bad])
         return [_cause(step, [theirs[place] for theirs in everyone]) for place, step in enumerate(bad)]
 
 

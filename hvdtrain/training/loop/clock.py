@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 
 HAND_OVER_S = 5e-4
 """Taking a ready batch of digits takes 0.28 to 0.43 ms (2 cores, 10th to 90th percentile of 380)."""
@@ -105,7 +105,6 @@ WAITING_SHARE = 0.05
 """Fraction of the time spent waiting for data above which a warning is given."""
 ENOUGH_STEPS = 30
 """Steady steps needed for a reliable fraction: of 3, one late batch makes 7 %."""
-TIMEOUT_S = 600.0
 
 
 class WaitingWatch:
@@ -129,8 +128,7 @@ class WaitingWatch:
         if self._told or self._clock.steady_steps < self._next:
             return None
         self._next = 2 * self._clock.steady_steps
-        mine = repr(self._clock.waiting_share()).encode()
-        shares = [float(share) for share in self._backend.gather_bytes(mine, timeout=TIMEOUT_S)]
+        shares = gather(self._backend, self._clock.waiting_share())
         said = waiting_warning(shares, self._remedy)
         self._told = said is not None
         return said

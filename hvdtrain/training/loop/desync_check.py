@@ -6,17 +6,16 @@ evaluation and save. So is everything under a rule whose weights agree only betw
 (`UpdateRule.weights_agree`).
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import DesyncError, opt
 from hvdtrain.state.hashes import TensorHashes
-from hvdtrain.state.holders import TIMEOUT_S, Holders
+from hvdtrain.state.holders import Holders
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -84,14 +83,13 @@ class DesyncCheck:
             raise DesyncError(_message_of_gradients(where, self._most_apart(apart)))
 
     def _threads_of_all(self) -> list[int]:
-        mine = str(tf.config.threading.get_intra_op_parallelism_threads())
-        return [int(text) for text in self._backend.gather_bytes(mine.encode(), timeout=TIMEOUT_S)]
+        return gather(self._backend, tf.config.threading.get_intra_op_parallelism_threads())
 
     def _most_apart(self, mine: Mapping[str, float]) -> dict[str, float]:
         """Return the deviations of all ranks by path, largest first. Collective."""
         found: dict[str, float] = {}
-        for text in self._backend.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S):
-            for path, deviation in json.loads(text).items():
+        for theirs in gather(self._backend, mine):
+            for path, deviation in theirs.items():
                 found[path] = max(deviation, found.get(path, 0.0))
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 

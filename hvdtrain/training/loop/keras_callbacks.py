@@ -1,6 +1,5 @@
 """Keras callbacks in the training loop, through Keras' CallbackList."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras import is_default_hook, profiles_batches
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.optim.precision import has_dynamic_scale
@@ -87,7 +86,6 @@ WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBo
 RATE_SETTERS = (_callbacks.ReduceLROnPlateau, _callbacks.LearningRateScheduler)
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
-AGREEMENT_TIMEOUT_S = 600.0
 
 
 class CallbackNeeds(NamedTuple):
@@ -108,8 +106,7 @@ def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
         batches=any(map(_asks_for_batches, flat)),
         test_batches=any(map(_asks_for_test_batches, flat)),
     )
-    gathered = backend.gather_bytes(json.dumps(mine._asdict()).encode(), timeout=AGREEMENT_TIMEOUT_S)
-    everyone = [json.loads(needs) for needs in gathered]
+    everyone = gather(backend, mine._asdict())
     return CallbackNeeds(**{name: any(needs[name] for needs in everyone) for name in CallbackNeeds._fields})
 
 

@@ -1,18 +1,16 @@
 """Hooks that save a training, on disk or in memory, with the complete state."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.checkpoint import BestMetric
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.logs import LOGGER
-from hvdtrain.state.holders import TIMEOUT_S
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.hooks import EPOCH_ENDS, MEASURED, Actions, Outcome, StepEnd
@@ -71,11 +69,11 @@ def those_of_rank_0(figures: Mapping[str, Any], backend: Backend) -> dict[str, A
     """
     if not {"tp", "pp"} & set(backend.axes):
         return dict(figures)
-    mine = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in figures.items()}
-    first, *_ = backend.gather_bytes(json.dumps(mine, default=float).encode(), timeout=TIMEOUT_S)
+    mine = {name: np.asarray(value).tolist() for name, value in figures.items()}
+    first, *_ = gather(backend, mine)
     return {
         name: np.array(value, figures[name].dtype) if isinstance(value, list) else value
-        for name, value in json.loads(first).items()
+        for name, value in first.items()
     }
 
 

@@ -4,7 +4,7 @@ import itertools
 import json
 from typing import Any
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.experts import expert_layers
@@ -21,7 +21,6 @@ from hvdtrain.training.pipelined.tied import gather_divided, share_tied_weights
 from hvdtrain.training.step.own.train_step import has_own_step
 
 AXIS = "pp"
-_TIMEOUT_S = 600.0
 
 
 def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = False) -> Any:
@@ -139,7 +138,7 @@ def _agree(stage: PipelineStage, backend: Backend) -> None:
     weights = {path: [str(v.dtype), *placed_tensor(v).global_shape] for path, v in _weights(stage).items()}
     division = division_of(stage.whole.model)
     mine = json.dumps([cut.bounds, weights, division and [*division.places.values()]])
-    everyone = [text.decode() for text in backend.gather_bytes(mine.encode(), timeout=_TIMEOUT_S)]
+    everyone = gather(backend, mine)
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
         raise ConfigError(

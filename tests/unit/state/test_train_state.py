@@ -207,7 +207,7 @@ def test_a_hash_that_all_ranks_have_is_agreed():
 def test_ranks_that_drifted_are_named():
     state = state_of()
     with pytest.raises(DesyncError, match=r"rank 2 differ from those of rank 0.*2 of 4 ranks differ"):
-        state.agreed_hash(Answering([None, None, b"x" * 64, b"y" * 64]))
+        state.agreed_hash(Answering([None, None, json.dumps("x" * 64), json.dumps("y" * 64)]))
 
 
 def test_the_first_rank_alone_sends_its_scalars():

@@ -41,7 +41,7 @@ class Rank:
         self.everyone = self
         self._ranks = ranks
 
-    def gather_bytes(self, payload, *, timeout):
+    def gather_bytes(self, payload, *, timeout, among="job"):
         return self._ranks.together(self.rank, payload)
 
     def run(self, step):

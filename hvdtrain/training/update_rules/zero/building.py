@@ -5,7 +5,6 @@ before the next one; a rank keeps its shard. A read re-runs the initializer; of 
 only the shard is kept.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras_variables import declared_dtype, making_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.state.initial_values import repeats
@@ -22,8 +21,6 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.update_rules.zero.initial_slice import InitialSlice, initial_slice_of
 from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES, flat_slice, stays_whole
-
-_TIMEOUT_S = 600.0
 
 
 def built_as_slices(build: Callable[[], Any], backend: Backend) -> Any:
@@ -121,8 +118,7 @@ def _agree(made: Sequence[InitialSlice], backend: Backend) -> None:
         ConfigError: ranks that create other variables, or assign other values.
     """
     mine = [[_kind(each), each.checksum, each.seed] for each in made]
-    everyone = backend.gather_bytes(json.dumps(mine).encode(), timeout=_TIMEOUT_S, among="replicas")
-    facts = [json.loads(text) for text in everyone]
+    facts = gather(backend, mine, among="replicas")
     for rank, theirs in enumerate(facts):
         if [kind for kind, *_ in theirs] != [kind for kind, *_ in facts[0]]:
             raise ConfigError(

@@ -115,7 +115,7 @@ class SecondOfTwo:
     def __init__(self, first):
         self._first = first
 
-    def gather_bytes(self, payload, *, timeout):
+    def gather_bytes(self, payload, *, timeout, among="job"):
         return [self._first(payload), payload]
 
 
