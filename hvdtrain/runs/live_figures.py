@@ -26,7 +26,7 @@ def run_figures(trainer: Trainer, folder: RunFolder, session: Session) -> Callab
             found["checkpoint_step"] = step_of(saved[-1])
         slow = session.link.stragglers.latest if session.link.stragglers is not None else None
         if slow is not None:
-            found |= {"slowest_rank": slow[0], "slowest_rank_own_seconds": slow[1].step_ms / 1000.0}
+            found |= {"slowest_rank": slow.rank, "slowest_rank_own_seconds": slow.own_ms / 1000.0}
         return found
 
     return figures

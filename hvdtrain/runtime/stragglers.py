@@ -1,68 +1,88 @@
-"""Finds a rank that is persistently slower than the others, from what the ranks post on the status board.
+"""Find the rank for which the others wait, from the time that each rank spends alone in its steps.
 
-In synchronous training all steps take as long as the slowest rank's. What differs is how much of that time a rank
-works: the others wait for the slow one. Once a second each rank looks whether one of its threads runs.
+In synchronous training all steps take as long as the slowest rank's. Ranks differ in the time between their steps, and
+in the share of the time within them in which their threads run: the watchdog looks once a second.
 """
 
 import json
+import math
 import statistics
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.compat.tensorflow import is_compute_thread
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.hang.signs import Activity
-from hvdtrain.runtime.logs import say
+from hvdtrain.runtime.hang.signs import Activity, Block
+from hvdtrain.runtime.logs import LOGGER
 
+FEWEST_BLOCKS = 4
+APART = 0.1
+"""A rank is named that costs the others a tenth of a step …"""
+MOSTLY = 0.75
+"""… in so many of the blocks: one long pause on a rank is chance."""
+FEWEST_LOOKS = 30
+"""Looks, one a second, from which the share is believed in which a rank computed within its steps."""
+WINDOW_S = 60.0
 _BOARD = "pace"
-_LOOKS = 60
-"""In a window: a share of them is right to 0.06 (one standard deviation at worst)."""
-_APART = 0.2
-"""A rank is slow that works for a larger share of the time than the median rank, by so much …"""
-_WINDOWS = 3
-"""… in so many windows in a row. By chance that comes once in 500,000."""
 _MEASURED = ("step", "loading", "callbacks")
+_SURE = 5.0
+"""Standard errors by which shares must differ in a look that is repeated every minute; one at the end: 3."""
+
+
+@dataclass
+class RankTimes:
+    """Where the time of one rank went."""
+
+    host: str
+    blocks: list[Block] = field(default_factory=list)
+    looks: int = 0
+    """At the rank within its steps."""
+    working: int = 0
+    """Looks at which it computed."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the times in JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "RankTimes":
+        """Return the times from `as_dict`."""
+        return cls(**{**values, "blocks": [Block(**block) for block in values["blocks"]]})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
-    """How one rank worked in a window."""
+class SlowRank:
+    """A rank for which the others wait."""
 
-    window: int
+    rank: int
     host: str
-    working: float
-    """Share of the looks at which it worked."""
-    steps: int
-    seconds: float
+    own_ms: float
+    """What it does alone in a step, in ms."""
+    others_ms: float
+    """What the others do, the median."""
+    share: float
+    """Share of a step for which the others wait for it."""
 
-    @property
-    def step_ms(self) -> float:
-        """The rank's own time for a step, without that in which it waited for others."""
-        return 1000.0 * self.seconds * self.working / self.steps
-
-    def encode(self) -> bytes:
-        """Return the pace as bytes."""
-        return json.dumps(vars(self)).encode()
-
-    @classmethod
-    def decode(cls, message: bytes) -> "Pace":
-        """Return the pace of a message."""
-        return cls(**json.loads(message))
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, as in `summary.json`."""
+        return asdict(self)
 
 
 class StragglerWatch:
-    """Counts when this rank works and, on rank 0, names a rank that is slower than the others.
+    """Counts when this rank works and, on rank 0, warns once of a rank that is slower than the others.
 
     Args:
         control: the channel with the status board.
-        activity: what training says of this rank.
+        activity: this rank's.
         host: this rank's host name.
-        works: tells whether a thread of this rank works just now.
-        tell: tells the user.
+        works: whether a thread of this rank works just now.
+        warn: called with the warning.
     """
 
     ends_job = False
@@ -74,91 +94,126 @@ class StragglerWatch:
         host: str,
         *,
         works: Callable[[], bool] | None = None,
-        tell: Callable[[str], object] = say,
+        warn: Callable[[str], object] = LOGGER.warning,
     ) -> None:
         self._control = control
         self._activity = activity
         self._host = host
         self._works = works or any_thread_runs
-        self._tell = tell
-        self._window = self._judged = 0
-        self._slow: list[int | None] = []
-        self._told: set[int] = set()
-        self.latest: tuple[int, Pace] | None = None
-        """On rank 0: the rank that was slower than the others in the last minute, with its pace; None: none was."""
-        self._begin(0.0)
-
-    def _begin(self, now: float) -> None:
-        self._since, self._last, self._first_step = now, now, self._activity.step
-        self._looks = self._working = 0
+        self._warn = warn
+        self._looked = self._since = -math.inf
+        self._before = Block()
+        self._windows: deque[tuple[Block, int, int]] = deque(maxlen=FEWEST_BLOCKS)
+        self._looks_before = (0, 0)
+        self._named: set[int] = set()
+        self.latest: SlowRank | None = None
+        """On rank 0: the rank that was slower than the others in the last minutes."""
 
     def look(self, now: float) -> None:
         """Look once, at the time `now` in seconds; more often than once a second counts as one."""
-        if self._activity.phase not in _MEASURED:
+        activity = self._activity
+        if activity.phase not in _MEASURED or now - self._looked < 0.9:
             return
-        if not self._looks or now - self._last > 10.0:
-            self._begin(now)
-        elif now - self._last < 0.9:
-            return
-        self._last = now
-        self._looks += 1
-        in_step = self._activity.phase == "step"
-        works = not in_step or self._works()
-        self._working += works
-        if in_step:
-            self._activity.note_look(works)
-        if self._looks >= _LOOKS:
-            self._end_window(now)
-
-    def _end_window(self, now: float) -> None:
-        steps = (self._activity.step or 0) - (self._first_step or 0)
-        if steps > 0:
-            self._window += 1
-            pace = Pace(
-                window=self._window,
-                host=self._host,
-                working=self._working / self._looks,
-                steps=steps,
-                seconds=now - self._since,
-            )
+        if now - self._looked > 10.0:
+            self._since = now
+        self._looked = now
+        if activity.phase == "step":
+            activity.note_look(self._works())
+        if now - self._since >= WINDOW_S:
+            self._since = now
             with suppress(LaunchError):
-                self._control.post(_BOARD, pace.encode())
-                if self._control.rank == 0:
-                    self._judge(self._control.read(_BOARD))
-        self._begin(now)
+                self._end_window()
 
-    def _judge(self, messages: Mapping[int, bytes]) -> None:
-        """Name the slow rank, once, where it was the same in several windows in a row."""
-        paces = {rank: Pace.decode(message) for rank, message in sorted(messages.items())}
-        if len(paces) < self._control.size:
-            return
-        self._slow = [*self._slow, slowest(list(paces.values()))][-_WINDOWS:]
-        rank = self._slow[-1]
-        self.latest = None if rank is None else (rank, paces[rank])
-        if rank is not None and self._slow == [rank] * _WINDOWS and rank not in self._told:
-            self._told.add(rank)
-            self._tell(f"hvdtrain: warning: {describe(rank, paces)}")
+    def _end_window(self) -> None:
+        """Post the last windows; judge those of all ranks on rank 0."""
+        activity = self._activity
+        total, looks = activity.times.total(), (activity.looks, activity.working_looks)
+        before, self._before = self._before, total
+        counted, self._looks_before = self._looks_before, looks
+        if total.steps < before.steps or looks < counted:  # another training
+            self._windows.clear()
+        elif total.steps > before.steps:
+            window = Block(total.steps - before.steps, total.outside - before.outside, total.inside - before.inside)
+            self._windows.append((window, looks[0] - counted[0], looks[1] - counted[1]))
+            blocks, seen, worked = zip(*self._windows, strict=True)
+            times = RankTimes(self._host, list(blocks), sum(seen), sum(worked))
+            self._control.post(_BOARD, json.dumps(times.as_dict()).encode())
+            if self._control.rank == 0:
+                messages = self._control.read(_BOARD)
+                self._judge([RankTimes.of(json.loads(messages[rank])) for rank in sorted(messages)])
+
+    def _judge(self, times: Sequence[RankTimes]) -> None:
+        slow = slowest_rank(times, sure=_SURE) if len(times) == self._control.size else None
+        self.latest = slow
+        if slow is not None and slow.rank not in self._named:
+            self._named.add(slow.rank)
+            self._warn(
+                f"rank {slow.rank} ({slow.host}) is slower than the others, which wait for it: {slow.own_ms:.1f} ms of "
+                f"its own in each step, against {slow.others_ms:.1f} ms (median). Look for other programs, a slower or "
+                "hotter machine, or callbacks and data of this rank alone."
+            )
 
 
-def slowest(paces: Sequence[Pace]) -> int | None:
-    """Return the rank for which the others wait, if there is one; `paces` are those of all ranks."""
-    rank = max(range(len(paces)), key=lambda each: paces[each].working)
-    others = [pace.working for each, pace in enumerate(paces) if each != rank]
-    return rank if paces[rank].working - statistics.median(others) >= _APART else None
+def slowest_rank(times: Sequence[RankTimes], *, sure: float = 3.0) -> SlowRank | None:
+    """Return the rank that costs the others a tenth of their time or more, throughout; None if there is none.
 
-
-def describe(rank: int, paces: Mapping[int, Pace]) -> str:
-    """Return what the user is told of a slow rank."""
-    others = statistics.median(pace.step_ms for each, pace in paces.items() if each != rank)
-    return (
-        f"rank {rank} ({paces[rank].host}) is slower than the others, which wait for it: {paces[rank].step_ms:.1f} ms "
-        f"of its own in each step, against {others:.1f} ms (median). Look for other programs, a slower or hotter "
-        "machine, or callbacks and data of this rank alone."
+    Args:
+        times: of all ranks, in rank order.
+        sure: standard errors by which the shares of looks at which ranks compute must differ.
+    """
+    blocks = list(zip(*(rank.blocks for rank in times), strict=False))
+    if len(times) < 2 or len(blocks) < FEWEST_BLOCKS:
+        return None
+    shares = _believable_shares(times, sure)
+    slow = [_slowest(_own_times(block, shares), block) for block in blocks]
+    rank = statistics.mode(slow)
+    if rank is None or slow.count(rank) < MOSTLY * len(slow):
+        return None
+    whole = [Block.sum_of(each.blocks) for each in times]
+    own = _own_times(whole, shares)
+    others = _others(own, rank)
+    share = (own[rank] - others) / _step_seconds(whole)
+    return SlowRank(
+        rank=rank, host=times[rank].host, own_ms=1000.0 * own[rank], others_ms=1000.0 * others, share=min(1.0, share)
     )
 
 
+def _believable_shares(times: Sequence[RankTimes], sure: float) -> list[float] | None:
+    """Return the shares in which ranks compute within steps; None where they differ no more than by chance."""
+    looks = min(each.looks for each in times)
+    if looks < FEWEST_LOOKS:
+        return None
+    shares = [each.working / each.looks for each in times]
+    chance = sure * math.sqrt(2 * 0.25 / looks)
+    return shares if max(shares) - statistics.median(shares) > chance or max(shares) - min(shares) > chance else None
+
+
+def _own_times(block: Sequence[Block], shares: Sequence[float] | None) -> list[float]:
+    """Return each rank's own seconds per step.
+
+    If compute fractions are unknown, all ranks are assumed to compute as long as the fastest one is in its steps; the
+    rest is waiting.
+    """
+    inside = [each.inside / each.steps for each in block]
+    computing = [min(inside)] * len(inside) if shares is None else [a * b for a, b in zip(inside, shares, strict=True)]
+    return [each.outside / each.steps + own for each, own in zip(block, computing, strict=True)]
+
+
+def _slowest(own: Sequence[float], block: Sequence[Block]) -> int | None:
+    rank = max(range(len(own)), key=lambda each: own[each])
+    return rank if own[rank] - _others(own, rank) >= APART * _step_seconds(block) else None
+
+
+def _others(own: Sequence[float], rank: int) -> float:
+    return statistics.median(seconds for each, seconds in enumerate(own) if each != rank)
+
+
+def _step_seconds(block: Sequence[Block]) -> float:
+    return max((each.outside + each.inside) / each.steps for each in block)
+
+
 def any_thread_runs() -> bool:
-    """Tell whether the main thread, or one of TensorFlow's, runs, wants to run, or waits for a disk."""
+    """Return whether the main thread, or one of TensorFlow's, runs, wants to run, or waits for a disk."""
     main = threading.main_thread().native_id
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError, IndexError):  # a thread that has just ended

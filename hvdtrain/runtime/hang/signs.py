@@ -7,7 +7,7 @@ signs.
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,75 @@ from typing import Literal
 from hvdtrain.compat.tensorflow import is_compute_thread
 
 Phase = Literal["", "loading", "compiling", "step", "callbacks", "evaluation", "saving"]
+
+WARM_UP_STEPS = 5
+"""Steps at the start that do not count: they compile, and fill buffers."""
+MOST_BLOCKS = 16
+"""Blocks of steps that are kept; when there are more, two become one, so that memory does not grow."""
+FIRST_BLOCK_STEPS = 4
+
+
+@dataclass
+class Block:
+    """Consecutive steps of one rank."""
+
+    steps: int = 0
+    outside: float = 0.0
+    """Seconds between steps: reading data, callbacks."""
+    inside: float = 0.0
+    """Seconds in steps, including waits for other ranks."""
+
+    def add(self, other: "Block") -> None:
+        """Merge `other`."""
+        self.steps += other.steps
+        self.outside += other.outside
+        self.inside += other.inside
+
+    @classmethod
+    def sum_of(cls, blocks: Iterable["Block"]) -> "Block":
+        """Return the sum of `blocks`."""
+        total = cls()
+        for block in blocks:
+            total.add(block)
+        return total
+
+
+class StepTimer:
+    """Records the durations of this rank's steps and of the time between.
+
+    Steps after a measured step do not count: ranks synchronize between them.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._size = FIRST_BLOCK_STEPS
+        self._ended: float | None = None
+        self.blocks: list[Block] = []
+
+    def pause(self) -> None:
+        """Exclude the time until the next step."""
+        self._ended = None
+
+    def note(self, begin: float, end: float) -> None:
+        """Record a step from `begin` to `end`, in seconds of one clock."""
+        before, self._ended = self._ended, end
+        self._seen += 1
+        if before is None or self._seen <= WARM_UP_STEPS:
+            return
+        if not self.blocks or self.blocks[-1].steps == self._size:
+            self._open_block()
+        self.blocks[-1].add(Block(1, begin - before, end - begin))
+
+    def _open_block(self) -> None:
+        if len(self.blocks) == MOST_BLOCKS:
+            pairs = zip(self.blocks[::2], self.blocks[1::2], strict=True)
+            self.blocks = [Block.sum_of(pair) for pair in pairs]
+            self._size *= 2
+        self.blocks.append(Block())
+
+    def total(self) -> Block:
+        """Return the sum of all steps; for any thread."""
+        return Block.sum_of(list(self.blocks))
 
 
 class Activity:
@@ -34,6 +103,8 @@ class Activity:
         """Looks at this rank within its steps, about one a second."""
         self.working_looks = 0
         """Those at which it computed."""
+        self.times = StepTimer()
+        """The times of its steps."""
         self.exit = ""
         """The exit by which the script left, "sys.exit(0) at train.py:12", once it has; empty where it returned."""
 
@@ -42,6 +113,7 @@ class Activity:
         """Context of a training, after which nothing is known of what the script does."""
         self.reads, self.longest_read = 0, 0.0
         self.looks = self.working_looks = 0
+        self.times = StepTimer()
         try:
             yield
         finally:

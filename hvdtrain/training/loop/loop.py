@@ -14,7 +14,6 @@ from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.hooks import Hook, Outcome, StepEnd, When
-from hvdtrain.training.loop.rank_times import StepTimer
 from hvdtrain.training.step.result import CompiledStep
 
 
@@ -96,7 +95,6 @@ class TrainingLoop:
         self._before: list[Callable[[StepEnd], None]] = []
         self._roll_back: list[Callable[[], None]] = []
         self.clock = StepClock(data.batch, overlapping=backend.capabilities.asynchronous)
-        self.timer = StepTimer()
 
     def add_hook(self, hook: Hook, when: When, *, roll_back: Callable[[], None] | None = None) -> None:
         """Call `hook` after the steps of `when`, after previously added hooks.
@@ -129,7 +127,7 @@ class TrainingLoop:
             activity.phase = "compiling" if step.first else "step"
             begin = time.perf_counter()
             step.result = self._step(batch, measure=step.measured)
-            self.timer.note(begin, time.perf_counter())
+            activity.times.note(begin, time.perf_counter())
             self.clock.tick(waited=step.measured)
             activity.phase = "callbacks"
             scalars.advance(self._data.steps_per_epoch)
@@ -152,7 +150,7 @@ class TrainingLoop:
     def _resume_clocks(self) -> None:
         """Exclude the time since the last step, in which ranks may have synchronized."""
         self.clock.resume()
-        self.timer.pause()
+        self._activity.times.pause()
 
     def _next(self) -> StepEnd:
         """Return the next step's position in the run."""

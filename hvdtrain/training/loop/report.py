@@ -5,12 +5,12 @@ from typing import Any
 
 from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, StepRecord
 from hvdtrain.observability.summary import median_p90
+from hvdtrain.runtime.stragglers import SlowRank
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.loop.loss_monitor import LossMonitor
-from hvdtrain.training.loop.rank_times import SlowRank
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.objective.metrics import figure_of
 from hvdtrain.training.step.result import CompiledStep, Measured

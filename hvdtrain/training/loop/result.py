@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdtrain.observability.events import EvaluationRecord
 from hvdtrain.observability.wording import with_loss
-from hvdtrain.training.loop.rank_times import SlowRank
+from hvdtrain.runtime.stragglers import SlowRank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.training import DESYNC_EVERY, BadStepConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
@@ -12,6 +12,7 @@ from hvdtrain.observability.events import Observer
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.runtime.session import activity_of_rank, host_name
 from hvdtrain.runtime.stopping import StopAgreement
+from hvdtrain.runtime.stragglers import RankTimes, SlowRank, slowest_rank
 from hvdtrain.state.placement import is_split
 from hvdtrain.state.scalars import Progress
 from hvdtrain.state.train_state import TrainState
@@ -22,7 +23,6 @@ from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS
 from hvdtrain.training.loop.keras_callbacks import callbacks_of_all, refuse_copies_of_slices, refuse_saves_within_epochs
 from hvdtrain.training.loop.loop import Plan, TrainingLoop
 from hvdtrain.training.loop.loss_monitor import LossMonitor
-from hvdtrain.training.loop.rank_times import find_slowest_rank
 from hvdtrain.training.loop.report import TrainingReport
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.loop.saving_hooks import SavingHooks, begin_best, note_best, those_of_rank_0
@@ -180,15 +180,22 @@ class StandardTraining:
     def result(self, *, wall_seconds: float) -> FitResult:
         """Return the result of the training. Collective."""
         history = None if self._callbacks is None else self._callbacks.history
-        slowest = find_slowest_rank(self._backend, self.loop.timer, self._activity, host_name())
         return self._report.result(
             self._state.scalars,
             self._steps_per_epoch,
             wall_seconds=wall_seconds,
             history=history,
             guarded=self._rule.guard is not None,
-            slowest=slowest,
+            slowest=self._slowest_rank(),
         )
+
+    def _slowest_rank(self) -> SlowRank | None:
+        """Compare what the ranks did alone in their steps. Collective."""
+        if self._backend.job_size == 1 or self._backend.capabilities.asynchronous:
+            return None
+        activity = self._activity
+        mine = RankTimes(host_name(), activity.times.blocks, activity.looks, activity.working_looks)
+        return slowest_rank([RankTimes.of(theirs) for theirs in gather(self._backend, mine.as_dict())])
 
     def _begin_step(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"
