@@ -29,6 +29,7 @@ NOT_RUN = {
     "horovodrun --gloo -np 2 python script.py": "as with MPI; tests/distributed has Gloo",
     "mpirun -np 2 python script.py": "test_snippets.py runs the pages under mpirun",
     "pip install 'tf_keras>=2.21,<2.22'": "it is among the test packages",
+    "pip install 'hvdtrain[migrate]'": "it is among the test packages",
     "python -m hvdtrain doctor --script train.py": "tests/entry/test_migration.py",
     "python -m hvdtrain doctor --script train.py --write": "tests/entry/test_migration.py",
     "python -m hvdtrain doctor --script . --all": "tests/entry/test_migration.py",
