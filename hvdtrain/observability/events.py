@@ -183,7 +183,6 @@ class BaseObserver:
 
     @property
     def output(self) -> str:
-        """See `Observer`."""
         return type(self).__name__
 
     def on_start(self, info: RunInfo) -> None:
@@ -236,23 +235,18 @@ class Observers(BaseObserver):
             self._each(lambda observer: observer.on_progress(step))
 
     def on_step(self, record: StepRecord) -> None:
-        """Pass a logged step on to every observer."""
         self._each(lambda observer: observer.on_step(record))
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Pass an evaluation on to every observer."""
         self._each(lambda observer: observer.on_evaluation(record))
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """Pass the end of an epoch on to every observer."""
         self._each(lambda observer: observer.on_epoch(record))
 
     def on_message(self, text: str) -> None:
-        """Pass a message on to every observer."""
         self._each(lambda observer: observer.on_message(text))
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Pass the summary on to every observer."""
         self._each(lambda observer: observer.on_end(summary))
 
     def close(self) -> None:

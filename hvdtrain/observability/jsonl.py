@@ -33,7 +33,6 @@ class JsonlWriter(BaseObserver):
 
     @property
     def output(self) -> str:
-        """See `Observer`."""
         return str(self._path)
 
     def on_start(self, info: RunInfo) -> None:
@@ -43,19 +42,15 @@ class JsonlWriter(BaseObserver):
         self._file = self._path.open("ab", buffering=0)
 
     def on_step(self, record: StepRecord) -> None:
-        """Write a line of kind ``step``."""
         self._write(flat_record("step", record))
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Write a line of kind ``evaluation``."""
         self._write(flat_record("evaluation", record))
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """Write a line of kind ``epoch``."""
         self._write({"kind": "epoch", "step": record.step, "epoch": record.epoch} | dict(record.figures))
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
 

@@ -37,7 +37,6 @@ class StatusBoard:
         self._entries: dict[int, _Entries] = {rank: _Entries()}
 
     def post(self, key: str, value: bytes) -> None:
-        """See `ControlChannel.post`."""
         with self._lock:
             mine = self._entries[self._rank].with_post(key, value)
             self._entries[self._rank] = mine
@@ -45,7 +44,6 @@ class StatusBoard:
             self._transport.post(mine.version.to_bytes(_VERSION_BYTES, "big") + message)
 
     def read(self, key: str) -> dict[int, bytes]:
-        """See `ControlChannel.read`."""
         with self._lock:
             for rank, message in self._transport.posted().items():
                 with contextlib.suppress(LaunchError):  # forged: as if it had not come

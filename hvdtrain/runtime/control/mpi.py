@@ -184,35 +184,29 @@ class MpiTransport:
         self._taking_posts = threading.Lock()
 
     def send(self, sequence: int, message: bytes) -> None:
-        """See `Transport.send`."""
         self._send(message, 0, self._tag(sequence))
 
     def received(self, rank: int, sequence: int) -> bytes | None:
-        """See `Transport.received`."""
         return self._receive(rank, self._tag(sequence))[1]
 
     def publish(self, sequence: int, message: bytes, ranks: Collection[int]) -> None:
-        """See `Transport.publish`."""
         for rank in ranks:
             self._send(message, rank, self._tag(sequence))
 
     def published(self, sequence: int) -> bytes | None:
-        """See `Transport.published`."""
         return self._receive(0, self._tag(sequence))[1]
 
     def finish(self, sequence: int, deadline: float) -> None:
-        """See `Transport.finish`: a long message leaves only while its sender calls MPI."""
+        # A long message leaves only while its sender calls MPI.
         self._push(deadline)
 
     def send_failure(self, message: bytes) -> None:
-        """See `Transport.send_failure`."""
         for rank in range(self._size):
             if rank != self._rank:
                 self._send(message, rank, _FAILURE_TAG)
         self._push(time.monotonic() + _SECONDS_TO_REPORT)
 
     def received_failures(self, known: Collection[int]) -> dict[int, bytes]:
-        """See `Transport.received_failures`."""
         self.posted()  # the watchdog looks all the time: posts that nobody reads do not pile up within MPI
         came: dict[int, bytes] = {}
         for rank, message in self._arrived(_FAILURE_TAG):
@@ -220,14 +214,13 @@ class MpiTransport:
         return came
 
     def post(self, message: bytes) -> None:
-        """See `BoardTransport.post`."""
         for rank in range(self._size):
             if rank != self._rank:
                 self._send(message, rank, _BOARD_TAG)
         self._still_unsent()
 
     def posted(self) -> dict[int, bytes]:
-        """See `BoardTransport.posted`; of each rank the last one that came."""
+        # Of each rank the last one that came.
         with self._taking_posts:
             self._posted.update(self._arrived(_BOARD_TAG))
             return dict(self._posted)

@@ -117,11 +117,9 @@ class RootedChannel:
 
     @property
     def unanswered_s(self) -> float:
-        """See `ControlChannel.unanswered_s`."""
         return self._unanswered.seconds
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
-        """See `ControlChannel.exchange`."""
         return self._exchange(payload, timeout)
 
     def greet(self, payload: bytes, *, timeout: float) -> list[bytes]:
@@ -132,27 +130,22 @@ class RootedChannel:
         return self._exchange(payload, timeout, refuse_stale=False)
 
     def barrier(self, timeout: float, *, on_wait: OnWait | None = None) -> None:
-        """See `ControlChannel.barrier`."""
         self._exchange(b"", timeout, on_wait=on_wait)
 
     def post(self, key: str, value: bytes) -> None:
-        """See `ControlChannel.post`."""
         with self._unanswered.measured():
             self._board.post(key, value)
 
     def read(self, key: str) -> dict[int, bytes]:
-        """See `ControlChannel.read`."""
         with self._unanswered.measured():
             return self._board.read(key)
 
     def report_failure(self, text: str) -> None:
-        """See `ControlChannel.report_failure`."""
         message = self._signer.sign(text.encode(), purpose="failure", sequence=0, sender=self.rank)
         with contextlib.suppress(Exception):  # this process fails already, and for another reason
             self._transport.send_failure(message)
 
     def failures(self) -> dict[int, str]:
-        """See `ControlChannel.failures`."""
         with self._reading_failures:
             if not self._closed:
                 # The launcher may be gone; others learn of it elsewhere.
@@ -161,12 +154,10 @@ class RootedChannel:
             return dict(self._failures)
 
     def abort(self, code: int) -> NoReturn:
-        """See `ControlChannel.abort`."""
         flush_output()
         self._transport.abort(code)
 
     def close(self) -> None:
-        """See `ControlChannel.close`."""
         with self._reading_failures:
             if not self._closed:
                 self._closed = True

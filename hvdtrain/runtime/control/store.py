@@ -1,4 +1,4 @@
-"""The control channel over the HTTP store that ``horovodrun --gloo``, or rank 0 (`runtime/rendezvous`), keeps.
+"""The control channel over the HTTP store that ``horovodrun --gloo``, or rank 0 (`runtime/rendezvous.py`), keeps.
 
 The store knows PUT and GET of ``/<scope>/<key>`` (404 until written) and, from RendezvousHandler on, DELETE.
 A Horovod without the patch `store-token` takes them from everybody: every message is signed. Horovod's own client
@@ -152,13 +152,12 @@ class StoreTransport:
         self._next_asked = 0
 
     def send(self, sequence: int, message: bytes) -> None:
-        """See `Transport.send`; the part of the exchange before was read, as its answer shows."""
+        # The part of the exchange before was read, as its answer shows.
         self._store.put(self._scope, f"part-{sequence}-{self._rank}", message)
         if sequence > 0:
             self._store.delete(self._scope, f"part-{sequence - 1}-{self._rank}")
 
     def received(self, rank: int, sequence: int) -> bytes | None:
-        """See `Transport.received`."""
         key = f"part-{sequence}-{rank}"
         message = self._store.get(self._scope, key)
         if self._consume and message is not None:
@@ -166,26 +165,24 @@ class StoreTransport:
         return message
 
     def publish(self, sequence: int, message: bytes, ranks: Collection[int]) -> None:
-        """See `Transport.publish`; one value for all ranks."""
+        # One value for all ranks.
         self._store.put(self._scope, f"answer-{sequence}", message)
 
     def published(self, sequence: int) -> bytes | None:
-        """See `Transport.published`."""
         return self._store.get(self._scope, f"answer-{sequence}")
 
     def finish(self, sequence: int, deadline: float) -> None:
-        """See `Transport.finish`; all have read the answer before, or they would not have sent a part."""
+        # All have read the answer before, or they would not have sent a part.
         if sequence > 0:
             self._store.delete(self._scope, f"answer-{sequence - 1}")
 
     def send_failure(self, message: bytes) -> None:
-        """See `Transport.send_failure`; one value tells that there are any, so that a look is one request."""
+        # One value tells that there are any, so that a look is one request.
         store = self._store.with_patience(1.0)
         store.put(self._scope, f"failure-{self._rank}", message)
         store.put(self._scope, "failed", str(self._rank).encode())
 
     def received_failures(self, known: Collection[int]) -> dict[int, bytes]:
-        """See `Transport.received_failures`."""
         store = self._store.with_patience(0.0)
         hint = store.get(self._scope, "failed")
         if hint is None:
@@ -196,11 +193,9 @@ class StoreTransport:
         return {rank: message for rank, message in messages.items() if message is not None}
 
     def post(self, message: bytes) -> None:
-        """See `BoardTransport.post`."""
         self._store.with_patience(1.0).put(self._scope, f"board-{self._rank}", message)
 
     def posted(self) -> dict[int, bytes]:
-        """See `BoardTransport.posted`."""
         store = self._store.with_patience(1.0)
         boards = {rank: store.get(self._scope, f"board-{rank}") for rank in range(self._size) if rank != self._rank}
         return {rank: board for rank, board in boards.items() if board is not None}

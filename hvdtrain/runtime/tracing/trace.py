@@ -221,7 +221,6 @@ class TracedActivity(Activity):
 
     @property
     def phase(self) -> Phase:
-        """See `Activity`."""
         return self._phase
 
     @phase.setter

@@ -13,17 +13,17 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.interfaces import interfaces
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.rendezvous import meet
-from hvdtrain.runtime.rendezvous.meeting import (
+from hvdtrain.runtime.rendezvous import (
     PORTS,
     Caller,
     StoreProcess,
     address_towards,
     interface_of,
+    meet,
     read_settings,
     resolve,
 )
-from hvdtrain.runtime.rendezvous.serve import answer, is_answer, nonce_of, path_of, start
+from hvdtrain.runtime.store_server import answer, is_answer, nonce_of, path_of, start
 from tests.unit.runtime.control.test_uninvited import ask
 from tests.unit.threaded_ranks import on_threads
 
@@ -357,6 +357,6 @@ def test_the_store_shows_no_secret_on_its_command_line(ended):
     ended.append(store)
     with open(f"/proc/{store._process.pid}/cmdline", "rb") as file:
         words = file.read()
-    assert b"serve" in words
+    assert b"store_server" in words
     for secret in (SECRET, wanted.token, wanted.key.hex()):
         assert secret.encode() not in words

@@ -1,6 +1,6 @@
 """Serve a job's store in a process beside rank 0: it answers while rank 0 computes, or is stopped.
 
-    python -m hvdtrain.runtime.rendezvous.serve < order
+    python -m hvdtrain.runtime.store_server < order
 
 Its first line of input says what to serve, its first line of output on which port. It ends with rank 0: at the end
 of its input or, where a child of rank 0 holds that open, when it has another parent.
@@ -46,7 +46,7 @@ def answer(key: bytes, port: int, nonce: str) -> bytes:
 
 
 def is_answer(text: bytes, key: bytes, port: int, nonce: str) -> bool:
-    """Tell whether the store of this job has answered."""
+    """Return whether the store of this job has answered."""
     return hmac.compare_digest(text, answer(key, port, nonce))
 
 
@@ -77,16 +77,36 @@ def start(address: str, ports: list[int], token: str, key: bytes) -> Any:
     Args:
         address: where it listens; "" for all addresses of this machine.
         ports: candidates.
-        token: which each request must begin with.
-        key: with which it signs its answer to who looks for it.
+        token: required at the start of each request.
+        key: with which it signs its answer to ranks that look for it, as long as the ranks gather.
 
     Raises:
         OSError: none of the ports is free, or `address` is not one of this machine.
     """
-    from horovod.runner.http import http_server
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
     from horovod.runner.util.threads import in_thread
 
-    class MeetingServer(http_server.RendezvousHTTPServer):
+    class Handler(RendezvousHandler):
+        def refusal(self) -> int | None:
+            return None if self._nonce() else super().refusal()
+
+        def do_GET(self) -> None:
+            nonce = self._nonce()
+            if nonce is None:
+                super().do_GET()
+            elif stored_value(self, *STATE) == COMPLETE:
+                self.send_status_code(http.client.CONFLICT)
+            else:
+                body = answer(key, self.server.server_address[1], nonce)
+                self.send_response(http.client.OK)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        def _nonce(self) -> str | None:
+            return nonce_of(self.path) if self.command == "GET" else None
+
+    class Server(RendezvousHTTPServer):
         request_queue_size = _QUEUE
         daemon_threads = True
 
@@ -94,11 +114,10 @@ def start(address: str, ports: list[int], token: str, key: bytes) -> Any:
             socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks the network for this machine's name
             self.server_name, self.server_port = self.server_address[:2]
 
-    handler = meeting_handler(http_server.RendezvousHandler, key)
     failure = OSError("no port to listen on")
     for port in ports:
         try:
-            server = MeetingServer((address, port), handler, 0, token)
+            server = Server((address, port), Handler, 0, token)
         except OSError as error:
             failure = error
             continue
@@ -107,38 +126,8 @@ def start(address: str, ports: list[int], token: str, key: bytes) -> Any:
     raise failure
 
 
-def meeting_handler(handler_class: type[Any], key: bytes) -> type[Any]:
-    """Return a handler that also answers who looks for the store of this job, as long as its ranks gather."""
-
-    class MeetingHandler(handler_class):
-        def refusal(self) -> int | None:
-            return None if self._nonce() else super().refusal()
-
-        def do_GET(self) -> None:
-            nonce = self._nonce()
-            if nonce is None:
-                super().do_GET()
-                return
-            scope, name = STATE
-            if stored_value(self, scope, name) == COMPLETE:
-                self.send_status_code(http.client.CONFLICT)
-                return
-            self._send(answer(key, self.server.server_address[1], nonce))
-
-        def _nonce(self) -> str | None:
-            return nonce_of(self.path) if self.command == "GET" else None
-
-        def _send(self, body: bytes) -> None:
-            self.send_response(http.client.OK)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    return MeetingHandler
-
-
 def _has_ended(descriptor: int) -> bool:
-    """Wait a little, and tell whether the input has ended."""
+    """Wait a little, and return whether the input has ended."""
     readable, _, _ = select.select([descriptor], [], [], _LOOK_S)
     return bool(readable) and not os.read(descriptor, 1)
 
