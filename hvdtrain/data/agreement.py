@@ -3,7 +3,7 @@
 import hashlib
 import os
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.source import Source
 from hvdtrain.data.splits import DataSplits
@@ -17,11 +17,11 @@ def check_same_data(splits: DataSplits, backend: Backend) -> None:
     """
     if backend.job_size == 1:
         return
-    mine = [source.fingerprint() for source in (splits.train, splits.validation)]
-    gathered = backend.gather_bytes(b"".join(mine), timeout=None)
+    mine = [source.fingerprint().hex() for source in (splits.train, splits.validation)]
+    gathered = gather(backend, mine, timeout=None)
     for rank, other in enumerate(gathered):
         if other != gathered[0]:
-            part = "training" if other[:32] != gathered[0][:32] else "validation"
+            part = "training" if other[0] != gathered[0][0] else "validation"
             difference = _first_difference(splits.train if part == "training" else splits.validation, rank, backend)
             raise DataError(
                 f"The {part} samples of rank {rank} are not those of rank 0{difference}: all ranks must load the same "
@@ -35,8 +35,8 @@ def _first_difference(source: Source, rank: int, backend: Backend) -> str:
     mine = source.listing() if hasattr(source, "listing") else []
 
     def of_both(text: str) -> tuple[str, str]:
-        texts = backend.gather_bytes(os.fsencode(text), timeout=None)
-        return os.fsdecode(texts[0]), os.fsdecode(texts[rank])
+        texts = gather(backend, text, timeout=None)
+        return texts[0], texts[rank]
 
     counts = tuple(map(int, of_both(str(len(mine)))))
     # Binary search: the first `same` entries agree on both ranks, and at most `most` do.

@@ -1,6 +1,5 @@
 """Samples that cannot be read: located and named, and skipped where a few are tolerated."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +10,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.source import Source
 
-GATHER_TIMEOUT_S = 600.0
-GatherBytes = Callable[[bytes], list[bytes]]
+Gather = Callable[[Any], list[Any]]
 
 
 class BadRecords:
@@ -21,15 +19,15 @@ class BadRecords:
     Args:
         source: the samples.
         limit: how many are tolerated, over all ranks.
-        gather: returns every rank's bytes to all; None with one rank.
+        gather: gathers every rank's value, of JSON types; None with one rank.
     """
 
-    def __init__(self, source: Source, limit: int = 0, gather: GatherBytes | None = None) -> None:
+    def __init__(self, source: Source, limit: int = 0, gather: Gather | None = None) -> None:
         self.limit = limit
         self.found: dict[int, str] = {}
         """What is wrong with each bad sample, by its number."""
         self._source = source
-        self._gather_bytes = gather
+        self._gather = gather
         self._avoided: frozenset[int] = frozenset()
         """The bad samples that the current dataset skips: those known when it was built."""
 
@@ -73,10 +71,10 @@ class BadRecords:
         Raises:
             DataError: together they are more than `limit`.
         """
-        if not self.tolerated or self._gather_bytes is None:
+        if not self.tolerated or self._gather is None:
             return
-        for theirs in self._gather_bytes(json.dumps(self.found).encode()):
-            self.found |= {int(number): text for number, text in json.loads(theirs).items()}
+        for theirs in self._gather(self.found):
+            self.found |= {int(number): text for number, text in theirs.items()}
         if self.found:
             self._refuse_too_many(next(iter(self.found.values())))
 

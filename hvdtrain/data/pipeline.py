@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.config.data import Sharding, Tail
 from hvdtrain.data.augment import Augmentation, Draws
-from hvdtrain.data.bad_records import BadRecords, GatherBytes, with_weights
+from hvdtrain.data.bad_records import BadRecords, Gather, with_weights
 from hvdtrain.data.batch import Batch, as_batch, packed, per_replica, slice_batch, slice_bounds, slice_bounds_of_tensor
 from hvdtrain.data.file_order import FileOrder
 from hvdtrain.data.order import Order
@@ -116,7 +116,7 @@ class SourceTraining:
         tail: Tail = "pad",
         shard_by: Sharding = "samples",
         read_options: ReadOptions | None = None,
-        gather: GatherBytes | None = None,
+        gather: Gather | None = None,
         remedy: str = "What helps: a larger batch.",
         uneven: bool = False,
     ) -> None:
@@ -234,7 +234,7 @@ class SourceEvaluation:
         index: int,
         size: int,
         read_options: ReadOptions | None = None,
-        gather: GatherBytes | None = None,
+        gather: Gather | None = None,
     ) -> None:
         self.read_options = read_options or ReadOptions()
         self.bad = BadRecords(source, self.read_options.tolerated, gather)

@@ -6,14 +6,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.data import Cache, DataConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.agreement import check_same_data
 from hvdtrain.data.augment import augmentation
-from hvdtrain.data.bad_records import GATHER_TIMEOUT_S, GatherBytes
+from hvdtrain.data.bad_records import Gather
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.cached import cached
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining, TrainingData
@@ -245,8 +245,8 @@ def evaluation_of(
     )
 
 
-def _gather(backend: Backend) -> GatherBytes:
-    return lambda mine: backend.gather_bytes(mine, timeout=GATHER_TIMEOUT_S, among="data_parallel")
+def _gather(backend: Backend) -> Gather:
+    return lambda mine: gather(backend, mine, among="data_parallel")
 
 
 def _read_options(config: DataConfig, splits: DataSplits) -> ReadOptions:

@@ -1,14 +1,13 @@
 """Whether `fit` and `evaluate` were given the same data on every rank: what a rank was given, and how they compare."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
@@ -50,8 +49,7 @@ def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: s
     """
     if backend.job_size == 1:
         return []
-    payload = json.dumps(asdict(given())).encode()
-    everyone = [Given(**json.loads(part)) for part in backend.gather_bytes(payload, timeout=None)]
+    everyone = [Given(**theirs) for theirs in gather(backend, asdict(given()), timeout=None)]
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -65,7 +63,7 @@ def same_arrays(data: Any, backend: Backend) -> bool:
         mine = ArraySource(data).fingerprint() if not isinstance(data, ArraySource) else data.fingerprint()
     except NoSamplesError:
         mine = b""
-    return len(set(backend.gather_bytes(mine, timeout=None))) == 1 and mine != b""
+    return len(set(gather(backend, mine.hex(), timeout=None))) == 1 and mine != b""
 
 
 def content_of(batch: tuple[Any, ...]) -> str:
@@ -108,7 +106,7 @@ class AsMany:
         self._compare(count, ended=False)
 
     def _compare(self, count: int, *, ended: bool = True) -> None:
-        counts = [int(other) for other in self._backend.gather_bytes(str(count).encode(), timeout=None)]
+        counts = gather(self._backend, count, timeout=None)
         for rank, other in enumerate(counts):
             if other != counts[0]:
                 if ended:

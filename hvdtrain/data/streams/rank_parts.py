@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
@@ -98,10 +98,7 @@ def agree_on_parts(first: Batch | None, steps: int, backend: Backend, what: str)
         DataError: no rank has a sample, or the samples of two ranks do not have one structure.
     """
     facts = {"steps": steps, "rows": rows_of(first), "kinds": _kinds(first)}
-    everyone = [
-        json.loads(text)
-        for text in backend.gather_bytes(json.dumps(facts).encode(), timeout=None, among="data_parallel")
-    ]
+    everyone = gather(backend, facts, timeout=None, among="data_parallel")
     holders = [rank for rank, other in enumerate(everyone) if other["steps"]]
     if not holders:
         raise DataError(f'No rank has {what} samples: with shard="rank" each is given its own part of them.')

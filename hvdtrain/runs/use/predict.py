@@ -14,11 +14,10 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.backends.select import backend_for
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.run import Config
-from hvdtrain.data.bad_records import GATHER_TIMEOUT_S
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation
 from hvdtrain.data.prediction.samples import PredictionSamples
 from hvdtrain.runs.description import RunDescription
@@ -215,7 +214,7 @@ def predict(
 
 def _check_same(samples: PredictionSamples, backend: Backend) -> None:
     """Refuse samples that differ by rank; every rank calls it."""
-    prints = backend.gather_bytes(samples.source.fingerprint(), timeout=None)
+    prints = gather(backend, samples.source.fingerprint().hex(), timeout=None)
     other = next((rank for rank, theirs in enumerate(prints) if theirs != prints[0]), None)
     if other is not None:
         raise DataError(
@@ -231,7 +230,7 @@ def _batches(samples: PredictionSamples, options: PredictOptions, backend: Backe
         index=backend.process,
         size=backend.processes,
         read_options=ReadOptions(finish=samples.finish, tolerated=options.tolerated),
-        gather=lambda mine: backend.gather_bytes(mine, timeout=GATHER_TIMEOUT_S, among="data_parallel"),
+        gather=lambda mine: gather(backend, mine, among="data_parallel"),
     )
 
 

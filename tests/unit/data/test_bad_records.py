@@ -120,7 +120,7 @@ def test_what_stands_in_for_a_bad_record_may_be_bad_too(tmp_path):
 
 def test_what_another_rank_found_is_left_out_when_it_is_met(tmp_path):
     source = damaged(tmp_path / "data", 0, 13, size=8)
-    bad = training(source, tolerated=2, gather=lambda mine: [mine, b'{"0": "ant/000.png: bad"}']).bad
+    bad = training(source, tolerated=2, gather=lambda mine: [mine, {"0": "ant/000.png: bad"}]).bad
     batch = tf.constant([13, 4], tf.int64)
     bad.examine(batch, ValueError("one"))
     bad.left_out(batch)  # reads 0 in the place of 13
@@ -135,14 +135,14 @@ def test_the_ranks_count_together(tmp_path):
     told = []
 
     def gather(mine):
-        told.append(mine)
-        return [mine, b'{"13": "bee/003.png: bad"}']
+        told.append(dict(mine))
+        return [mine, {"13": "bee/003.png: bad"}]
 
     data = training(source, tolerated=1, gather=gather)
     data.bad.examine(tf.constant([2], tf.int64), ValueError("one"))
     with pytest.raises(DataError, match="2 samples of mine are bad"):
         data.bad.share()
-    assert told == [b'{"2": "' + data.bad.found[2].encode() + b'"}']
+    assert told == [{2: data.bad.found[2]}]
 
 
 def test_evaluation_leaves_them_out_too(tmp_path):
@@ -165,7 +165,7 @@ def test_the_ranks_count_together_in_evaluation(tmp_path):
             )
         )
     assert sum(len(list(part)) for part in parts) == 6  # each rank alone meets one of them
-    theirs = [b'{"2": "ant/002.png: bad"}', b'{"13": "bee/003.png: bad"}']
+    theirs = [{"2": "ant/002.png: bad"}, {"13": "bee/003.png: bad"}]
     both = SourceEvaluation(
         source, batch=7, index=0, size=2, read_options=ReadOptions(tolerated=1), gather=lambda _: theirs
     )
