@@ -1,7 +1,8 @@
 """TensorFlow and Keras in a Horovod script: names, arguments and members that the installed versions lack."""
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping, Set
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 
 import libcst as cst
@@ -18,6 +19,13 @@ _LAZY = {"losses", "metrics", "optimizers", "initializers"}
 """Modules of Keras that TensorFlow offers at its top."""
 _OF_THE_OLD_COPY = {"layers", "models", "engine", "optimizers", "optimizer_v2", "applications", "Model", "Sequential"}
 """Parts of `tensorflow.python.keras` whose objects Keras 3 and tf_keras refuse."""
+
+_OTHER_KERAS = {
+    "tf_keras": f"tf_keras is for scripts with os.environ['{VARIABLE}'] = '1' above their imports.",
+    "keras": f"keras is Keras 3, and with {VARIABLE} Horovod trains tf_keras: from tensorflow import keras.",
+}
+_MISSING_NAMES = re.compile("ImportError|ModuleNotFoundError|AttributeError|Exception")
+_VERSIONS = re.compile(r"version|hasattr\(|is_tf2|tf2\.enabled")
 
 
 def settings_of(script: Script) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
@@ -40,59 +48,39 @@ def settings_of(script: Script) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
 def keras_choice(script: Script, is_legacy: bool, first_use: int | None) -> Iterator[Finding]:
     """Judge a script's choice of Keras, which must stand above `first_use`, its first import of Horovod."""
     for setting, value in settings_of(script):
-        is_late = first_use is not None and setting.lineno > first_use
-        if value in YES and is_late:
+        if value in YES and first_use is not None and setting.lineno > first_use:
             advice = "it is too late here: set it above the import of Horovod, which decides on a Keras."
             yield Finding(setting.lineno, ast.unparse(setting), advice)
         elif value in YES:
             yield Finding(setting.lineno, ast.unparse(setting), verdict="works as is")
     for node in script.nodes:
-        modules: list[tuple[int, str]] = []
+        modules: list[str] = []
         if isinstance(node, ast.Import):
-            modules = [(node.lineno, f"import {alias.name}") for alias in node.names]
+            modules = [f"import {alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            modules = [(node.lineno, f"from {node.module}")]
-        for line, said in modules:
-            package = said.split()[1].split(".")[0]
+            modules = [f"from {node.module}"]
+        for said in modules:
+            package, line = re.split(r"[ .]", said)[1], node.lineno  # type: ignore[attr-defined]
             if package == "tf_keras" and is_legacy:
                 yield Finding(line, said, verdict="works as is")
-            elif package == "tf_keras":
-                yield Finding(
-                    line, said, f"tf_keras is for scripts with os.environ['{VARIABLE}'] = '1' above their imports."
-                )
-            elif package == "keras" and is_legacy:
-                advice = f"keras is Keras 3, and with {VARIABLE} Horovod trains tf_keras: from tensorflow import keras."
-                yield Finding(line, said, advice)
+            elif package == "tf_keras" or (package == "keras" and is_legacy):
+                yield Finding(line, said, _OTHER_KERAS[package])
 
 
 def keras_uses(script: Script, facts: Facts) -> Iterator[Finding]:
-    """Find what has to change; what runs on some versions only is left alone."""
-    judge = _Judge(script, facts)
-    guarded = _guarded_lines(script)
-    for finding in [*judge.imports(), *judge.chains()]:
-        if finding.line not in guarded:
-            yield finding
-
-
-def _guarded_lines(script: Script) -> set[int]:
-    """Return the lines within a `try` for missing names, and below tests of versions."""
+    """Find what has to change, but for lines in a `try` for missing names, and below tests of versions."""
     guarded: set[int] = set()
     for node in script.nodes:
-        blocks: list[ast.AST] = []
-        if isinstance(node, ast.Try) and any(map(_catches_missing_names, node.handlers)):
-            blocks = list(node.body)
-        elif isinstance(node, ast.If | ast.IfExp):
-            said = ast.unparse(node.test).lower()
-            is_about_versions = any(words in said for words in ("version", "hasattr(", "is_tf2", "tf2.enabled"))
-            blocks = [node] if is_about_versions else []
+        blocks: list[ast.stmt | ast.expr] = []
+        if isinstance(node, ast.Try):
+            caught = " ".join(ast.unparse(each.type) if each.type else "Exception" for each in node.handlers)
+            blocks += node.body if _MISSING_NAMES.search(caught) else []
+        elif isinstance(node, ast.If | ast.IfExp) and _VERSIONS.search(ast.unparse(node.test).lower()):
+            blocks.append(node)
         for block in blocks:
-            guarded.update(range(block.lineno, (block.end_lineno or block.lineno) + 1))  # type: ignore[attr-defined]
-    return guarded
-
-
-def _catches_missing_names(handler: ast.ExceptHandler) -> bool:
-    caught = ast.unparse(handler.type) if handler.type else "Exception"
-    return any(name in caught for name in ("ImportError", "ModuleNotFoundError", "AttributeError", "Exception"))
+            guarded.update(range(block.lineno, (block.end_lineno or block.lineno) + 1))
+    judge = _Judge(script, facts)
+    yield from (each for each in [*judge.imports(), *judge.chains()] if each.line not in guarded)
 
 
 class _Judge:
@@ -166,19 +154,15 @@ class _Judge:
         if real.split(".")[0] not in ("keras", "tf_keras"):
             return "" if self._is_legacy else self._of_symbolic(parts[-1], call)
         if "optimizers" in parts:
-            return self._of_optimizer(parts, named.keys())
+            is_old = "legacy" in parts or parts[:3] == ["tensorflow", "compat", "v1"]
+            advice = keras2.TF_KERAS_OPTIMIZER_KEYWORDS if self._is_legacy else keras2.OPTIMIZER_KEYWORDS
+            return "" if self._is_legacy and is_old else _first(advice, named)
         takes = parameters_of(real)
         if takes is not None and takes.kwarg is None:
             unknown = sorted(named.keys() - {arg.arg for arg in [*takes.posonlyargs, *takes.args, *takes.kwonlyargs]})
             if unknown:
                 return f"{parts[-1]} takes no {unknown[0]}: {keras2.HINTS.get(unknown[0], 'leave it out.')}"
         return "" if self._is_legacy else self._of_keras_3(parts, call, named)
-
-    def _of_optimizer(self, parts: list[str], named: Set[str]) -> str:
-        if not self._is_legacy:
-            return _first(keras2.OPTIMIZER_KEYWORDS, named)
-        is_old = "legacy" in parts or parts[:3] == ["tensorflow", "compat", "v1"]
-        return "" if is_old else _first(keras2.TF_KERAS_OPTIMIZER_KEYWORDS, named)
 
     def _of_keras_3(self, parts: list[str], call: cst.Call, named: dict[str, str]) -> str:
         symbol, positional = parts[-1], positional_arguments(call)
@@ -197,8 +181,8 @@ class _Judge:
         elif symbol == "set_value" and positional and text_of(positional[0]).endswith(".learning_rate"):
             return f"{text_of(positional[0])} = value."
         elif symbol == "save_model" and len(positional) > 1:
-            path = self._script.constant(positional[1])
-            return keras2.SAVE if path and not path.endswith((".keras", ".h5", ".hdf5")) else ""
+            path, (kinds, advice) = self._script.constant(positional[1]), keras2.FILES["save"]
+            return advice if path and not path.endswith(kinds) else ""
         return self._of_h5(call) if symbol == "load_model" else ""
 
     def _of_h5(self, call: cst.Call) -> str:
@@ -245,7 +229,7 @@ class _Judge:
             return "" if is_layers else keras2.METHODS[name]
         if name == "add_weight" and any(isinstance(arg, cst.SimpleString) for arg in positional_arguments(call)[:1]):
             return "Keras 3 takes the name by keyword: add_weight(name=..., shape=...)."
-        return _first(keras2.KEYWORDS.get(name, {}), named) or self._of_saving(name, chain.value, self._path(call))
+        return _first(keras2.KEYWORDS.get(name, {}), named) or self._of_file(name, chain.value, call)
 
     def _optimizer_kind(self, owner: cst.BaseExpression) -> str:
         """Return "wrapped" or "plain" for what is, or by its name seems to be, an optimizer of Keras; else nothing."""
@@ -259,17 +243,15 @@ class _Judge:
             return ""
         return "wrapped" if self._facts.wraps else "plain"
 
-    def _of_saving(self, name: str, owner: cst.BaseExpression, path: str) -> str:
+    def _of_file(self, name: str, owner: cst.BaseExpression, call: cst.Call) -> str:
         """Judge the endings of file names."""
-        if name == "save_weights" and path and not path.endswith(".weights.h5"):
-            return "Keras 3 needs a file name that ends in .weights.h5."
-        if name == "load_weights" and path and not path.endswith((".h5", ".hdf5", ".keras")):
-            return "Keras 3 reads weights from files that end in .weights.h5 (or .h5 of Keras 2)."
-        if name == "save" and path and not path.endswith((".keras", ".h5", ".hdf5")):
-            made = [target.split(".") for target in self._script.made_by(owner)]
-            is_model = any(parts[-1] in ("Model", "Sequential") or "applications" in parts for parts in made)
-            return keras2.SAVE if is_model or (not made and "model" in text_of(owner).lower()) else ""
-        return ""
+        endings, advice = keras2.FILES.get(name, ((), ""))
+        path = self._path(call) if endings else ""
+        if not path or path.endswith(endings):
+            return ""
+        made = [target.split(".") for target in self._script.made_by(owner)]
+        is_model = any(parts[-1] in ("Model", "Sequential") or "applications" in parts for parts in made)
+        return advice if name != "save" or is_model or (not made and "model" in text_of(owner).lower()) else ""
 
 
 def _first(advice: Mapping[str, str], named: Iterable[str]) -> str:

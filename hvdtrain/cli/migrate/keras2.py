@@ -12,7 +12,18 @@ METHODS = {
     "reset_states": "Keras 3 calls it reset_state, of metrics and of each stateful layer.",
 }
 """Methods that Keras 3 lacks and that only Keras has, so that the object's type does not matter."""
-SAVE = "Keras 3 needs a file name that ends in .keras; model.export writes a SavedModel."
+FILES = {
+    "save": (
+        (".keras", ".h5", ".hdf5"),
+        "Keras 3 needs a file name that ends in .keras; model.export writes a SavedModel.",
+    ),
+    "save_weights": ((".weights.h5",), "Keras 3 needs a file name that ends in .weights.h5."),
+    "load_weights": (
+        (".h5", ".hdf5", ".keras"),
+        "Keras 3 reads weights from files that end in .weights.h5 (or .h5 of Keras 2).",
+    ),
+}
+"""Endings of file names that methods take, and advice on others."""
 LOAD_H5 = "Keras 3 does not read every .h5 file of Keras 2 (losses by name, Lambda layers): save and load .keras."
 GONE_METHODS = {
     "predict_classes": "Keras has it no more: model.predict(x).argmax(-1), or (model.predict(x) > 0.5).",

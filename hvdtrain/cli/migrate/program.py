@@ -1,10 +1,9 @@
 """Scripts read together as one program, and the dotted names that their expressions stand for."""
 
 import ast
-import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -37,6 +36,7 @@ def _cached(unknown: Any) -> Callable[..., Any]:
     """Cache a method of `Script` by its arguments; for names that stand for one another it returns `unknown`."""
 
     def decorated(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
         def cached(script: "Script", *arguments: object) -> Any:
             key = method, *arguments
             if key not in script.known:
@@ -44,7 +44,7 @@ def _cached(unknown: Any) -> Callable[..., Any]:
                 script.known[key] = method(script, *arguments)
             return script.known[key]
 
-        return wraps(method)(cached)
+        return cached
 
     return decorated
 
@@ -57,9 +57,6 @@ class _Nodes(cst.CSTVisitor):
     def on_visit(self, node: cst.CSTNode) -> bool:
         self.all.append(node)
         return True
-
-
-_LINE_AFTER_PAGE = re.compile(r"(\r\n|\n|\r)\f")
 
 
 class _Replacer(cst.CSTTransformer):
@@ -76,37 +73,27 @@ class Code:
 
     def __init__(self, code: str) -> None:
         # LibCST keeps a form feed at the end of a line, not at its start.
-        module = cst.parse_module(_LINE_AFTER_PAGE.sub(r"\f\1", code))
+        module = cst.parse_module(re.sub(r"(\r\n|\n|\r)\f", r"\f\1", code))
         self.wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.scopes = self.wrapper.resolve(ScopeProvider)
         self.contexts = self.wrapper.resolve(ExpressionContextProvider)
         nodes = _Nodes()
-        self.wrapper.module.visit(nodes)
+        module.visit(nodes)
         inner = {node.value for node in nodes.all if isinstance(node, cst.Attribute)}
-        self.chains: list[Chain] = [node for node in nodes.all if isinstance(node, Chain) and node in self.contexts]
-        self.chains = [node for node in self.chains if node not in inner]
+        names: list[Chain] = [node for node in nodes.all if isinstance(node, Chain) and node in self.contexts]
+        self.chains = [node for node in names if node not in inner]
         self.imports = [node for node in nodes.all if isinstance(node, cst.Import | cst.ImportFrom)]
         self.calls = {node.func: node for node in nodes.all if isinstance(node, cst.Call)}
         self.decorators = {node.decorator for node in nodes.all if isinstance(node, cst.Decorator)}
         self.values: dict[object, cst.BaseExpression] = {}
-        """The value of each name that is assigned one."""
         self.of_self: dict[str, list[cst.BaseExpression]] = defaultdict(list)
-        """The values of each attribute of `self`."""
         self.returned: dict[object, list[cst.BaseExpression]] = defaultdict(list)
-        """The values that each function returns."""
         for node in nodes.all:
             if isinstance(node, cst.Return) and node.value:
                 self.returned[getattr(self.scopes[node], "node", None)].append(node.value)
-            elif isinstance(node, cst.Assign):
-                for target in node.targets:
+            elif isinstance(node, cst.Assign | cst.AnnAssign | cst.NamedExpr) and node.value:
+                for target in node.targets if isinstance(node, cst.Assign) else [node]:
                     self._assign(target.target, node.value)
-            elif isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value:
-                self._assign(node.target, node.value)
-
-    def rewritten(self, edits: Mapping[cst.CSTNode, Any]) -> str:
-        """Return the code with other nodes in the place of some."""
-        module = self.wrapper.module.visit(_Replacer(edits)) if edits else self.wrapper.module
-        return re.sub(r"\f(\r\n|\n|\r)", r"\1\f", module.code)
 
     def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         if isinstance(target, cst.Name):
@@ -118,26 +105,36 @@ class Code:
             for each, its in zip(target.elements, value.elements, strict=True) if is_pairwise else ():
                 self._assign(each.value, its.value)
 
+    def rewritten(self, edits: Mapping[cst.CSTNode, Any]) -> str:
+        """Return the code with other nodes in the place of some."""
+        module = self.wrapper.module.visit(_Replacer(edits)) if edits else self.wrapper.module
+        return re.sub(r"\f(\r\n|\n|\r)", r"\1\f", module.code)
+
 
 class Script:
-    """A script or notebook of a program."""
+    """A script or notebook of a program; the user named it, or a script imports it."""
 
-    def __init__(self, program: "Program", source: Source, *, is_given: bool) -> None:
+    def __init__(self, scripts: Mapping[Path, "Script"], roots: Sequence[Path], source: Source, is_given: bool) -> None:
         self.source = source
         self.is_given = is_given
-        """Whether the user named it; others are read because scripts import them."""
         self.path = source.path.resolve()
         self.nodes = list(ast.walk(parse(source.code)))
         self.known: dict[object, object] = {}
-        self._program = program
+        self._scripts = scripts
+        roots = [root.resolve() for root in roots if root.resolve() in self.path.parents]
+        self._folders = [self.path.parent, *(p for p in self.path.parents if any(map(p.is_relative_to, roots)))]
 
     @cached_property
     def code(self) -> Code:
         """Its concrete syntax, which takes ten times as long to read as the abstract one."""
-        return Code(self.source.code)
+        try:
+            return Code(self.source.code)
+        except cst.ParserSyntaxError as error:
+            self.source.errors.append(f"{self.source.place(error.raw_line)}: LibCST cannot read it: {error.message}.")
+            return Code("")
 
     @cached_property
-    def imported(self) -> list[Path]:
+    def imported(self) -> set[Path]:
         """The files of the user's own that it imports."""
         found: set[Path | None] = set()
         for node in self.nodes:
@@ -147,17 +144,14 @@ class Script:
                 inner = f"{node.module}." if node.module else ""
                 names = (node.module or "", *(f"{inner}{alias.name}" for alias in node.names))
                 found |= {self.find(name, node.level) for name in names}
-        return sorted(each for each in found if each is not None and each != self.path)
+        return {each for each in found if each is not None and each != self.path}
 
     def find(self, module: str, level: int = 0) -> Path | None:
         """Return the file of a module of the user's own, as this script names it."""
         if not module or module.split(".")[0] in _LIBRARIES:
             return None
-        if level:
-            return self._program.file_in(self.path.parents[level - 1], module)
-        roots = [root for root in self._program.roots if root in self.path.parents]
-        folders = [self.path.parent, *(each for each in self.path.parents if any(map(each.is_relative_to, roots)))]
-        return next((found for folder in folders if (found := self._program.file_in(folder, module))), None)
+        folders = [self.path.parents[level - 1]] if level else self._folders
+        return next((found for folder in folders if (found := _file_in(folder, module))), None)
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line on which a node begins."""
@@ -193,19 +187,15 @@ class Script:
     @_cached(UNKNOWN)
     def made_by(self, node: cst.BaseExpression) -> Targets:
         """Return the functions and classes whose result an expression may be."""
-        return (
-            self.targets(node.func)
-            if isinstance(node, cst.Call)
-            else UNKNOWN.union(*map(self.made_by, self.values(node)))
-        )
+        if isinstance(node, cst.Call):
+            return self.targets(node.func)
+        return UNKNOWN.union(*map(self.made_by, self.values(node)))
 
     def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """Return the expressions that a name or an attribute of `self` is assigned."""
         if isinstance(node, cst.Name):
-            found = (
-                self.code.values.get(each.node) for each in self._assignments(self.code.scopes.get(node), node.value)
-            )
-            return [each for each in found if each]
+            assignments = self._assignments(self.code.scopes.get(node), node.value)
+            return [value for each in assignments if (value := self.code.values.get(each.node))]
         return self.code.of_self[node.attr.value] if is_of_self(node) else []
 
     @_cached("")
@@ -213,15 +203,14 @@ class Script:
         """Return the string of an expression, as far as its end is known; else an empty one."""
         if isinstance(node, cst.SimpleString):
             return node.evaluated_value if isinstance(node.evaluated_value, str) else ""
-        if isinstance(node, cst.ConcatenatedString):
-            return self.constant(node.right)
         if isinstance(node, cst.FormattedString):
             return getattr(node.parts[-1], "value", "") if node.parts else ""
-        if isinstance(node, cst.BinaryOperation):
-            return self.constant(node.left if isinstance(node.operator, cst.Modulo) else node.right)
+        if isinstance(node, cst.ConcatenatedString | cst.BinaryOperation):
+            is_format = isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo)
+            return self.constant(node.left if is_format else node.right)
+        if isinstance(node, cst.Call) and name_of(node.func) == "format" and isinstance(node.func, cst.Attribute):
+            return self.constant(node.func.value)
         if isinstance(node, cst.Call):
-            if isinstance(node.func, cst.Attribute) and node.func.attr.value == "format":
-                return self.constant(node.func.value)
             is_path = name_of(node.func) in ("join", "joinpath", "str", "Path")
             return self.constant(node.args[-1].value) if is_path and node.args else ""
         values = self.values(node)
@@ -264,8 +253,8 @@ class Script:
         if not base.endswith(".py"):
             return frozenset({f"{base}.{name}"})
         path = Path(base)
-        below = self._program.file_in(path.parent, name) if path.name == "__init__.py" else None
-        script = self._program.scripts.get(path)
+        below = _file_in(path.parent, name) if path.name == "__init__.py" else None
+        script = self._scripts.get(path)
         return frozenset({str(below)}) if below else script.exported(name) if script else UNKNOWN
 
     @_cached(UNKNOWN)
@@ -274,42 +263,34 @@ class Script:
         return self._of_name(self.code.scopes[self.code.wrapper.module], name)
 
 
-class Program:
-    """Scripts and notebooks, tied together by their imports of one another."""
+def read_program(paths: Sequence[Path], given: Sequence[Path]) -> tuple[dict[Path, Script], dict[Path, list[str]]]:
+    """Read the scripts `given`, which lie under `paths`, and the modules of the user's own that they import.
 
-    def __init__(self, roots: Iterable[Path]) -> None:
-        self.scripts: dict[Path, Script] = {}
-        self.roots = [root.resolve() for root in roots if root.is_dir()]
-        self._files: dict[tuple[Path, str], Path | None] = {}
+    Returns:
+        The scripts by their files, and the errors of each of `given` that cannot be read.
+    """
+    scripts: dict[Path, Script] = {}
+    errors: dict[Path, list[str]] = {}
+    here, roots = Path.cwd(), [path for path in paths if path.is_dir()]
+    pending = {path.resolve(): (path, True) for path in given}
+    while pending:
+        file = next(iter(pending))
+        path, is_given = pending.pop(file)
+        try:
+            scripts[file] = Script(scripts, roots, read_source(path), is_given)
+        except ConfigError as error:
+            errors |= {path: [error.message]} if is_given else {}
+            continue
+        for each in scripts[file].imported - scripts.keys() - pending.keys():
+            pending[each] = each.relative_to(here) if each.is_relative_to(here) else each, False
+    return scripts, errors
 
-    def read(self, path: Path, *, is_given: bool = True) -> Script:
-        """Add a script.
 
-        Raises:
-            ConfigError: it cannot be read or decoded.
-        """
-        script = self.scripts[path.resolve()] = Script(self, read_source(path), is_given=is_given)
-        return script
-
-    def follow_imports(self) -> None:
-        """Add the modules of the user's own that the scripts import, and those that these import."""
-        here = Path.cwd()
-        pending = list(self.scripts.values())
-        while pending:
-            for found in pending.pop().imported:
-                if found not in self.scripts:
-                    with contextlib.suppress(ConfigError):
-                        shown = found.relative_to(here) if found.is_relative_to(here) else found
-                        pending.append(self.read(shown, is_given=False))
-
-    def file_in(self, folder: Path, module: str) -> Path | None:
-        """Return the file of a module below a folder."""
-        key = folder, module
-        if key not in self._files:
-            path = folder.joinpath(*module.split("."))
-            files = (path.with_name(f"{path.name}.py"), path / "__init__.py")
-            self._files[key] = next((file.resolve() for file in files if file.is_file()), None)
-        return self._files[key]
+def _file_in(folder: Path, module: str) -> Path | None:
+    """Return the file of a module below a folder."""
+    path = folder.joinpath(*module.split("."))
+    files = (path.with_name(f"{path.name}.py"), path / "__init__.py")
+    return next((file.resolve() for file in files if file.is_file()), None)
 
 
 def name_of(node: cst.BaseExpression) -> str:
@@ -330,6 +311,5 @@ def has_fromlist(call: cst.Call) -> bool:
 def text_of(node: cst.CSTNode) -> str:
     """Return the code of an expression or a small statement on one line."""
     code = cst.Module([]).code_for_node(node)
-    if isinstance(node, cst.BaseExpression):
-        return ast.unparse(ast.parse(f"({code}\n)", mode="eval"))
-    return ast.unparse(ast.parse(code))
+    is_expression = isinstance(node, cst.BaseExpression)
+    return ast.unparse(ast.parse(f"({code}\n)", mode="eval") if is_expression else ast.parse(code))

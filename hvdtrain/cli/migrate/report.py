@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hvdtrain.cli.migrate.horovod import Facts, Finding, Imports, horovod_uses
 from hvdtrain.cli.migrate.keras import VARIABLE, YES, keras_choice, keras_uses, settings_of
-from hvdtrain.cli.migrate.program import Program, Script
+from hvdtrain.cli.migrate.program import Script, read_program
 from hvdtrain.cli.migrate.source import Source, scripts_under, write
-from hvdtrain.config.errors import ConfigError, UserError, on_command_line
+from hvdtrain.config.errors import UserError, on_command_line
 
 NOTHING_TO_DO, TO_DO, FAILED = 0, 1, 2
 """Exit codes."""
@@ -45,11 +45,11 @@ class Analysis:
     """The scripts of a program around its use of Horovod, sorted by path, and what could not be read."""
 
     judged: list[Judged]
-    errors: list[str]
     others: list[Path]
     """Scripts in which, and in the imports of which, Horovod is not used."""
     not_named: list[tuple[Path, Path]]
     """Scripts whose imports have to change and that the user did not name, each with a script that imports it."""
+    errors: Sequence[str] = ()
 
 
 def read_scripts(
@@ -87,29 +87,26 @@ def analyse(paths: Sequence[Path], environ: Mapping[str, str] = os.environ) -> A
     Raises:
         ConfigError: a path does not exist or a folder has no script.
     """
-    program, errors = Program(paths), []
-    for path in scripts_under(paths):
-        try:
-            found = program.read(path).source.errors
-        except ConfigError as error:
-            found = [error.message]
-        if path in paths or b"horovod" in path.read_bytes():
-            errors += found
-    program.follow_imports()
+    scripts, errors = read_program(paths, scripts_under(paths))
     limit = sys.getrecursionlimit()
     with contextlib.ExitStack() as after:
         after.callback(sys.setrecursionlimit, limit)
         sys.setrecursionlimit(50 * limit)  # for trees as deep as Python's parser takes
-        return _analysed(program.scripts, errors, environ)
+        analysis = _analysed(scripts, environ)
+    errors |= {each.source.path: each.source.errors for each in scripts.values() if each.is_given}
+    named = [path for path in sorted(errors) if path in paths or b"horovod" in path.read_bytes()]
+    return replace(analysis, errors=[error for path in named for error in errors[path]])
 
 
-def _analysed(scripts: Mapping[Path, Script], errors: list[str], environ: Mapping[str, str]) -> Analysis:
-    imported = {path: {each for each in script.imported if each in scripts} for path, script in scripts.items()}
-    importers = {path: {each for each in scripts if path in imported[each]} for path in scripts}
+def _analysed(scripts: Mapping[Path, Script], environ: Mapping[str, str]) -> Analysis:
+    imported = {path: script.imported & scripts.keys() for path, script in scripts.items()}
+    importers: dict[Path, set[Path]] = {path: set() for path in scripts}
+    for path, found in imported.items():
+        for each in found:
+            importers[each].add(path)
     both = {path: imported[path] | importers[path] for path in scripts}
-    users = [
-        p for p, each in scripts.items() if b"horovod" in each.source.raw and Imports(each, is_legacy=True).findings
-    ]
+    with_horovod = [path for path, each in scripts.items() if b"horovod" in each.source.raw]
+    users = [path for path in with_horovod if Imports(scripts[path], is_legacy=True).findings]
     members = _reachable(_reachable(users, importers), imported)
     facts: dict[Path, Facts] = {}
     judged, not_named = [], []
@@ -123,8 +120,7 @@ def _analysed(scripts: Mapping[Path, Script], errors: list[str], environ: Mappin
         elif any(finding.verdict == "change this import" for finding in result.findings):
             first = min((scripts[each] for each in importers[path]), key=lambda s: (not s.is_given, s.source.path))
             not_named.append((result.source.path, first.source.path))
-    others = sorted(script.source.path for path, script in scripts.items() if path not in members)
-    return Analysis(judged, errors, others, not_named)
+    return Analysis(judged, sorted(scripts[path].source.path for path in scripts.keys() - members), not_named)
 
 
 def _reachable(start: Iterable[Path], edges: Mapping[Path, Iterable[Path]]) -> set[Path]:

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from hvdtrain.cli.migrate import source
+from hvdtrain.cli.migrate import program, source
 from tests.unit.cli.migrate.test_script import HAND, analyse, run
 
 IMPORT = b"import horovod.tensorflow as hvd"
@@ -125,7 +125,8 @@ def test_a_file_that_cannot_be_read_is_named_and_left_alone(tmp_path, capsys, wh
         " + ".join(["hvd.rank()"] * 900),
         "hvd" + ".a" * 900,
         "if hvd.rank():\n    pass\n" + "elif hvd.rank():\n    pass\n" * 900,
-        "hvd = hvd\na = b\nb = a\na.c = a.c\ndef f():\n    return f()\nf().rank()\np = f'{p}'\nmodel.save_weights(p)",
+        "hvd = hvd\na = b\nb = a\na.c = a.c\ndef f():\n    return f()\nf().rank()\np = f'{p}'\nmodel.save_weights(p)\n"
+        "q = 'a' + q\nmodel.save(q)",
     ],
     ids=["sum", "attributes", "elif", "circles"],
 )
@@ -134,6 +135,17 @@ def test_deep_and_circular_scripts_are_read(tmp_path, capsys, text):
     code, out, err = run(capsys, "--script", tmp_path)
     assert (code, err) == (1 if ".a.a" in text else 0, "")
     assert out.splitlines()[-1].startswith("1 script with Horovod")
+
+
+def test_a_script_that_libcst_cannot_read_is_named(tmp_path, capsys, monkeypatch):
+    parse = program.cst.parse_module
+    monkeypatch.setattr(program.cst, "parse_module", lambda code: parse("x = (" if "unusual" in code else code))
+    (tmp_path / "a.py").write_bytes(IMPORT + b"\nunusual = 1\n")
+    (tmp_path / "b.py").write_bytes(IMPORT)
+    code, out, err = run(capsys, "--script", tmp_path)
+    assert code == 2
+    assert err.startswith(f"hvdtrain: error: {tmp_path / 'a.py'}:1: LibCST cannot read it: ")
+    assert f"{tmp_path / 'b.py'}:1: import horovod.tensorflow as hvd\n" in out
 
 
 def test_what_is_missing_is_named(tmp_path, capsys):

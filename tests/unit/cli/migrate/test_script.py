@@ -108,11 +108,8 @@ def test_each_use_has_its_verdict(script):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("hvd.BroadcastGlobalVariablesHook(0)", "works in graphs with sessions"),
+        ("hvd.BroadcastGlobalVariablesHook(0)", "Eagerly use hvd.callbacks.BroadcastGlobalVariablesCallback(0)"),
         ("writer.as_default(); hvd.broadcast_global_variables(0)", "hvd.broadcast_variables(model.variables"),
-        ("hvd.BroadcastGlobalVariablesHook(0)", "BroadcastGlobalVariablesCallback(0)"),
-        ("hvd.broadcast_global_variables(0)", "works in graphs with sessions"),
-        ("hvd.broadcast_global_variables(0)", "hvd.broadcast_variables(model.variables"),
         ("hvd.elastic.TensorFlowState(v, session=s)", "leave session out"),
         ("hvd.elastic.TensorFlowState(batch=0)", "variables=model.variables"),
         ("hvd.DistributedOptimizer(o, op=hvd.Adasum)", "take no Adasum"),
