@@ -237,7 +237,7 @@ def test_what_is_saved_is_restored_and_evaluated(tmp_path, capsys):
         with pytest.raises(ConfigError, match="no variables to save yet: call fit, evaluate or predict before save"):
             unbuilt.save(tmp_path)
         unbuilt.restore(tmp_path)
-        assert "The model has no variables yet: fit, evaluate or predict will load" in capsys.readouterr().out
+        assert "the model has no variables yet: fit, evaluate or predict will load" in capsys.readouterr().err
         if use == "evaluate":
             assert unbuilt.evaluate(X, Y, verbose=0).loss == expected
         else:
