@@ -137,7 +137,7 @@ def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
 
 
 def _predict(session: Session, request: Request) -> None:
-    from hvdtrain.data.prediction.read import samples_from
+    from hvdtrain.data.prediction import samples_from
     from hvdtrain.runs.description import described
     from hvdtrain.runs.folder import RunFolder
     from hvdtrain.runs.use.predict import PredictOptions, RowFormat, predict

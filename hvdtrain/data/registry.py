@@ -9,12 +9,11 @@ from hvdtrain.data.splits import DataSplits
 
 SOURCES = {
     "arrays": "hvdtrain.data.sources.npz:load",
-    "cifar": "hvdtrain.data.sources.cifar_archives:load",
     "class_folders": "hvdtrain.data.sources.images:load",
     "csv": "hvdtrain.data.sources.table:load",
     "digits": "hvdtrain.data.digits:load",
     "hf": "hvdtrain.data.sources.hugging_face:load",
-    "idx": "hvdtrain.data.sources.idx:load",
+    "keras": "hvdtrain.data.sources.keras_datasets:load",
     "masked_text": "hvdtrain.data.sources.masked_text:load",
     "synthetic_clicks": "hvdtrain.data.sources.synthetic_clicks:load",
     "synthetic_images": "hvdtrain.data.sources.synthetic:load",

@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST and others in their format."""
+"""MNIST, and Fashion-MNIST by --data-args name fashion_mnist."""
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig
@@ -8,11 +8,11 @@ from hvdtrain.config.training import TrainingConfig
 
 
 def mnist() -> Config:
-    """Small CNN on MNIST's files (train-images-idx3-ubyte …): give their folder, --data-args path FOLDER."""
+    """Small CNN on MNIST, which Keras downloads; --data-args name fashion_mnist for Fashion-MNIST."""
     return Config(
         recipe="mnist",
         model=ModelConfig("small_cnn"),
-        data=DataConfig("idx", batch=128, eval_batch=500),
+        data=DataConfig("keras", {"name": "mnist"}, batch=128, eval_batch=500),
         optim=OptimConfig("adam", learning_rate=1e-3, schedule="cosine"),
         training=TrainingConfig(epochs=5),
     )

@@ -6,12 +6,12 @@ from typing import Any
 from hvdtrain.config.errors import ConfigError
 
 
-def optional_package(module: str, package: str, need: str) -> Any:
+def optional_package(module: str, extra: str, need: str) -> Any:
     """Import `module` of an optional package.
 
     Args:
         module: the module to import.
-        package: its name for pip.
+        extra: the extra of hvdtrain that installs it.
         need: the option that needs it, as the user wrote it.
 
     Raises:
@@ -23,5 +23,5 @@ def optional_package(module: str, package: str, need: str) -> Any:
         if error.name != module.partition(".")[0]:
             raise  # it is there, and lacks something itself
         raise ConfigError(
-            f"{need} needs the package {package}, which is not installed: pip install {package}"
+            f"{need} needs the package {error.name}, which is not installed: pip install 'hvdtrain[{extra}]'"
         ) from None

@@ -44,7 +44,7 @@ def load(
         ConfigError: arguments that do not fit, or the package `datasets` is missing.
         DataError: the data set does not exist, or cannot be used.
     """
-    package = optional_package("datasets", "datasets", "--data hf")
+    package = optional_package("datasets", "hf", "--data hf")
     if bool(path) == bool(name):
         raise ConfigError("hf needs --data-args path FOLDER (of save_to_disk), or name OWNER/NAME: one of both.")
     splits = _splits(_open(package, path, name, configuration), name or path)

@@ -1,4 +1,4 @@
-"""CSV files: the first line names the columns, one of which is the target and the others are inputs.
+"""Tables in CSV, JSON-lines, Parquet and Arrow files: one column is the target, others are the inputs.
 
 A column is numeric if its first value is a number, else categorical: the texts of the training rows are encoded as ids
 from 1 on, and others as 0. Columns keep the order of the file.
@@ -10,8 +10,8 @@ from 1 on, and others as 0. Columns keep the order of the file.
 A target of texts, or of integers from 0 on, is a label; other numbers are float32 [1].
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,121 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.files.locations import find_data
-from hvdtrain.data.preprocessing import Preprocessing
+from hvdtrain.data.preprocessing import Preprocessing, TableColumn, TableInputs
 from hvdtrain.data.source import input_shape
-from hvdtrain.data.sources.csv_file import Column, Table, header_of, read_table
 from hvdtrain.data.sources.held_out import check_range, held_out_numbers
-from hvdtrain.data.sources.table_inputs import check_present, encoded, learned
+from hvdtrain.data.sources.table_file import TableFile
 from hvdtrain.data.splits import DataSplits
 
 FORMS = ("auto", "dict", "array")
 TASKS = ("auto", "classification", "regression")
+MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
+"""Spellings of a missing value, in lower case."""
+NO_TEXT = -1
+"""Code of a missing text."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: float64 numbers, NaN if missing, or int64 codes of `texts` in order of appearance."""
+
+    name: str
+    values: np.ndarray
+    texts: tuple[str, ...] | None = None
+
+    def missing(self) -> np.ndarray:
+        """Return the indices of rows without a value."""
+        return np.flatnonzero(np.isnan(self.values) if self.texts is None else self.values == NO_TEXT)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of files with the same columns, one file after the other."""
+
+    columns: dict[str, Column]
+    files: Sequence[TableFile]
+    counts: Sequence[int]
+    """Rows of each file."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all files."""
+        return sum(self.counts)
+
+    def describe(self, row: int) -> str:
+        """Return file and number of a row, which counts from 1 below the header."""
+        for file, count in zip(self.files, self.counts, strict=True):
+            if row < count:
+                return f"{file.name}, row {row + 1}"
+            row -= count
+        raise IndexError(row)
+
+
+def read_table(files: Sequence[TableFile], wanted: dict[str, bool | None]) -> Table:
+    """Read columns of several files.
+
+    Args:
+        files: the files; the first value that is present decides whether a column is numeric.
+        wanted: for each column whether it is numeric, if that is known.
+
+    Raises:
+        DataError: a file cannot be read, lacks a column, has no rows, or a text in a numeric column.
+    """
+    parts = [file.read(list(wanted)) for file in files]
+    empty = next((file for file, part in zip(files, parts, strict=True) if not part.num_rows), None)
+    if empty is not None:
+        raise DataError(f"{empty.name} has no rows below its header.")
+    table = Table({}, files, [part.num_rows for part in parts])
+    for name, numeric in wanted.items():
+        table.columns[name] = _column(name, [part.column(name) for part in parts], numeric, table)
+    return table
+
+
+def _column(name: str, parts: Sequence[Any], numeric: bool | None, table: Table) -> Column:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if all(_holds_numbers(part.type) for part in parts) and numeric is not False:
+        numbers = [pc.cast(part, pa.float64()).to_numpy() for part in parts]
+        return Column(name, np.concatenate(numbers))
+    try:
+        texts = pa.chunked_array([chunk for part in parts for chunk in pc.cast(part, pa.string()).chunks], pa.string())
+    except pa.ArrowNotImplementedError:
+        raise DataError(f"The column {name!r} of {table.files[0].name} holds {parts[0].type}, not a value.") from None
+    texts = pc.utf8_trim_whitespace(texts)
+    texts = pc.if_else(pc.is_in(pc.utf8_lower(texts), pa.array(MISSING)), None, texts)
+    if numeric is None:
+        present = texts.drop_null().slice(0, 1).to_pylist()
+        numeric = not present or _is_number(present[0])
+    if not numeric:
+        codes = pc.dictionary_encode(texts).unify_dictionaries().combine_chunks()
+        values = codes.indices.fill_null(NO_TEXT).to_numpy(zero_copy_only=False).astype(np.int64)
+        return Column(name, values, tuple(codes.dictionary.to_pylist()))
+    try:
+        return Column(name, pc.cast(texts, pa.float64()).to_numpy())
+    except pa.ArrowInvalid:
+        given = texts.to_pylist()
+        row = next(place for place, text in enumerate(given) if text is not None and not _is_number(text))
+        raise DataError(
+            f"{table.describe(row)}: {given[row]!r} in the column {name!r} is not a number, as its first value is. For "
+            f"a column of categories give --data-args categorical {name}."
+        ) from None
+
+
+def _holds_numbers(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
+
+
+def _is_number(text: str) -> bool:
+    import pyarrow as pa
+
+    try:
+        pa.scalar(text).cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def load(
@@ -47,10 +153,10 @@ def load(
     validation: int = 0,
     validation_path: str = "",
 ) -> DataSplits:
-    """Load the rows of a CSV file; see the module for how columns are encoded.
+    """Load the rows of a table; see the module for how columns are encoded.
 
     Args:
-        path: the file, in UTF-8.
+        path: the file: .csv, .jsonl, .parquet or .arrow.
         target: name of the target column.
         columns: names of the input columns, separated by commas; "": all others.
         categorical: names of numeric columns to treat as categorical, separated by commas.
@@ -59,7 +165,7 @@ def load(
         missing: value of a missing number; a missing category becomes 0. None refuses both.
         vocabulary: number of ids of a categorical column, for the most frequent texts, the rest being 0; 0: no limit.
         classes: number of classes; 0: one more than the highest label, or the number of texts.
-        delimiter: character between two values; `tab` for a tab.
+        delimiter: character between two values of a CSV file; `tab` for a tab.
         validation: rows to hold out if there is no validation file; 0: one in ten.
         validation_path: a file of validation rows.
 
@@ -67,65 +173,28 @@ def load(
         ConfigError: arguments that do not match the file, or one another.
         DataError: a file does not exist, or cannot be used.
     """
-    _check_choice("inputs", inputs, FORMS)
-    _check_choice("task", task, TASKS)
+    for option, value, choices in (("inputs", inputs, FORMS), ("task", task, TASKS)):
+        if value not in choices:
+            raise ConfigError(f"csv: {option} must be one of {', '.join(choices)}. Received: {value!r}.")
     if validation and validation_path:
         raise ConfigError("csv takes rows for validation from validation_path, or holds them out: give one of both.")
-    file, between = find_data(path), _delimiter(delimiter)
-    names, texts = _chosen(
-        file, header=header_of(file, between), target=target, columns=columns, categorical=categorical
-    )
-    table = read_table(
-        file, {name: Column(name, False if name in texts else None) for name in (*names, target)}, between
-    )
-    own_rows = table.rows
-    if validation_path:
-        # Column kinds and text codes come from the training file.
-        table = table.followed_by(read_table(find_data(validation_path), table.columns, between))
+    files = _files(path, validation_path, delimiter)
+    names, texts = _chosen(files[0], target=target, columns=columns, categorical=categorical)
+    table = read_table(files, {name: False if name in texts else None for name in (*names, target)})
     check_present(table, (*names, target), missing, never=target)
-    targets, known, texts_of_labels = _targets(table, target, task, classes)
-    if validation_path:
-        parts = np.arange(own_rows), np.arange(own_rows, table.rows)
-    else:
-        parts = held_out_numbers(table.rows, validation, None if known is None else targets, str(file))
-    description = learned(
-        [table.columns[name] for name in names],
-        train=parts[0],
-        form=inputs,
+    targets, known, labels = _targets(table, target, task, classes)
+    parts = _parts(table, validation, targets if known is not None else None)
+    kinds = {table.columns[name].texts is None for name in names}
+    if inputs == "array" and len(kinds) > 1:
+        raise ConfigError("inputs array takes columns of one kind: name them with columns, or take inputs dict.")
+    description = TableInputs(
+        columns=tuple(TableColumn(name, _vocabulary(table.columns[name], parts[0], vocabulary)) for name in names),
+        as_dict=inputs == "dict" or len(kinds) > 1,
         missing=missing,
-        vocabulary=vocabulary,
         target=target,
-        delimiter=between,
+        delimiter=files[0].delimiter,
     )
-    nest = encoded(table.columns, description)
-    preprocessing = Preprocessing(texts_of_labels, table=description)
-    return _split(
-        file,
-        nest=nest,
-        targets=targets,
-        parts=parts,
-        classes=known,
-        preprocessing=preprocessing,
-        has_validation=bool(validation_path),
-    )
-
-
-def _split(
-    file: Path,
-    nest: Any,
-    targets: np.ndarray,
-    parts: tuple[np.ndarray, np.ndarray],
-    classes: int | None,
-    preprocessing: Preprocessing,
-    has_validation: bool,
-) -> DataSplits:
-    train, held = (
-        ArraySource(_rows((nest, targets), rows), f"{file} ({what})")
-        for rows, what in zip(parts, ("training", "validation"), strict=True)
-    )
-    return DataSplits(
-        train, held, input_shape(train), classes, preprocessing=preprocessing, held_out=not has_validation
-    )
+    return _splits(table, targets, parts, known, Preprocessing(labels, table=description))
 
 
 def load_like(
@@ -158,68 +227,114 @@ def load_like(
     assert inputs is not None, "asked by the caller"
     if target not in ("", inputs.target):
         raise ConfigError(f"The run's target is {inputs.target!r}. Received: target={target!r}. Leave it out.")
-    between = _delimiter(delimiter or inputs.delimiter)
-    files = [find_data(place) for place in (path, validation_path) if place]
-    numeric = trained.class_names is None
-    kinds = {column.name: column.vocabulary is None for column in inputs.columns} | {inputs.target: numeric}
-    wanted = {name: Column(name, kind) for name, kind in kinds.items()}
-    tables = [read_table(file, wanted, between) for file in files]
-    table = tables[0] if len(tables) == 1 else tables[0].followed_by(tables[1])
-    check_present(table, wanted, inputs.missing, never=inputs.target)
+    kinds: dict[str, bool | None] = {column.name: column.vocabulary is None for column in inputs.columns}
+    kinds[inputs.target] = trained.class_names is None
+    table = read_table(_files(path, validation_path, delimiter or inputs.delimiter), kinds)
+    check_present(table, kinds, inputs.missing, never=inputs.target)
     targets = _known_targets(table, inputs.target, classes, trained.class_names)
-    parts = (
-        (np.arange(tables[0].rows), np.arange(tables[0].rows, table.rows))
-        if validation_path
-        else held_out_numbers(table.rows, validation, None if classes is None else targets, str(files[0]))
+    parts = _parts(table, validation, None if classes is None else targets)
+    return _splits(table, targets, parts, classes, trained)
+
+
+def _files(path: str, validation_path: str, delimiter: str) -> list[TableFile]:
+    between = "\t" if delimiter == "tab" else delimiter
+    if len(between) != 1:
+        raise ConfigError(f"csv takes one character as delimiter, or tab. Received: {delimiter!r}.")
+    paths = [path, validation_path] if validation_path else [path]
+    return [TableFile(find_data(each), between) for each in paths]
+
+
+def _parts(table: Table, validation: int, labels: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the training and the validation rows."""
+    if len(table.files) == 1:
+        return held_out_numbers(table.rows, validation, labels, table.files[0].name)
+    return np.arange(table.counts[0]), np.arange(table.counts[0], table.rows)
+
+
+def _splits(
+    table: Table,
+    targets: np.ndarray,
+    parts: tuple[np.ndarray, np.ndarray],
+    classes: int | None,
+    preprocessing: Preprocessing,
+) -> DataSplits:
+    assert preprocessing.table is not None, "a table's"
+    elements = encoded(table, preprocessing.table), targets
+    train, held = (
+        ArraySource(tf.nest.map_structure(lambda array: array[rows], elements), f"{table.files[0].name} ({what})")  # noqa: B023
+        for rows, what in zip(parts, ("training", "validation"), strict=True)
     )
-    return _split(
-        files[0],
-        nest=encoded(table.columns, inputs),
-        targets=targets,
-        parts=parts,
-        classes=classes,
-        preprocessing=trained,
-        has_validation=bool(validation_path),
+    return DataSplits(
+        train, held, input_shape(train), classes, preprocessing=preprocessing, held_out=len(table.files) == 1
     )
 
 
-def _known_targets(table: Table, target: str, classes: int | None, names: tuple[str, ...] | None) -> np.ndarray:
-    """Return labels [rows] int32 of the classes of a run, or numbers [rows, 1] float32."""
-    column = table.columns[target]
-    if classes is None:
-        return column.values[:, np.newaxis].astype(np.float32)
-    labels = column.values
-    if names is not None:
-        number = {name: place for place, name in enumerate(names)}
-        codes = np.array([number.get(text, -1) for text in column.texts])
-        strange = np.flatnonzero(codes[column.values] < 0)
-        if len(strange):
-            text = list(column.texts)[int(column.values[strange[0]])]
-            raise DataError(
-                f"{table.describe(int(strange[0]))}: the run was not trained on the label {text!r}. It knows: "
-                f"{', '.join(names[:20])}."
-            )
-        labels = codes[column.values]
-    check_range(labels.astype(np.int64), classes, table.describe)
-    return labels.astype(np.int32)
+def encoded(table: Table, inputs: TableInputs) -> Any:
+    """Return the inputs of all rows: float32 [rows, n], int32 ids [rows, m], or a dict of both."""
+    filled = np.nan if inputs.missing is None else inputs.missing
+    numbers, ids = [], []
+    for described in inputs.columns:
+        column = table.columns[described.name]
+        if described.vocabulary is None:
+            numbers.append(np.where(np.isnan(column.values), filled, column.values))
+            continue
+        places = {text: place for place, text in enumerate(described.vocabulary, 1)}
+        known = [places.get(text, 0) for text in column.texts or ()]
+        ids.append(np.array([*known, 0], np.int32)[column.values])  # the last place is that of a missing text, -1
+    blocks = {}
+    if numbers:
+        blocks["numeric"] = np.stack(numbers, axis=1).astype(np.float32)
+    if ids:
+        blocks["categorical"] = np.stack(ids, axis=1)
+    return blocks if inputs.as_dict else next(iter(blocks.values()))
 
 
-def _chosen(
-    file: Path, header: Sequence[str], target: str, columns: str, categorical: str
-) -> tuple[list[str], list[str]]:
+def check_present(table: Table, columns: Iterable[str], missing: float | None, *, never: str = "") -> None:
+    """Refuse rows without a value where there is none for missing ones.
+
+    Args:
+        table: the rows.
+        columns: names of the columns to look at.
+        missing: value of a missing number; None refuses missing ones.
+        never: a column that must have values in any case.
+
+    Raises:
+        DataError: names the row and the column.
+    """
+    for name in columns:
+        places = table.columns[name].missing()
+        if len(places) and (missing is None or name == never):
+            fix = "" if name == never else " --data-args missing 0 would make it 0."
+            raise DataError(f"{table.describe(int(places[0]))}: the column {name!r} has no value.{fix}")
+
+
+def _vocabulary(column: Column, train: np.ndarray, limit: int) -> tuple[str, ...] | None:
+    """Return the texts of the rows `train` in order of appearance, the most frequent ones if there is a limit."""
+    if column.texts is None:
+        return None
+    found, counts = np.unique(column.values[train], return_counts=True)
+    found, counts = found[found >= 0], counts[found >= 0]
+    if limit:
+        # Ties are broken by first appearance, which is the order of the codes.
+        found = np.sort(found[np.argsort(-counts, kind="stable")][: max(limit - 1, 0)])
+    return tuple(column.texts[code] for code in found)
+
+
+def _chosen(file: TableFile, target: str, columns: str, categorical: str) -> tuple[list[str], list[str]]:
     """Return the names of the input columns in the file's order, and of the columns declared categorical."""
     if not target:
-        raise ConfigError(f"csv needs --data-args target COLUMN. {file} has: {', '.join(header)}.")
-    inputs, texts = _listed(columns), _listed(categorical)
+        raise ConfigError(f"csv needs --data-args target COLUMN. {file.name} has: {', '.join(file.columns)}.")
+    inputs, texts = ([name.strip() for name in names.split(",") if name.strip()] for names in (columns, categorical))
     for name in (target, *inputs, *texts):
-        if name not in header:
-            raise ConfigError(f"{file} has no column {name!r}.{suggestion(name, dict.fromkeys(header, ''))}")
-    chosen = [name for name in header if name != target and (not inputs or name in inputs)]
+        if name not in file.columns:
+            hint = suggestion(name, dict.fromkeys(file.columns, ""))
+            raise ConfigError(f"{file.name} has no column {name!r}.{hint}")
+    chosen = [name for name in file.columns if name != target and (not inputs or name in inputs)]
     if target in inputs or not chosen:
-        raise ConfigError(f"The target {target!r} of {file} is no input: name other columns.")
+        raise ConfigError(f"The target {target!r} of {file.name} is not an input: name other columns.")
     idle = next((name for name in texts if name not in chosen), None)
     if idle is not None:
-        raise ConfigError(f"The column {idle!r} of {file} is categorical, but none of the inputs.")
+        raise ConfigError(f"The column {idle!r} of {file.name} is categorical, but none of the inputs.")
     return chosen, texts
 
 
@@ -228,21 +343,21 @@ def _targets(
 ) -> tuple[np.ndarray, int | None, tuple[str, ...] | None]:
     """Return labels [rows] int32, the number of classes and their texts, or numbers [rows, 1] float32 and None."""
     texts: tuple[str, ...] | None = None
-    column = table.columns[target]
-    if not column.numeric:
+    column, file = table.columns[target], table.files[0].name
+    if column.texts is not None:
         if task == "regression":
-            raise ConfigError(f"The target {target!r} of {table.files[0]} is no number: it cannot be regressed.")
-        labels, texts = _sorted_labels(table, column)
+            raise ConfigError(f"The target {target!r} of {file} is not a number: it cannot be regressed.")
+        labels, texts = _sorted_labels(table, column, column.texts)
         found = len(texts)
     else:
         fractions = np.flatnonzero(column.values % 1 != 0)
         if task == "regression" or (task == "auto" and len(fractions)):
             if classes:
-                raise ConfigError(f"The target {target!r} of {table.files[0]} is no label: leave out classes.")
+                raise ConfigError(f"The target {target!r} of {file} is not a label: leave out classes.")
             return column.values[:, np.newaxis].astype(np.float32), None, None
         if len(fractions):
             row = int(fractions[0])
-            raise DataError(f"{table.describe(row)}: the label {column.values[row]:g} is no whole number.")
+            raise DataError(f"{table.describe(row)}: label {column.values[row]:g} is not an integer.")
         labels = column.values
         found = int(labels.max()) + 1
     known = classes or found
@@ -250,33 +365,34 @@ def _targets(
     return labels.astype(np.int32), known, texts if texts is not None and len(texts) == known else None
 
 
-def _sorted_labels(table: Table, column: Column) -> tuple[np.ndarray, tuple[str, ...]]:
+def _sorted_labels(table: Table, column: Column, texts: tuple[str, ...]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Encode label texts in sorted order; refuse a text that only the validation file has."""
-    first = column.values[: len(table.lines[0])]
-    own = [text for text, number in column.texts.items() if number <= first.max()]
-    strange = np.flatnonzero(column.values > first.max())
+    last = column.values[: table.counts[0]].max()
+    strange = np.flatnonzero(column.values > last)
     if len(strange):
-        text = list(column.texts)[int(column.values[strange[0]])]
-        raise DataError(f"{table.describe(int(strange[0]))}: the label {text!r} is not in {table.files[0]}.")
-    places = {text: place for place, text in enumerate(sorted(own))}
-    return np.array([places[text] for text in own])[column.values], tuple(sorted(own))
+        row = int(strange[0])
+        raise DataError(
+            f"{table.describe(row)}: the label {texts[column.values[row]]!r} is not in {table.files[0].name}."
+        )
+    own = sorted(texts)
+    return np.array([own.index(text) for text in texts])[column.values], tuple(own)
 
 
-def _rows(nest: Any, rows: np.ndarray) -> Any:
-    return tf.nest.map_structure(lambda array: array[rows], nest)
-
-
-def _delimiter(delimiter: str) -> str:
-    between = "\t" if delimiter == "tab" else delimiter
-    if len(between) != 1:
-        raise ConfigError(f"csv takes one character as delimiter, or tab. Received: {delimiter!r}.")
-    return between
-
-
-def _listed(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"csv: {name} must be one of {', '.join(choices)}. Received: {value!r}.")
+def _known_targets(table: Table, target: str, classes: int | None, names: tuple[str, ...] | None) -> np.ndarray:
+    """Return labels [rows] int32 of the classes of a run, or numbers [rows, 1] float32."""
+    column = table.columns[target]
+    if classes is None:
+        return column.values[:, np.newaxis].astype(np.float32)
+    labels = column.values
+    if names is not None and column.texts is not None:
+        numbers = {name: place for place, name in enumerate(names)}
+        labels = np.array([numbers.get(text, -1) for text in column.texts])[column.values]
+        strange = np.flatnonzero(labels < 0)
+        if len(strange):
+            row = int(strange[0])
+            raise DataError(
+                f"{table.describe(row)}: the run was not trained on the label {column.texts[column.values[row]]!r}. It "
+                f"knows: {', '.join(names[:20])}."
+            )
+    check_range(labels.astype(np.int64), classes, table.describe)
+    return labels.astype(np.int32)

@@ -45,8 +45,8 @@ def load(
         ConfigError: arguments that do not fit, or a package is missing.
         DataError: the data set is not prepared, or cannot be used.
     """
-    package = optional_package("tensorflow_datasets", "tensorflow-datasets", "--data tfds")
-    optional_package("array_record", "array_record", "--data tfds")
+    package = optional_package("tensorflow_datasets", "tfds", "--data tfds")
+    optional_package("array_record", "tfds", "--data tfds")
     if not name:
         raise ConfigError("tfds needs --data-args name NAME, as in name mnist.")
     folder = str(find_data(path)) if path else None

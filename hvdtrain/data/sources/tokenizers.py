@@ -176,7 +176,7 @@ def _code_points(text: bytes) -> np.ndarray:
 
 
 def _package() -> Any:
-    return optional_package("sentencepiece", "sentencepiece", "--data-args tokenizer sentencepiece")
+    return optional_package("sentencepiece", "text", "--data-args tokenizer sentencepiece")
 
 
 def _learned(text: bytes, vocabulary: int) -> Path:

@@ -11,10 +11,8 @@ import numpy as np
 from hvdtrain.config.errors import CheckpointError, DataError
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code, load_attribute
-from hvdtrain.data.prediction.arrays import arrays_as_they_are
-from hvdtrain.data.prediction.images import image_files, pixels
-from hvdtrain.data.prediction.samples import PredictionSamples, inputs_of
-from hvdtrain.data.prediction.tables import rows_in_memory, table_rows
+from hvdtrain.data.prediction import PredictionSamples, arrays_as_they_are, image_files, pixels, table_rows
+from hvdtrain.data.sources.table_file import rows_in_memory
 from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.runs.description import RunDescription, described, map_signature
@@ -69,7 +67,7 @@ class LoadedRun:
             if not isinstance(data, str):
                 raise DataError(f"The run is of text: preprocess takes a str. Received: {type(data).__name__}.")
             return self.tokenizer.encode(data.encode()).astype(np.int32)
-        return inputs_of(self._samples(data))
+        return self._samples(data).inputs()
 
     def predict(self, data: Any, *, batch_size: int = 64) -> Any:
         """Return predictions for raw data: probabilities [samples, classes], or the model's values.

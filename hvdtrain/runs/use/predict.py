@@ -19,7 +19,7 @@ from hvdtrain.backends.select import backend_for
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.run import Config
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation
-from hvdtrain.data.prediction.samples import PredictionSamples
+from hvdtrain.data.prediction import PredictionSamples
 from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.use.model import has_one_class, outputs_width, readable_outputs, trained_model

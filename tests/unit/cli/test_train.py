@@ -202,7 +202,7 @@ def test_resume_may_change_how_long_how_it_is_watched_and_what_is_read_and_held_
         ["--model-args", "width", "8"],
         ["--epochs", "9", "--shuffle", "False"],
         ["--data-args", "validation", "7"],
-        ["--data", "idx"],
+        ["--data", "keras"],
         ["--tail", "drop"],
         ["--shard-by", "files"],
         ["--augment", "flip"],

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.registry import check_arguments, resolve
 from hvdtrain.data import registry as sources
@@ -53,11 +53,6 @@ def test_listing_recipes_imports_no_tensorflow():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == RECIPES.keys()
-
-
-def test_mnist_without_files_says_how_to_give_them():
-    with pytest.raises(DataError, match="--data-args path PATH"):
-        load_splits(recipe("mnist").data)
 
 
 def test_the_wide_mlp_has_38_million_parameters():

@@ -15,7 +15,7 @@ CASES = [
     ("--data class_folders", ["--data-args path PATH"]),
     ("--data class_folders --data-args path nowhere", ["There is no", "nowhere", "HVDTRAIN_DATA"]),
     ("--data class_folders --data-args pth x", ["'pth'", "Perhaps you meant: path"]),
-    ("mnist", ["--data-args path PATH"]),
+    ("mnist --data-args name mnst", ["one of mnist, fashion_mnist", "Perhaps you meant: mnist"]),
     ("--tail drop --batch 2000", ["--tail drop would leave nothing"]),
     ("--tail cut", ["--tail", "pad", "drop", "repeat"]),
     ("--cache disk", ["--cache", "memory", "file"]),

@@ -255,7 +255,7 @@ def test_a_vocabulary_that_cannot_be_learned_is_refused(prose, cache, vocabulary
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(prose, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ConfigError, match=r"tokenizer sentencepiece needs .* pip install sentencepiece"):
+    with pytest.raises(ConfigError, match=r"tokenizer sentencepiece needs .* pip install 'hvdtrain\[text\]'"):
         text(prose, tokenizer="sentencepiece")
 
 

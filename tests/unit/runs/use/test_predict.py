@@ -9,11 +9,9 @@ import pytest
 from PIL import Image
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.prediction.images import pixels
-from hvdtrain.data.prediction.read import samples_from
-from hvdtrain.data.prediction.samples import inputs_of
-from hvdtrain.data.prediction.tables import rows_in_memory, table_rows
+from hvdtrain.data.prediction import pixels, samples_from, table_rows
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, TableColumn, TableInputs, TextInputs
+from hvdtrain.data.sources.table_file import rows_in_memory
 from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.use.model import readable_outputs
 from hvdtrain.runs.use.predict import RowFormat, RowWriter
@@ -63,7 +61,7 @@ def test_images_come_from_files_folders_archives_and_patterns(photos, paths, nam
     samples = read(paths, IMAGE, given=given)
     assert samples.id_name == "path"
     assert ids_of(samples) == names
-    assert inputs_of(samples).shape == (len(names), 4, 4, 3)
+    assert samples.inputs().shape == (len(names), 4, 4, 3)
 
 
 def test_an_image_of_the_right_size_keeps_its_pixels_and_others_their_middle(tmp_path):
@@ -72,7 +70,7 @@ def test_an_image_of_the_right_size_keeps_its_pixels_and_others_their_middle(tmp
     wide = np.zeros((8, 16, 3), np.uint8)
     wide[:, 4:12] = 200  # the middle square
     (tmp_path / "wide.png").write_bytes(encoded(wide))
-    inputs = inputs_of(read([str(tmp_path)], IMAGE))
+    inputs = read([str(tmp_path)], IMAGE).inputs()
     np.testing.assert_array_equal(inputs[0], exact.astype(np.float32) * np.float32(1 / 255))
     np.testing.assert_allclose(inputs[1], 200 / 255, atol=1e-6)
 
@@ -82,14 +80,14 @@ def test_images_that_are_no_square_are_cropped_to_the_proportions_of_the_inputs(
     tall[:, 4:8] = 90  # the middle third
     (tmp_path / "a.png").write_bytes(encoded(tall))
     image = Preprocessing(image=ImageInputs(6, 2, 3))
-    np.testing.assert_allclose(inputs_of(read([str(tmp_path)], image))[0], 90 / 255, atol=1e-6)
+    np.testing.assert_allclose(read([str(tmp_path)], image).inputs()[0], 90 / 255, atol=1e-6)
 
 
 def test_grey_images_are_read_in_colour_and_the_other_way_round(tmp_path):
     Image.fromarray(np.full((4, 4), 51, np.uint8)).save(tmp_path / "a.png")
-    assert (inputs_of(read([str(tmp_path)], IMAGE)) == np.float32(51) * np.float32(1 / 255)).all()
+    assert (read([str(tmp_path)], IMAGE).inputs() == np.float32(51) * np.float32(1 / 255)).all()
     (tmp_path / "a.png").write_bytes(encoded(np.full((4, 4, 3), 51, np.uint8)))
-    assert inputs_of(read([str(tmp_path)], Preprocessing(image=ImageInputs(4, 4, 1)))).shape == (1, 4, 4, 1)
+    assert read([str(tmp_path)], Preprocessing(image=ImageInputs(4, 4, 1))).inputs().shape == (1, 4, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_grey_images_are_read_in_colour_and_the_other_way_round(tmp_path):
     ],
 )
 def test_arrays_of_pixels_are_scaled(array, image):
-    inputs = inputs_of(pixels(array, image, "x"))
+    inputs = pixels(array, image, "x").inputs()
     assert inputs.dtype == np.float32
     assert inputs.shape == ((1 if array.ndim < 4 and len(array) == 4 else 5), *image.shape)
     np.testing.assert_allclose(inputs, 0.2, atol=1e-6)
@@ -127,7 +125,7 @@ def test_arrays_that_are_no_pixels_are_refused(array, answer):
 
 
 CSV = "price,city,size\n1,rome,10\n2,lima,20\n3,oslo,30\n"
-JSON = '{"city": "rome", "size": 10}\n\n{"size": 20.0, "city": "lima", "more": [1]}\n{"city": "oslo", "size": "30"}\n'
+JSON = '{"city": "rome", "size": 10}\n\n{"size": 20.0, "city": "lima", "more": [1]}\n{"city": "oslo", "size": 30}\n'
 
 
 @pytest.mark.parametrize(("name", "text"), [("t.csv", CSV), ("t.jsonl", JSON), ("-", CSV), ("-", JSON)])
@@ -135,7 +133,7 @@ def test_rows_come_from_csv_and_json_lines(tmp_path, name, text):
     (tmp_path / "t").with_suffix(Path(name).suffix).write_text(text)
     given = text.encode() if name == "-" else None
     samples = read(["-" if given else str(tmp_path / name)], TABLE, given=given)
-    inputs = inputs_of(samples)
+    inputs = samples.inputs()
     np.testing.assert_array_equal(inputs["numeric"], [[10], [20], [30]])
     np.testing.assert_array_equal(inputs["categorical"], [[1], [0], [2]])
     assert (samples.id_name, ids_of(samples)) == ("row", [0, 1, 2])
@@ -158,7 +156,7 @@ class Frame(dict):
     ],
 )
 def test_rows_in_python_are_like_those_of_a_file(given):
-    inputs = inputs_of(table_rows(rows_in_memory(given), TABLE.table))
+    inputs = table_rows(rows_in_memory(given), TABLE.table).inputs()
     np.testing.assert_array_equal(inputs["numeric"], [[10], [20]])
     np.testing.assert_array_equal(inputs["categorical"], [[1], [0]])
 
@@ -170,6 +168,7 @@ def test_rows_in_python_are_like_those_of_a_file(given):
         ([["rome", 1]], "a list of dicts.*Received: list"),
         ([], "a list of dicts"),
         (3, "Received: int"),
+        ([{"city": "rome"}, {"city": 1}], "The column 'city' holds values of different kinds"),
     ],
 )
 def test_other_objects_are_no_rows(given, answer):
@@ -193,12 +192,12 @@ def test_arrays_come_from_a_file_or_standard_input(tmp_path, arrays):
         read(["-"], Preprocessing(), given=npz(**arrays)),
     ):
         assert samples.source.size == 5
-        assert inputs_of(samples).dtype == np.float32
+        assert samples.inputs().dtype == np.float32
 
 
 def test_several_inputs_are_matched_by_name(tmp_path):
     signature = {"a": LEAF, "b": {"dtype": "int32", "shape": []}}
-    inputs = inputs_of(read(["-"], Preprocessing(), signature, npz(b=np.arange(5.0), a=np.ones((5, 3)))))
+    inputs = read(["-"], Preprocessing(), signature, npz(b=np.arange(5.0), a=np.ones((5, 3)))).inputs()
     assert inputs["b"].dtype == np.int32
     with pytest.raises(DataError, match=r"the arrays a, b\. It has no b"):
         read(["-"], Preprocessing(), signature, npz(a=np.ones((5, 3))))
@@ -217,11 +216,11 @@ def test_several_inputs_are_matched_by_name(tmp_path):
         (["a.png"], None, Preprocessing(), "takes arrays.*Received: a.png"),
         (["-"], b"a,b\n", Preprocessing(), "something else on standard input"),
         (["-"], b" \n", TABLE, "nothing on standard input. A launcher"),
-        (["-"], b"\xff\xfe", TABLE, "Standard input is not UTF-8"),
-        (["-"], b'{"city": 1}\n[3]\n', TABLE, "standard input has no column 'size'"),
-        (["-"], b'{"city": 1, "size": 1}\n[3]\n', TABLE, "line 2: it must be a JSON object"),
-        (["-"], b'{"city": 1, "size": 1}\n{\n', TABLE, "line 2: it is no JSON"),
-        (["-"], b"city,size\nrome,many\n", TABLE, "'many' in the column 'size' is no number"),
+        (["-"], b"\xff\xfe", TABLE, "standard input is not a table in UTF-8"),
+        (["-"], b'{"city": 1}\n', TABLE, "standard input has no column 'size'"),
+        (["-"], b'{"city": 1, "size": 1}\n[3]\n', TABLE, "changed from object to array in row 2"),
+        (["-"], b'{"city": 1, "size": 1}\n{\n', TABLE, "standard input is damaged.*in row 2"),
+        (["-"], b"city,size\nrome,many\n", TABLE, "'many' in the column 'size' is not a number"),
         (
             ["-"],
             npz(x=np.ones((5, 2))),

@@ -1,1 +1,0 @@
-"""Samples without targets, as a trained model is to predict them; start with `read.py`."""
