@@ -116,10 +116,12 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def train_all(controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float) -> None:
+def train_all(
+    controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float, **environ: str
+) -> None:
     """Train what several command lines of `train` say in the same processes: TensorFlow starts once, not for each."""
     words = [sys.executable, "-c", TRAIN_ALL, json.dumps([list(command) for command in commands])]
-    job = run([*launcher(controller, size), *words], cwd=cwd, timeout=timeout)
+    job = run([*launcher(controller, size), *words], cwd=cwd, timeout=timeout, **environ)
     assert job.code == 0, job.text[-4000:]
 
 

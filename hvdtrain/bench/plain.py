@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.bench.timing import Timing, Usage, merged, own_usage, peak_rss_mib, process_settings
 from hvdtrain.config.run import Config
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.source import DataSplits
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.runtime.launchers import Environment

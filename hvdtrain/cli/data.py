@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _pack(words: argparse.Namespace) -> int:
     import_tensorflow_for_cpu()
-    from hvdtrain.data.files.locations import find_data
+    from hvdtrain.data.files import find_data
     from hvdtrain.data.pack import pack
 
     total = 0

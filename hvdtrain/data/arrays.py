@@ -1,16 +1,23 @@
-"""Samples held in memory."""
+"""Sources of arrays in memory, subsets of a source, and holding out validation samples."""
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.config.errors import DataError, NoSamplesError
+from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
+from hvdtrain.data.source import Source
+
+ONE_OF = 10
+"""By default, one in so many samples is held out."""
+HOLD_OUT_SEED = 20260101
+"""Fixed, not the run's seed: a resumed run must never validate on samples that it trained on."""
 
 
 class ArraySource:
-    """A source of arrays: inputs, targets and optional sample weights, with samples along dim 0; see `Source`.
+    """A source of arrays: inputs, targets and optional sample weights, with samples along dim 0.
 
     Args:
         elements: `(inputs, targets)` or `(inputs, targets, sample_weight)`; each may be a nest of arrays. Inputs
@@ -25,9 +32,10 @@ class ArraySource:
         if hasattr(elements, "shape") or isinstance(elements, dict):
             elements = (elements,)
         if not isinstance(elements, tuple | list) or len(elements) not in (1, 2, 3):
+            kind = type(elements).__name__
             raise DataError(
                 f"{name} must be (inputs, targets), (inputs, targets, sample_weight) or, without targets, (inputs,). "
-                f"Received: {_described(elements)}."
+                f"Received: {f'a {kind} of {len(elements)}' if isinstance(elements, tuple | list) else kind}."
             )
         parts = tuple(np.asarray(part) if _is_list_of_numbers(part) else part for part in elements)
         arrays = _without_lists(tf.nest.map_structure(np.asarray, parts))
@@ -40,16 +48,16 @@ class ArraySource:
         self.name = name
         self.heavy = False
         self.finite = all(_is_finite(array) for array in tf.nest.flatten(arrays[:2]))
-        """Whether inputs and targets were seen to be finite: looked at once here, not in every step."""
+        """Whether inputs and targets were seen to be finite: checked once here, not in every step."""
         self.elements = tf.nest.map_structure(tf.constant, arrays)
         self.spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), self.elements)
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        """See `Source`."""
+        """Return samples by number."""
         return tf.nest.map_structure(lambda tensor: tf.gather(tensor, numbers), self.elements)
 
     def describe(self, number: int) -> str:
-        """See `Source`."""
+        """Describe where a sample comes from."""
         return f"sample {number} of {self.name}"
 
     def fingerprint(self) -> bytes:
@@ -57,17 +65,11 @@ class ArraySource:
         kinds = tf.nest.map_structure(lambda t: (t.dtype.name, *t.shape), self.elements)
         digest = hashlib.sha256(repr(kinds).encode())
         for tensor in tf.nest.flatten(self.elements):
-            digest.update(tf.io.serialize_tensor(tensor).numpy() if tensor.dtype == tf.string else _bytes(tensor))
+            if tensor.dtype == tf.string:
+                digest.update(tf.io.serialize_tensor(tensor).numpy())
+            else:
+                digest.update(np.ascontiguousarray(tensor.numpy()).view(np.uint8).data)
         return digest.digest()
-
-
-def _described(elements: Any) -> str:
-    kind = type(elements).__name__
-    return f"a {kind} of {len(elements)}" if isinstance(elements, tuple | list) else kind
-
-
-def _bytes(tensor: tf.Tensor) -> Any:
-    return np.ascontiguousarray(tensor.numpy()).view(np.uint8)
 
 
 def _without_lists(nest: Any) -> Any:
@@ -78,10 +80,143 @@ def _without_lists(nest: Any) -> Any:
 
 
 def _is_list_of_numbers(part: Any) -> bool:
-    """Whether `part` is a list of numbers (one array) and not a list of arrays (several inputs)."""
+    """Return whether `part` is a list of numbers (one array) and not a list of arrays (several inputs)."""
     return isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part)
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Whether `array` is certainly finite; False if its sum overflows, since one cheap pass cannot tell."""
+    """Return whether `array` is certainly finite; False if its sum overflows, since one cheap pass cannot tell."""
     return not np.issubdtype(array.dtype, np.inexact) or bool(np.isfinite(array.sum(dtype=np.float64)))
+
+
+class Subset:
+    """The samples `numbers` of `source`, in that order.
+
+    Raises:
+        DataError: `numbers` is empty.
+    """
+
+    def __init__(self, source: Source, numbers: np.ndarray, name: str) -> None:
+        if not len(numbers):
+            raise DataError(f"{name} holds no samples.")
+        self.name = name
+        self.size = len(numbers)
+        self.spec = source.spec
+        self.finite = source.finite
+        self.heavy = source.heavy
+        self._source = source
+        self._numbers = np.asarray(numbers, np.int64)
+        whole = getattr(source, "file_of", None)
+        self.file_of = None if whole is None else whole[self._numbers]
+        """[samples] the number of each sample's file, where they are in files."""
+
+    def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
+        """Return samples by number."""
+        return self._source.gather(tf.gather(self._numbers, numbers))
+
+    def describe(self, number: int) -> str:
+        """Describe where a sample comes from."""
+        return self._source.describe(int(self._numbers[number]))
+
+    def fingerprint(self) -> bytes:
+        """Return a hash of the source's fingerprint and of the numbers."""
+        return hashlib.sha256(self._source.fingerprint() + self._numbers.tobytes()).digest()
+
+    def listing(self) -> list[str]:
+        """Return the file listing of the whole source; empty if it has none."""
+        return self._source.listing() if hasattr(self._source, "listing") else []
+
+    def version(self) -> bytes:
+        """Return the version of the source's files; empty if it has none."""
+        return self._source.version() if hasattr(self._source, "version") else b""
+
+
+def hold_out(source: Source, count: int, labels: np.ndarray | None = None) -> tuple[Subset, Subset]:
+    """Split `source` into training and validation samples, deterministically.
+
+    Args:
+        source: the samples to split.
+        count: samples for validation; 0: one in ten.
+        labels: [samples] labels to stratify by; None: no stratification.
+
+    Raises:
+        DataError: one of the two would be empty.
+    """
+    train, held = held_out_numbers(source.size, count, labels, source.name)
+    return Subset(source, train, f"{source.name} (training)"), Subset(source, held, f"{source.name} (validation)")
+
+
+def held_out_numbers(size: int, count: int, labels: np.ndarray | None, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Split the sample numbers below `size` into training and validation, as `hold_out` does."""
+    count = count or max(1, size // ONE_OF)
+    if not 0 < count < size:
+        raise DataError(
+            f"Of the {size} samples of {name}, {count} cannot be held out for validation. See --data-args validation."
+        )
+    order = np.random.default_rng(HOLD_OUT_SEED).permutation(size)
+    if labels is not None:
+        # Every prefix is stratified by label, within one sample.
+        mixed = np.asarray(labels)[order]
+        rank = np.empty(size)
+        for label in np.unique(mixed):
+            mine = np.flatnonzero(mixed == label)
+            rank[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
+        order = order[np.argsort(rank, kind="stable")]
+    held = np.sort(order[:count])
+    return np.setdiff1d(np.arange(size), held), held
+
+
+def array_parts(
+    elements: tuple[Any, ...], held_out: tuple[Any, ...] | None, *, validation: int, name: str
+) -> tuple[ArraySource, ArraySource]:
+    """Return training and validation samples of arrays.
+
+    Args:
+        elements: `(inputs, targets[, sample_weight])` arrays.
+        held_out: the same for validation; None if there are none.
+        validation: samples of `elements` to hold out if `held_out` is None; 0: one in ten.
+        name: the name of the data in messages.
+
+    Raises:
+        ConfigError: both `validation` and `held_out`.
+        DataError: unusable arrays, or training and validation samples of different shapes.
+    """
+    if held_out is None:
+        whole = ArraySource(elements, name)
+        numbers = held_out_numbers(whole.size, validation, elements[1] if is_labels(elements[1]) else None, name)
+        train, held = (
+            ArraySource(whole.gather(tf.constant(part)), f"{name} ({what})")
+            for part, what in zip(numbers, ("training", "validation"), strict=True)
+        )
+        return train, held
+    if validation:
+        raise ConfigError(f"{name} has samples for validation: leave out --data-args validation.")
+    train, held = ArraySource(elements, f"{name} (training)"), ArraySource(held_out, f"{name} (validation)")
+    kinds = [
+        tf.nest.map_structure(lambda spec: f"{spec.dtype.name} {list(spec.shape)}", source.spec[:2])
+        for source in (train, held)
+    ]
+    if repr(kinds[0]) != repr(kinds[1]):
+        raise DataError(
+            f"The samples of {train.name} are {kinds[0]}; those of {held.name} are {kinds[1]}: both must be alike."
+        )
+    return train, held
+
+
+def is_labels(targets: Any) -> bool:
+    """Return whether targets are integer labels [samples]."""
+    return isinstance(targets, np.ndarray) and targets.ndim == 1 and np.issubdtype(targets.dtype, np.integer)
+
+
+def check_range(labels: np.ndarray, classes: int, describe: Callable[[int], str]) -> None:
+    """Refuse labels [samples] outside [0, classes).
+
+    Raises:
+        DataError: names the first such label, and its sample by `describe`.
+    """
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        first = int(wrong[0])
+        raise DataError(
+            f"{describe(first)}: the label {labels[first]} is not one of {classes} classes, which count from 0."
+        )

@@ -1,6 +1,6 @@
 """Augmentation of image batches; every draw is a function of (seed, step) and of the place in the global batch.
 
-So a sample is augmented alike on any number of ranks, and differently in every epoch.
+So a sample is augmented in the same way on any number of ranks, and differently in every epoch.
 """
 
 from collections.abc import Sequence

@@ -25,11 +25,11 @@ class BadRecords:
     def __init__(self, source: Source, limit: int = 0, gather: Gather | None = None) -> None:
         self.limit = limit
         self.found: dict[int, str] = {}
-        """What is wrong with each bad sample, by its number."""
+        """Cause of each bad sample, by its number."""
         self._source = source
         self._gather = gather
         self._avoided: frozenset[int] = frozenset()
-        """The bad samples that the current dataset skips: those known when it was built."""
+        """Bad samples that the current dataset skips."""
 
     @property
     def tolerated(self) -> bool:
@@ -37,7 +37,7 @@ class BadRecords:
         return self.limit > 0
 
     def examine(self, numbers: Any, error: Exception) -> None:
-        """Find the bad ones among the samples `numbers`, whose reading failed with `error`.
+        """Locate the bad samples of a batch whose reading failed with `error`.
 
         Samples skipped already are not read again, but their stand-in is.
 
@@ -53,20 +53,20 @@ class BadRecords:
         self._refuse_too_many(next(iter(bad.values())))
 
     def recall(self, found: Mapping[str, str]) -> None:
-        """Skip the samples that a resumed run had found bad, where bad samples are tolerated.
+        """Skip samples that a resumed run had found bad, if bad samples are tolerated.
 
         Args:
-            found: what is wrong with each sample, by its number.
+            found: cause by number.
 
         Raises:
-            DataError: they are more than `limit`.
+            DataError: more than `limit`.
         """
         if self.tolerated and found:
             self.found |= {int(number): text for number, text in found.items()}
             self._refuse_too_many(next(iter(found.values())))
 
     def share(self) -> None:
-        """Merge what the ranks have found, where bad samples are tolerated; collective.
+        """Merge the bad samples found by all ranks, if any are tolerated. Collective.
 
         Raises:
             DataError: together they are more than `limit`.
@@ -86,7 +86,7 @@ class BadRecords:
         return tf.where(good, numbers, self._stand_in()), tf.cast(good, tf.float32)
 
     def _stand_in(self) -> int:
-        """Return the number of the sample that is read in place of a bad one."""
+        """Return the sample that is read in place of a bad one."""
         return next(number for number in range(self._source.size) if number not in self._avoided)
 
     def _refuse_too_many(self, example: str) -> None:
@@ -99,7 +99,7 @@ class BadRecords:
             )
 
     def _trouble(self, number: int) -> str:
-        """Return what is wrong with one sample and where it is; "" if it can be read."""
+        """Return location and cause if a sample cannot be read, else ""."""
         try:
             self._source.gather(tf.constant([number], tf.int64))
         except (tf.errors.OpError, ValueError) as error:

@@ -8,14 +8,14 @@ from hvdtrain.config.errors import ConfigError, opt
 
 
 class Batch(NamedTuple):
-    """One replica's slice of a global batch: what it trains on in one step.
+    """One replica's slice of a global batch.
 
     `has_samples`, `global_samples` and `finite` are Python values where they are known before the step is compiled: the
     compiled step then computes nothing from them.
     """
 
     inputs: Any
-    """What the model takes; of data without targets the whole element, as a `train_step` is given it."""
+    """Inputs of the model; the whole element if the data have no targets."""
     targets: Any
     """None where the data have none."""
     sample_weight: Any
@@ -45,7 +45,7 @@ def per_replica(batch: int, size: int, *, uneven: bool = False) -> int:
     Args:
         batch: samples of the global batch.
         size: number of replicas.
-        uneven: whether it need not divide: some replicas then take one sample more than what is returned.
+        uneven: allow a batch that does not divide: some replicas then take one sample more.
 
     Raises:
         ConfigError: `batch` is not positive, or does not divide.
@@ -122,7 +122,7 @@ def _length(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def slice_bounds_of_tensor(total: tf.Tensor, index: int, size: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Do what `slice_bounds` does for a `total` known only at run time."""
+    """Like `slice_bounds`, for a `total` known only at run time."""
     begin, end = split_bounds(total, index, size)
     first = tf.minimum(begin, total - 1)
     return first, tf.maximum(end, first + 1), tf.cast(end > begin, tf.float32)

@@ -14,8 +14,7 @@ from hvdtrain.config.data import Cache
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.bad_records import BadRecords
-from hvdtrain.data.files.locations import cache_folder
-from hvdtrain.data.files.unpacked import made_once, writing_into
+from hvdtrain.data.files import cache_folder, made_once, writing_into
 from hvdtrain.data.pipeline import ReadOptions
 from hvdtrain.data.source import Source
 
@@ -24,7 +23,7 @@ CHUNK = 256
 
 
 class MemoryMapped:
-    """Decoded samples in memory-mapped files; see `Source`."""
+    """Decoded samples in memory-mapped files."""
 
     heavy = True
 
@@ -37,7 +36,6 @@ class MemoryMapped:
         self._source = source
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        """See `Source`."""
         specs = tf.nest.flatten(self.spec)
         parts = tf.numpy_function(self._rows, [numbers], [spec.dtype for spec in specs])
         for part, spec in zip(parts, specs, strict=True):
@@ -45,11 +43,9 @@ class MemoryMapped:
         return tf.nest.pack_sequence_as(self.spec, parts)
 
     def describe(self, number: int) -> str:
-        """See `Source`."""
         return self._source.describe(number)
 
     def fingerprint(self) -> bytes:
-        """See `Source`."""
         return self._source.fingerprint()
 
     def _rows(self, numbers: np.ndarray) -> list[np.ndarray]:

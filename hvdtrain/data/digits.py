@@ -4,10 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.arrays import ArraySource, hold_out
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
-from hvdtrain.data.splits import DataSplits
-from hvdtrain.data.subset import hold_out
+from hvdtrain.data.source import DataSplits
 
 VALIDATION_SAMPLES = 360
 WHITE = 16.0

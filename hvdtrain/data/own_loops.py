@@ -17,10 +17,10 @@ from hvdtrain.runtime.session import current
 
 
 def shard(dataset: tf.data.Dataset, batch: int | None = None, *, drop_remainder: bool = False) -> tf.data.Dataset:
-    """Return this rank's part of every global batch of `dataset`, which is the same on every rank.
+    """Return this rank's shard of every global batch of `dataset`. Collective.
 
-    Every rank calls it and takes as many steps, of as many samples: of a short last batch some samples are given to two
-    ranks. Samples of other ranks are not mapped where the order can be kept without (see `Trainer.fit`).
+    The dataset must be the same on every rank. All ranks take equally many steps of equally many samples: some samples
+    of a short last batch go to two ranks. Samples of other ranks are not mapped if the order allows.
 
     Args:
         dataset: global batches; or samples, with `batch`.
@@ -69,10 +69,10 @@ def _sharded(dataset: tf.data.Dataset, batches: tf.data.Dataset, backend: Backen
 
 
 class ShardedOrder:
-    """The indices that this rank trains on, step by step, in the order in which `Trainer.fit` visits arrays.
+    """Sampler of this rank's indices, step by step, in the order in which `Trainer.fit` visits arrays.
 
-    All ranks take as many steps of as many indices: of a short last batch some are given to two ranks. As of PyTorch's
-    `DistributedSampler`, every rank makes one; here the global batches do not depend on the number of ranks.
+    All ranks take equally many steps of equally many indices: some indices of a short last batch go to two ranks. Like
+    PyTorch's `DistributedSampler`, but the global batches do not depend on the number of ranks.
 
     Args:
         samples: number of samples.

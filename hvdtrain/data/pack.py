@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+import yaml
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.files.class_folders import Found, scan
-from hvdtrain.data.files.features import FILE_NAME, Description, Feature, write_description
-from hvdtrain.data.sources.held_out import held_out_numbers
+from hvdtrain.data.arrays import held_out_numbers
+from hvdtrain.data.sources.class_folders import Found, scan
+from hvdtrain.data.sources.tfrecord import FILE_NAME
 
 IMAGE, LABEL, NAME = "image/encoded", "image/class/label", "image/filename"
 """Feature names of a record: those of ImageNet's TFRecords."""
@@ -54,17 +55,20 @@ def pack(source: Path, dest: Path, *, shards: int = 0, validation: int = 0) -> I
         raise DataError(f"{dest} exists already, and nothing in it is overwritten: name a new or empty folder.")
     found = scan(source)
     planned = _shards(found, _splits(found, validation), shards)
-    classes = tuple(found.classes)
-    features = {IMAGE: Feature("image"), LABEL: Feature("int64", dtype="int32")}
+    description = {
+        "features": {IMAGE: {"kind": "image"}, LABEL: {"kind": "int64", "dtype": "int32"}},
+        "inputs": IMAGE,
+        "targets": LABEL,
+        "classes": len(found.classes),
+        "class_names": found.classes,
+        "name": NAME,
+    }
     with _created(dest) as draft, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         done = 0
         for written in pool.map(lambda shard: _write(draft / shard.file, found, shard.images), planned):
             done += written
             yield done, len(found.names)
-        write_description(
-            draft / FILE_NAME,
-            Description(features, inputs=IMAGE, targets=LABEL, classes=len(classes), class_names=classes, name=NAME),
-        )
+        (draft / FILE_NAME).write_text(yaml.safe_dump(description, sort_keys=False), encoding="utf-8")
 
 
 def _splits(found: Found, validation: int) -> dict[str, np.ndarray]:

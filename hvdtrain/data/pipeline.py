@@ -136,7 +136,7 @@ class SourceTraining:
         self._size = size
 
     def batches(self, start_step: int) -> Iterator[Batch]:
-        """See `TrainingData.batches`.
+        """Yield this replica's slices from step `start_step` on, endlessly.
 
         Raises:
             DataError: a sample cannot be read; names it.

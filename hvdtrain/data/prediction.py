@@ -1,4 +1,4 @@
-"""Samples to predict: images, rows of a table or arrays, prepared as those that a run was trained on."""
+"""Samples to predict: images, rows of a table or arrays, prepared as in training."""
 
 import glob
 import io
@@ -14,11 +14,10 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.files.class_folders import images_at
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, TableInputs
 from hvdtrain.data.source import Source
-from hvdtrain.data.sources.decoding import finish_of, scaled
-from hvdtrain.data.sources.images import ImageSource
+from hvdtrain.data.sources.class_folders import images_at
+from hvdtrain.data.sources.images import ImageSource, finish_of, scaled
 from hvdtrain.data.sources.table import check_present, encoded, read_table
 from hvdtrain.data.sources.table_file import ARROW, JSON_LINES, PARQUET, TableFile
 
@@ -39,7 +38,7 @@ class PredictionSamples:
     finish: Finish | None
     """Turns a batch of them into inputs of the model; see `DataSplits.finish`."""
     id_name: str
-    """What identifies a sample: `path`, or `row`, which counts from 0."""
+    """Kind of identity of a sample: `path`, or `row`, which counts from 0."""
     identify: Callable[[int], str | int]
     """Returns the identity of a sample, by its number."""
 
@@ -62,9 +61,9 @@ def samples_from(
         array     an .npz or .npy file; on standard input its bytes
 
     Args:
-        paths: what the user named.
+        paths: files, folders and patterns.
         given: the bytes of standard input, for the path `-`.
-        preprocessing: what the run was trained with.
+        preprocessing: the preprocessing of the run.
         signature: the model's inputs; see `RunDescription.inputs`.
 
     Raises:

@@ -1,7 +1,7 @@
-"""How raw data become a model's inputs: what a source did in training, so that evaluation and prediction can repeat it.
+"""Description of how raw data become a model's inputs, so that evaluation and prediction can repeat it.
 
 A source describes itself in `DataSplits.preprocessing`; the run's folder keeps the description. It holds values only:
-the arithmetic is that of the sources (`sources/decoding.py`, `sources/table_inputs.py`, `sources/tokenizers.py`).
+the arithmetic is that of the sources (`images.py`, `table.py` and `tokenizers.py` there).
 """
 
 from collections.abc import Callable

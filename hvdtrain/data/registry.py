@@ -4,29 +4,27 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.registry import check_arguments, resolve
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.preprocessing import Preprocessing
+from hvdtrain.data.source import DataSplits
 from hvdtrain.data.sources.user_data import user_splits
-from hvdtrain.data.splits import DataSplits
 
 SOURCES = {
     "arrays": "hvdtrain.data.sources.npz:load",
     "class_folders": "hvdtrain.data.sources.images:load",
     "csv": "hvdtrain.data.sources.table:load",
     "digits": "hvdtrain.data.digits:load",
-    "hf": "hvdtrain.data.sources.hugging_face:load",
+    "hf": "hvdtrain.data.sources.rows:load_hugging_face",
     "keras": "hvdtrain.data.sources.keras_datasets:load",
-    "masked_text": "hvdtrain.data.sources.masked_text:load",
-    "synthetic_clicks": "hvdtrain.data.sources.synthetic_clicks:load",
-    "synthetic_images": "hvdtrain.data.sources.synthetic:load",
-    "synthetic_tokens": "hvdtrain.data.sources.synthetic_tokens:load",
-    "tfrecord": "hvdtrain.data.sources.tfrecord:load",
+    "masked_text": "hvdtrain.data.sources.text:load_masked",
+    "synthetic_clicks": "hvdtrain.data.sources.synthetic:load_clicks",
+    "synthetic_images": "hvdtrain.data.sources.synthetic:load_images",
+    "synthetic_tokens": "hvdtrain.data.sources.synthetic:load_tokens",
     "text": "hvdtrain.data.sources.text:load",
-    "tfds": "hvdtrain.data.sources.tfds:load",
+    "tfds": "hvdtrain.data.sources.rows:load_tfds",
+    "tfrecord": "hvdtrain.data.sources.tfrecord:load",
 }
-
-
 LIKE_A_RUN = {
     "csv": "hvdtrain.data.sources.table:load_like",
-    "masked_text": "hvdtrain.data.sources.masked_text:load_like",
+    "masked_text": "hvdtrain.data.sources.text:load_masked_like",
     "text": "hvdtrain.data.sources.text:load_like",
 }
 """Sources that learn from their training samples, and how they load others for the model of a run."""
@@ -56,7 +54,7 @@ def load_like(config: DataConfig, trained: Preprocessing, classes: int | None, s
 
     Args:
         config: data source and arguments.
-        trained: what the run was trained with.
+        trained: the run's preprocessing.
         classes: its number of classes.
         seed: as in `load_splits`.
 

@@ -1,8 +1,12 @@
-"""The Protocol of a data source: random access to samples by their numbers."""
+"""The Protocol of a data source, random access to samples by number; and the splits of a data set."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import tensorflow as tf
+
+from hvdtrain.data.preprocessing import Preprocessing
 
 
 class Source(Protocol):
@@ -14,7 +18,7 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in error messages."""
+        """Name in error messages."""
 
     @property
     def size(self) -> int:
@@ -42,12 +46,30 @@ class Source(Protocol):
         """Return a hash [32 bytes] that differs if the samples differ, as far as that is cheap to find out."""
 
 
+@dataclass(frozen=True)
+class DataSplits:
+    """The samples that a run trains and validates on, and their properties."""
+
+    train: Source
+    validation: Source
+    sample_shape: Any
+    """Shape of one input: a tuple, or a nest of them like the inputs."""
+    classes: int | None
+    """Number of classes; None if the targets are not labels."""
+    finish: Callable[..., tuple[Any, ...]] | None = None
+    """Last transformation of every batch, after augmentation: uint8 pixels become floats in [0, 1]."""
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    """How raw data become inputs, and the names of the classes: kept with the run, for evaluation and prediction."""
+    held_out: bool = False
+    """Whether the validation samples were held out of the training data."""
+
+
 def batch_spec(source: Source) -> Any:
     """Return the nest of tf.TensorSpecs of a batch of any size."""
     return tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), source.spec)
 
 
-def input_shape(source: Source) -> Any:
+def input_shape(source: Any) -> Any:
     """Return the shape of one input: a tuple, or a nest of them like the inputs."""
     return tf.nest.map_structure(lambda spec: tuple(spec.shape), source.spec[0])
 

@@ -17,11 +17,9 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.config.files import FilesRead
 from hvdtrain.config.model import OutputKind
-from hvdtrain.data.files.locations import cache_folder
-from hvdtrain.data.files.unpacked import made_once, writing_into
+from hvdtrain.data.files import cache_folder, made_once, writing_into
 from hvdtrain.data.preprocessing import Preprocessing
-from hvdtrain.data.source import batch_spec
-from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.source import DataSplits, batch_spec
 from hvdtrain.models.objective import output_kind
 from hvdtrain.observability.summary import write_json
 from hvdtrain.runs.folder import RunFolder

@@ -7,7 +7,7 @@ from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.run import Config
 from hvdtrain.data.order import Order
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.source import DataSplits
 from hvdtrain.runs.run_data import check_batch
 from hvdtrain.runs.trainers import check_sequence_parallel, checked_trainer, step_arguments
 from hvdtrain.runs.use.model import ANY_STEPS

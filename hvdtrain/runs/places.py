@@ -9,7 +9,7 @@ from hvdtrain.config.files import FilesRead
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import import_from, is_user_code
-from hvdtrain.data.files.locations import find_data, is_there
+from hvdtrain.data.files import find_data, is_there
 from hvdtrain.runs.folder import RunFolder
 
 PATHS = ("path", "validation_path", "features")

@@ -11,16 +11,15 @@ from hvdtrain.config.data import Cache, DataConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
-from hvdtrain.data.agreement import check_same_data
 from hvdtrain.data.augment import augmentation
 from hvdtrain.data.bad_records import Gather
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.cached import cached
+from hvdtrain.data.identity import check_same_data
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining, TrainingData
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.source import Source
-from hvdtrain.data.splits import DataSplits
-from hvdtrain.data.streams.stream_source import StreamSource
+from hvdtrain.data.source import DataSplits, Source
+from hvdtrain.data.sources.user_data import StreamSource
 from hvdtrain.training.data_arguments import first_batches
 from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.objective.soft_labels import has_soft_labels

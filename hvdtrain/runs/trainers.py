@@ -8,7 +8,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.data.shapes import check_shapes
-from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.source import DataSplits
 from hvdtrain.models.registry import build_model, layout_rules, model_family
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.parallel.parallelize import parallelize

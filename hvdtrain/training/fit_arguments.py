@@ -10,7 +10,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
-from hvdtrain.data.streams.generator_object import as_function
+from hvdtrain.data.streams.python_batches import as_function
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.data_arguments import (
     check_counts,

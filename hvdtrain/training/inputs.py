@@ -12,10 +12,10 @@ from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
-from hvdtrain.data.streams.dataset_batches import Change, DatasetTraining, evaluation_of_dataset
-from hvdtrain.data.streams.first_pass import FirstPass
+from hvdtrain.data.streams.dataset_batches import Change, DatasetTraining, evaluation_of_dataset, warn_of_python
 from hvdtrain.data.streams.given import AsMany, Given, check_given, content_of
 from hvdtrain.data.streams.python_batches import (
+    FirstPass,
     GeneratorTraining,
     PyDatasetTraining,
     StreamEvaluation,
@@ -23,7 +23,6 @@ from hvdtrain.data.streams.python_batches import (
     mapped,
     opened,
 )
-from hvdtrain.data.streams.python_code import warn_of_python
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset, first_and_shards, length_of
 
 

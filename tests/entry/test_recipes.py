@@ -4,6 +4,7 @@ Digits is trained by commands of its own in other files. Here all recipes go in 
 a command line means, without a new TensorFlow for each.
 """
 
+import gzip
 import json
 
 import numpy as np
@@ -21,7 +22,7 @@ WORDS = {
     "lm_synthetic": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2",
     "mlp_synthetic": f"--batch 8 --model-args width 16 {TINY_IMAGES}",
     "wide_mlp": f"--batch 8 --model-args width 16 depth 4 {TINY_IMAGES}",
-    "mnist": "--batch 8 --data-args path files --model-args width 4",
+    "mnist": "--batch 8 --data-args name fashion_mnist --model-args width 4",
     "cifar10": "--batch 8 --model-args depth 8 width 4 --data-args path photos validation 4",
     "resnet50": "--batch 8 --eval-batch 8 --model-args depth 26 width 4 --data-args samples 16 size 64",
     "gpt_char": "--batch 8 --warmup-steps 0 --model-args depth 1 width 16 heads 2 --data-args length 64",
@@ -46,19 +47,21 @@ def words_of(name, size):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with images in MNIST's format, others in class folders, and the runs of all recipes."""
+    """A folder with Fashion-MNIST in Keras' cache, other images in class folders, and the runs of all recipes."""
     made = tmp_path_factory.mktemp("recipes")
     write_folders(made / "photos", each=12, kind="jpeg", size=16)
-    rng, files = np.random.default_rng(0), made / "files"
-    files.mkdir()
+    rng, files = np.random.default_rng(0), made / "keras/datasets/fashion-mnist"
+    files.mkdir(parents=True)
     for name, count in (("train", 32), ("t10k", 9)):
-        images = rng.integers(0, 256, (count, 12, 12), dtype=np.uint8)
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         labels = rng.permutation(np.arange(count, dtype=np.uint8) % 10)
-        sizes = b"".join(size.to_bytes(4, "big") for size in images.shape)
-        (files / f"{name}-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3]) + sizes + images.tobytes())
-        (files / f"{name}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + sizes[:4] + labels.tobytes())
+        # Keras skips the headers.
+        (files / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(bytes(16) + images.tobytes()))
+        (files / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8) + labels.tobytes()))
+    places = {"KERAS_HOME": str(made / "keras"), "HVDTRAIN_CACHE": str(made / "cache")}
     for controller, size in (("none", 1), ("mpirun", 2)):
-        train_all(controller, size, [words_of(name, size) for name in WORDS], cwd=made, timeout=300)
+        trainings = [words_of(name, size) for name in WORDS]
+        train_all(controller, size, trainings, cwd=made, timeout=300, **places)
     return made
 
 

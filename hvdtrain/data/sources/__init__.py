@@ -1,4 +1,4 @@
-"""Data sources, one file for each kind of data; each has a `load()` that `--data` names in `data/registry.py`.
+"""Data sources, a file for each kind of data, with the functions that `--data` names in `data/registry.py`.
 
-`synthetic.py` is the shortest one to start with. The files without a `load()` hold what several sources share.
+`keras_datasets.py` is a short one to start with.
 """

@@ -3,19 +3,18 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
-from hvdtrain.data.files.locations import cache_folder
-from hvdtrain.data.files.unpacked import made_once, writing_into
+from hvdtrain.data.arrays import array_parts
+from hvdtrain.data.files import cache_folder, made_once, writing_into
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
-from hvdtrain.data.source import input_shape
-from hvdtrain.data.sources.decoding import to_unit
-from hvdtrain.data.sources.held_out import array_parts
-from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.source import DataSplits, input_shape
+from hvdtrain.data.sources.images import to_unit
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def load(*, name: str = "") -> DataSplits:
     kept = cache_folder() / f"keras-{name}.npz"
     with made_once(kept) as draft:
         if draft is not None:
-            arrays = _loaded(name, dataset)
+            arrays: dict[str, Any] = _loaded(name, dataset)
             with writing_into(kept.parent), open(draft, "wb") as file:
                 np.savez(file, **arrays)
     with np.load(kept) as found:

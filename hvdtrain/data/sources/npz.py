@@ -1,4 +1,4 @@
-"""NumPy arrays: an .npz file, or a folder of .npy files.
+"""NumPy arrays: an .npz file, or a folder of .npy files, which are memory-mapped.
 
 Names of arrays, for all samples or for one split:
 
@@ -16,20 +16,18 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.files.locations import find_data
+from hvdtrain.data.arrays import array_parts, check_range, is_labels
+from hvdtrain.data.files import find_data
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
-from hvdtrain.data.source import input_shape
-from hvdtrain.data.sources.decoding import to_unit
-from hvdtrain.data.sources.held_out import array_parts, check_range, is_labels
+from hvdtrain.data.source import DataSplits, input_shape
+from hvdtrain.data.sources.images import to_unit
 from hvdtrain.data.sources.user_data import classes_of
-from hvdtrain.data.splits import DataSplits
 from hvdtrain.runtime.warning import warn_on_first
 
 NAMES = (("inputs", "x"), ("targets", "y"), ("sample_weight",))
 """Names of inputs, targets and weights."""
 TRAINING = ("", "_train")
 VALIDATION = ("_validation", "_val", "_test")
-Elements = tuple[np.ndarray, ...]
 
 
 def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits:
@@ -54,9 +52,14 @@ def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits
     held_out = _part(place, arrays, VALIDATION)
     if arrays:
         warn_on_first(f"{place} holds arrays that are not used: {', '.join(sorted(arrays))}.", stacklevel=2)
-    for elements in (train, held_out):
-        if classes and elements is not None:
-            _check_labels(place, elements[1], classes)
+    for elements in (train, held_out) if classes else ():
+        if elements is not None and not is_labels(elements[1]):
+            raise DataError(
+                f"{place}: --data-args classes is for integer labels [samples]. "
+                f"Its targets are {elements[1].dtype} {list(elements[1].shape)}."
+            )
+        if elements is not None:
+            check_range(elements[1], classes, lambda number: f"{place}, sample {number}")
     parts = array_parts(train, held_out, validation=validation, name=str(place))
     shape, pixels = input_shape(parts[0]), _are_pixels(train[0])
     return DataSplits(
@@ -71,39 +74,31 @@ def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits
 
 
 def _read(place: Path) -> dict[str, np.ndarray]:
-    if place.is_dir():
-        return {file.stem: _open_array(file) for file in sorted(place.glob("*.npy"))}
-    loaded = _open(place)
-    if not isinstance(loaded, np.lib.npyio.NpzFile):
-        raise DataError(f"{place} holds one array: it takes a .npz file, or a folder with x.npy and y.npy.")
-    arrays = {}
-    with loaded:
-        for name in loaded:
-            try:
-                arrays[name] = loaded[name]
-            except (ValueError, OSError, zipfile.BadZipFile, zlib.error) as error:
-                raise DataError(f"The array {name} of {place} cannot be read: {error}.") from None
+    """Return the arrays of a file or folder by name. Object arrays are refused: unpickling can run any code."""
+    files, arrays = sorted(place.glob("*.npy")) if place.is_dir() else [place], {}
+    for file in files:
+        name = str(file)
+        try:
+            loaded = np.load(file, mmap_mode="r", allow_pickle=False)
+            if isinstance(loaded, np.ndarray) != place.is_dir():
+                raise DataError(f"{file}: an array belongs in a folder, as x.npy and y.npy; several in one .npz file.")
+            if isinstance(loaded, np.ndarray):
+                arrays[file.stem] = loaded
+                continue
+            with loaded:
+                for key in loaded:
+                    name = f"The array {key} of {file}"
+                    arrays[key] = loaded[key]
+        except DataError:
+            raise
+        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"{name} is damaged, or holds no NumPy arrays: {error}.") from None
+        except OSError as error:
+            raise DataError(f"{name} cannot be read: {error.strerror or error}.") from None
     return arrays
 
 
-def _open_array(file: Path) -> np.ndarray:
-    array = _open(file)
-    if not isinstance(array, np.ndarray):
-        raise DataError(f"{file} holds several arrays: it is a .npz file.")
-    return array
-
-
-def _open(file: Path) -> np.ndarray | np.lib.npyio.NpzFile:
-    try:
-        # Object arrays are refused: unpickling can run any code.
-        return np.load(file, allow_pickle=False)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{file} is no file of NumPy arrays, or damaged: {error}.") from None
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from None
-
-
-def _part(place: Path, arrays: dict[str, np.ndarray], suffixes: tuple[str, ...]) -> Elements | None:
+def _part(place: Path, arrays: dict[str, np.ndarray], suffixes: tuple[str, ...]) -> tuple[np.ndarray, ...] | None:
     """Pop the arrays of one split from `arrays`; None if it has neither inputs nor targets."""
     for suffix in suffixes:
         named = [next((name + suffix for name in names if name + suffix in arrays), None) for names in NAMES]
@@ -121,12 +116,3 @@ def _part(place: Path, arrays: dict[str, np.ndarray], suffixes: tuple[str, ...])
 
 def _are_pixels(inputs: np.ndarray) -> bool:
     return inputs.dtype == np.uint8 and inputs.ndim in (3, 4)
-
-
-def _check_labels(place: Path, targets: np.ndarray, classes: int) -> None:
-    if not is_labels(targets):
-        raise DataError(
-            f"{place}: --data-args classes is for integer labels [samples]. "
-            f"Its targets are {targets.dtype} {list(targets.shape)}."
-        )
-    check_range(targets, classes, lambda number: f"{place}, sample {number}")

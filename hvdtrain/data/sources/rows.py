@@ -1,4 +1,11 @@
-"""Sources of rows that a Python object of another library returns by number."""
+"""Rows that a Python object of another library returns by number: data sets of `tensorflow-datasets` and `datasets`.
+
+The training split is `train`, the validation split `validation` or else `test`; without either, training rows are held
+out. Images are decoded, and must share one size. tensorflow-datasets prepares its data sets as `array_record` files,
+which allow random access; do so once before training, since at its start every rank would:
+
+    python -c "import tensorflow_datasets as t; t.builder('mnist', file_format='array_record').download_and_prepare()"
+"""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -7,20 +14,21 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.compat import fingerprint_of
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
+from hvdtrain.data.arrays import check_range, hold_out
+from hvdtrain.data.files import find_data
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
-from hvdtrain.data.source import Source, input_shape
-from hvdtrain.data.sources.decoding import to_unit
-from hvdtrain.data.sources.held_out import check_range
-from hvdtrain.data.splits import DataSplits
-from hvdtrain.data.subset import hold_out
+from hvdtrain.data.source import DataSplits, Source, input_shape
+from hvdtrain.data.sources.extras import optional_package
+from hvdtrain.data.sources.images import to_unit
 
 Row = Mapping[str, Any]
 
 
 class RowSource:
-    """A source whose samples are columns of rows; see `Source`.
+    """A source whose samples are columns of rows.
 
     Rows are fetched in Python, one call at a time; `--cache` keeps decoded ones.
 
@@ -65,7 +73,6 @@ class RowSource:
         self.finite = not any(spec.dtype.is_floating for spec in tf.nest.flatten(self.spec))
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        """See `Source`."""
         specs = tf.nest.flatten(self.spec)
         parts = tf.numpy_function(self._arrays, [numbers], [spec.dtype for spec in specs])
         for part, spec in zip(parts, specs, strict=True):
@@ -73,7 +80,6 @@ class RowSource:
         return tuple(tf.nest.pack_sequence_as(self.spec, parts))
 
     def describe(self, number: int) -> str:
-        """See `Source`."""
         return f"{self.name}, row {number}"
 
     def fingerprint(self) -> bytes:
@@ -84,7 +90,7 @@ class RowSource:
     def _spec(self, column: str, value: Any) -> tf.TensorSpec:
         array = as_array(value)
         if array.dtype.kind == "O":
-            raise DataError(f"{self.describe(0)}: the column {column!r} is no tensor, but {type(value).__name__}.")
+            raise DataError(f"{self.describe(0)}: the column {column!r} is not a tensor, but {type(value).__name__}.")
         return tf.TensorSpec(array.shape, tf.string if array.dtype.kind in "SU" else array.dtype)
 
     def _arrays(self, numbers: np.ndarray) -> list[np.ndarray]:
@@ -102,7 +108,9 @@ class RowSource:
     def _like(self, spec: tf.TensorSpec, value: Any, column: str, number: int) -> np.ndarray:
         array = as_array(value)
         if array.dtype.kind == "O":
-            raise DataError(f"{self.describe(number)}: the column {column!r} is no tensor, but {type(value).__name__}.")
+            raise DataError(
+                f"{self.describe(number)}: the column {column!r} is not a tensor, but {type(value).__name__}."
+            )
         if array.shape != tuple(spec.shape):
             raise DataError(
                 f"{self.describe(number)}: the column {column!r} is {list(array.shape)} in size, and "
@@ -134,18 +142,8 @@ def as_array(value: Any) -> np.ndarray:
     return array[..., np.newaxis] if array.dtype == np.uint8 and array.ndim == 2 else array
 
 
-def split_for_validation(splits: Collection[str]) -> str:
-    """Return the name of the validation split among `splits`; "" if there is none."""
-    return next((name for name in ("validation", "test") if name in splits), "")
-
-
 def row_splits(
-    train: RowSource,
-    held: RowSource | None,
-    *,
-    validation: int,
-    classes: int | None,
-    class_names: Sequence[str] | None = None,
+    train: RowSource, held: RowSource | None, *, validation: int, classes: int | None, class_names: Any = None
 ) -> DataSplits:
     """Return training and validation samples of rows.
 
@@ -165,10 +163,9 @@ def row_splits(
     if held is not None and held.spec != train.spec:
         raise DataError(f"{train.name} has samples {train.spec}, {held.name} has {held.spec}: both must be alike.")
     parts: tuple[Source, Source] = (train, held) if held else hold_out(train, validation)
-    inputs = train.spec[0]
+    inputs, shape = train.spec[0], input_shape(train)
     pixels = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8 and inputs.shape.rank == 3
     names = tuple(class_names) if class_names is not None and len(class_names) == classes else None
-    shape = input_shape(train)
     return DataSplits(
         parts[0],
         parts[1],
@@ -177,4 +174,157 @@ def row_splits(
         finish=to_unit if pixels else None,
         preprocessing=Preprocessing(names, image=ImageInputs(*shape) if pixels else None),
         held_out=held is None,
+    )
+
+
+def _validation_of(splits: Collection[str], chosen: str) -> str:
+    """Return the name of the validation split, by default `validation` or `test`; "" if there is none."""
+    return chosen or next((name for name in ("validation", "test") if name in splits), "")
+
+
+def load_tfds(
+    *,
+    name: str = "",
+    path: str = "",
+    inputs: str = "",
+    target: str = "",
+    train_split: str = "train",
+    validation_split: str = "",
+    validation: int = 0,
+    classes: int = 0,
+) -> DataSplits:
+    """Load the rows of a prepared data set of `tensorflow-datasets`.
+
+    Args:
+        name: its name, optionally with configuration and version: `mnist`, `NAME/CONFIGURATION:1.0.0`.
+        path: the folder it was prepared in (data_dir); "": the default of tensorflow-datasets.
+        inputs: the input column, or several separated by commas, which make a dict; "": as the data set declares.
+        target: the target column; "": as the data set declares.
+        train_split: the training split, or a slice of one: `train[:80%]`.
+        validation_split: the validation split, likewise; "": see above.
+        validation: rows to hold out if there is no such split; 0: one in ten.
+        classes: number of classes; 0: as the data set declares.
+
+    Raises:
+        ConfigError: arguments that do not fit, or a package is missing.
+        DataError: the data set is not prepared, or cannot be used.
+    """
+    package = optional_package("tensorflow_datasets", "tfds", "--data tfds")
+    optional_package("array_record", "tfds", "--data tfds")
+    if not name:
+        raise ConfigError("tfds needs --data-args name NAME, as in name mnist.")
+    folder = str(find_data(path)) if path else None
+
+    def rows_of(split: str) -> Any:
+        try:
+            return package.data_source(name, split=split, data_dir=folder, download=False)
+        except (OSError, ValueError, AssertionError, NotImplementedError) as error:
+            raise DataError(
+                f"{name} ({split}) cannot be read by number: {str(error).strip().splitlines()[0]} It is prepared by "
+                f"tensorflow_datasets.builder({name!r}, file_format='array_record').download_and_prepare()."
+            ) from None
+
+    train = rows_of(train_split)
+    info = train.dataset_info
+    declared = list(info.supervised_keys or ())
+    if not (inputs and target) and [*map(type, declared)] != [str, str]:
+        raise ConfigError(
+            f"tfds needs --data-args inputs COLUMN target COLUMN. {name} has: {', '.join(info.features)}."
+        )
+    columns, label = inputs.split(",") if inputs else [declared[0]], target or declared[1]
+    # A FeaturesDict has no get().
+    feature = info.features[label] if label in info.features else None  # noqa: SIM401
+    known = classes or getattr(feature, "num_classes", None)
+
+    def source(rows: Any, split: str) -> RowSource:
+        return RowSource(
+            lambda numbers: list(rows.__getitems__(list(numbers))),
+            len(rows),
+            inputs=columns,
+            target=label,
+            name=f"{info.full_name} ({split})",
+            classes=known,
+            version=info.file_format.value if info.file_format else "",
+        )
+
+    chosen = _validation_of(info.splits, validation_split)
+    held, names = source(rows_of(chosen), chosen) if chosen else None, getattr(feature, "names", None)
+    return row_splits(source(train, train_split), held, validation=validation, classes=known, class_names=names)
+
+
+def load_hugging_face(
+    *,
+    path: str = "",
+    name: str = "",
+    configuration: str = "",
+    inputs: str = "",
+    target: str = "",
+    train_split: str = "train",
+    validation_split: str = "",
+    validation: int = 0,
+    classes: int = 0,
+) -> DataSplits:
+    """Load the rows of a data set of Hugging Face's `datasets`.
+
+    Args:
+        path: a folder written by `save_to_disk`; or
+        name: a data set of the hub, `owner/name`, downloaded into Hugging Face's cache if it is not there.
+        configuration: its configuration.
+        inputs: the input column, or several separated by commas, which make a dict.
+        target: the target column.
+        train_split: the training split.
+        validation_split: the validation split; "": see above.
+        validation: rows to hold out if there is no such split; 0: one in ten.
+        classes: number of classes; 0: as the data set declares.
+
+    Raises:
+        ConfigError: arguments that do not fit, or the package `datasets` is missing.
+        DataError: the data set does not exist, or cannot be used.
+    """
+    package = optional_package("datasets", "hf", "--data hf")
+    if bool(path) == bool(name):
+        raise ConfigError("hf needs --data-args path FOLDER (of save_to_disk), or name OWNER/NAME: one of both.")
+    try:
+        opened = (
+            package.load_from_disk(str(find_data(path))) if path else package.load_dataset(name, configuration or None)
+        )
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"{name or path} cannot be opened by datasets: {error}") from None
+    # A single data set is the training split.
+    splits = opened if isinstance(opened, Mapping) else {"train": opened}
+    if not splits:
+        raise DataError(f"{name or path} holds no splits.")
+    chosen = _validation_of(splits, validation_split)
+    for split in (train_split, chosen):
+        if split and split not in splits:
+            raise ConfigError(f"{name or path} has no split {split!r}. It has: {', '.join(splits)}.")
+    columns = list(splits[train_split].column_names)
+    if not (inputs and target):
+        raise ConfigError(f"hf needs --data-args inputs COLUMN target COLUMN. There are: {', '.join(columns)}.")
+    label = splits[train_split].features.get(target)
+    known = classes or getattr(label, "num_classes", None)
+
+    def source(split: str) -> RowSource:
+        title = f"{name or path} ({split})"
+        return _hugging_face_rows(splits[split], inputs.split(","), target, classes=known, name=title)
+
+    held, names = source(chosen) if chosen else None, getattr(label, "names", None)
+    return row_splits(source(train_split), held, validation=validation, classes=known, class_names=names)
+
+
+def _hugging_face_rows(
+    dataset: Any, inputs: Sequence[str], target: str, *, name: str, classes: int | None
+) -> RowSource:
+    check_columns(name, [*inputs, target], dataset.column_names)
+    # Do not read other columns, nor decode images in them.
+    arrays = dataset.select_columns([*inputs, target]).with_format("numpy")
+
+    def read(numbers: Sequence[int]) -> list[Row]:
+        block = arrays[list(numbers)]
+        return [{column: values[place] for column, values in block.items()} for place in range(len(numbers))]
+
+    return RowSource(
+        read, len(dataset), inputs=inputs, target=target, name=name, classes=classes, version=fingerprint_of(dataset)
     )

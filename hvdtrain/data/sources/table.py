@@ -19,13 +19,11 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
-from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.files.locations import find_data
+from hvdtrain.data.arrays import ArraySource, check_range, held_out_numbers
+from hvdtrain.data.files import find_data
 from hvdtrain.data.preprocessing import Preprocessing, TableColumn, TableInputs
-from hvdtrain.data.source import input_shape
-from hvdtrain.data.sources.held_out import check_range, held_out_numbers
+from hvdtrain.data.source import DataSplits, input_shape
 from hvdtrain.data.sources.table_file import TableFile
-from hvdtrain.data.splits import DataSplits
 
 FORMS = ("auto", "dict", "array")
 TASKS = ("auto", "classification", "regression")
@@ -211,9 +209,9 @@ def load_like(
     """Load other rows for the model of a run: with its columns, vocabularies, labels and value of missing numbers.
 
     Args:
-        trained: what the run was trained with.
+        trained: the run's preprocessing.
         classes: its number of classes; None: the target is a number to regress.
-        path: as in `load`; so are the arguments below, of which those that the run has settled do nothing.
+        path: as in `load`; arguments that the run has settled have no effect.
         target: the run's, or "".
         delimiter: as in `load`; "": the run's.
         validation: as in `load`.
@@ -260,10 +258,13 @@ def _splits(
 ) -> DataSplits:
     assert preprocessing.table is not None, "a table's"
     elements = encoded(table, preprocessing.table), targets
-    train, held = (
-        ArraySource(tf.nest.map_structure(lambda array: array[rows], elements), f"{table.files[0].name} ({what})")  # noqa: B023
-        for rows, what in zip(parts, ("training", "validation"), strict=True)
-    )
+
+    def part(rows: np.ndarray, what: str) -> ArraySource:
+        return ArraySource(
+            tf.nest.map_structure(lambda array: array[rows], elements), f"{table.files[0].name} ({what})"
+        )
+
+    train, held = part(parts[0], "training"), part(parts[1], "validation")
     return DataSplits(
         train, held, input_shape(train), classes, preprocessing=preprocessing, held_out=len(table.files) == 1
     )
@@ -290,7 +291,7 @@ def encoded(table: Table, inputs: TableInputs) -> Any:
 
 
 def check_present(table: Table, columns: Iterable[str], missing: float | None, *, never: str = "") -> None:
-    """Refuse rows without a value where there is none for missing ones.
+    """Refuse rows that lack a value, unless `missing` replaces it.
 
     Args:
         table: the rows.

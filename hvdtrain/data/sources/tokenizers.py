@@ -10,8 +10,7 @@ import numpy as np
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
-from hvdtrain.data.files.locations import cache_folder
-from hvdtrain.data.files.unpacked import made_once
+from hvdtrain.data.files import cache_folder, made_once
 from hvdtrain.data.preprocessing import TextInputs
 from hvdtrain.data.sources.extras import optional_package
 
@@ -42,11 +41,10 @@ class ByteTokenizer:
     size = 256
 
     def encode(self, text: bytes) -> np.ndarray:
-        """See `Tokenizer`."""
         return np.frombuffer(text, np.uint8)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """See `Tokenizer`; invalid UTF-8 becomes replacement characters."""
+        """Return the text of `tokens` [n]; invalid UTF-8 becomes replacement characters."""
         return np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "replace")
 
 
@@ -67,15 +65,10 @@ class CharTokenizer:
 
     @property
     def size(self) -> int:
-        """See `Tokenizer`."""
         return len(self._alphabet)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """See `Tokenizer`.
-
-        Raises:
-            DataError: a character outside the alphabet.
-        """
+        """Return the tokens [n] of `text`; a character outside the alphabet is a DataError."""
         points = _code_points(text)
         tokens = np.minimum(np.searchsorted(self._alphabet, points), max(0, self.size - 1))
         strange = points[self._alphabet[tokens] != points] if self.size else points
@@ -84,7 +77,6 @@ class CharTokenizer:
         return tokens.astype(smallest_type(self.size))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """See `Tokenizer`."""
         return self._alphabet[np.asarray(tokens, np.int64)].astype("<u4").tobytes().decode("utf-32-le")
 
 
@@ -102,11 +94,9 @@ class SentencePieceTokenizer:
 
     @property
     def size(self) -> int:
-        """See `Tokenizer`."""
         return int(self._processor.get_piece_size())
 
     def encode(self, text: bytes) -> np.ndarray:
-        """See `Tokenizer`."""
         tokens: list[int] = []
         # Line by line: no piece spans a line break.
         for line in self._processor.encode(text.decode("utf-8").split("\n")):
@@ -114,7 +104,6 @@ class SentencePieceTokenizer:
         return np.array(tokens[:-1], smallest_type(self.size))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """See `Tokenizer`."""
         return str(self._processor.decode([int(token) for token in tokens]))
 
 

@@ -1,5 +1,6 @@
-"""A user's own data, returned by a function named MODULE:FUNCTION."""
+"""A user's own data, returned by a function named MODULE:FUNCTION: arrays, or batches that are streamed or held."""
 
+import hashlib
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -9,15 +10,18 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import ConfigError, DataError, opt
 from hvdtrain.config.user_code import arguments_for, load_function
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.sources.batches_in_memory import gives_batches, in_memory
-from hvdtrain.data.splits import DataSplits
-from hvdtrain.data.streams.stream_source import StreamSource
+from hvdtrain.data.source import DataSplits, input_shape
+from hvdtrain.data.streams.given import content_of
+from hvdtrain.data.streams.python_batches import each_once, is_stream, opened, standard
+from hvdtrain.data.streams.sharded_dataset import batch_size_of
 from hvdtrain.runtime.warning import warn_on_first
 
 OPTION = "--data"
+CHUNK = 256
+"""Unbatched samples of a Dataset read at a time."""
 
 
 def user_splits(config: DataConfig, seed: int) -> DataSplits:
@@ -70,34 +74,30 @@ def splits_of(returned: Any, name: str, *, held: bool = False) -> DataSplits:
     """
     if isinstance(returned, DataSplits):
         return returned
-    if not (_is_sequence(returned, 2) and all(_is_sequence(part, 2, 3) or gives_batches(part) for part in returned)):
+
+    def is_tuple(thing: Any, *lengths: int) -> bool:
+        return isinstance(thing, tuple | list) and len(thing) in lengths
+
+    def source(part: Any, name: str) -> Any:
+        if not gives_batches(part):
+            return ArraySource(tuple(part), name)
+        # The batches of a generator object cannot be read a second time.
+        return in_memory(part, name) if held or inspect.isgenerator(part) else StreamSource(part, name)
+
+    if not (is_tuple(returned, 2) and all(is_tuple(part, 2, 3) or gives_batches(part) for part in returned)):
         raise DataError(
             f"{OPTION} {name} must return (train, validation), each (inputs, targets) or (inputs, targets, "
             "sample_weight) of arrays, or a tf.data.Dataset, PyDataset or generator of them. "
             f"Received: {_described(returned)}."
         )
-    train, validation = (
-        _source(part, called, held=held)
-        for part, called in zip(returned, (f"{OPTION} {name} (training)", f"{OPTION} {name} (validation)"), strict=True)
-    )
+    train = source(returned[0], f"{OPTION} {name} (training)")
+    validation = source(returned[1], f"{OPTION} {name} (validation)")
     if gives_batches(returned[0]) and train.size is not None:
         warn_on_first(
             f"The {train.size:,} samples of {train.name} were read once and are held in memory: what they draw at "
             "random is the same in every epoch. --augment draws anew."
         )
-    return DataSplits(train, validation, sample_shape(train), classes_of([train, validation]))
-
-
-def _source(part: Any, name: str, *, held: bool) -> Any:
-    if not gives_batches(part):
-        return ArraySource(tuple(part), name)
-    # What a generator object gives cannot be read a second time.
-    return in_memory(part, name) if held or inspect.isgenerator(part) else StreamSource(part, name)
-
-
-def sample_shape(source: Any) -> Any:
-    """Return the shape of one input: a tuple, or a nest of them like the inputs."""
-    return tf.nest.map_structure(lambda spec: tuple(spec.shape), source.spec[0])
+    return DataSplits(train, validation, input_shape(train), classes_of([train, validation]))
 
 
 def classes_of(sources: list[Any]) -> int | None:
@@ -117,14 +117,10 @@ def classes_of(sources: list[Any]) -> int | None:
 
 
 def is_one_hot(array: np.ndarray) -> bool:
-    """Whether `array` [samples, classes] is one-hot."""
+    """Return whether `array` [samples, classes] is one-hot."""
     if array.ndim != 2 or array.shape[1] < 2 or not np.issubdtype(array.dtype, np.number):
         return False
     return bool(((array == 0) | (array == 1)).all() and (array.sum(axis=1) == 1).all())
-
-
-def _is_sequence(thing: Any, *lengths: int) -> bool:
-    return isinstance(thing, tuple | list) and len(thing) in lengths
 
 
 def _described(thing: Any, depth: int = 2) -> str:
@@ -136,3 +132,115 @@ def _described(thing: Any, depth: int = 2) -> str:
     if hasattr(thing, "shape"):
         return f"{type(thing).__name__} of shape {tuple(thing.shape)}"
     return "None" if thing is None else type(thing).__name__
+
+
+class StreamSource:
+    """A tf.data.Dataset, PyDataset or generator function of `(inputs, targets[, sample_weight])`.
+
+    It has the name, spec and fingerprint of a `Source`, but neither a size nor `gather`.
+
+    Args:
+        data: a Dataset of samples or of global batches, or Python's global batches.
+        name: its name in messages.
+
+    Raises:
+        DataError: it is empty, or gives something else.
+    """
+
+    finite = False
+    heavy = True
+    size = None
+
+    def __init__(self, data: Any, name: str) -> None:
+        self.data = data
+        self.name = name
+        self.batched = not isinstance(data, tf.data.Dataset) or _is_batched(data.element_spec)
+        if isinstance(data, tf.data.Dataset):
+            first = next(iter((data if self.batched else data.batch(1)).take(1).as_numpy_iterator()), None)
+            if first is None:
+                raise DataError(f"{name} holds no samples.")
+            self._first = standard(first, name)
+        else:
+            self._first = opened(data)[0]
+        self.spec = tf.nest.map_structure(
+            lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), self._first
+        )
+        self.rows = len(tf.nest.flatten(self._first)[0])
+        """Samples of the first batch."""
+
+    def classes(self) -> int | None:
+        """Return the number of classes where the first batch shows it: by one-hot targets."""
+        targets = self._first[1]
+        return int(targets.shape[1]) if not tf.nest.is_nested(targets) and is_one_hot(targets) else None
+
+    def fingerprint(self) -> bytes:
+        """Return a hash [32 bytes] of the first batch: no more is known."""
+        return hashlib.sha256(content_of(tuple(map(np.asarray, tf.nest.flatten(self._first)))).encode()).digest()
+
+    def describe(self, number: int) -> str:
+        return f"sample {number} of {self.name}"
+
+    def batches(self, batch: int, option: str) -> Any:
+        """Return the data in global batches of `batch` samples.
+
+        Raises:
+            ConfigError: Python's batches of another size.
+        """
+        if isinstance(self.data, tf.data.Dataset):
+            if not self.batched:
+                return self.data.batch(batch)
+            return self.data if batch_size_of(self.data) == batch else self.data.rebatch(batch)
+        if self.rows != batch:
+            raise ConfigError(
+                f"The batches of {self.name} are global batches, of {self.rows} samples. Received: {opt(option)} "
+                f"{batch}. Use {opt(option, self.rows)}, or --cache memory to read them once into memory."
+            )
+        return self.data
+
+
+def gives_batches(data: Any) -> bool:
+    """Return whether `data` is a Dataset, PyDataset, generator or generator function, not arrays."""
+    return isinstance(data, tf.data.Dataset) or inspect.isgenerator(data) or is_stream(data)
+
+
+def in_memory(data: Any, name: str) -> ArraySource:
+    """Read all of `data` and return its samples, in order.
+
+    A Dataset may also be unbatched, which shows by a scalar tensor or by different first dims. Random transformations
+    are drawn once, here.
+
+    Args:
+        data: batches `(inputs, targets[, sample_weight])`, of any sizes; see `gives_batches`.
+        name: the name of the data in messages.
+
+    Raises:
+        DataError: the data never end, are empty, have another structure, or samples of different shapes or dtypes.
+    """
+    if (isinstance(data, tf.data.Dataset) and data.cardinality() == tf.data.INFINITE_CARDINALITY) or (
+        isinstance(data, keras.utils.PyDataset) and data.num_batches is None
+    ):
+        raise DataError(
+            f"{name} never ends and cannot be held: use take(), or leave out --cache and pass --steps-per-epoch N."
+        )
+    if isinstance(data, tf.data.Dataset):
+        data = (data if _is_batched(data.element_spec) else data.batch(CHUNK)).as_numpy_iterator()
+    elif not inspect.isgenerator(data):
+        data = each_once(data)
+    batches = [standard(batch, name) for batch in data]
+    if not batches:
+        raise DataError(f"{name} holds no samples.")
+    if not isinstance(batches[0], tuple):
+        raise DataError(f"{name} must give batches (inputs, targets) or (inputs, targets, sample_weight).")
+    kinds = [str(tf.nest.map_structure(lambda a: f"{a.dtype}{list(a.shape[1:])}", batch)) for batch in batches]
+    other = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
+        raise DataError(f"Batch {other} of {name} holds {kinds[other]}, and the first one {kinds[0]}.")
+    return ArraySource(tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches), name)
+
+
+def _is_batched(spec: Any) -> bool:
+    """Return whether elements are batches: a Dataset of samples shows by a scalar, or by different first dims."""
+    shapes = [part.shape for part in tf.nest.flatten(spec)]
+    if any(shape.rank == 0 for shape in shapes):
+        return False
+    return len({shape[0] for shape in shapes if shape.rank is not None}) <= 1

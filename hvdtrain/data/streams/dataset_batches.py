@@ -5,25 +5,28 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import inputs_of, ops_of_functions
 from hvdtrain.config.errors import ConfigError, NoSamplesError, opt
 from hvdtrain.data.batch import Batch, as_batch, per_replica
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
-from hvdtrain.data.streams.first_pass import FirstPass
+from hvdtrain.data.streams.python_batches import FirstPass
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset
+from hvdtrain.runtime.warning import warn_on_first
 
 Change = Callable[..., tuple[Any, ...]]
-"""Takes `(inputs, targets[, sample_weight])` of any samples and returns what takes their place, row by row."""
+"""Maps `(inputs, targets[, sample_weight])` of any samples, row by row."""
+PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
+GENERATOR_OP = "GeneratorDataset"
 
 
 class DatasetTraining:
-    """Training on a user's tf.data.Dataset of global batches, of which each replica takes its slice.
+    """Training on a replica's slices of a user's tf.data.Dataset of global batches.
 
     Every rank reads the whole dataset, so its order must be the same on all of them: give `shuffle` a seed, or
     call `hvdtrain.init()` before the dataset is made. Where it is sharded, samples of other ranks are not mapped.
 
     Args:
-        dataset: elements `(inputs, targets[, sample_weight])`, or what a `train_step` takes, with a batch dim; finite
-            or repeated.
+        dataset: elements `(inputs, targets[, sample_weight])`, or inputs of a custom `train_step`, with a batch dim.
         batch: samples of a full global batch.
         index: this replica's index among `size`.
         size: number of replicas.
@@ -62,7 +65,6 @@ class DatasetTraining:
         self.steps_per_epoch = steps_per_epoch or self._count(dataset, shards)
 
     def batches(self, start_step: int) -> Iterator[Batch]:
-        """See `TrainingData.batches`."""
         if self.first_pass is not None and self.first_pass.kept:
             yield from map(self._with_static_values, self.first_pass.take(start_step))
             # The pass that counted is the first epoch, also where training goes on behind it.
@@ -70,10 +72,10 @@ class DatasetTraining:
         yield from map(self._with_static_values, _repeated(self._slices).skip(start_step))
 
     def sample(self) -> Batch:
-        """Return a batch like those to come, and read nothing ahead.
+        """Return a representative batch, without read-ahead.
 
-        A thread that reads ahead may come to the next passes before it is stopped, and each uses up an order of a
-        shuffle: the ranks would go on with different ones.
+        A thread that reads ahead may begin further passes before it is stopped, and each uses up an order of a shuffle:
+        the ranks would continue with different ones.
         """
         if self.first_pass is not None and self.first_pass.kept:
             return next(self.batches(0))
@@ -104,8 +106,8 @@ class DatasetTraining:
 def _repeated(slices: tf.data.Dataset) -> tf.data.Dataset:
     """Repeat `slices` with read-ahead inside a pass only.
 
-    Each pass that begins uses up an order of a shuffle. Reading ahead would begin passes that are never trained, as
-    many as its thread comes to: a later training on the same dataset would go on with another order on each rank.
+    Each pass that begins uses up an order of a shuffle. Read-ahead would begin passes that are never trained, how many
+    depends on timing: a later training on the same dataset would continue with another order on each rank.
     """
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
@@ -138,3 +140,37 @@ def evaluation_of_dataset(
 def _changed(change: Change, batch: Batch) -> Batch:
     fields = [each for each in (batch.inputs, batch.targets, batch.sample_weight) if each is not None]
     return as_batch(change(*fields), batch.has_samples, batch.global_samples)
+
+
+def warn_of_python(dataset: tf.data.Dataset) -> None:
+    """Warn if `dataset` calls Python for its elements: py_function, numpy_function or from_generator."""
+    kinds = python_in(dataset)
+    if kinds:
+        fix = (
+            "Pass a keras.utils.PyDataset with workers=…, or keep the data in files (python -m hvdtrain data pack)."
+            if "from_generator" in kinds
+            else "Use TensorFlow's own operations in map(), or a keras.utils.PyDataset with workers=…."
+        )
+        warn_on_first(
+            f"The dataset runs Python code for its elements ({' and '.join(kinds)}): Python's lock lets one call run "
+            f"at a time, whatever num_parallel_calls says, and training may wait for it. {fix}",
+            stacklevel=2,
+        )
+
+
+def python_in(dataset: tf.data.Dataset) -> list[str]:
+    """Return the kinds of Python calls in `dataset`: `from_generator`, `py_function or numpy_function`."""
+    kinds = set()
+    for ops in _ops_of_functions(dataset):
+        if GENERATOR_OP in ops:
+            kinds.add("from_generator")  # it is made of Python functions itself
+        elif ops & PYTHON_OPS:
+            kinds.add("py_function or numpy_function")
+    return sorted(kinds)
+
+
+def _ops_of_functions(dataset: tf.data.Dataset) -> Iterator[set[str]]:
+    """Yield the op types of each function of `dataset` and of the datasets it is built from."""
+    yield from ops_of_functions(dataset)
+    for inner in inputs_of(dataset):
+        yield from _ops_of_functions(inner)

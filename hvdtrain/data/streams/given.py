@@ -1,4 +1,4 @@
-"""Whether `fit` and `evaluate` were given the same data on every rank: what a rank was given, and how they compare."""
+"""Check that `fit` and `evaluate` were given the same data on every rank."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +19,14 @@ _CURE = f"{WHOLE}: leave out slices such as x[rank::size] or shard(). {OWN}"
 
 @dataclass(frozen=True)
 class Given:
-    """What one rank was given, as far as it must be the same on all."""
+    """Facts about one rank's data that must be the same on all ranks."""
 
     kind: str
     """arrays, a Dataset, a PyDataset or a generator function."""
     batch: int
     """Samples of a global batch."""
     size: int | None
-    """Samples of arrays, batches of anything else; None where nobody knows before they are read."""
+    """Samples of arrays, batches of anything else; None if unknown before they are read."""
     content: str
     """A hash of arrays, or of the first batch of anything else."""
     sharded: bool = field(default=False, compare=False)
@@ -36,16 +36,16 @@ class Given:
 
 
 def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: str = "") -> list[Given]:
-    """Refuse data that differ by rank, and return what each was given; every rank calls it.
+    """Refuse data that differ by rank; return the facts of all ranks. Collective.
 
     Args:
-        given: tells what this rank was given; not called where there is one process.
+        given: returns the facts of this rank; not called with a single process.
         backend: the replicas.
-        what: which data they are: training, validation or prediction.
-        cure: what would make a Dataset or a stream give its batches in one order.
+        what: training, validation or prediction, for messages.
+        cure: advice that makes a Dataset or stream yield its batches in the same order.
 
     Raises:
-        DataError: the same on every rank, naming one that differs, and in what.
+        DataError: the same on every rank; names one that differs, and in what.
     """
     if backend.job_size == 1:
         return []
@@ -58,7 +58,7 @@ def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: s
 
 
 def same_arrays(data: Any, backend: Backend) -> bool:
-    """Whether every rank was given the same arrays; every rank calls it."""
+    """Return whether every rank was given the same arrays. Collective."""
     try:
         mine = ArraySource(data).fingerprint() if not isinstance(data, ArraySource) else data.fingerprint()
     except NoSamplesError:
@@ -75,9 +75,9 @@ def content_of(batch: tuple[Any, ...]) -> str:
 
 
 class AsMany:
-    """Batches of which every rank must have the same number: compared when the last one was taken.
+    """Batches of unknown number, which must be the same on every rank: compared after the last one.
 
-    For those that are not counted before: batches that one rank evaluates alone would be missing on the others.
+    A rank with more batches than others would evaluate them alone.
 
     Raises:
         DataError: naming a rank that has more or fewer.

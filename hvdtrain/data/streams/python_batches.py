@@ -1,31 +1,100 @@
-"""Streams of global batches from Python: a keras.utils.PyDataset, or a generator function.
+"""Streams of global batches from Python: a keras.utils.PyDataset, a generator function, or a generator object.
 
 Every rank reads whole batches and takes its slice, so the batches must be the same on all ranks.
 """
 
 import inspect
 import itertools
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
-from hvdtrain.data.batch import Batch, per_replica
+from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_bounds
 from hvdtrain.data.order import Order
-from hvdtrain.data.streams.ahead import ahead
-from hvdtrain.data.streams.first_pass import FirstPass
-from hvdtrain.data.streams.global_batches import Cut, Elements, standard
 from hvdtrain.runtime.warning import warn_on_first
 
 PREFETCH = 4
 BatchFunction = Callable[[], Iterable[Any]]
+Elements = tuple[Any, ...]
+KEPT_MB = 256
+"""MiB of batches that a rank keeps of a first pass, so that its samples need not be made twice."""
+COUNTING_S = 20.0
+"""Counting that takes longer is reported."""
+T = TypeVar("T")
+
+
+def standard(element: Any, name: str) -> Any:
+    """Return a global batch as a nest of arrays [samples, …], `(inputs, targets[, sample_weight])` as a rule.
+
+    Raises:
+        DataError: another structure, no samples, or arrays of different lengths.
+    """
+    if isinstance(element, list) and any(hasattr(part, "shape") for part in element):
+        element = tuple(element)
+    while isinstance(element, tuple) and len(element) > 1 and element[-1] is None:
+        element = element[:-1]
+    usable = bool(element) if isinstance(element, tuple | dict) else hasattr(element, "shape")
+    if not usable:
+        raise DataError(
+            f"{name} must give batches (inputs, targets), (inputs, targets, sample_weight) or inputs alone. "
+            f"Received: {type(element).__name__}{f' of {len(element)}' if hasattr(element, '__len__') else ''}."
+        )
+    arrays = tf.nest.map_structure(np.asarray, _nest(element))
+    lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise DataError(f"A batch of {name} has arrays of {', '.join(map(str, sorted(lengths)))} samples.")
+    return arrays
+
+
+class Cut:
+    """Takes a replica's slice of global batches.
+
+    Values that hold for all full batches are Python values, so that one step is compiled for them; batches of other
+    lengths share a step for any length.
+
+    Args:
+        batch: samples of a full global batch.
+        index: this replica's index among `size`.
+        size: number of replicas.
+        name: the name of the data in messages.
+    """
+
+    def __init__(self, batch: int, index: int, size: int, name: str) -> None:
+        self._batch = batch
+        self._index = index
+        self._size = size
+        self._name = name
+
+    def __call__(self, elements: Any) -> Batch:
+        """Return this replica's slice of one global batch."""
+        arrays = standard(elements, self._name)
+        total = len(tf.nest.flatten(arrays)[0])
+        first, last, has_samples = slice_bounds(total, self._index, self._size)
+        part = tf.nest.map_structure(lambda array: tf.convert_to_tensor(array[first:last]), arrays)
+        if total == self._batch:
+            return as_batch(part, has_samples, total)
+        return as_batch(part, tf.constant(has_samples), tf.constant(total))
+
+
+def _nest(part: Any) -> Any:
+    """Turn lists of arrays into tuples, and lists of numbers into arrays."""
+    if isinstance(part, dict):
+        return {key: _nest(value) for key, value in part.items()}
+    if isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part):
+        return np.asarray(part)
+    return tuple(map(_nest, part)) if isinstance(part, list | tuple) else part
 
 
 def is_stream(data: Any) -> bool:
-    """Whether `data` is a PyDataset or a generator function.
+    """Return whether `data` is a PyDataset or a generator function.
 
     Raises:
         ConfigError: a generator object, which can be read only once.
@@ -68,7 +137,7 @@ def each_once(data: Any) -> Iterator[Any]:
 
 
 class PyDatasetTraining:
-    """Training batches of a keras.utils.PyDataset; see `TrainingData`.
+    """Training batches of a keras.utils.PyDataset.
 
     Batches are prefetched within an epoch by `workers` threads. As in Keras, `on_epoch_begin` is called before the
     first batch of an epoch is read, and `on_epoch_end` after its last step; training that starts at a later epoch does
@@ -118,7 +187,6 @@ class PyDatasetTraining:
             _warn_of_processes(dataset)
 
     def batches(self, start_step: int) -> Iterator[Batch]:
-        """See `TrainingData.batches`."""
         epoch, within = divmod(start_step, self.steps_per_epoch)
         while True:
             yield from self._epoch(epoch, within)
@@ -147,7 +215,7 @@ class PyDatasetTraining:
 
 
 class GeneratorTraining:
-    """Training batches of a generator function; see `TrainingData`.
+    """Training batches of a generator function.
 
     The function is called again when its generator ends, which must be at the end of an epoch. Resuming skips the
     batches before, which the generator makes once more.
@@ -195,7 +263,6 @@ class GeneratorTraining:
         self._counted = steps_per_epoch is None
 
     def batches(self, start_step: int) -> Iterator[Batch]:
-        """See `TrainingData.batches`."""
         # If each call yields one epoch, earlier ones need not be read.
         skipped = start_step % self.steps_per_epoch if self._counted else start_step
         if skipped < self.first_pass.count and self.first_pass.kept:
@@ -301,3 +368,124 @@ def _warn_of_processes(dataset: keras.utils.PyDataset) -> None:
             "instead, as a process that runs an exchange must not be forked.",
             stacklevel=2,
         )
+
+
+def as_function(data: Any, steps_per_epoch: int | None) -> Any:
+    """Wrap a generator object as a function that continues it; return other data unchanged.
+
+    The first batch, which is inspected before training, is yielded again.
+
+    Raises:
+        ConfigError: a generator object without `steps_per_epoch`.
+    """
+    if not inspect.isgenerator(data):
+        return data
+    if steps_per_epoch is None:
+        raise ConfigError(
+            f"A generator can be read only once: pass steps_per_epoch=N, or the function that makes it, "
+            f"fit({data.__name__}) and not fit({data.__name__}())."
+        )
+    return _continuing(data)
+
+
+def _continuing(generator: Iterator[Any]) -> Callable[[], Iterator[Any]]:
+    first: list[Any] = []
+    ended = False
+
+    def batches() -> Iterator[Any]:
+        nonlocal ended
+        if ended:
+            raise DataError(f"{batches.__name__} ended before the training did: it has too few batches.")
+        yield from first
+        for batch in generator:
+            if not first:
+                first.append(batch)
+            yield batch
+        ended = True
+
+    batches.__name__ = getattr(generator, "__name__", "the generator")
+    return batches
+
+
+class FirstPass:
+    """The batches of a pass: their number, and the batches themselves while there is memory for them.
+
+    Args:
+        batches: this replica's slices, read to their end.
+        name: the name of the data in messages.
+    """
+
+    def __init__(self, batches: Iterable[Batch], name: str) -> None:
+        self.count = 0
+        self._kept: list[Batch] | None = []
+        begin, size, warned = time.monotonic(), 0, False
+        for batch in batches:
+            self.count += 1
+            size += _bytes(batch)
+            if self._kept is not None:
+                self._kept.append(batch)
+            if size > KEPT_MB * 2**20:
+                self._kept = None
+            if not warned and time.monotonic() - begin > COUNTING_S:
+                warned = True
+                warn_on_first(
+                    f"{name} is being read to count its batches, {self.count} so far: pass steps_per_epoch, which it "
+                    "needs if it does not end.",
+                    stacklevel=2,
+                )
+
+    @property
+    def kept(self) -> bool:
+        """Whether the batches are still kept."""
+        return self._kept is not None
+
+    def drop(self) -> None:
+        """Release the batches."""
+        self._kept = None
+
+    def take(self, start: int) -> Iterator[Batch]:
+        """Yield the kept batches from number `start` on, then release them."""
+        yield from (self._kept or [])[start:]
+        self.drop()
+
+
+def _bytes(batch: Batch) -> int:
+    tensors = [part for part in tf.nest.flatten(tuple(batch)) if tf.is_tensor(part)]
+    return sum(_bytes_of(tensor) for tensor in tensors)
+
+
+def _bytes_of(tensor: tf.Tensor) -> int:
+    if tensor.dtype == tf.string:
+        return int(tf.reduce_sum(tf.strings.length(tensor)))
+    return int(tf.size(tensor)) * int(tensor.dtype.size)
+
+
+def ahead(tasks: Iterable[Callable[[], T]], *, workers: int = 1, limit: int = 4) -> Iterator[T]:
+    """Call `tasks` in threads and yield their results in order.
+
+    How far ahead it runs depends on how many results were taken, never on timing: with one worker, tasks that draw
+    from a shared generator draw the same on every rank. The first task runs alone, since a caller that inspects one
+    result may want no more.
+
+    Args:
+        tasks: functions to call; with one worker, one at a time.
+        workers: number of threads.
+        limit: results held at most.
+    """
+    remaining = iter(tasks)
+    for first in remaining:
+        yield first()
+        break
+    waiting: deque[Future[T]] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="data")
+    try:
+        for task in remaining:
+            waiting.append(pool.submit(task))
+            if len(waiting) > limit:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # Python's garbage collector may close this on any thread, the watchdog's too, and a task may take for ever.
+        # What was begun is finished, so that ranks have drawn the same.
+        pool.shutdown(wait=False)

@@ -1,11 +1,10 @@
-"""Data of which each rank was given its own part (`shard="rank"`): as many steps on every rank, whatever it holds.
+"""Training on each rank's own shard of the data (`shard="rank"`), with the same number of steps on every rank.
 
-Batches are those of each rank, and a step trains on one of every rank. A rank that has fewer goes on with placeholders,
-which do not count, until the last rank is done; so which samples form a step depends on how they were divided.
+A step trains on one batch of every rank. A rank with fewer batches continues with placeholders, which do not count,
+until the last rank is done; so which samples form a step depends on how they were divided.
 """
 
-import base64
-import json
+import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks hold together."""
+    """Steps and batch size that fit the shards of all ranks."""
 
     steps: int
     """Steps of a pass: as many as the rank with the most has."""
@@ -36,11 +35,11 @@ class Agreed:
 
 
 class RankTraining:
-    """Training on this rank's own batches; see `TrainingData`.
+    """Training on this rank's own batches.
 
     Args:
         mine: this rank's batches; None: it has none.
-        agreed: what all ranks hold.
+        agreed: steps and batch size of all ranks.
         size: number of ranks.
     """
 
@@ -51,12 +50,11 @@ class RankTraining:
         self.steps_per_epoch = agreed.steps
         self.remedy = "" if mine is None else mine.remedy
         self.source = getattr(mine, "source", None)
-        """The samples of this rank, where they are in memory."""
+        """The samples of this rank, if they are in memory."""
         self._mine = mine
         self._agreed = agreed
 
     def batches(self, start_step: int) -> Iterator[Batch]:
-        """See `TrainingData.batches`."""
         epoch, within = divmod(start_step, self.steps_per_epoch)
         held = 0 if self._mine is None else self._mine.steps_per_epoch
         own = iter(()) if self._mine is None else self._mine.batches(epoch * held + min(within, held))
@@ -86,16 +84,16 @@ class RankEvaluation:
 
 
 def agree_on_parts(first: Batch | None, steps: int, backend: Backend, what: str) -> Agreed:
-    """Return what all ranks hold, of which each tells its own; every rank calls it.
+    """Return the steps, batch and placeholder that fit the data of all ranks. Collective.
 
     Args:
         first: this rank's first batch, None if it has none.
-        steps: its batches.
+        steps: number of its batches.
         backend: the replicas.
-        what: which data they are: training, validation or prediction.
+        what: training, validation or prediction, for messages.
 
     Raises:
-        DataError: no rank has a sample, or the samples of two ranks do not have one structure.
+        DataError: no rank has a sample, or the samples of two ranks differ in structure.
     """
     facts = {"steps": steps, "rows": rows_of(first), "kinds": _kinds(first)}
     everyone = gather(backend, facts, timeout=None, among="data_parallel")
@@ -112,8 +110,10 @@ def agree_on_parts(first: Batch | None, steps: int, backend: Backend, what: str)
     row = None if first is None else _row(first)
     if len(holders) < len(everyone):
         # A rank without samples runs another's, which does not count.
-        sent = backend.gather_bytes(b"" if row is None else _encoded(row), timeout=None, among="data_parallel")
-        row = _decoded(sent[giver]) if row is None else row
+        arrays = tf.nest.map_structure(lambda t: None if t is None else t.numpy(), row)
+        sent = backend.gather_bytes(pickle.dumps(arrays), timeout=None, among="data_parallel")
+        if row is None:
+            row = tf.nest.map_structure(lambda a: None if a is None else tf.constant(a), pickle.loads(sent[giver]))
     assert row is not None, "some rank has samples"
     inputs, targets, sample_weight = row
     placeholder = Batch(
@@ -123,7 +123,7 @@ def agree_on_parts(first: Batch | None, steps: int, backend: Backend, what: str)
 
 
 def counted_by_weight(batch: Batch, rows: int, total: int) -> Batch:
-    """Return a rank's own batch as its part of a step whose number of samples is not known beforehand.
+    """Mark a rank's batch as part of a step whose number of samples is not known beforehand.
 
     Args:
         batch: this rank's samples.
@@ -161,32 +161,3 @@ def _kinds(batch: Batch | None) -> str:
         return ""
     parts = (batch.inputs, batch.targets, batch.sample_weight)
     return str(tf.nest.map_structure(lambda t: None if t is None else f"{t.dtype.name}[{t.shape.rank} dims]", parts))
-
-
-def _encoded(nest: Any) -> bytes:
-    return json.dumps(_written(nest)).encode()
-
-
-def _decoded(text: bytes) -> Any:
-    return _read(json.loads(text))
-
-
-def _written(nest: Any) -> Any:
-    if nest is None:
-        return None
-    if isinstance(nest, dict):
-        return {"dict": [[key, _written(value)] for key, value in nest.items()]}
-    if isinstance(nest, list | tuple):
-        return [_written(value) for value in nest]
-    octets = base64.b64encode(tf.io.serialize_tensor(nest).numpy()).decode()
-    return {"dtype": tf.as_dtype(nest.dtype).name, "tensor": octets}
-
-
-def _read(written: Any) -> Any:
-    if written is None:
-        return None
-    if isinstance(written, list):
-        return tuple(map(_read, written))
-    if "dict" in written:
-        return {key: _read(value) for key, value in written["dict"]}
-    return tf.io.parse_tensor(tf.constant(base64.b64decode(written["tensor"])), tf.as_dtype(written["dtype"]))

@@ -1,20 +1,142 @@
 """A user's tf.data.Dataset of global batches, sharded at its source: each rank maps only the samples that it trains on.
 
 Which samples form a global batch, and their order, stay what the dataset says: `source.map(decode).batch(n)` becomes
-windows of n elements of the source, the rank's rows of each window, `decode`, and batches of these rows.
+windows of n elements of the source, the rank's rows of each window, `decode`, and batches of these rows. For that the
+maps move behind what decides the order: `source.map(decode).shuffle(n, seed).repeat()` gives the same elements as
+`source.shuffle(n, seed).repeat().map(decode)` if `decode` depends on nothing but its element, since the order of
+shuffle, repeat, take and skip does not depend on what the elements are.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.compat.tensorflow import BATCHES, MAPS, ORDERS, PASSING, batch_of, input_of, is_kind, reordered
+from hvdtrain.compat.tensorflow import (
+    BATCHES,
+    MAPS,
+    ORDERS,
+    PASSING,
+    ZIPS,
+    batch_of,
+    function_of_map,
+    input_of,
+    inputs_of,
+    is_kind,
+    is_stateful_op,
+    ops_of_map,
+    reordered,
+    zipped_nest,
+)
 from hvdtrain.data.batch import Batch, as_batch, slice_bounds_of_tensor
 from hvdtrain.data.pipeline import no_autograph
-from hvdtrain.data.streams.deferred_maps import Deferred, deferred, in_place, mapped
 from hvdtrain.runtime.warning import warn_on_first
+
+Function = Callable[[Any], Any]
+"""Takes an element as one argument, a nest, and returns another."""
+
+HARMLESS = frozenset({"Assert", "If", "While", "StatefulPartitionedCall"})
+"""Stateful ops that do not make a function depend on anything but its arguments; called functions are looked at too."""
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A dataset as elements in their order, and the functions that are to be applied to each."""
+
+    elements: tf.data.Dataset
+    functions: tuple[Function, ...] = ()
+
+    def __call__(self, element: Any) -> Any:
+        """Apply the deferred functions to one of `elements`."""
+        for function in self.functions:
+            element = function(element)
+        return element
+
+
+Rebase = Callable[[tf.data.Dataset], tf.data.Dataset]
+
+
+def deferred(dataset: tf.data.Dataset, base: Rebase = lambda found: found) -> Deferred:
+    """Take the maps off `dataset` that can come last.
+
+    Args:
+        dataset: any dataset.
+        base: replaces the innermost dataset, below all maps; by default it stays.
+    """
+    if is_kind(dataset, ZIPS):
+        return _deferred_zip(dataset, base)
+    if is_kind(dataset, MAPS) and is_pure(dataset):
+        inner = deferred(input_of(dataset), base)
+        return Deferred(inner.elements, (*inner.functions, function_of_map(dataset)))
+    if is_kind(dataset, PASSING | ORDERS):
+        inner = deferred(input_of(dataset), base)
+        # Left as it is where nothing is to be moved: a shuffle made anew would begin with its first order again.
+        if inner.functions:
+            return Deferred(reordered(dataset, inner.elements), inner.functions)
+    return Deferred(base(dataset))
+
+
+def in_place(dataset: tf.data.Dataset, base: Rebase) -> tf.data.Dataset:
+    """Rebuild `dataset` on another innermost dataset, with its maps in place."""
+    if not deferred(dataset).functions:
+        return base(dataset)
+    if is_kind(dataset, ZIPS):
+        parts = [in_place(part, base) for part in inputs_of(dataset)]
+        return tf.data.Dataset.zip(tf.nest.pack_sequence_as(zipped_nest(dataset), parts))
+    inner = in_place(input_of(dataset), base)
+    return mapped(inner, function_of_map(dataset)) if is_kind(dataset, MAPS) else reordered(dataset, inner)
+
+
+def _deferred_zip(dataset: tf.data.Dataset, base: Rebase) -> Deferred:
+    parts = [deferred(part) for part in inputs_of(dataset)]
+    if not any(part.functions for part in parts):
+        return Deferred(base(dataset))
+    parts = [deferred(part, base) for part in inputs_of(dataset)]
+    zipped = tf.data.Dataset.zip(tf.nest.pack_sequence_as(zipped_nest(dataset), [part.elements for part in parts]))
+
+    def each(element: Any) -> Any:
+        given = _components(zipped_nest(dataset), element)
+        made = [part(value) for part, value in zip(parts, given, strict=True)]
+        return _packed(zipped_nest(dataset), iter(made))
+
+    return Deferred(zipped, (each,))
+
+
+def _components(datasets: Any, element: Any) -> list[Any]:
+    """Return the elements of the zipped `datasets`, a nest, in the order of `tf.nest.flatten`."""
+    if isinstance(datasets, dict):
+        return [part for key in sorted(datasets) for part in _components(datasets[key], element[key])]
+    if isinstance(datasets, tuple):
+        return [part for one, value in zip(datasets, element, strict=True) for part in _components(one, value)]
+    return [element]
+
+
+def _packed(datasets: Any, elements: Iterator[Any]) -> Any:
+    """Return `elements` in the nest of `datasets`."""
+    if isinstance(datasets, dict):
+        made = {key: _packed(datasets[key], elements) for key in sorted(datasets)}
+        return {key: made[key] for key in datasets}
+    if isinstance(datasets, tuple):
+        return tuple(_packed(one, elements) for one in datasets)
+    return next(elements)
+
+
+def mapped(dataset: tf.data.Dataset, function: Function) -> tf.data.Dataset:
+    """Return `dataset` with `function` applied to each element, in parallel and in order."""
+
+    def on_arguments(*parts: Any) -> Any:
+        # A NamedTuple comes whole.
+        return function(parts if type(dataset.element_spec) is tuple else parts[0])
+
+    call = tf.autograph.experimental.do_not_convert(on_arguments)
+    return dataset.map(call, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+
+def is_pure(dataset: tf.data.Dataset) -> bool:
+    """Return whether a map depends on its arguments alone: no random numbers, no Python, no other state."""
+    return not any(is_stateful_op(op) for op in ops_of_map(dataset) - HARMLESS)
 
 
 @dataclass(frozen=True)
@@ -29,7 +151,7 @@ class Shard:
     """Whether all replicas take as many rows of a short batch, some of them twice; else each is taken once."""
 
     def bounds(self, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Return begin and end of the rows in a batch of `total`, which goes on with its first ones; do they count?"""
+        """Return begin and end of the rows in a batch of `total` (modulo `total`), and whether they count."""
         if not self.even:
             return slice_bounds_of_tensor(total, self.index, self.size)
         rows = (total + self.size - 1) // self.size
@@ -47,8 +169,8 @@ class ShardedDataset:
 
     Args:
         dataset: elements `(inputs, targets[, sample_weight])`, batched.
-        batch: the dataset that forms the batches, itself or below what changes their order only.
-        above: what changes the order of the batches, from the outside in.
+        batch: the dataset that forms the batches.
+        above: datasets above `batch` that change the order of the batches only, from the outside in.
         samples: the elements below `batch`.
     """
 
@@ -122,17 +244,17 @@ class ShardedDataset:
 
 
 def sharded(dataset: tf.data.Dataset, size: int, *, owner: tf.data.Dataset | None = None) -> ShardedDataset | None:
-    """Return `dataset` sharded at its source among `size` replicas; None where there is nothing to gain, or no way.
+    """Return `dataset` sharded at its source among `size` replicas; None if that is impossible, or gains nothing.
 
-    There is a way where what makes the samples ends in maps that depend on nothing but their element (no random
-    numbers but stateless ones, no Python but `numpy_function(stateful=False)`), with shuffle, repeat, take, skip,
-    prefetch and zip around them, and `batch` behind them; after `batch` only what changes the order of the batches.
+    Possible if the last transformations before `batch` are maps that depend on their element alone (no random numbers
+    except stateless ones, no Python except `numpy_function(stateful=False)`), with shuffle, repeat, take, skip,
+    prefetch and zip between them; after `batch` only the order of the batches may change.
 
     Args:
         dataset: global batches.
         size: number of replicas.
-        owner: the dataset that a user gave, by default `dataset`: it keeps what is returned, so that a later training
-            goes on with the next order of its shuffles, as it would with the dataset itself.
+        owner: the user's dataset, by default `dataset`. It caches the result, so that a later training continues with
+            the next order of its shuffles, as it would with the dataset itself.
     """
     known = vars(dataset if owner is None else owner).setdefault("_hvdtrain_sharded", {})
     above = []
@@ -186,13 +308,13 @@ def batch_size_of(dataset: tf.data.Dataset) -> int | None:
 
 
 def length_of(dataset: tf.data.Dataset) -> int | None:
-    """Return the number of elements, None where it is not known or there is no end."""
+    """Return the number of elements; None if it is unknown or infinite."""
     count = int(dataset.cardinality())
     return None if count in (tf.data.UNKNOWN_CARDINALITY, tf.data.INFINITE_CARDINALITY) else count
 
 
 def _rows(window: Any, shard: Shard, *, is_tuple: bool) -> tf.data.Dataset:
-    """Return a replica's rows of a window, a nest of datasets, each with what `Batch` says of all of them."""
+    """Return a replica's rows of a window (a nest of datasets), each with `has_samples` and `global_samples`."""
     rows = window if isinstance(window, tf.data.Dataset) else tf.data.Dataset.zip(window)
     total = rows.cardinality()
     first, last, has_samples = shard.bounds(total)

@@ -18,8 +18,8 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.data.preprocessing import label_mapping
 from hvdtrain.data.registry import load_like
 from hvdtrain.data.shapes import check_shapes
-from hvdtrain.data.sources.decoding import finish_of
-from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.source import DataSplits
+from hvdtrain.data.sources.images import finish_of
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.summary import write_json
 from hvdtrain.runs.description import RunDescription, describe_run, write_description

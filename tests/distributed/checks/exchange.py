@@ -14,8 +14,8 @@ import hvdtrain
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.cached import cached
-from hvdtrain.data.files.class_folders import scan
 from hvdtrain.data.pipeline import SourceTraining
+from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource
 
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.files.class_folders import scan
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
+from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource
 from hvdtrain.runs.reporting import left_out_line
 from tests.unit.images import write_folders

@@ -11,7 +11,7 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.cached import cached
-from hvdtrain.data.files.class_folders import scan
+from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource
 from tests.unit.images import write_folders
 

@@ -10,10 +10,10 @@ import pytest
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.agreement import check_same_data
 from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.identity import check_same_data
 from hvdtrain.data.shapes import check_shapes
-from hvdtrain.data.splits import DataSplits
+from hvdtrain.data.source import DataSplits
 from tests.unit.threaded_ranks import on_threads
 
 layers, losses = keras.layers, keras.losses

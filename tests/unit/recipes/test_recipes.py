@@ -16,7 +16,7 @@ from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.registry import check_arguments, resolve
 from hvdtrain.data import registry as sources
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.sources.synthetic_clicks import BASE, drawn_rows, log_odds
+from hvdtrain.data.sources.synthetic import BASE, drawn_rows, log_odds
 from hvdtrain.models.bert import IGNORED
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.recipes.registry import RECIPES, describe, recipe

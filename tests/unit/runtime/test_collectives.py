@@ -8,7 +8,7 @@ import pytest
 from hvdtrain.backends.horovod import HorovodBackend
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.data.agreement import check_same_data
+from hvdtrain.data.identity import check_same_data
 from hvdtrain.data.registry import load_splits
 from hvdtrain.runtime.collectives import AxisCollectives, AxisGroup
 from hvdtrain.runtime.mesh import Mesh

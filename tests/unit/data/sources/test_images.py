@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.files.class_folders import scan
+from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource, load
 from tests.unit.file_modes import closed
 from tests.unit.images import encoded, picture, tar_of, write_folders
@@ -148,7 +148,7 @@ def test_damaged_archives(tmp_path):
     (tmp_path / "short.tar.gz").write_bytes(whole[: len(whole) // 2])
     refused(tmp_path / "short.tar.gz", "short.tar.gz", "damaged")
     (tmp_path / "no.tar").write_bytes(b"x" * 2000)
-    refused(tmp_path / "no.tar", "no.tar", "no tar file")
+    refused(tmp_path / "no.tar", "no.tar", "not a tar file")
     (tmp_path / "no.tar.gz").write_bytes(b"x" * 2000)
     refused(tmp_path / "no.tar.gz", "no.tar.gz", "damaged")
 
@@ -165,7 +165,7 @@ def test_a_tar_file_that_is_damaged_or_cut_off_is_refused(tmp_path):
         ("end", whole[: len(whole) // 10240 * 10240 - 10240]),
     ):
         (tmp_path / f"{name}.tar").write_bytes(content)
-        refused(tmp_path / f"{name}.tar", f"{name}.tar is no tar file, or damaged")
+        refused(tmp_path / f"{name}.tar", f"{name}.tar is not a tar file, or damaged")
     with pytest.raises(DataError, match=r"its end is missing, and what comes after data/bee/\d+\.png cannot be read"):
         scan(tmp_path / "header.tar")
 
@@ -198,7 +198,7 @@ def test_links_within_a_tar_file_are_followed(tmp_path):
 @pytest.mark.parametrize("link", ["-> ../../other/0.png", "-> 1.png", "= data/gone.png", "-> /data/ant/0.png", "-> ."])
 def test_links_that_lead_to_no_file_of_a_tar_file_are_refused(tmp_path, link):
     path = tar_with(tmp_path / "data.tar", {"data/ant/0.png": encoded(picture(0)), "data/bee/1.png": link})
-    refused(path, f"data/bee/1.png is a link to {link.split()[1]}, which is no file in it", "tar --dereference")
+    refused(path, f"data/bee/1.png is a link to {link.split()[1]}, which is not a file in it", "tar --dereference")
 
 
 def test_a_tar_file_hides_what_a_folder_hides(tmp_path):

@@ -99,5 +99,5 @@ splits = load(name="fashion_mnist")
 (image, *_), _ = splits.validation.gather([0])
 print(splits.train.size, splits.validation.size, splits.train.gather([5])[1].numpy(), image.numpy().max())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout == "6 3 [5] 3\n", done.stderr

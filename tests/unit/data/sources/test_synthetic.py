@@ -6,7 +6,7 @@ import pytest
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.sources.synthetic_tokens import CHANCES
+from hvdtrain.data.sources.synthetic import CHANCES
 
 
 def tokens(**arguments):

@@ -13,9 +13,8 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.source import batch_spec
-from hvdtrain.data.sources import masked_text, tokenizers
-from hvdtrain.data.sources.corpus import read_corpus
-from hvdtrain.data.sources.text import TokenSource, read_tokens
+from hvdtrain.data.sources import tokenizers
+from hvdtrain.data.sources.text import IGNORED, TokenSource, read_corpus, read_tokens
 from hvdtrain.data.sources.tokenizers import ByteTokenizer, CharTokenizer, make_tokenizer, smallest_type
 
 WORDS = ("seldom", "merrily", "a", "of", "größer", "日本", "the", "house", "wanders", "\n")
@@ -79,7 +78,7 @@ def test_windows_are_gathered_by_number_also_within_a_dataset():
 @pytest.mark.parametrize("tokenizer", ["chars", "bytes"])
 def test_both_parts_together_are_the_text(prose, tokenizer):
     length = 16
-    read = read_tokens(str(prose), tokenizer, length, 0.25, 0)
+    read = read_tokens(str(prose), tokenizer, length, 0.25)
     decoded = [read.tokenizer.decode(part) for part in (read.train, read.validation)]
     assert "".join(decoded) == prose.read_text(encoding="utf-8")
     splits = text(prose, tokenizer=tokenizer, length=length, validation=0.25)
@@ -263,13 +262,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(prose, mon
 
 
 def test_the_chosen_places_are_the_share_asked_for_and_the_others_stay(prose):
-    splits, tokens = masked(prose, length=40, copies=2), read_tokens(str(prose), "chars", 40, 0.1, 0)
+    splits, tokens = masked(prose, length=40, copies=2), read_tokens(str(prose), "chars", 40, 0.1)
     windows = len(tokens.train) // 40
     assert splits.train.size == 2 * windows
     assert splits.classes == tokens.tokenizer.size + 1
     plain = np.stack([tokens.train[: windows * 40].reshape(windows, 40)] * 2).reshape(-1, 40)
     x, y = samples(splits.train)
-    picked = y != masked_text.IGNORED
+    picked = y != IGNORED
     assert (picked.sum(axis=1) == 6).all()
     assert (x[~picked] == plain[~picked]).all()
     assert (y[picked] == plain[picked]).all()
@@ -279,7 +278,7 @@ def test_the_chosen_places_are_the_share_asked_for_and_the_others_stay(prose):
 def test_eight_of_ten_chosen_places_show_the_mask_and_one_any_token(prose):
     splits = masked(prose, length=40, copies=4)
     x, y = samples(splits.train)
-    picked = y != masked_text.IGNORED
+    picked = y != IGNORED
     count, vocabulary = picked.sum(), splits.classes - 1
     assert count > 40_000
     shown, told = x[picked], y[picked]
@@ -312,8 +311,8 @@ def test_copies_of_a_window_have_masks_of_their_own_and_validation_has_one(prose
     splits, single = masked(prose, length=24, copies=3), masked(prose, length=24, copies=1)
     assert splits.train.size == 3 * single.train.size
     assert splits.validation.size == single.validation.size
-    first, second, _ = (samples(splits.train)[1] != masked_text.IGNORED).reshape(3, single.train.size, 24)
-    assert (first == (samples(single.train)[1] != masked_text.IGNORED)).all()
+    first, second, _ = (samples(splits.train)[1] != IGNORED).reshape(3, single.train.size, 24)
+    assert (first == (samples(single.train)[1] != IGNORED)).all()
     assert (first & second).sum() / first.sum() == pytest.approx(4 / 24, abs=0.02)
     assert splits.train.describe(single.train.size + 2).endswith("tokens 48 to 71, copy 1")
     prints = {source.fingerprint() for source in (splits.train, single.train, splits.validation)}
@@ -322,9 +321,9 @@ def test_copies_of_a_window_have_masks_of_their_own_and_validation_has_one(prose
 
 def test_at_least_one_place_is_chosen_and_all_can_be(prose):
     _, y = samples(masked(prose, length=2, chosen=0.01, copies=1).validation)
-    assert ((y != masked_text.IGNORED).sum(axis=1) == 1).all()
+    assert ((y != IGNORED).sum(axis=1) == 1).all()
     _, y = samples(masked(prose, length=8, chosen=1.0, copies=1).validation)
-    assert (y != masked_text.IGNORED).all()
+    assert (y != IGNORED).all()
 
 
 @pytest.mark.parametrize("arguments", [{"chosen": 0.0}, {"chosen": 1.5}, {"copies": 0}])

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.data.batch import slice_batch
-from hvdtrain.data.streams import first_pass
+from hvdtrain.data.streams import python_batches
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.sharded_dataset import sharded
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
@@ -245,7 +245,7 @@ def test_an_epoch_of_python_is_made_once(form, extra):
 def test_batches_that_do_not_fit_on_one_rank_are_made_again_on_all(monkeypatch):
     """One rank alone would go on with other batches of a generator that draws."""
     small = set()
-    monkeypatch.setattr(first_pass, "_bytes", lambda batch: 2**40 if threading.get_ident() in small else 0)
+    monkeypatch.setattr(python_batches, "_bytes", lambda batch: 2**40 if threading.get_ident() in small else 0)
 
     def on_rank(backend, too_small):
         if backend.index == too_small:

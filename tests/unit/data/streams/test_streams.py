@@ -13,10 +13,9 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.streams import first_pass
-from hvdtrain.data.streams.ahead import ahead
-from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, mapped
-from hvdtrain.data.streams.python_code import python_in
+from hvdtrain.data.streams import python_batches
+from hvdtrain.data.streams.dataset_batches import python_in
+from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead, mapped
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.trainer import Trainer
 from tests.builders import samples
@@ -320,7 +319,7 @@ def test_a_generator_that_ends_within_an_epoch_is_an_error():
 
 
 def test_long_counting_is_told_of(monkeypatch):
-    monkeypatch.setattr(first_pass, "COUNTING_S", 0.0)
+    monkeypatch.setattr(python_batches, "COUNTING_S", 0.0)
     with pytest.warns(
         UserWarning, match="generator is being read to count its batches, .* pass steps_per_epoch"
     ) as told:

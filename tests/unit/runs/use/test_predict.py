@@ -216,7 +216,7 @@ def test_several_inputs_are_matched_by_name(tmp_path):
         (["a.png"], None, Preprocessing(), "takes arrays.*Received: a.png"),
         (["-"], b"a,b\n", Preprocessing(), "something else on standard input"),
         (["-"], b" \n", TABLE, "nothing on standard input. A launcher"),
-        (["-"], b"\xff\xfe", TABLE, "standard input is not a table in UTF-8"),
+        (["-"], b"\xff\xfe", TABLE, "standard input is damaged, or not what its name says: .utf-8. codec"),
         (["-"], b'{"city": 1}\n', TABLE, "standard input has no column 'size'"),
         (["-"], b'{"city": 1, "size": 1}\n[3]\n', TABLE, "changed from object to array in row 2"),
         (["-"], b'{"city": 1, "size": 1}\n{\n', TABLE, "standard input is damaged.*in row 2"),

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.files import blobs as module
-from hvdtrain.data.files.blobs import Blobs
+from hvdtrain.data import files as module
+from hvdtrain.data.files import Blobs
 
 
 @pytest.fixture

@@ -1,18 +1,16 @@
 """Encoded images in one folder for each class, `[train/ | validation/]CLASS/IMAGE`, also within a tar file."""
 
+import posixpath
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.files.blobs import Blobs
-from hvdtrain.data.files.locations import is_there
-from hvdtrain.data.files.tar_members import files_within
-from hvdtrain.data.files.unpacked import seekable
-from hvdtrain.data.files.walking import files_below
+from hvdtrain.data.files import Blobs, files_below, is_there, seekable
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 SPLITS = {
@@ -25,6 +23,9 @@ SPLITS = {
 }
 """Split that a folder above the class folders stands for, by its name."""
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+BLOCK_BYTES = 512
+MOST_LINKS = 40
+"""Length of a chain of links; the kernel follows as many."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class _Piece:
 
 
 def is_tar(path: Path) -> bool:
-    """Whether `path` is named like a tar file."""
+    """Return whether `path` is named like a tar file."""
     return path.name.lower().endswith(TAR_SUFFIXES)
 
 
@@ -136,9 +137,9 @@ def _in_tar(path: Path) -> list[_Piece]:
     plain = seekable(path)
     try:
         with tarfile.open(plain, "r:") as archive:
-            found = files_within(archive, path)
+            found = _files_within(archive, path)
     except tarfile.TarError as error:
-        raise DataError(f"{path} is no tar file, or damaged: {error}.") from None
+        raise DataError(f"{path} is not a tar file, or damaged: {error}.") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
     images = ((name, member) for name, member in found.items() if is_image(name.name))
@@ -146,7 +147,7 @@ def _in_tar(path: Path) -> list[_Piece]:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file is named like an image."""
+    """Return whether a file is named like an image."""
     return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
 
 
@@ -183,3 +184,63 @@ def _blobs(pieces: Sequence[_Piece], *, names: Callable[[int], str], known_as: S
         names=names,
         known_as=known_as,
     )
+
+
+def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an open archive.
+
+    Raises:
+        DataError: the archive `path` is damaged or cut off. Python's tarfile takes a bad header for the end.
+    """
+    yield from archive
+    file: Any = archive.fileobj
+    file.seek(archive.offset)
+    if file.read(BLOCK_BYTES) != bytes(BLOCK_BYTES):
+        last = archive.getnames()[-1:] or ["its start"]
+        raise DataError(
+            f"{path} is not a tar file, or damaged: its end is missing, and what comes after {last[0]} cannot be read."
+        )
+
+
+def _files_within(archive: tarfile.TarFile, path: Path) -> dict[PurePosixPath, tarfile.TarInfo]:
+    """Return the files of an open archive by name, without hidden ones; links are resolved.
+
+    Raises:
+        DataError: the archive `path` is damaged, has members outside its own folder, or dangling links.
+    """
+    found = {}
+    for member in _members(archive, path):
+        name = PurePosixPath(member.name)
+        if name.is_absolute() or ".." in name.parts:
+            raise DataError(f"{path} has a member outside of its own folder: {member.name!r}.")
+        if not any(part.startswith(".") for part in name.parts):
+            found[name] = member
+    followed = {name: _followed(found, name, path) for name in found}
+    return {name: member for name, member in followed.items() if member.isreg()}
+
+
+def _followed(found: dict[PurePosixPath, tarfile.TarInfo], name: PurePosixPath, path: Path) -> tarfile.TarInfo:
+    """Return the member `name`, with links resolved."""
+    member = found.get(name)
+    for _ in range(MOST_LINKS):
+        if member is None or not _is_link(member):
+            break
+        member = found.get(_target(member))
+    if member is not None and (member.isreg() or not _is_link(found[name])):
+        return member
+    raise DataError(
+        f"{path}: {name} is a link to {found[name].linkname}, which is not a file in it. Make the archive again with "
+        "tar --dereference, which puts in what links lead to."
+    )
+
+
+def _is_link(member: tarfile.TarInfo) -> bool:
+    return member.islnk() or member.issym()
+
+
+def _target(member: tarfile.TarInfo) -> PurePosixPath:
+    """Return a link's target: a hard link names a member, a symbolic one a path relative to its folder."""
+    way = member.linkname
+    if member.issym():
+        way = posixpath.join(posixpath.dirname(member.name), way)
+    return PurePosixPath(posixpath.normpath(way))

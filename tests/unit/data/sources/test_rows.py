@@ -89,7 +89,7 @@ def test_grey_images_get_a_channel():
             {"image": IMAGES[0, :4]},
             "mine, row 4: the column 'image' is [4, 5, 3] in size, and [6, 5, 3] in the first row",
         ),
-        ({"image": None}, "mine, row 4: the column 'image' is no tensor, but NoneType"),
+        ({"image": None}, "mine, row 4: the column 'image' is not a tensor, but NoneType"),
         ({"label": 3}, "mine, row 4: the label 3 is not one of 3 classes"),
         ({"label": -1}, "mine, row 4: the label -1 is not one of 3 classes"),
     ],
@@ -108,7 +108,7 @@ def test_a_row_unlike_the_others_is_named(changed, cause):
     [
         ({"inputs": ("img",)}, ConfigError, "mine has no column 'img'. Perhaps you meant: image."),
         ({"target": "lable"}, ConfigError, "mine has no column 'lable'. Perhaps you meant: label."),
-        ({"inputs": ("nothing",)}, DataError, "mine, row 0: the column 'nothing' is no tensor, but NoneType."),
+        ({"inputs": ("nothing",)}, DataError, "mine, row 0: the column 'nothing' is not a tensor, but NoneType."),
         ({"size": 0}, DataError, "mine holds no samples"),
     ],
 )
@@ -170,16 +170,16 @@ def _refuse(name, hidden):
 
 
 @pytest.mark.parametrize(
-    ("source", "module", "package"),
+    ("source", "module", "extra"),
     [
-        ("hf", "datasets", "datasets"),
-        ("tfds", "tensorflow_datasets", "tensorflow-datasets"),
+        ("hf", "datasets", "hf"),
+        ("tfds", "tensorflow_datasets", "tfds"),
     ],
 )
-def test_a_missing_package_is_named_with_what_installs_it(without, source, module, package):
+def test_a_missing_package_is_named_with_what_installs_it(without, source, module, extra):
     without(module)
-    cause = f"--data {source} needs the package {package}, which is not installed: pip install {package}"
-    with pytest.raises(ConfigError, match=cause):
+    cause = f"--data {source} needs the package {module}, which is not installed: pip install 'hvdtrain[{extra}]'"
+    with pytest.raises(ConfigError, match=re.escape(cause)):
         load(source, name="mnist")
 
 
