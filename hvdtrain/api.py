@@ -98,6 +98,8 @@ def init(
         parallel = ",".join(f"{axis}={size}" for axis, size in parse_axes(mesh).items())
     arguments = {name: value for name, value in locals().items() if name != "mesh"}
     if has_session():
+        if current().closed:
+            raise ConfigError("hvdtrain.shutdown() was called, and a process joins its job once: call it at the end.")
         _check_same(arguments)
         return
     set_up_logging()
@@ -190,6 +192,16 @@ def local_rank() -> int:
     return current().environment.local_rank
 
 
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return current().environment.local_size
+
+
+def cross_rank() -> int:
+    """Return this host's number among those that have a rank with this local rank, from 0."""
+    return current().environment.cross_rank
+
+
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
     """Assign rank `root_rank`'s values to `variables` (Keras 3 or tf.Variables). Collective."""
     from hvdtrain.backends.select import backend_for
@@ -201,8 +213,21 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called."""
-    return has_session()
+    """Return whether `init` has been called, and `shutdown` has not."""
+    return has_session() and not current().closed
+
+
+def shutdown() -> None:
+    """Leave the job and shut Horovod down, before the end of the script. Collective.
+
+    Optional: without it, the ranks leave together at the end of the script. Afterwards exceptions no longer end the
+    job, and `rank()` and `size()` keep their values. A process joins its job once: `init` raises.
+
+    Raises:
+        LaunchError: a rank timed out; it is named.
+    """
+    if not current().closed:
+        current().close()
 
 
 def barrier(name: str = "", *, timeout: float | None = None) -> None:
@@ -283,7 +308,8 @@ def _end_with_the_job(session: Session) -> None:
     show = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _fail(_last(session).link, error)
+        if not _last(session).closed:
+            _fail(_last(session).link, error)
         atexit.unregister(leave)
         if isinstance(error, KeyboardInterrupt) and show is sys.__excepthook__:
             show_interrupt(trace)
@@ -311,6 +337,8 @@ def _leave(session: Session, exits: ExitWatch) -> None:
     and the job fails when the wait times out.
     """
     session, left = _last(session), exits.found()
+    if session.closed:
+        return
     session.link.activity.exit = exits.described
     if left is not None:
         _fail(session.link, left)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import tensorflow as tf
 
-ReduceOp = Literal["sum", "average", "adasum"]
+ReduceOp = Literal["sum", "average", "adasum", "min", "max", "product"]
 Among = Literal["job", "replicas", "holders", "data_parallel", "tp"]
 """`job`: all ranks.
 
@@ -98,6 +98,12 @@ class Collectives(Protocol):
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Send the i-th equal part of dim 0 to replica i and concatenate. Collective."""
+
+    def exchange_rows(self, tensor: tf.Tensor, rows: tf.Tensor, *, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        """Send `rows[i]` consecutive rows to replica i, equal parts if it is empty; return rows and their numbers."""
+
+    def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
+        """Return the tensor of the replica at index `root`, of the same shape and dtype on all."""
 
 
 class Pair(Protocol):

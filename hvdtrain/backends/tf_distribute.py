@@ -112,8 +112,8 @@ class StrategyBackend:
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
         """Reduce over the replicas."""
-        if op == "adasum":
-            raise ConfigError(f"{opt('reduce_op', 'adasum')} is Horovod's: {opt('backend', self.name)} cannot do it.")
+        if op not in ("sum", "average"):
+            raise ConfigError(f"{opt('reduce_op', op)} is Horovod's: {opt('backend', self.name)} cannot do it.")
         after = postscale / self.size if op == "average" else postscale
         total = self._context(name).all_reduce(tf.distribute.ReduceOp.SUM, _times(tensor, prescale))
         return _times(total, after)
@@ -150,6 +150,21 @@ class StrategyBackend:
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Refuse: tf.distribute has no all-to-all. Raises ConfigError: always."""
         raise ConfigError(f"tf.distribute has no all-to-all: {opt('backend', self.name)} cannot exchange {name!r}.")
+
+    def exchange_rows(self, tensor: tf.Tensor, rows: tf.Tensor, *, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        """Refuse, as `all_to_all` does."""
+        return self.all_to_all(tensor, name=name), rows
+
+    def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
+        """Refuse: replicas of tf.distribute have no broadcast of their own.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"tf.distribute has no broadcast of tensors: {opt('backend', self.name)} cannot exchange {name!r}. "
+            "Broadcast variables with hvdtrain.broadcast_variables."
+        )
 
     @property
     def everyone(self) -> Collectives:

@@ -5,10 +5,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Collectives, ReduceOp
+from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.training import CompressionName
+from hvdtrain.config.training import CompressionName, ReduceOpName
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, weighted
@@ -50,7 +50,7 @@ class GradientAccumulator:
         variables: Sequence[Any],
         steps: int,
         *,
-        op: ReduceOp = "average",
+        op: ReduceOpName = "average",
         compression: CompressionName = "none",
         groups: int = 0,
         sparse_as_dense: bool | None = None,

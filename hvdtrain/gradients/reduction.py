@@ -6,10 +6,10 @@ from typing import Any, TypeAlias, cast
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Collectives, ReduceOp
+from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError, in_script, opt
 from hvdtrain.config.section import section
-from hvdtrain.config.training import CompressionName, ExchangeConfig, SparseName
+from hvdtrain.config.training import CompressionName, ExchangeConfig, ReduceOpName, SparseName
 from hvdtrain.gradients.compression import WireFormat, compressed_sums, is_compressible
 from hvdtrain.gradients.sparse import as_rows, gather_rows, gathering_is_cheaper, is_small, sum_duplicates
 from hvdtrain.runtime.tuning import BUFFER_BYTES
@@ -58,7 +58,7 @@ ARGUMENTS = {
 
 
 def reduction_options(
-    op: ReduceOp = "average",
+    op: ReduceOpName = "average",
     compression: CompressionName = "none",
     groups: int | tuple[tuple[str, ...], ...] = 0,
     sparse_as_dense: bool | None = None,

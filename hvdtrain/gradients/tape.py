@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Collectives, ReduceOp
+from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
-from hvdtrain.config.training import CompressionName
+from hvdtrain.config.training import CompressionName, ReduceOpName
 from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions, reduction_options
 from hvdtrain.state.variables import as_written, path_of, unique_paths, unwrap
 
@@ -40,7 +40,7 @@ class DistributedGradientTape:
         self,
         tape: tf.GradientTape | None = None,
         *,
-        op: ReduceOp = "average",
+        op: ReduceOpName = "average",
         compression: CompressionName = "none",
         groups: int | Sequence[Sequence[Any]] = 0,
         sparse_as_dense: bool | None = None,

@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import ReduceOp
 from hvdtrain.compat.tensorflow import is_compiled_by_xla
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.training import ReduceOpName
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, scaled
 from hvdtrain.horovod.basics import Adasum, Average, Compression, Sum, global_process_set, is_elastic, rocm_built
 from hvdtrain.horovod.collectives import allreduce
@@ -17,7 +17,7 @@ from hvdtrain.horovod.exchange import exchange_among, is_included, one_over_size
 from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.variables import unwrap
 
-_OPS: dict[int, ReduceOp] = {Average: "average", Sum: "sum", Adasum: "adasum"}
+_OPS: dict[int, ReduceOpName] = {Average: "average", Sum: "sum", Adasum: "adasum"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,12 @@ from hvdtrain.runtime.hierarchy.sums import sum_by_host
 from hvdtrain.runtime.packing import pack, unpack
 from hvdtrain.runtime.tuning import fuses
 
-ReduceOp = Literal["sum", "average", "adasum"]
+ReduceOp = Literal["sum", "average", "adasum", "min", "max", "product"]
 
-_OPS = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}
+_OPS = {
+    **{"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum},
+    **{"min": hvd.Min, "max": hvd.Max, "product": hvd.Product},
+}
 _MOVED_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 """dtypes that Horovod does not move, and those of their bits."""
 TWO_LEVEL_BYTES = 64 * 1024
@@ -91,7 +94,7 @@ class AxisCollectives:
         """
         if op == "adasum" and not hvd.mpi_enabled():
             raise ConfigError("Adasum needs MPI: start with mpirun, or horovodrun --mpi.")
-        if self.by_host is not None and op != "adasum" and self.by_host.suits(tensor):
+        if self.by_host is not None and op in ("sum", "average") and self.by_host.suits(tensor):
             after = postscale / self.size if op == "average" else postscale
             return self.by_host.all_reduce(tensor, name=name, prescale=prescale, postscale=after)
         return self._reduce(
@@ -158,7 +161,7 @@ class AxisCollectives:
 
         Args:
             tensor: of the same shape on all ranks but for dim 0.
-            rows: int32 [ranks], different on each rank; they add up to the rows of `tensor`.
+            rows: int32 [ranks], different on each rank; they add up to the rows of `tensor`. Empty: equal parts.
             name: see `AxisCollectives`.
 
         Returns:
@@ -175,7 +178,8 @@ class AxisCollectives:
         came = came if bits is None else tf.bitcast(came, tensor.dtype)
         if not tf.executing_eagerly():
             came.set_shape([None, *tensor.shape[1:]])
-            counts.set_shape([self.size])
+            if rows.shape != [0]:  # Horovod's shape function takes the shape of empty rows for that of the counts
+                counts.set_shape([self.size])
         return came, counts
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0) -> None:

@@ -57,6 +57,8 @@ class Session:
     """Those of `hvdtrain.init`; None where the command line opened it."""
     malloc: Malloc | None = None
     """The memory allocator; None where nobody has asked."""
+    closed: bool = False
+    """Whether this rank has left the job."""
 
     @property
     def environment(self) -> Environment:
@@ -127,6 +129,7 @@ class Session:
         if self.link.trace is not None:
             self.link.trace.finish(self.link.control)
         self.link.close()
+        self.closed = True
 
 
 def wants_horovod(config: RuntimeConfig, environment: Environment) -> bool:

@@ -37,6 +37,7 @@ def test_a_good_exit_is_none_that_ends_the_job(tmp_path):
     outcome = launch("mpirun", "well", tmp_path)
     assert outcome.code == 0, outcome.text
     assert "went on" in outcome.text
+    assert outcome.text.count("initialized False") == 2
 
 
 @pytest.mark.parametrize("ending", ["one_leaves_unclearly", "all_leave_unclearly"])

@@ -32,6 +32,8 @@ def well() -> None:
         except SystemExit:
             print("went on", flush=True)
     in_an_exchange()
+    hvdtrain.shutdown()
+    print(f"initialized {hvdtrain.is_initialized()}", flush=True)
     sys.exit(0)
 
 

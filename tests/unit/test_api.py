@@ -43,20 +43,30 @@ def test_the_public_names_are_those_that_are_promised():
         "ShardedOrder",
         "SyncBatchNormalization",
         "Trainer",
+        "all_gather",
+        "allgather",
+        "allreduce",
+        "alltoall",
         "barrier",
+        "broadcast",
         "broadcast_object",
         "broadcast_variables",
+        "cross_rank",
         "decaying_weights_only",
         "gather_object",
+        "grouped_allreduce",
         "init",
         "is_initialized",
         "learning_rate_schedule",
         "load_run",
         "local_rank",
+        "local_size",
         "parallelize",
         "rank",
         "rank_zero_only",
+        "reducescatter",
         "shard",
+        "shutdown",
         "size",
         "trace_step",
     }
@@ -104,6 +114,10 @@ def test_the_version_is_that_of_the_package():
         lambda: hvdtrain.gather_object(1),
         hvdtrain.rank_zero_only(lambda: 1),
         lambda: hvdtrain.DistributedGradientTape(),
+        lambda: hvdtrain.allreduce(1.0),
+        hvdtrain.local_size,
+        hvdtrain.cross_rank,
+        hvdtrain.shutdown,
         lambda: hvdtrain.Trainer(None, "sgd", "mse"),
     ],
 )
@@ -125,6 +139,18 @@ def test_init_refuses_bad_options_and_leaves_no_session(options, cause):
     with pytest.raises(ConfigError, match=cause):
         hvdtrain.init(backend="single", **options)
     assert not has_session()
+
+
+def test_a_process_leaves_its_job_once():
+    code = (
+        "import hvdtrain; hvdtrain.init(backend='single'); hvdtrain.shutdown(); hvdtrain.shutdown()\n"
+        "print(hvdtrain.is_initialized(), hvdtrain.rank())\n"
+        "hvdtrain.init(backend='single')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False 0\n", done.stderr
+    assert "a process joins its job once" in done.stderr
+    assert done.returncode == 1
 
 
 def test_a_process_that_is_alone_is_rank_0_of_1(session):

@@ -8,6 +8,12 @@ import tensorflow as tf
 from hvdtrain.gradients.reduction import GradientReducer, reduction_options
 from tests.unit.threaded_ranks import on_threads
 
+NOT_LINEAR = {
+    "min": lambda parts: tf.reduce_min(tf.stack(parts), 0),
+    "max": lambda parts: tf.reduce_max(tf.stack(parts), 0),
+    "product": lambda parts: tf.reduce_prod(tf.stack(parts), 0),
+}
+
 
 class Meeting:
     """Where the replicas of one process, each on a thread, put their tensors together."""
@@ -52,7 +58,10 @@ class Replica:
         return sums
 
     def all_reduce(self, tensor, *, name, op="sum", prescale=1.0, postscale=1.0):
-        return self._sum((op, name), [tensor], prescale, postscale)[0]
+        if op in NOT_LINEAR:
+            return NOT_LINEAR[op]([part[0] for part in self._meeting.put_together(self.index, (op, name), [tensor])])
+        after = postscale / self.size if op == "average" else postscale
+        return self._sum((op, name), [tensor], prescale, after)[0]
 
     def grouped_all_reduce(self, tensors, *, name, prescale=1.0, postscale=1.0):
         assert tensors, "a message without tensors"
@@ -60,6 +69,26 @@ class Replica:
 
     def all_gather(self, tensor, *, name):
         return tf.concat([t for (t,) in self._meeting.put_together(self.index, ("gather", name), [tensor])], 0)
+
+    def grouped_all_gather(self, tensors, *, name):
+        return [self.all_gather(tensor, name=f"{name}/{i}") for i, tensor in enumerate(tensors)]
+
+    def reduce_scatter(self, tensor, *, name, prescale=1.0, postscale=1.0):
+        total = self._sum(("scatter", name), [tensor], prescale, postscale)[0]
+        return tf.gather(total, np.array_split(np.arange(total.shape[0]), self.size)[self.index])
+
+    def grouped_reduce_scatter(self, tensors, *, name, prescale=1.0, postscale=1.0):
+        each = enumerate(tensors)
+        return [self.reduce_scatter(t, name=f"{name}/{i}", prescale=prescale, postscale=postscale) for i, t in each]
+
+    def exchange_rows(self, tensor, rows, *, name):
+        parts = tf.split(tensor, rows if len(rows) else self.size)
+        brought = self._meeting.put_together(self.index, ("rows", name), parts)
+        mine = [sent[self.index] for sent in brought]
+        return tf.concat(mine, 0), tf.constant([len(part) for part in mine])
+
+    def broadcast_value(self, tensor, *, root, name):
+        return self._meeting.put_together(self.index, ("broadcast", name, root), [tensor])[root][0]
 
     def all_to_all(self, tensor, *, name):
         parts = tf.split(tensor, self.size)  # refuses what does not divide

@@ -118,7 +118,7 @@ def _message(where: str, differing: Mapping[str, list[int]], usual: int, threads
         f"other values than on rank {usual} of {names}. Something changes them by a rank's own samples or draws: a "
         "train_step, layer or callback that assigns to them, such as a queue of features, or a part of the model that "
         "is trained past its optimizers. Assign the same on every rank, from the weights or from "
-        "hvdtrain.horovod.allgather(features); let a layer count statistics of samples, which are averaged; keep what "
+        "hvdtrain.allgather(features); let a layer count statistics of samples, which are averaged; keep what "
         f"is each rank's own in a tf.Variable, which is no weight of the model. {_other_causes(threads)}"
     )
 

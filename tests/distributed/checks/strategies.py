@@ -306,6 +306,11 @@ def check_what_is_refused(world: World) -> None:
         value = (variable := tf.Variable(1.0)) * 2.0
     with pytest.raises(ConfigError, match="exchanges tensors only within its replicas"):
         tape.gradient(value, [variable])
+    with pytest.raises(ConfigError, match=f"backend='{name}' exchanges tensors only within its replicas"):
+        hvdtrain.allreduce(1.0)
+    for call, lacks in ((hvdtrain.broadcast, "broadcast of tensors"), (hvdtrain.alltoall, "all-to-all")):
+        with pytest.raises(ConfigError, match=f"tf.distribute has no {lacks}: backend='{name}'"):
+            call([1.0])
     trainer = hvdtrain.Trainer(build, "sgd", CROSSENTROPY, backend=world.backend)
     with pytest.raises(ConfigError, match="does not divide among 2"):
         trainer.fit(samples(50), batch=15, verbose=False)
