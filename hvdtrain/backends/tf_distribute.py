@@ -140,7 +140,7 @@ class StrategyBackend:
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate the replicas' tensors along dim 0."""
-        # What comes from outside of the replica has no device yet.
+        # Tensors from outside of the replica have no device yet.
         return self._context(name).all_gather(tf.identity(tensor), axis=0)
 
     def grouped_all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:

@@ -125,7 +125,7 @@ def _neighbour(module_name: str, folder: str) -> str:
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
-    except ValueError:  # written in C, and silent about what it takes
+    except ValueError:  # written in C, without a signature
         return {}
 
 

@@ -36,7 +36,7 @@ def gpu_settings(gpu: Gpu, work: Path, environ: Mapping[str, str], pip: Pip) -> 
         "HOROVOD_CUDA_HOME": str(compiler),
         "HOROVOD_NCCL_HOME": str(_linked(gpu.nccl, work / "nccl")),
         "HOROVOD_NCCL_LINK": "SHARED",
-        # Horovod's build asks the first nvcc on PATH what it knows.
+        # Horovod's build queries the first nvcc on PATH.
         "PATH": os.pathsep.join([str(compiler / "bin"), environ["PATH"]]),
         # TensorFlow's NCCL, of whichever environment the wheel is installed in; else the one that was built with.
         "LDFLAGS": f"{environ['LDFLAGS']} -Wl,-rpath,\\$ORIGIN/../../nvidia/nccl/lib -Wl,-rpath,{gpu.nccl}/lib",

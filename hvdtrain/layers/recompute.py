@@ -90,7 +90,7 @@ class _Segment(keras.layers.Layer):
     """Segment of a model's graph that forwards `training`; a keras.Function would fix it when built."""
 
     def __init__(self, function: Any) -> None:
-        # A name derived from an underscored class is no valid scope.
+        # A name derived from an underscored class is not a valid scope.
         super().__init__(autocast=False, name="segment")
         self.function = function
         self.inner = [operation for operation in function.operations if isinstance(operation, keras.layers.Layer)]
@@ -194,7 +194,7 @@ def recomputed(layer: Any, inputs: Any, inner_layers: Sequence[Any] | None = Non
     outputs = tf.nest.flatten(compute(*flat))
     first = tf.nest.flatten(results[0])
     for owner, loss in zip(owners, outputs[len(first) :], strict=True):
-        owner.add_loss(loss)  # whose gradient is recomputed, too
+        owner.add_loss(loss)  # its gradient is recomputed, too
     outputs = [_masked(new, mask_of(old)) for new, old in zip(outputs, first, strict=False)]
     return tf.nest.pack_sequence_as(results[0], outputs)
 
@@ -210,7 +210,7 @@ def _gradient(
     """Return the gradients of `run` for `tensors`, and for `variables` if any."""
     after = [variable.read_value() for variable in volatile]
     _assign(volatile, before)
-    # Otherwise the second pass could start early, and be merged with the first by Grappler.
+    # Otherwise the second pass could start early, and be merged with the first.
     with tf.control_dependencies(upstream):
         again = [tf.identity(tensor) for tensor in tensors]
     watched = [tensor for tensor in again if tensor.dtype.is_floating]

@@ -43,7 +43,7 @@ def separated(rules: Any) -> tuple[dict[str, Layout], dict[str, Layout]]:
         ConfigError: a cp rule that is not for an output [batch, positions, features].
     """
     if not isinstance(rules, Mapping | None):
-        LayoutRules(rules)  # refuses whatever a user has written
+        LayoutRules(rules)  # raises for invalid rules
     about = {expression: layout for expression, layout in (rules or {}).items() if _cuts_sequences(layout)}
     for expression, layout in about.items():
         if not expression.endswith(OUTPUT) or tuple(layout)[:2] != (None, AXIS) or any(tuple(layout)[2:]):

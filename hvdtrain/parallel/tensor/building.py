@@ -138,7 +138,7 @@ def agree_on_slices(backend: Backend, made: Sequence[Made], whole: Sequence[Any]
             )
     differing = [path for path, fact in facts[0].items() if any(theirs[path] != fact for theirs in facts)]
     _draw_again(made, facts[0], differing, paths)
-    # Of the whole ones the first rank's values are everyone's, before they are cut.
+    # Full variables get the first rank's values before they are sharded.
     backend.broadcast({paths[id(variable)]: tensor_of(variable) for variable in whole}, among="tp")
 
 

@@ -60,7 +60,7 @@ def give_first_weights(tensors: Mapping[str, tf.Variable], backend: Backend) -> 
     held = held_apart(tensors)
     shared = {path: tensor for path, tensor in tensors.items() if path not in held}
     mine = [checksum(each) for each in (shared, held)]
-    # A rank may come late: it loads its data.
+    # No timeout of its own: a rank may still be loading data.
     everyone = gather(backend, mine, timeout=None, among="replicas")
     parts = backend.along("ep").size if held else 1
     if all(theirs == [everyone[0][0], everyone[rank % parts][1]] for rank, theirs in enumerate(everyone)):
@@ -191,7 +191,7 @@ class Evaluator:
         outputs = local_outputs(self._model, self._model, inputs_for(self._model, batch.inputs), training=False)
         part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._model)
         share = tf.cast(tf.stack([part.total, part.weight]), tf.float64)
-        # A placeholder's loss may be anything: it is left out, not multiplied by zero.
+        # A placeholder's loss may be anything: it is excluded, not multiplied by zero.
         self._sums.own.assign_add(tf.where(batch.has_samples > 0, share, tf.zeros_like(share)))
         self._metrics.update(batch.targets, outputs, batch.sample_weight, batch.has_samples)
 

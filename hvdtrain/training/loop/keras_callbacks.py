@@ -183,7 +183,7 @@ class KerasCallbacks(EvaluationHooks):
         self._model = model
         self._averaged_weights = averaged_weights
         self._list = _callbacks.CallbackList(mine, add_history=True, model=model, **params)
-        # Figures of each step have to be exchanged and waited for: only for somebody who asks for them.
+        # Per-step metrics cost an exchange and a wait, so they are computed only if a callback needs them.
         self.needs = needs
         self._sums = np.zeros(2)
         self._logs: dict[str, Any] = {}

@@ -96,7 +96,7 @@ class StandardTraining:
             skips=has_dynamic_scale(state.optimizer),
             epoch_sums=(scalars.progress.loss_sum, scalars.progress.loss_weight),
         )
-        # A saved step is measured: it is checked before, and no checkpoint holds what is not finite.
+        # A saved step is measured, and so checked before: no checkpoint holds non-finite values.
         measured = [plan.logged, *([plan.saved] if actions.save else ()), *([plan.committed] if actions.commit else ())]
         self.loop = TrainingLoop(
             backend,
@@ -141,7 +141,7 @@ class StandardTraining:
             loop.add_hook(self._desync, EVERY_STEP)
         loop.add_hook(self._warn_of_waiting, MEASURED)
         if callbacks is not None:
-            # A callback that stops within an epoch ends it: its figures are formed like those of any other.
+            # A callback that stops within an epoch ends it, with metrics like any other epoch.
             loop.add_hook(lambda step: None if step.ends_epoch else callbacks.agree(step), MEASURED)
         loop.add_hook(self._end_epoch, EPOCH_ENDS)
         if callbacks is not None:
@@ -161,7 +161,7 @@ class StandardTraining:
             self._callbacks.begin(progress.callbacks, self._state.held_weights, self._state.weight_paths())
             self._rule.adopt_weights()
         self._step.begin_metrics(progress.metrics)
-        # What was restored counts once: a later training with other callbacks begins anew.
+        # Restored values are used once: a later training starts from scratch.
         self._state.held_weights = {}
         progress.callbacks, progress.metrics = [], {}
         if self._rule.guard is not None:

@@ -99,7 +99,7 @@ def _several(losses: Any, loss_weights: Any, by_name: dict[str, Any], targets: A
     total = tf.add_n([tf.cast(mean, means[0].dtype) for mean in means])
     first = next(iter(by_name.values()))
     positions, samples = positions_of(first), tf.cast(tf.shape(first)[0], total.dtype)
-    # Of a sample whose positions are on several ranks each counts a share.
+    # With positions sharded over ranks, each rank counts a share of a sample.
     weight = samples if positions is None else samples / positions.ranks
     return LossSum(total, weight, tf.ones_like(samples), uniform=True)
 

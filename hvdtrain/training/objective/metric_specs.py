@@ -51,7 +51,7 @@ class MetricSpec:
         known = MetricSet(bound, backend, names)
         known.check_sums(targets, outputs)
         known.build(targets, outputs)
-        known.fresh()  # what cannot be copied is refused now, not at the first evaluation
+        known.fresh()  # rejects metrics that cannot be copied now, not at the first evaluation
         return known
 
     def _bound(self, labels: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[BoundMetric]:

@@ -137,7 +137,7 @@ class RepeatedStage:
         if not self._again:
             self._again = True
             return self._outputs(tensors)
-        # TensorFlow builds the backward pass when the step asks for it: what was around the first pass is not any more.
+        # TensorFlow builds the backward pass later, outside the contexts of the first pass.
         with (
             names_under(f"stage{self._stage.number}/again"),
             samples_of(self._stage.exchanging, self._has_samples),

@@ -123,7 +123,7 @@ class ForwardBackward:
         dtype = part.total.dtype
         has_samples = tf.cast(batch.has_samples, dtype)
         expected_weight = part.elements_per_sample * tf.cast(batch.global_samples, dtype)
-        # The scale enters as the seed of the backward pass: as a part of the loss it would have gradients of its own.
+        # The scale is the upstream gradient: as a factor of the loss it would have its own gradients.
         seed = has_samples / expected_weight * tf.cast(loss_scale_of(self._state.optimizer), dtype)
         passes.end_forward()
         gradients, poison_by_gradient = passes.collected(tape.gradient(part.total, sources, output_gradients=seed))

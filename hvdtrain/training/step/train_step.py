@@ -139,13 +139,13 @@ class TrainStep:
         self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
         self._look_at_epoch = tf.function(self._epoch_so_far, autograph=False)
         self._sum_of_epoch = tf.function(self._epoch_sums, autograph=False)
-        # With what is measured and without are two graphs: a condition in one graph costs 5 % of a small step.
+        # Two graphs, with and without measurement: a condition in one graph costs 5 % of a small step.
         self._general = {
             measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
             for measure in (False, True)
         }
-        # So does a batch whose size is not static, another 5 % a whole Batch as the argument, and 2 % the search for
-        # the graph that fits the arguments: all of that is settled once for each kind of batch.
+        # So does a dynamic batch size; a whole Batch as the argument costs another 5 %, and finding the graph for the
+        # arguments 2 %: each kind of batch gets its own graph instead.
         self._special = GraphCache()
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:

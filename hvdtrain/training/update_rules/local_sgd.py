@@ -52,9 +52,9 @@ class LocalUpdate(UpdateRule):
             opt("gradient_groups"): options.gradient_groups > 0,
             opt("predivide"): options.predivide != 1.0,
             opt("sparse_gradients", options.sparse_gradients): options.sparse_gradients != "auto",
-            # Ranks owe one another gradients of the shared statistics, which nobody adds up between two averages.
+            # Gradients of shared statistics would have to be summed over ranks in every step.
             opt("sync_batch_norm"): options.sync_batch_norm,
-            # Ranks that take steps by themselves cannot agree on those to leave out.
+            # Ranks that take local steps cannot agree on skipped ones.
             opt("on_bad_step", options.on_bad_step): options.on_bad_step != "raise",
             opt("spike_threshold"): options.spike_threshold is not None,
             opt("desync_every"): "desync_every" in options.chosen(),  # ranks differ until the next average
@@ -139,7 +139,7 @@ class LocalUpdate(UpdateRule):
         for path, variable in variables.items():
             mine = tf.cast(variable.read_value(), _at_least_float32(variable.dtype))
             mean = self._backend.all_reduce(mine * tf.cast(share, mine.dtype), name=f"local_sgd/{path}")
-            if path in self._alike:  # each rank along tp had it from an exchange of its own, and rounded
+            if path in self._alike:  # reduced separately by each rank along tp, with its own rounding
                 mean = self._backend.along("tp").all_reduce(mean, name=f"local_sgd/alike/{path}", op="average")
             variable.assign(tf.cast(mean, variable.dtype))
         self._weight.assign(0.0)

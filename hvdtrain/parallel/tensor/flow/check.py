@@ -97,7 +97,7 @@ def _reshaped(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout]
         return None
     dim, blocks = layout.dim, layout.blocks
     front, rest = after.as_list()[:dim], after.as_list()[dim:]
-    # Several dims of unknown length, or dims behind the sharded one, would say nothing of what is merged with what.
+    # With several dynamic dims, or dims after the sharded one, the merged dims are ambiguous.
     if front != before.as_list()[:dim] or front.count(None) > 1 or dim != before.rank - 1 or None in rest or not rest:
         return None
     behind = sum(blocks) // rest[0]

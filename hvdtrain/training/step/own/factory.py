@@ -251,11 +251,11 @@ def _refuse_unfit(backend: Backend, model: Any, options: StepOptions) -> None:
         chosen_rule(options): chosen_rule(options) != DEFAULT,
         f"on_bad_step={options.on_bad_step!r}": options.on_bad_step != "raise",
         "spike_threshold": options.spike_threshold is not None,
-        # The gradients that ranks owe one another would count by the samples of the wrong rank.
+        # Gradients of the shared statistics would be weighted by the wrong rank's samples.
         "SyncBatchNormalization": bool(sync_layers(model)),
-        # Samples that a rank holds in place of its own would count in the others' gradients.
+        # A placeholder's samples would count in other ranks' gradients.
         **{f"{type(layer).__name__} along ep": layer.divided for layer in exchanging_layers(model)},
-        # Of some gradients each rank has a part, which its step would not add up.
+        # Some gradients are partial on each rank, and the model's step would not sum them.
         f"the axis cp of {opt('parallel')}": splits_sequences(model),
         f"the axis tp of {opt('parallel')}": any(
             "tp" in placed.axes for v in model.variables if (placed := placement_of(v))

@@ -110,7 +110,7 @@ class GatheringPass(Pass):
                     "tf.vectorized_map (keras.ops.vectorized_map, keras.layers.TimeDistributed), which copies the "
                     f"exchange without its gradient. Use {opt('zero', 2)}, or call the layer on the whole batch."
                 )
-            # A loop or a branch within a layer has a graph of its own, which not all ranks may run as often.
+            # A loop or branch within a layer has its own graph, which ranks may run a different number of times.
             with self._graph.as_default(), tf.control_dependencies(self._readers_before()):
                 whole = self._differentiable(shard)
             gathers[id(variable)] = Gather(whole, partial(self._gathered, shard, "backward"))

@@ -111,7 +111,7 @@ def gather_again(
         if number > prefetch:
             before = runs[number - 1 - prefetch]
             waits = [use.reader for use in before.uses]
-            # What was made before the next run begins cannot depend on it.
+            # Operations before the start of the next run cannot depend on it.
             limit = runs[number - prefetch].first
             waits += [each.slice for each in scattered if places.get(each.whole.name, limit) < limit]
         _redirect(graph, run, list({operation.name: operation for operation in waits}.values()))
@@ -151,7 +151,7 @@ def _arrival(run: _Run, bursts: Sequence[Burst], places: Mapping[str, int]) -> l
     own = {use.place for use in run.uses if use.reader is reader}
     others = [source.op for place, source in enumerate(reader.inputs) if place not in own]
     others = [operation for operation in others if operation.type != "Const"]
-    # By now the last parameters have readers in the backward pass, too: among them those that are to wait.
+    # The last parameters already have readers in the backward pass, including those that must wait.
     return others or [last for last in bursts[-1].readers() if places[last.name] < run.first]
 
 

@@ -51,7 +51,7 @@ class Shard:
         mine = self.cut() if initial is None else initial.values
         # A layer of mixed precision would read it in 16 bits, and reduce its gradient in them.
         self.master = keras.Variable(mine, dtype=whole.dtype, trainable=True, autocast=False, name=whole.name)
-        # Optimizers name their slots, and choose what decays, by the path and dims of the variable.
+        # Optimizers derive slot names and weight decay from the path and dims of the variable.
         rename(self.master, whole.path)
         self.master.whole = whole
 

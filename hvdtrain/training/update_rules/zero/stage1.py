@@ -81,7 +81,7 @@ class ZeroUpdate(UpdateRule):
         self._shards = {
             id(v): Shard(v, shared[id(v)], path_of(v))
             for v in model.trainable_variables
-            # Of an expert that no other rank holds there is nothing to divide.
+            # An expert on a single rank cannot be sharded further.
             if id(v) in shared and (shared[id(v)].size > 1 or placement_of(v) is None)
         }
         self._targets = [self._shards[id(v)].master if id(v) in self._shards else v for v in model.trainable_variables]
@@ -177,11 +177,11 @@ class ZeroUpdate(UpdateRule):
         inner = innermost(self.optimizer)
         self.optimizer.build(self._targets)
         for shard in self._shards.values():
-            # Keras asks with the tf.Variable, whose name holds those of the layers.
+            # Keras passes the tf.Variable, whose name includes the layers' names.
             decays = is_decayed(inner, shard.variable) and is_decayed(inner, shard.master)
             set_decayed(inner, shard.master, decays)
-        # A saved model would hold this replica's slices for the slots of the whole: it holds none, and starts anew.
-        # Keras asks the optimizer inside of one that scales the loss as well.
+        # A saved model would contain this replica's shards as the full optimizer state: it gets none. Keras also saves
+        # the optimizer inside a LossScaleOptimizer.
         for optimizer in (self.optimizer, inner):
             vars(optimizer)["save_own_variables"] = lambda store: None
 

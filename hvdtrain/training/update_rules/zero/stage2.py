@@ -120,7 +120,7 @@ def _hold_back(exchanged: Sequence[_Exchanged], window: Window) -> None:
     graph = exchanged[0].whole.graph
     places = {operation.name: place for place, operation in enumerate(graph.get_operations())}
     by_place = lambda each: places[each.maker.op.name]  # noqa: E731
-    # What was made later depends on nothing that waits for it. A compiled function makes all that it returns at once.
+    # Only earlier operations may be waited for. A compiled function produces all of its outputs at once.
     for _, group in groupby(sorted(exchanged, key=by_place), key=by_place):
         together = list(group)
         add_control_inputs(together[0].maker.op, window.before(sum(size_of(each.whole) for each in together)))
