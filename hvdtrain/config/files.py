@@ -92,7 +92,7 @@ def read_values(path: Path, files: FilesRead | None = None) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The configuration {path} is no valid YAML: {error}") from error
+        raise ConfigError(f"The configuration {path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(
             f"The configuration {path} must hold options as 'section: {{option: value}}'. Received: {values!r}."

@@ -73,7 +73,7 @@ def trace_config(
         useless = opt("profile") if profile is not None else opt("profile_ranks") if profile_ranks else None
         if useless is not None:
             raise ConfigError(
-                f"{useless} has no effect without {opt('timeline')}, into which it is drawn: name a file."
+                f"{useless} has no effect without {opt('timeline')}, in which it is recorded: name a file."
             )
         return None
     if profile is None and profile_ranks:

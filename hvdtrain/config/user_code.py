@@ -133,7 +133,7 @@ def _unfilled(
     option: str, name: str, function: Callable[..., Any], offered: Mapping[str, Any], missing: list[str]
 ) -> str:
     unknown = [key for key in missing if key in offered]
-    why = f" The data do not tell {', '.join(unknown)}." if unknown else ""
+    why = f" The data do not specify {', '.join(unknown)}." if unknown else ""
     gives = ", ".join(offered)
     return (
         f"{option} {name} takes {inspect.signature(function)}; {', '.join(missing)} would have no value.{why} "

@@ -332,7 +332,7 @@ class TableLookups(keras.Operation):
     def get_config(self) -> dict[str, Any]:
         """Refuse to save this rank's shard as the model. Raises ConfigError: always."""
         raise ConfigError(
-            "Each rank holds a part of the tables, and none can save the model by itself. Received: model.save(). Use "
+            "Each rank holds a part of the tables, and none can save the full model. Received: model.save(). Use "
             "Trainer.save; python -m hvdtrain checkpoint export writes the whole model."
         )
 

@@ -49,7 +49,7 @@ class ExchangingLayer(keras.layers.Layer):
         sliced = next((v for v in self.variables if (p := placement_of(v)) is not None and p.axes), None)
         if sliced is not None:
             raise ConfigError(
-                f"Each rank holds a slice of {sliced.path}, and none can write the model by itself: write checkpoints "
+                f"Each rank holds a slice of {sliced.path}, and none can write the full model: write checkpoints "
                 "by Trainer.save, fit(checkpoint=…) or --checkpoint-every, and a whole file from one of them by "
                 "python -m hvdtrain checkpoint export."
             )

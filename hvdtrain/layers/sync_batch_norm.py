@@ -46,7 +46,7 @@ class SyncBatchNormalization(BatchNormalizationByMoments):
         if self.synchronized:
             raise ConfigError(
                 "Keras' synchronized=True exchanges over tf.distribute, where no Horovod rank takes part; "
-                "SyncBatchNormalization is synchronized by itself. Received: synchronized=True. Leave it out."
+                "SyncBatchNormalization already synchronizes. Received: synchronized=True. Leave it out."
             )
 
     def moments(self, inputs: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:

@@ -58,7 +58,7 @@ def build_sharded(
     if min(rows, dim, width, depth) < 1:
         raise ConfigError(f"dlrm needs positive sizes. Received: rows={rows}, dim={dim}, width={width}, depth={depth}.")
     if classes != 2:
-        raise ConfigError(f"dlrm tells clicks from others: its labels are 0 and 1. The data have {classes} classes.")
+        raise ConfigError(f"dlrm predicts clicks: its labels are 0 and 1. The data have {classes} classes.")
     numbers = keras.Input(shape["numeric"], name="numeric")
     categories = keras.Input(shape["categorical"], dtype="int32", name="categorical")
     dense = _mlp(numbers, depth=depth, width=width, seed=seed, name="numbers")

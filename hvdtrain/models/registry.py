@@ -102,7 +102,7 @@ def layout_rules(config: ModelConfig, classes: int | None, ranks: int) -> Rules 
         )
     known = [name for name in MODELS if resolve("model", name, MODELS).rules is not None]
     raise ConfigError(
-        f"--parallel tp={ranks} splits the layers of the model, and nobody has written rules for {config.model!r}. "
+        f"--parallel tp={ranks} splits the layers of the model, and there are no rules for {config.model!r}. "
         f"Models with rules: {', '.join(known)}."
     )
 

@@ -117,9 +117,10 @@ def _refuse_lost_weights(callback: Any, state: Mapping[str, Any]) -> None:
     if getattr(callback, "restore_best_weights", False) and state.get("best") is not None:
         name = type(callback).__name__
         raise ConfigError(
-            f"{name} with restore_best_weights=True cannot go on from this checkpoint, which does not hold the weights "
-            f"of its best epoch. Received: a best figure of {state['best']}. Pass {name}(restore_best_weights=False), "
-            "and keep the best weights in a file, with ModelCheckpoint(save_best_only=True)."
+            f"{name} with restore_best_weights=True cannot resume from this checkpoint, which does not hold the "
+            f"weights of its best epoch. Received: a best value of {state['best']}. Pass "
+            f"{name}(restore_best_weights=False), and keep the best weights in a file, with "
+            "ModelCheckpoint(save_best_only=True)."
         )
 
 

@@ -109,7 +109,7 @@ def _without_effect(flags: list[str]) -> str:
 def _unchecked(options: StepOptions, processes: int) -> list[str]:
     if processes > 1 or "desync_every" not in options.chosen():
         return []
-    return [f"note: one process has nobody to compare its weights with: {opt('desync_every')} has no effect."]
+    return [f"note: one process has no other rank to compare its weights with: {opt('desync_every')} has no effect."]
 
 
 def pipeline_notes(model: Any, options: StepOptions) -> list[str]:

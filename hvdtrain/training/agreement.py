@@ -146,7 +146,7 @@ def check_goes_on(before: Mapping[str, Any] | None, now: Identity | None) -> Non
     else:
         what = f"{_WORDS.get(name, name)} {today[name]} now and {then[name]} before"
     raise CheckpointError(
-        f"A training goes on with the data and the batch that it began with. Received: {what}. Give fit the same "
+        f"A training resumes with the data and the batch that it began with. Received: {what}. Give fit the same "
         "(batch=N is the size over all ranks), or begin a new training: in another folder, or with restore in place "
         "of resume."
     )

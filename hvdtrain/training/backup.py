@@ -38,7 +38,7 @@ class Backup:
         found = Path(self.folder) / "latest.weights.h5"
         if found.exists():
             raise CheckpointError(
-                f"BackupAndRestore goes on from what hvdtrain has saved. Received: {found}, by Keras' own fit(). Load "
+                f"BackupAndRestore resumes from hvdtrain's checkpoints. Received: {found}, by Keras' own fit(). Load "
                 "it with model.load_weights() and name another backup_dir, or remove it."
             )
 

@@ -150,4 +150,4 @@ def _refuse_ranks_own(arguments: FitArguments) -> None:
             "be lost with it. Give every rank all of the data."
         )
     if inspect.isgenerator(arguments.data.x):
-        raise ConfigError("fit(elastic=True) begins the data anew in each world: pass the function, not its generator.")
+        raise ConfigError("fit(elastic=True) restarts the data in each world: pass the function, not its generator.")

@@ -29,7 +29,7 @@ def stoppable(checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int)
 
     def message() -> str:
         where = f"interrupted at step {scalars.step} of {total_steps}"
-        return f"{where}. trainer.resume({folder!r}) before fit goes on from the newest checkpoint in it."
+        return f"{where}. trainer.resume({folder!r}) before fit resumes from the newest checkpoint in it."
 
     def failed() -> bool:
         return bool(link.control.failures())

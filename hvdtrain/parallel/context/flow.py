@@ -156,8 +156,8 @@ class _Walk:
             if self.layout_of(tensor).dim != POSITION_DIM:
                 raise ConfigError(
                     f"cp={ranks} cuts sequences, and each output must have one value for each position, [batch, "
-                    f"positions, …]. Received: an output of the shape {tuple(tensor.shape)} that is no slice. Leave cp "
-                    f"out of {opt('parallel')} for a model that puts sequences together."
+                    f"positions, …]. Received: an output of the shape {tuple(tensor.shape)} that is not sharded. Leave "
+                    f"cp out of {opt('parallel')} for a model that puts sequences together."
                 )
 
 

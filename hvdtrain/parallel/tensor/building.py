@@ -161,7 +161,7 @@ def _draw_again(
         value, again = drawn_slice(each.initializer, each.variable, each.cut)
         if seed is None or again != drawn:
             raise ConfigError(
-                f"The ranks gave {path!r} other initial values, and hold slices of it: seed them alike, by "
+                f"The ranks gave {path!r} other initial values, and hold shards of it: seed them identically, by "
                 "hvdtrain.init(seed=…), keras.utils.set_random_seed or the initializer's seed."
             )
         assign_to_tensor(each.variable, value)

@@ -68,7 +68,7 @@ def regularize_slices(variable: Any, exchange: Collectives, name: str) -> None:
     if type(whole) not in ADDITIVE:
         raise ConfigError(
             f"The regularizer of {variable.path!r} looks at the whole variable, of which each rank has a slice; L1, L2 "
-            f"and L1L2 add up. Received: {type(whole).__name__}. Leave it out, or the variable whole."
+            f"and L1L2 are sums over shards. Received: {type(whole).__name__}. Leave it out, or the variable whole."
         )
     replace_regularizer(
         variable, lambda value: sum_from(whole(value), exchange, name=numbered(f"tensor/{name}/penalty"))

@@ -162,4 +162,4 @@ def _compiled(expression: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)
     except (re.error, TypeError) as error:
-        raise ConfigError(f"The rule {expression!r} is no regular expression: {error}.") from error
+        raise ConfigError(f"The rule {expression!r} is not a regular expression: {error}.") from error

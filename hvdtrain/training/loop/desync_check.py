@@ -115,11 +115,11 @@ def _message(where: str, differing: Mapping[str, list[int]], usual: int, threads
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}{more}"
     return (
         f"After {where} every rank must hold the same weights and optimizer state. Received: on {which} "
-        f"other values than on rank {usual} of {names}. Something changes them by a rank's own samples or draws: a "
-        "train_step, layer or callback that assigns to them, such as a queue of features, or a part of the model that "
-        "is trained past its optimizers. Assign the same on every rank, from the weights or from "
+        f"other values than on rank {usual} of {names}. Something changes them by a rank's own samples or random "
+        "numbers: a train_step, layer or callback that assigns to them, such as a queue of features, or a part of the "
+        "model that is trained past its optimizers. Assign the same on every rank, from the weights or from "
         "hvdtrain.allgather(features); let a layer count statistics of samples, which are averaged; keep what "
-        f"is each rank's own in a tf.Variable, which is no weight of the model. {_other_causes(threads)}"
+        f"is each rank's own in a tf.Variable, which is not a weight of the model. {_other_causes(threads)}"
     )
 
 
@@ -129,8 +129,8 @@ def _other_causes(threads: Sequence[int]) -> str:
         return "Where nothing does, a machine may have faulty memory."
     return (
         f"Or ranks round differently: rank {threads.index(fewest)} computes with {fewest} threads and rank "
-        f"{threads.index(most)} with {most}, and an optimizer that adds up whole weights, as Lamb, Adafactor, Muon and "
-        f"clipnorm do, needs {opt('threads')} the same on all."
+        f"{threads.index(most)} with {most}, and an optimizer that sums over whole weights, as Lamb, Adafactor, Muon "
+        f"and clipnorm do, needs {opt('threads')} the same on all."
     )
 
 

@@ -141,7 +141,7 @@ class Saving:
                 self._state.scalars.best = self._best_before.get(step)
             if self._speaks:
                 what = str(error).rstrip(".")
-                text = f"{what}. Checkpoints that are there stay, and training goes on."
+                text = f"{what}. Existing checkpoints stay, and training continues."
                 LOGGER.warning(text)
 
 

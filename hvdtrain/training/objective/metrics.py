@@ -248,7 +248,7 @@ class MetricSet:
             first, second, both = (self.state_after(number, p) for p in ([parts[0]], [parts[1]], parts))
             if not all(_close(a + b, c) for a, b, c in zip(first, second, both, strict=True)):
                 raise ConfigError(
-                    f"The metric {bound.name!r} cannot be added up over ranks: its state is no sum over samples. "
+                    f"The metric {bound.name!r} cannot be summed over ranks: its state is not a sum over samples. "
                     "Keep sums and counts in its variables and form the value in result()."
                 )
 

@@ -70,7 +70,7 @@ def check_no_file_is_written_of_slices(world: World) -> None:
                 try:
                     write(file)
                 except ConfigError as error:
-                    assert "none can write the model by itself" in str(error)
+                    assert "none can write the full model" in str(error)
                 else:
                     raise AssertionError(f"{file} was written")
 

@@ -179,10 +179,10 @@ def test_every_option_changes_the_digest(section, option):
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
-        (b"training: {epochs: 3", "is no valid YAML"),
-        (b"\xff\xfe\x00training", "is no valid YAML"),
-        (b"\ttraining: 3", "is no valid YAML"),
-        (b"!!python/object/apply:os.getcwd []", "is no valid YAML"),
+        (b"training: {epochs: 3", "is not valid YAML"),
+        (b"\xff\xfe\x00training", "is not valid YAML"),
+        (b"\ttraining: 3", "is not valid YAML"),
+        (b"!!python/object/apply:os.getcwd []", "is not valid YAML"),
         (b"- epochs", "must hold options as"),
         (b"epochs", "must hold options as"),
         (b"", "must hold options as"),

@@ -115,7 +115,7 @@ def test_a_layout_that_cannot_be_is_refused(capsys, words, said):
         ("gpt_char --parallel pp=16 --dry-run 16", "cannot be cut into 16 stages that each have weights to train"),
         ("gpt_char --parallel cp=3 --dry-run 3", "cp=3 does not divide"),
         ("gpt_char --parallel ep=2 --dry-run 2", "an axis along which nothing of the model 'transformer' is split"),
-        ("digits --parallel tp=2 --dry-run 2", "nobody has written rules for 'small_cnn'"),
+        ("digits --parallel tp=2 --dry-run 2", "there are no rules for 'small_cnn'"),
         ("gpt_char --parallel pp=2 --zero 3 --dry-run 4", "--zero 3 does not go with --parallel pp=…"),
         ("gpt_char --zero 1 --compression fp16 --dry-run 2", "--compression does not go with --zero"),
         ("gpt_char --parallel pp=2 --accumulate 3 --dry-run 2", "do not divide into 3 microbatches"),

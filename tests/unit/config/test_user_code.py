@@ -155,7 +155,7 @@ def test_a_signature_that_does_not_fit_is_shown_with_what_there_is(function, giv
 
 def test_a_value_that_the_data_do_not_tell_is_named():
     with pytest.raises(
-        ConfigError, match=r"classes would have no value\. The data do not tell classes\. .*--model-args"
+        ConfigError, match=r"classes would have no value\. The data do not specify classes\. .*--model-args"
     ):
         arguments_for("--model", "m:f", everything, {**OFFERED, "classes": None}, {})
 

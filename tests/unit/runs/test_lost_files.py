@@ -207,7 +207,7 @@ def test_training_goes_on_where_a_folder_becomes_read_only(unprivileged, capsys,
     said = capsys.readouterr().err
     first = "step-00000008 cannot be written: [Errno 13] Permission denied"
     assert said.count(first) == 1, said
-    assert said.count("Checkpoints that are there stay, and training goes on.") == 1 + (not ends_well), said
+    assert said.count("Existing checkpoints stay, and training continues.") == 1 + (not ends_well), said
     assert [path.name[-2:] for path in complete(unprivileged)] == (["04", "12", "16"] if ends_well else ["04"])
 
 

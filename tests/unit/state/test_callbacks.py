@@ -107,7 +107,7 @@ def test_best_weights_that_no_checkpoint_holds_are_not_replaced_by_others():
         saved.best, saved.wait = 0.25, 1
         with pytest.raises(
             ConfigError,
-            match=r"EarlyStopping with restore_best_weights=True cannot go on .* Received: a best figure of 0.25. Pass "
+            match=r"EarlyStopping with restore_best_weights=True cannot resume .* Received: a best value of 0.25. Pass "
             r"EarlyStopping\(restore_best_weights=False\), and keep the best weights in a file, with ModelCheckpoint",
         ):
             restored(saved, stopping(restore_best_weights=True))

@@ -257,7 +257,7 @@ class Total(Largest):
 @pytest.mark.parametrize("use", ["fit", "evaluate"])
 def test_a_metric_that_is_no_sum_is_refused_by_name(use):
     trainer = Trainer(dense(), sgd(), CROSSENTROPY, [Largest()])
-    with pytest.raises(ConfigError, match="'largest' cannot be added up over ranks"):
+    with pytest.raises(ConfigError, match="'largest' cannot be summed over ranks"):
         getattr(trainer, use)((X, Y), batch=16)
 
 

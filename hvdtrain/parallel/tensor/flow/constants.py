@@ -61,8 +61,8 @@ class Draws:
         both = sorted(self.of_slices & self.of_wholes)
         if both:
             raise ConfigError(
-                f"The random generator {both[0]!r} draws for slices of activations, for which each rank needs other "
-                "numbers, and for what all ranks have alike. Use a layer, or a SeedGenerator, for each."
+                f"The random generator {both[0]!r} is used for shards of activations, for which each rank needs other "
+                "numbers, and for replicated tensors. Use a layer, or a SeedGenerator, for each."
             )
 
 

@@ -55,7 +55,7 @@ class FlowRecord:
         if graph is not self.graph:
             raise ConfigError(
                 f"{layer} is split among ranks and is called within a loop, a branch or a tf.function of the model, "
-                "where nobody can follow what it gives. Call it outside of these, or leave it whole."
+                "where its output cannot be followed. Call it outside of these, or leave it whole."
             )
         self._open = call
         try:

@@ -148,7 +148,7 @@ def check_activation(layer: Any, length: int) -> None:
     if not alike:
         raise ConfigError(
             f"The activation of {described(layer)} looks at all of its {length} features, of which each rank has a "
-            "part. Give it an activation of each feature by itself, or leave the layer whole."
+            "part. Give it an elementwise activation, or leave the layer whole."
         )
 
 

@@ -117,8 +117,8 @@ class OptimizerExchange:
         """Paths of the optimizers used by the step, in the order of first use."""
         self._model = model
         self._distributed = {path: distribute(optimizer) for path, optimizer in optimizers.items()}
-        # Variables, since a step may apply gradients in its own loop, condition or tf.function, which cannot read another
-        # graph's tensors.
+        # Variables, since a step may apply gradients in its own loop, condition or tf.function, which cannot read
+        # another graph's tensors.
         self._weight = tf.Variable(0.0, trainable=False, name="local_weight")
         self._norms = {path: tf.Variable(0.0, trainable=False, name="gradient_norm") for path in optimizers}
         self._measure = False

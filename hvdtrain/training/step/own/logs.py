@@ -129,7 +129,7 @@ class StepLogs:
     def _flat(self, logs: Any) -> dict[str, Any]:
         if not isinstance(logs, dict):
             raise ConfigError(
-                f"{self._step} of {type(self._model).__name__} must return a dict of figures, such as "
+                f"{self._step} of {type(self._model).__name__} must return a dict of metrics, such as "
                 f"{{'loss': loss}}. Received: {logs!r}."
             )
         flat: dict[str, Any] = {}
@@ -145,7 +145,7 @@ class StepLogs:
             given = tf.convert_to_tensor(value)
             tensor = tf.reshape(tf.cast(given, tf.float64), [])
             if given.dtype == tf.string:
-                raise TypeError("text is no figure")
+                raise TypeError("text is not a number")
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self._step} of {type(self._model).__name__} must return one number for each name, such as "

@@ -358,7 +358,7 @@ REFUSALS = {
     ),
     "one dropout for slices and samples": (
         embedded(lambda x: Droppath(name="path")(layers.Dense(WIDTH)(x))),
-        "random generator .* draws for slices of activations.* Use a layer",
+        "random generator .* is used for shards of activations.* Use a layer",
     ),
     "lists of positions and of samples": (
         both_lists,

@@ -679,7 +679,7 @@ REFUSALS = {
     "one dropout for slices and wholes": (
         lambda x: Mlp()(x),
         {"fc1/kernel": (None, "tp"), "fc2/kernel": ("tp", None)},
-        ["random generator 'layers/mlp.*draws for slices|random generator .*draws for slices", "Use a layer"],
+        ["random generator 'layers/mlp.*is used for shards|random generator .*is used for shards", "Use a layer"],
     ),
     "noise of TensorFlow's own": (
         lambda x: layers.Dense(5, name="down")(Noise(tf.random.normal)(layers.Dense(6, name="up")(x))),

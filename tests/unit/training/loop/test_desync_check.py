@@ -173,7 +173,7 @@ def test_one_process_is_told_that_the_option_does_nothing(capsys):
     x = np.ones((8, 2), "float32")
     for options, notes in (({}, 0), ({"desync_every": 7}, 1)):
         hvdtrain.Trainer(model, "sgd", "mse", **options).fit((x, x[:, :1]), batch=8, epochs=1)
-        said = "note: one process has nobody to compare its weights with: desync_every has no effect."
+        said = "note: one process has no other rank to compare its weights with: desync_every has no effect."
         assert capsys.readouterr().out.count(said) == notes
 
 

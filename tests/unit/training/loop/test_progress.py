@@ -111,6 +111,6 @@ def test_a_callback_of_a_users_own_may_keep_what_it_likes(tmp_path):
 
 def test_best_weights_of_before_the_checkpoint_are_refused(tmp_path):
     trained(5, stopping(restore_best_weights=True), folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"EarlyStopping with restore_best_weights=True cannot go on .* Pass Early"):
+    with pytest.raises(ConfigError, match=r"EarlyStopping with restore_best_weights=True cannot resume .* Pass Early"):
         trained(12, stopping(restore_best_weights=True), resume=tmp_path / "step-00000005")
     trained(12, stopping(), resume=tmp_path / "step-00000005")

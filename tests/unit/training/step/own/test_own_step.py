@@ -333,7 +333,7 @@ def test_an_epoch_that_is_resumed_reports_all_of_it():
 @pytest.mark.parametrize(
     ("returned", "cause"),
     [
-        (lambda loss: loss, r"train_step of Simple must return a dict of figures, such as \{'loss': loss\}\. Received"),
+        (lambda loss: loss, r"train_step of Simple must return a dict of metrics, such as \{'loss': loss\}\. Received"),
         (lambda loss: {"loss": tf.stack([loss, loss])}, "one number for each name, .* Received for 'loss': "),
         (lambda loss: {"note": "text"}, "Received for 'note': 'text'"),
     ],
