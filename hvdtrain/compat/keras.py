@@ -65,7 +65,7 @@ LAYER_BOOKKEEPING = frozenset(
 """Attributes in which Keras tracks, in creation order, values that other attributes hold already."""
 
 
-def is_list_of_layers(thing: Any) -> bool:
+def is_layer_graph(thing: Any) -> bool:
     """Return whether `thing` is a Functional or Sequential model.
 
     Assumes only these and `keras.Function` have `_operations`.

@@ -167,7 +167,7 @@ def is_stateless() -> bool:
     return bool(in_stateless_scope())
 
 
-def finds_shapes_alone() -> bool:
+def is_inferring_shapes() -> bool:
     """Return whether Keras is tracing a layer for shape inference only.
 
     Assumes it does so in a stateless scope.

@@ -194,7 +194,7 @@ class RoutingCounts:
         self.dropped.assign_add(tf.where(present, dropped, 0.0))
 
 
-def routing_figures(layers: Sequence[Any], replicas: Collectives) -> dict[str, tf.Tensor]:
+def routing_metrics(layers: Sequence[Any], replicas: Collectives) -> dict[str, tf.Tensor]:
     """Return and reset the routing metrics of all replicas' `layers`. Collective.
 
     `dropped_tokens` is the number of dropped tokens, over layers and choices; `dropped_share` their fraction;
@@ -208,7 +208,7 @@ def routing_figures(layers: Sequence[Any], replicas: Collectives) -> dict[str, t
         return {}
     own = [tf.concat([layer.counts.load, [layer.counts.dropped]], 0) for layer in layers]
     sizes = [layer.experts + 1 for layer in layers]
-    everywhere = tf.split(replicas.all_reduce(tf.concat(own, 0), name="routing_figures"), sizes)
+    everywhere = tf.split(replicas.all_reduce(tf.concat(own, 0), name="routing_metrics"), sizes)
     for layer in layers:
         layer.counts.load.assign(tf.zeros([layer.experts]))
         layer.counts.dropped.assign(0.0)
@@ -289,7 +289,7 @@ class MixtureOfExperts(ExchangingLayer):
         self._check()
         self.supports_masking = True  # the mask of the input is that of the output, as of keras.layers.Dense
         self.counts: RoutingCounts | None = None
-        """Training counters, reported by `routing_figures`."""
+        """Training counters, reported by `routing_metrics`."""
         self._along_ep: Collectives | None = None
         self._along_tp: Collectives | None = None
         self._replicas: Collectives | None = None

@@ -21,11 +21,11 @@ _AT_ONCE = 2**20
 """Elements of full rows that are generated at once when a shard of the columns is kept."""
 
 
-def draw_anew(variable: Any, initializer: Any) -> None:
+def reinitialize(variable: Any, initializer: Any) -> None:
     """Re-initialize a Keras variable; a lazily initialized one just gets the new `initializer`."""
-    draw_by = getattr(variable, "draw_by", None)
-    if draw_by is not None:
-        draw_by(initializer)
+    set_initializer = getattr(variable, "set_initializer", None)
+    if set_initializer is not None:
+        set_initializer(initializer)
     else:
         variable.assign(initializer(variable.shape, dtype=variable.dtype))
 
@@ -85,7 +85,7 @@ def uniform_range(first: int, count: int, *, seed: int, bound: float, dtype: str
     return values[before:] * (high - low) + low
 
 
-HELD_APART = "ep"
+EXPERT_AXIS = "ep"
 """The axis along which ranks have different samples and different shards (expert parallel)."""
 
 
@@ -129,7 +129,7 @@ def add_slice(
     variable = layer.add_weight(box_shape(box), initializer=initial if bound else "zeros", name=name, **options)
     if ranks:
         axes = tuple(axis for axis, _ in ranks.values())
-        held_by = tuple(axis for axis in axes if axis == HELD_APART)
+        held_by = tuple(axis for axis in axes if axis == EXPERT_AXIS)
         place(variable, Placement(shape, box, axes, held_by=held_by))
     return variable
 

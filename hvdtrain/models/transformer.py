@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.layers.slices import draw_anew
+from hvdtrain.layers.slices import reinitialize
 from hvdtrain.models.family import Rules, classifier, path_seed
 
 STDDEV = 0.02
@@ -140,7 +140,7 @@ def _draw(model: keras.Model, seed: int, depth: int) -> None:
         if variable.path.endswith(("kernel", "embeddings")):
             scale = 1 / math.sqrt(2 * depth) if variable.path.endswith(RESIDUAL_ENDS) else 1.0
             draw = keras.initializers.RandomNormal(stddev=STDDEV * scale, seed=path_seed(seed, variable.path))
-            draw_anew(variable, draw)
+            reinitialize(variable, draw)
 
 
 def rules(classes: int, ranks: int, **arguments: Any) -> Rules:

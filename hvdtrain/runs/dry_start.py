@@ -14,7 +14,7 @@ from hvdtrain.runs.use.model import ANY_STEPS
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.session import check_parallel
-from hvdtrain.training.assembly import check_held_apart, check_split
+from hvdtrain.training.assembly import check_expert_parallel, check_split
 from hvdtrain.training.elastic import check_undivided
 from hvdtrain.training.options import step_options
 
@@ -49,7 +49,7 @@ def _check_rank(config: Config, splits: DataSplits, backend: PlannedBackend) -> 
     trainer = checked_trainer(config, splits, backend, _schedule_steps(config, splits))
     if trainer.model.built:
         check_split(trainer.model, backend.axes)
-        check_held_apart(trainer.model, trainer.options)
+        check_expert_parallel(trainer.model, trainer.options)
 
 
 def _schedule_steps(config: Config, splits: DataSplits) -> int:

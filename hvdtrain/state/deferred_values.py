@@ -13,14 +13,14 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.compat.keras_variables import LazyVariable, assign_to_tensor, declared_dtype, hold, making_variables
-from hvdtrain.state.initial_values import drawn, repeats
+from hvdtrain.state.initial_values import initial_value, is_deterministic
 from hvdtrain.state.memory import fill_memory, free_memory
 from hvdtrain.state.variables import unwrap
 
 _INITIALIZER = "_hvdtrain_drawn_by"
 
 
-def built_without_values(build: Callable[[], Any]) -> Any:
+def build_lazily(build: Callable[[], Any]) -> Any:
     """Build the model with lazily initialized variables: a read re-runs the initializer.
 
     Assigned variables and those with non-deterministic initializers are materialized.
@@ -29,43 +29,43 @@ def built_without_values(build: Callable[[], Any]) -> Any:
     with making_variables(partial(_create, made)):
         model = build()
     of_model = {id(variable) for variable in model.variables} if isinstance(model, keras.Model) else set()
-    draw_values(variable for variable in made if id(variable) not in of_model)  # such as those of a compiled loss
+    materialize(variable for variable in made if id(variable) not in of_model)  # such as those of a compiled loss
     return model
 
 
-def draw_values(variables: Iterable[Any]) -> None:
+def materialize(variables: Iterable[Any]) -> None:
     """Materialize those of `variables` that have no value yet."""
     for variable in variables:
-        if isinstance(variable, DrawnWhenRead):
-            variable.hold(drawn(vars(variable)[_INITIALIZER], variable))
+        if isinstance(variable, LazilyInitialized):
+            variable.hold(initial_value(vars(variable)[_INITIALIZER], variable))
 
 
-def forget_values(variables: Iterable[Any]) -> None:
+def uninitialize(variables: Iterable[Any]) -> None:
     """Turn `variables` into uninitialized, unreadable ones."""
     for variable in variables:
-        if isinstance(variable, DrawnWhenRead):
+        if isinstance(variable, LazilyInitialized):
             variable.settle()
         hold(variable, None)
 
 
 def _create(made: list[Any], owner: Any, initializer: Any, create: Callable[..., Any]) -> Any:
-    if type(owner) is not keras.Variable or not repeats(initializer) or not tf.executing_eagerly():
+    if type(owner) is not keras.Variable or not is_deterministic(initializer) or not tf.executing_eagerly():
         return create()
     # A variable needs a value of its shape and dtype while it is created; zeros are cheapest.
     tensor = create(initial_value=tf.zeros(tuple(owner.shape), declared_dtype(owner)))
     free_memory(tensor)
     vars(owner)[_INITIALIZER] = initializer
-    owner.__class__ = DrawnWhenRead
+    owner.__class__ = LazilyInitialized
     made.append(owner)
     return tensor
 
 
-class DrawnWhenRead(LazyVariable):
+class LazilyInitialized(LazyVariable):
     """Keras variable without memory that looks initialized to a model's builder."""
 
     def read(self) -> Any:
         """Return the initial value; None while tracing, as it may be materialized by then."""
-        return drawn(vars(self)[_INITIALIZER], self) if tf.executing_eagerly() else None
+        return initial_value(vars(self)[_INITIALIZER], self) if tf.executing_eagerly() else None
 
     def write(self, value: Any) -> None:
         """Materialize with this value."""
@@ -73,15 +73,15 @@ class DrawnWhenRead(LazyVariable):
             self.hold(tf.cast(value, declared_dtype(self)))
             return
         with tf.init_scope():  # whether the traced function will run is unknown
-            draw_values([self])
+            materialize([self])
         assign_to_tensor(self, value)
 
-    def draw_by(self, initializer: Any) -> None:
+    def set_initializer(self, initializer: Any) -> None:
         """Replace the initializer."""
-        if repeats(initializer):
+        if is_deterministic(initializer):
             setattr(self, _INITIALIZER, initializer)
         else:
-            self.hold(drawn(initializer, self))
+            self.hold(initial_value(initializer, self))
 
     def hold(self, value: tf.Tensor) -> None:
         """Materialize with this value."""

@@ -11,7 +11,7 @@ from hvdtrain.compat.keras_variables import declared_dtype
 from hvdtrain.layers.slices import UniformSlice
 
 
-def repeats(initializer: Any) -> bool:
+def is_deterministic(initializer: Any) -> bool:
     """Return whether an initializer is known to be deterministic and stateless."""
     if isinstance(initializer, UniformSlice):
         return True
@@ -21,7 +21,7 @@ def repeats(initializer: Any) -> bool:
     return known and isinstance(getattr(initializer, "seed", 0), int)
 
 
-def drawn(initializer: Any, variable: Any) -> tf.Tensor:
+def initial_value(initializer: Any, variable: Any) -> tf.Tensor:
     """Return the initial value of a Keras variable, which may not have one yet."""
     dtype = declared_dtype(variable)
     return tf.cast(initializer(tuple(variable.shape), dtype=dtype), dtype)

@@ -24,7 +24,7 @@ __all__ = [
     "drawn_apart",
     "drawn_for_samples",
     "exchanges_activations",
-    "held_apart",
+    "expert_parallel",
     "is_split",
     "place",
     "placed_tensor",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-def held_apart(variables: Mapping[str, tf.Variable]) -> dict[str, tf.Variable]:
+def expert_parallel(variables: Mapping[str, tf.Variable]) -> dict[str, tf.Variable]:
     """Return the variables, by path, that differ between replicas, such as experts and tables."""
     return {path: v for path, v in variables.items() if (here := placement_of(v)) is not None and here.held_by}
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.compat.keras import (
     LAYER_BOOKKEEPING,
-    is_list_of_layers,
+    is_layer_graph,
     own_layers,
     own_non_trainable_variables,
     own_seed_generators,
@@ -126,7 +126,7 @@ def children(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(place), value) for place, value in enumerate(thing))
     else:
         # Functional and Sequential models are lists of layers first of all, as in Keras' own files.
-        if is_list_of_layers(thing):
+        if is_layer_graph(thing):
             yield "layers", list(thing.layers)
         yield from ((name.lstrip("_"), value) for name, value in own_attributes(thing, LAYER_BOOKKEEPING))
 

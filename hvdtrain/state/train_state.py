@@ -15,7 +15,7 @@ from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import NamedTensor, StateSpec, elements, replicated_tensor, spec_of, whole_box
-from hvdtrain.state.placement import drawn_apart, drawn_for_samples, held_apart, is_split, placed_tensor
+from hvdtrain.state.placement import drawn_apart, drawn_for_samples, expert_parallel, is_split, placed_tensor
 from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.slots import replicated_slots
 from hvdtrain.state.structure import seed_states, structure_of
@@ -142,7 +142,7 @@ class TrainState:
             _refuse_other_tensors(kinds, backend)
         tensors = self.named_tensors().items()
         backend.broadcast({path: tensor.value for path, tensor in tensors if tensor.replicated}, root=root)
-        if held := held_apart(self._structure.by_path(self.model.weights)):
+        if held := expert_parallel(self._structure.by_path(self.model.weights)):
             backend.broadcast(held, among="holders")
         if backend.axes.get("tp", 1) > 1:
             whole = {path: tensor.value for path, tensor in tensors if tensor.slice == whole_box(tensor.global_shape)}
@@ -182,7 +182,7 @@ class TrainState:
         hashes = gather(backend, mine, timeout=timeout, among="replicas")
         _refuse_others(hashes, hashes[:1] * len(hashes))
         if backend.axes.get("ep", 1) > 1:  # every rank calls it, of a stage without experts too
-            _check_slices(held_apart(self._structure.by_path(self.model.weights)), backend, timeout)
+            _check_slices(expert_parallel(self._structure.by_path(self.model.weights)), backend, timeout)
         return digest_of_parts(self._weights(), backend, timeout=timeout) if is_split(self.model) else mine
 
     def seed_generators(self, replica: int, samples: int | None = None) -> None:

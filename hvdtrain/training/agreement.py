@@ -130,7 +130,7 @@ def _fingerprint(source: Source | None) -> str | None:
     return source.fingerprint().hex() if source is not None and hasattr(source, "fingerprint") else None
 
 
-def check_goes_on(before: Mapping[str, Any] | None, now: Identity | None) -> None:
+def check_same_data(before: Mapping[str, Any] | None, now: Identity | None) -> None:
     """Refuse to resume a training on other data than `before`, as far as known.
 
     Raises:

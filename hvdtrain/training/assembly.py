@@ -17,21 +17,21 @@ from hvdtrain.layers.recompute import Recompute
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.optimizers import check_updates_slices, known_optimizers
 from hvdtrain.optim.precision import precision, set_precision
-from hvdtrain.state.deferred_values import built_without_values
+from hvdtrain.state.deferred_values import build_lazily
 from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.state.placement import placement_of
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.update_rules.select import starts_as_slices
-from hvdtrain.training.update_rules.zero.building import built_as_slices
+from hvdtrain.training.update_rules.select import builds_sharded
+from hvdtrain.training.update_rules.zero.building import build_with_shards
 
 
 def model_for(backend: Backend, model: Any, options: StepOptions) -> Any:
     """Build the model without ever materializing more than this rank's shard. Raises ConfigError as `built_model`."""
     if not isinstance(model, keras.Model):
         if backend.axes.get("pp", 1) > 1:
-            return built_without_values(lambda: built_model(model, options))
-        if starts_as_slices(options, backend):
-            return built_as_slices(lambda: built_model(model, options), backend)
+            return build_lazily(lambda: built_model(model, options))
+        if builds_sharded(options, backend):
+            return build_with_shards(lambda: built_model(model, options), backend)
     return built_model(model, options)
 
 
@@ -138,7 +138,7 @@ def check_split(model: Any, axes: Mapping[str, int]) -> None:
             )
 
 
-def check_held_apart(model: Any, options: StepOptions) -> None:
+def check_expert_parallel(model: Any, options: StepOptions) -> None:
     """Reject options that do not support expert-parallel variables. Raises ConfigError naming the option."""
     held = next((v for v in model.trainable_variables if (p := placement_of(v)) is not None and p.held_by), None)
     unfit = {

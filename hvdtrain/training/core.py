@@ -19,7 +19,7 @@ from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import precision, with_loss_scaling
 from hvdtrain.parallel.pipeline.stage import PipelineStage
-from hvdtrain.parallel.tensor.parallelize import refuse_files_of_slices
+from hvdtrain.parallel.tensor.parallelize import refuse_saving_shards
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.placement import is_split
@@ -28,7 +28,7 @@ from hvdtrain.training.advice import Announcer
 from hvdtrain.training.agreement import agree_on_call, settings_of
 from hvdtrain.training.assembly import (
     built_optimizer,
-    check_held_apart,
+    check_expert_parallel,
     check_sequences,
     check_slices,
     check_split,
@@ -37,7 +37,7 @@ from hvdtrain.training.assembly import (
     refuse_instances,
 )
 from hvdtrain.training.elastic import Commits, HostsCheck
-from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, give_first_weights, weights_of
+from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, broadcast_first_weights, weights_of
 from hvdtrain.training.loop.hooks import Actions
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult
@@ -53,7 +53,7 @@ from hvdtrain.training.step.own.train_step import has_own_step
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.step.step_factory import StepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
-from hvdtrain.training.update_rules.zero.building import is_built_as_slices
+from hvdtrain.training.update_rules.zero.building import is_built_sharded
 
 
 def step_factory_for(
@@ -152,7 +152,7 @@ class TrainerCore:
             self.build_on(first)
             break
         self.rule.consolidate()
-        self._give_first_weights()
+        self._broadcast_first_weights()
         return self._evaluate(batches)
 
     def build(self, data: TrainingData) -> None:
@@ -162,15 +162,15 @@ class TrainerCore:
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
         """Build model and optimizer from one representative batch."""
-        if is_built_as_slices(self.model):
+        if is_built_sharded(self.model):
             self._make_rule()  # makes the model callable
         with precision(self.options.precision):  # for layers created on first call
             self._build_variables(batch, training=training)
         check_split(self.model, self.backend.axes)
         check_slices(self.model, self.optimizer, self.options)
-        check_held_apart(self.model, self.options)
+        check_expert_parallel(self.model, self.options)
         if is_split(self.model):
-            refuse_files_of_slices(self.model)
+            refuse_saving_shards(self.model)
         with self.backend.scope():
             self.state.optimizer = self.optimizer
             self.state.follow_model()
@@ -183,7 +183,7 @@ class TrainerCore:
     def broadcast_state(self) -> None:
         """Broadcast rank 0's tensors and scalars; shards stay in place. Collective."""
         self.state.broadcast(self.backend)
-        self.rule.begin()
+        self.rule.on_state_loaded()
 
     def train(
         self,
@@ -320,11 +320,11 @@ class TrainerCore:
         settings = settings_of(self._seed, self.options, self.optimizer, callbacks)
         agree_on_call(self.backend, call, arguments, settings)
 
-    def _give_first_weights(self) -> None:
+    def _broadcast_first_weights(self) -> None:
         """Broadcast rank 0's weights (and EMA weights) if the ranks' weights differ."""
         averages = self.rule if averages_weights(self.optimizer) else None
-        if give_first_weights(weights_of(self.model, averages), self.backend) and self._rule is not None:
-            self._rule.adopt_weights()
+        if broadcast_first_weights(weights_of(self.model, averages), self.backend) and self._rule is not None:
+            self._rule.sync_from_model()
 
     def _evaluate(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         with self.averaged_weights():

@@ -22,7 +22,7 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import current
 from hvdtrain.state.scalars import Scalars
-from hvdtrain.training.agreement import agree_on_call, check_goes_on, described
+from hvdtrain.training.agreement import agree_on_call, check_same_data, described
 from hvdtrain.training.backup import Backup
 from hvdtrain.training.core import TrainerCore
 from hvdtrain.training.loop.loop import Plan
@@ -35,7 +35,7 @@ class ResumableTrainer(TrainerCore):
 
     _pending: Path | None = None
     """Checkpoint to load once the model has variables."""
-    _goes_on = False
+    _resuming = False
     """Whether the next `fit` continues the restored training."""
 
     def save(self, folder: Folder) -> Path:
@@ -70,7 +70,7 @@ class ResumableTrainer(TrainerCore):
         agree_on_call(self.backend, "restore", {"folder": os.fspath(folder), "which": which})
         path = self._on_primary(lambda: located(Path(folder), str(which)))
         assert path is not None, "found or raised"
-        self._goes_on = False
+        self._resuming = False
         self._load(path)
         return path
 
@@ -95,7 +95,7 @@ class ResumableTrainer(TrainerCore):
         path = self._on_primary(lambda: _to_go_on_from(folder))
         if path is not None:
             self._load(path)
-            self._goes_on = True
+            self._resuming = True
         return path
 
     def _on_primary(self, find: Callable[[], Path | None]) -> Path | None:
@@ -124,7 +124,7 @@ class ResumableTrainer(TrainerCore):
         scalars = restore(path, state.named_tensors(), self.backend, earlier_names=state.earlier_names())
         state.restore(scalars)
         state.held_weights = extras(path, self.backend)
-        self.rule.begin()
+        self.rule.on_state_loaded()
 
     def _build_variables(self, batch: Batch, *, training: bool) -> None:
         """Also build the optimizers if a checkpoint is pending."""
@@ -153,10 +153,10 @@ class ResumableTrainer(TrainerCore):
         # Rank 0 may be the only one that loaded weights: the plan is made from its state.
         self.broadcast_state()
         scalars = self.state.scalars
-        goes_on, self._goes_on = self._goes_on, False
+        goes_on, self._resuming = self._resuming, False
         now = described(data, self._seed, self.backend) if described_data or goes_on else None
         if goes_on:
-            on_every_rank(self.backend, lambda: check_goes_on(scalars.data, now) if self.backend.primary else None)
+            on_every_rank(self.backend, lambda: check_same_data(scalars.data, now) if self.backend.primary else None)
         else:
             scalars.begin_training(initial_epoch)
             self.state.held_weights = {}

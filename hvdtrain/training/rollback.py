@@ -34,7 +34,7 @@ def rollback_to(saver: BackgroundSaver, backend: Backend, state: TrainState, rul
         if path is None:
             raise CheckpointError("There is no good checkpoint to roll back to: all are damaged, or were removed.")
         saved = scalars_from(restore(path, state.named_tensors(), backend))
-        rule.begin()
+        rule.on_state_loaded()
         return saved
 
     return roll_back

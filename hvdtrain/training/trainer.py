@@ -20,7 +20,7 @@ from hvdtrain.training.fitting import FitRequest, FittingTrainer
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.rank_inputs import evaluation_data
 from hvdtrain.training.run_info import show_evaluation
-from hvdtrain.training.update_rules.zero.building import is_built_as_slices
+from hvdtrain.training.update_rules.zero.building import is_built_sharded
 
 
 class Trainer(FittingTrainer):
@@ -238,9 +238,9 @@ class Trainer(FittingTrainer):
             with precision(self.options.precision):
                 build_for(self.model, batches)
         self._load_pending()
-        if self._rule is not None or is_built_as_slices(self.model):
+        if self._rule is not None or is_built_sharded(self.model):
             self.rule.consolidate()
-        self._give_first_weights()
+        self._broadcast_first_weights()
         with self.averaged_weights():
             if shard is not None and self.backend.processes > 1:
                 return own_outputs(self.model, batches)

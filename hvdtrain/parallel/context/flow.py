@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.positions import POSITION_DIM
 from hvdtrain.parallel.tensor.flow.check import place_of
-from hvdtrain.parallel.tensor.flow.constants import UNSEEDED, Draws, of_constants
+from hvdtrain.parallel.tensor.flow.constants import UNSEEDED, RandomUse, of_constants
 from hvdtrain.parallel.tensor.flow.layouts import Layout
 from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, OF_SHAPE, outputs_of
 from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations
@@ -24,7 +24,7 @@ _RANDOM = ("Random", "StatelessRandom")
 _ASSIGN = ("AssignVariableOp", "AssignAddVariableOp")
 
 
-def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]) -> Draws:
+def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]) -> RandomUse:
     """Verify that a model computes the same from sharded and full sequences.
 
     Args:
@@ -49,8 +49,8 @@ def follow(sliced: Trace, whole: Trace, ranks: int, variables: Mapping[str, Any]
         for tensor, other in zip(mine.outputs, theirs.outputs, strict=True):
             _confirm(tensor, other, walk.layout_of(tensor), ranks)
     walk.check_outputs(ranks)
-    walk.draws.check()
-    return walk.draws
+    walk.generators.check()
+    return walk.generators
 
 
 class _Walk:
@@ -61,7 +61,7 @@ class _Walk:
         self._whole = {id(mine): theirs for mine, theirs in zip(trace.operations, whole.operations, strict=False)}
         paths = {id(variable.handle): path for path, variable in variables.items()}
         self._paths = {id(inner): paths[id(outer)] for outer, inner in trace.graph.captures if id(outer) in paths}
-        self.draws = Draws()
+        self.generators = RandomUse()
         self._layouts: dict[str, Layout] = {}
         self._lengths: set[str] = set()
         """Names of tensors computed from the length of a shard."""
@@ -90,7 +90,7 @@ class _Walk:
             for tensor in op.inputs:
                 if tensor.name not in self._layouts:
                     continue
-                self.draws.meet_whole([self._layouts[tensor.name]])
+                self.generators.use_replicated([self._layouts[tensor.name]])
                 layout, dim = self._layouts[tensor.name], taken.get(tensor.name)
                 if tensor.name in passed and (layout.dim is None or passed[tensor.name](layout.dim) is not None):
                     continue
@@ -118,7 +118,7 @@ class _Walk:
             self._note_length(op)
         else:
             outputs = [WHOLE] * len(op.outputs)
-            self.draws.meet_whole([] if op.type in _ASSIGN else inputs)
+            self.generators.use_replicated([] if op.type in _ASSIGN else inputs)
         for tensor, layout in zip(op.outputs, outputs, strict=True):
             self._layouts[tensor.name] = layout
 
@@ -126,7 +126,7 @@ class _Walk:
         """Return the layout of a random generator's state, which is valid for shards, too."""
         path = self._paths.get(id(op.inputs[0]), UNSEEDED)
         generator = bool(op.outputs[0].dtype.is_integer)
-        return Layout(constant=generator, draws=frozenset([path] if generator else []))
+        return Layout(constant=generator, generators=frozenset([path] if generator else []))
 
     def _of_slices(self, op: Any, inputs: list[Layout]) -> Sequence[Layout]:
         outputs = outputs_of(op, inputs)
@@ -141,7 +141,9 @@ class _Walk:
                 f"or cp in {opt('parallel')}."
             )
         whole = self._whole.get(id(op))
-        self.draws.meet_slice(op, inputs, whole if whole is not None and whole.type == op.type else op, place_of(op))
+        self.generators.use_on_shard(
+            op, inputs, whole if whole is not None and whole.type == op.type else op, place_of(op)
+        )
         return outputs
 
     def _note_length(self, op: Any) -> None:

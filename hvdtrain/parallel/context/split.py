@@ -113,7 +113,7 @@ def split_sequences(model: Any, exchange: Collectives, rules: Mapping[str, Layou
     variables = structure_of(model).by_path(model.variables)
     for mode, whole in wholes.items():
         draws = follow(_traced(model, specs, group, training=mode), whole, exchange.size, variables)
-        for path in draws.of_wholes - {UNSEEDED}:
+        for path in draws.replicated - {UNSEEDED}:
             draw_for_samples(variables[path])
     PositionSlices(exchange, group.whole_sequences).install(model)
     model.split_along = (*getattr(model, "split_along", ()), AXIS)

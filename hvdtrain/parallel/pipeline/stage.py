@@ -25,7 +25,7 @@ from hvdtrain.layers.experts import MixtureOfExperts, expert_layers
 from hvdtrain.parallel.outputs import marked_outputs, whole_outputs
 from hvdtrain.parallel.pipeline.cut import Cut, shared_variables
 from hvdtrain.parallel.pipeline.graph import run, variables_of
-from hvdtrain.state.deferred_values import forget_values
+from hvdtrain.state.deferred_values import uninitialize
 from hvdtrain.state.named_tensors import elements
 from hvdtrain.state.placement import placed_tensor, placement_of
 from hvdtrain.state.structure import Structure, seed_states, structure_of
@@ -41,7 +41,7 @@ class TiedWeight:
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
-    held_apart: bool = False
+    expert_parallel: bool = False
     """Whether replicas hold different shards (expert parallel)."""
 
 
@@ -162,15 +162,15 @@ class PipelineStage(keras.Model):
         packed = keras.tree.pack_sequence_as(output_nest(functional), list(tensors))
         return packed
 
-    def release_others(self) -> None:
+    def free_other_stages(self) -> None:
         """Free the original model's variables that this rank does not hold; they become unusable."""
         held = {id(unwrap(variable)) for variable in self.variables}
-        forget_values(v for v in self.whole.model.variables if id(unwrap(v)) not in held)
+        uninitialize(v for v in self.whole.model.variables if id(unwrap(v)) not in held)
         structure = self.whole.structure
         paths = {key: path for key, path in structure.paths.items() if key in held}
         self.whole = replace(self.whole, structure=Structure(paths, structure.statistics & held))
 
-    def take_losses(self) -> tf.Tensor:
+    def pop_losses(self) -> tf.Tensor:
         """Pop and sum the expert layers' losses of the last call, in float64."""
         losses = [tf.cast(loss, tf.float64) for _, loss in losses_of(expert_layers(self))]
         clear_losses(self)
@@ -228,13 +228,13 @@ def _tied_weights(whole: WholeModel, ranks: int) -> dict[str, TiedWeight]:
         if len(places) > 1:
             shape = tuple(int(n) for n in variable.shape)
             placement = placement_of(variable)
-            held_apart = placement is not None and bool(placement.held_by)
+            expert_parallel = placement is not None and bool(placement.held_by)
             tied[whole.structure.path(variable)] = TiedWeight(
                 places=tuple(places),
                 shape=shape,
                 dtype=str(variable.dtype),
                 trainable=bool(variable.trainable),
-                held_apart=held_apart,
+                expert_parallel=expert_parallel,
             )
     return dict(sorted(tied.items()))
 
@@ -251,7 +251,7 @@ _INSTEAD = {
 
 
 @dataclass(frozen=True)
-class Division:
+class StageAssignment:
     """Assignment of a model's weights to pipeline ranks."""
 
     places: Mapping[str, int]
@@ -260,19 +260,19 @@ class Division:
     """Paths of weights on several ranks."""
 
 
-def division_of(model: Any) -> Division | None:
+def stage_assignment_of(model: Any) -> StageAssignment | None:
     """Return a model's assignment by an earlier trainer; None if not split into stages."""
-    division: Division | None = vars(model).get(_DIVISION)
+    division: StageAssignment | None = vars(model).get(_DIVISION)
     return division
 
 
-def divide(model: Any, stage: PipelineStage) -> None:
+def assign_stages(model: Any, stage: PipelineStage) -> None:
     """Record which ranks train a model's weights; make methods that need all of them raise.
 
     Args:
         model: the user's; every rank still has all layers.
     """
-    vars(model)[_DIVISION] = Division(_places(stage), tuple(stage.tied))
+    vars(model)[_DIVISION] = StageAssignment(_places(stage), tuple(stage.tied))
     for method, instead in _INSTEAD.items():
         vars(model)[method] = _refusal(model.name, method, instead)
 

@@ -31,7 +31,7 @@ from hvdtrain.state.initial_values import checksum
 
 
 @dataclass
-class Made:
+class ShardedVariable:
     """A variable created as a shard."""
 
     variable: Any
@@ -50,7 +50,7 @@ class Building:
     rules: LayoutRules
     index: int
     ranks: int
-    made: dict[int, Made] = field(default_factory=dict)
+    made: dict[int, ShardedVariable] = field(default_factory=dict)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -62,13 +62,13 @@ class Building:
         cut = self.rules.cut_of(owner.path, tuple(owner.shape), self.index, self.ranks)
         if cut is None:
             return create()
-        value, drawn = drawn_slice(initializer, owner, cut)
+        value, drawn = initial_shard(initializer, owner, cut)
         tensor = create(initial_value=value)
-        self.made[id(owner)] = Made(owner, cut, initializer, drawn)
+        self.made[id(owner)] = ShardedVariable(owner, cut, initializer, drawn)
         _look_whole(owner, self.made[id(owner)])
         return tensor
 
-    def finish(self) -> list[Made]:
+    def finish(self) -> list[ShardedVariable]:
         """Turn the variables into regular ones of their local shape, and return them."""
         for made in self.made.values():
             made.variable.__class__ = keras.Variable
@@ -76,24 +76,24 @@ class Building:
         return list(self.made.values())
 
 
-def drawn_slice(initializer: Callable[..., Any], variable: Any, cut: Cut) -> tuple[tf.Tensor, int]:
+def initial_shard(initializer: Callable[..., Any], variable: Any, cut: Cut) -> tuple[tf.Tensor, int]:
     """Return this rank's shard of a variable's initial value, and the CRC-32 of the full value."""
     dtype = declared_dtype(variable)
     whole = tf.cast(initializer(cut.whole, dtype=dtype), dtype)
     return cut.slice_of(whole), checksum(whole)
 
 
-def _look_whole(variable: Any, made: Made) -> None:
-    variable.__class__ = WholeWhileBuilding
+def _look_whole(variable: Any, made: ShardedVariable) -> None:
+    variable.__class__ = ShardedWhileBuilding
     vars(variable)["_hvdtrain_made"] = made
 
 
-class WholeWhileBuilding(LazyVariable):
+class ShardedWhileBuilding(LazyVariable):
     """Keras variable that stores a shard but looks full to a model's builder."""
 
     def read(self) -> tf.Tensor:
         """Return the full initial value, recomputed; zeros of its shape while tracing."""
-        made: Made = vars(self)["_hvdtrain_made"]
+        made: ShardedVariable = vars(self)["_hvdtrain_made"]
         dtype = declared_dtype(self)
         if not tf.executing_eagerly():
             return tf.zeros(made.cut.whole, dtype)
@@ -107,20 +107,22 @@ class WholeWhileBuilding(LazyVariable):
 
     def write(self, value: Any) -> None:
         """Store this rank's shard of a full value."""
-        made: Made = vars(self)["_hvdtrain_made"]
+        made: ShardedVariable = vars(self)["_hvdtrain_made"]
         made.assigned = True
         made.drawn = checksum(value)
         assign_to_tensor(self, made.cut.slice_of(tf.cast(value, declared_dtype(self))))
 
 
-def cut_in_place(variable: Any, cut: Cut) -> None:
+def shard_in_place(variable: Any, cut: Cut) -> None:
     """Replace a full Keras variable by this rank's shard."""
     whole = tensor_of(variable)
     sliced = cut.slice_of(tf.convert_to_tensor(whole))
     hold(variable, tf.Variable(sliced, trainable=whole.trainable, name=variable.name, dtype=whole.dtype))
 
 
-def agree_on_slices(backend: Backend, made: Sequence[Made], whole: Sequence[Any], paths: Mapping[int, str]) -> None:
+def agree_on_shards(
+    backend: Backend, made: Sequence[ShardedVariable], whole: Sequence[Any], paths: Mapping[int, str]
+) -> None:
     """Make all ranks hold shards of one model: that of the first rank. Collective along tp.
 
     Raises:
@@ -137,19 +139,19 @@ def agree_on_slices(backend: Backend, made: Sequence[Made], whole: Sequence[Any]
                 f"{strange[0]!r} of another shape, or whole, on the rank at tp={place}."
             )
     differing = [path for path, fact in facts[0].items() if any(theirs[path] != fact for theirs in facts)]
-    _draw_again(made, facts[0], differing, paths)
+    _reinitialize(made, facts[0], differing, paths)
     # Full variables get the first rank's values before they are sharded.
     backend.broadcast({paths[id(variable)]: tensor_of(variable) for variable in whole}, among="tp")
 
 
-def _facts(made: Made) -> list[Any]:
+def _facts(made: ShardedVariable) -> list[Any]:
     """Return a variable's full shape, checksum and seed; no seed if it was assigned."""
     seed = getattr(made.initializer, "seed", None)
     return [list(made.cut.whole), made.drawn, seed if isinstance(seed, int) and not made.assigned else None]
 
 
-def _draw_again(
-    made: Sequence[Made], first: Mapping[str, list[Any]], differing: Sequence[str], paths: Mapping[int, str]
+def _reinitialize(
+    made: Sequence[ShardedVariable], first: Mapping[str, list[Any]], differing: Sequence[str], paths: Mapping[int, str]
 ) -> None:
     """Re-initialize differing variables with the first rank's seeds."""
     by_path = {paths[id(each.variable)]: each for each in made}
@@ -158,7 +160,7 @@ def _draw_again(
         each = by_path[path]
         if seed is not None:
             each.initializer.seed = seed  # type: ignore[attr-defined]
-        value, again = drawn_slice(each.initializer, each.variable, each.cut)
+        value, again = initial_shard(each.initializer, each.variable, each.cut)
         if seed is None or again != drawn:
             raise ConfigError(
                 f"The ranks gave {path!r} other initial values, and hold shards of it: seed them identically, by "

@@ -14,16 +14,16 @@ from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.compat.keras import flatten_layers, own_seed_generators
 from hvdtrain.compat.keras_variables import replace_regularizer
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.parallel.tensor.building import Building, Made, agree_on_slices, cut_in_place
+from hvdtrain.parallel.tensor.building import Building, ShardedVariable, agree_on_shards, shard_in_place
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.check import SIZES, Flow, follow
 from hvdtrain.parallel.tensor.flow.trace import FlowRecord, Trace, built, input_specs, of_one_size, traced
-from hvdtrain.parallel.tensor.layers.base import Group, SlicedLayer, cut_output, recorded
-from hvdtrain.parallel.tensor.layers.sharded import sliced_layers
+from hvdtrain.parallel.tensor.layers.base import Group, TensorParallelLayer, cut_output, recorded
+from hvdtrain.parallel.tensor.layers.sharded import tensor_parallel_layers
 from hvdtrain.parallel.tensor.outputs import OutputShards
 from hvdtrain.parallel.tensor.rules import AXIS, LayoutRules, Rules
 from hvdtrain.runtime.compiled import numbered
-from hvdtrain.state.deferred_values import draw_values
+from hvdtrain.state.deferred_values import materialize
 from hvdtrain.state.named_tensors import whole_box
 from hvdtrain.state.placement import Placement, draw_apart, place, placement_of
 from hvdtrain.state.structure import structure_of
@@ -32,7 +32,7 @@ from hvdtrain.state.variables import unwrap
 WRITES = ("save", "save_weights", "export")
 
 
-def refuse_files_of_slices(model: Any) -> None:
+def refuse_saving_shards(model: Any) -> None:
     """Make a model's save methods raise: a file of one rank's shards could not be loaded."""
     for method in WRITES:
         vars(model)[method] = _refusal(method)
@@ -53,7 +53,7 @@ ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L
 """Regularizers that are sums over elements, and so over shards."""
 
 
-def regularize_slices(variable: Any, exchange: Collectives, name: str) -> None:
+def regularize_shards(variable: Any, exchange: Collectives, name: str) -> None:
     """Make a sharded variable's penalty that of the full variable.
 
     Args:
@@ -130,7 +130,7 @@ class Parallelization:
                 f"No rule cuts a variable of {model.name!r}, and tp={self._exchange.size} ranks would do the same "
                 f"work. Leave tp out of {opt('parallel')}, or write a layout with 'tp'."
             )
-        layers = sliced_layers(model, cuts)
+        layers = tensor_parallel_layers(model, cuts)
         self._follow_kernels(layers, cuts)
         specs = of_one_size(input_specs(model, inputs))
         with recorded([layer for layer, _ in layers], [layer for layer, _ in outputs], self._group.record):
@@ -150,8 +150,8 @@ class Parallelization:
             )
         if self._group.sequence:
             flow.partial |= {paths[id(variable)] for _, sliced in layers for variable in sliced.shared()}
-        _note_what_follows(model, flow=flow, whole=wholes[True], layers=layers, exchange=self._exchange)
-        refuse_files_of_slices(model)
+        _record_layouts(model, flow=flow, whole=wholes[True], layers=layers, exchange=self._exchange)
+        refuse_saving_shards(model)
 
     def _output_layers(self, model: Any) -> list[tuple[Any, bool]]:
         """Return layers with an output rule, and whether it shards the sequence."""
@@ -184,31 +184,31 @@ class Parallelization:
         return cuts
 
     @staticmethod
-    def _follow_kernels(layers: Sequence[tuple[Any, SlicedLayer]], cuts: dict[int, Cut]) -> None:
+    def _follow_kernels(layers: Sequence[tuple[Any, TensorParallelLayer]], cuts: dict[int, Cut]) -> None:
         """Shard biases like their kernels."""
         for _, sliced in layers:
-            for key, (variable, cut) in sliced.further_cuts().items():
+            for key, (variable, cut) in sliced.dependent_cuts().items():
                 if cuts.setdefault(key, cut) != cut:
                     raise ConfigError(
                         f"The bias {variable.path!r} is cut like the output of its kernel, {cut.description}. "
                         f"Received: a rule that cuts it {cuts[key].description}. Leave that rule out."
                     )
 
-    def _cut(self, model: Any, made: Sequence[Made], cuts: dict[int, Cut]) -> dict[int, str]:
+    def _cut(self, model: Any, made: Sequence[ShardedVariable], cuts: dict[int, Cut]) -> dict[int, str]:
         """Shard the variables, consistently on all ranks; return the paths of all variables by id."""
         paths = {id(variable): structure_of(model).path(variable) for variable in model.variables}
         before = {id(each.variable) for each in made}
         others = [variable for variable in model.variables if id(variable) in cuts and id(variable) not in before]
-        draw_values(others)
+        materialize(others)
         if self._backend is not None:
-            agree_on_slices(self._backend, made, others, paths)
+            agree_on_shards(self._backend, made, others, paths)
         for variable in others:
-            cut_in_place(variable, cuts[id(variable)])
+            shard_in_place(variable, cuts[id(variable)])
         for variable in model.variables:
             cut = cuts.get(id(variable))
             if cut is not None:
                 place(variable, Placement(cut.whole, cut.region, axes=(AXIS,)))
-                regularize_slices(variable, self._exchange, paths[id(variable)])
+                regularize_shards(variable, self._exchange, paths[id(variable)])
         return paths
 
     def _followed(self, model: Any, specs: Any, whole: Trace, cut: frozenset[str], *, training: bool) -> Flow:
@@ -245,8 +245,8 @@ def check_model(model: Any) -> None:
         )
 
 
-def _note_what_follows(
-    model: Any, flow: Flow, whole: Trace, layers: Sequence[tuple[Any, SlicedLayer]], exchange: Collectives
+def _record_layouts(
+    model: Any, flow: Flow, whole: Trace, layers: Sequence[tuple[Any, TensorParallelLayer]], exchange: Collectives
 ) -> None:
     """Record partial gradients, per-rank random generators and sharded outputs."""
     structure = structure_of(model)
@@ -257,7 +257,7 @@ def _note_what_follows(
         place(variables[path], Placement(shape, whole_box(shape), summed_over=(AXIS,)))
         divide_penalty(owners[path], exchange.size)
     inside = [generator for layer, _ in layers for generator in _generators(layer)]
-    for variable in [*(variables[path] for path in sorted(flow.draws.of_slices)), *inside]:
+    for variable in [*(variables[path] for path in sorted(flow.generators.sharded)), *inside]:
         draw_apart(variable, exchange.index)
     lengths = [
         None if layout.dim is None else int(tensor.shape[-1])

@@ -48,9 +48,9 @@ class Tally:
             ]
         self._sums = wide
 
-    def take_up(self, sums: Mapping[str, Sequence[Any]]) -> None:
+    def restore_sums(self, sums: Mapping[str, Sequence[Any]]) -> None:
         """Restore the result of `sums`."""
-        self._metrics.take_up(sums)
+        self._metrics.restore_sums(sums)
         self._sums = [[v.numpy().astype(np.float64) for v in bound.metric.variables] for bound in self._metrics.bound]
 
     def sums(self) -> dict[str, list[Any]]:

@@ -96,7 +96,7 @@ class AsynchronousStep:
         """Reset the epoch's metrics, or restore `sums`."""
         if self._epoch is not None:
             self._epoch.reset()
-            self._epoch.take_up(sums or {})
+            self._epoch.restore_sums(sums or {})
         self._recent.reset()
 
     def metric_sums(self) -> dict[str, list[Any]]:

@@ -15,10 +15,10 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.parallel.outputs import local_outputs
 from hvdtrain.state.hashes import checksum
-from hvdtrain.state.placement import exchanges_activations, held_apart, placement_of
+from hvdtrain.state.placement import exchanges_activations, expert_parallel, placement_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
-from hvdtrain.training.objective.metrics import Figure, MetricSet, figure_of
+from hvdtrain.training.objective.metrics import Figure, MetricSet, metric_value
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.step.batches import replica_slice
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -48,16 +48,16 @@ def weights_of(model: Any, rule: UpdateRule | None = None) -> dict[str, tf.Varia
     return weights | {path: tensor.value for path, tensor in tensors.items() if tensor.replicated}
 
 
-def give_first_weights(tensors: Mapping[str, tf.Variable], backend: Backend) -> bool:
+def broadcast_first_weights(tensors: Mapping[str, tf.Variable], backend: Backend) -> bool:
     """Broadcast rank 0's values if ranks differ; return whether they did. Collective.
 
     A user may have loaded weights on rank 0 only, or each rank may have initialized its own. Expert-parallel shards are
     broadcast from the first rank that holds the same shard. Every rank passes the same paths.
     """
-    along_tp = _give_along_tp(tensors, backend)
+    along_tp = _broadcast_along_tp(tensors, backend)
     if backend.size == backend.local_size:
         return along_tp
-    held = held_apart(tensors)
+    held = expert_parallel(tensors)
     shared = {path: tensor for path, tensor in tensors.items() if path not in held}
     mine = [checksum(each) for each in (shared, held)]
     # No timeout of its own: a rank may still be loading data.
@@ -71,7 +71,7 @@ def give_first_weights(tensors: Mapping[str, tf.Variable], backend: Backend) -> 
     return True
 
 
-def _give_along_tp(tensors: Mapping[str, tf.Variable], backend: Backend) -> bool:
+def _broadcast_along_tp(tensors: Mapping[str, tf.Variable], backend: Backend) -> bool:
     """Broadcast full weights along tp if they differ."""
     if backend.axes.get("tp", 1) == 1:
         return False
@@ -176,7 +176,7 @@ class Evaluator:
         sums, metrics = self._look()
         total, weight = sums.numpy()
         loss = float(total / weight) if weight else float("nan")
-        return {"loss": loss, **{name: figure_of(value) for name, value in metrics.items()}}
+        return {"loss": loss, **{name: metric_value(value) for name, value in metrics.items()}}
 
     def _look_at_all(self) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         return self._summed("evaluation_so_far/loss"), self._metrics.results_so_far("evaluation_so_far")

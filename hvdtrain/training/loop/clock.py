@@ -107,7 +107,7 @@ ENOUGH_STEPS = 30
 """Steady steps needed for a reliable fraction: of 3, one late batch makes 7 %."""
 
 
-class WaitingWatch:
+class DataWaitWatch:
     """Detects input-bound steps across ranks and warns once.
 
     Checks after a number of steady steps, then each time this number doubles; a check is a small exchange.

@@ -98,7 +98,7 @@ class LossMonitor:
         self._epoch += window
         return _mean(window)
 
-    def take_bad_steps(self) -> list[BadStep]:
+    def pop_bad_steps(self) -> list[BadStep]:
         """Return the bad steps read since the last call."""
         found, self._bad_steps = self._bad_steps, []
         return found
@@ -142,7 +142,7 @@ class LossMonitor:
         self._read += len(rows)
 
     def _set_aside(self, rows: np.ndarray, here: Sequence[Any]) -> np.ndarray:
-        """Move the bad steps among `rows` to `take_bad_steps`, zero them, and return a mask of them."""
+        """Move the bad steps among `rows` to `pop_bad_steps`, zero them, and return a mask of them."""
         bad: np.ndarray = rows[:, GuardedTotals._fields.index("verdict")] != GOOD
         for place in np.flatnonzero(bad).tolist():
             number = self._read + place

@@ -12,7 +12,7 @@ from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.objective.metrics import figure_of
+from hvdtrain.training.objective.metrics import metric_value
 from hvdtrain.training.step.result import CompiledStep, Measured
 
 
@@ -54,7 +54,7 @@ class TrainingReport:
         )
         self._observers.on_step(record)
 
-    def training_figures(self) -> dict[str, Any]:
+    def training_metrics(self) -> dict[str, Any]:
         """Return loss and metrics of the epoch, and begin the next. Collective."""
         self._monitor.end_epoch()
         metrics = dict(self._step.epoch_metrics())
@@ -115,4 +115,4 @@ class TrainingReport:
 
 
 def _figures(results: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: figure_of(value) for name, value in results.items()}
+    return {name: metric_value(value) for name, value in results.items()}

@@ -57,7 +57,7 @@ def note_best(metric: BestMetric | None, scalars: Scalars, step: int, logs: Mapp
         scalars.best = {"metric": metric.name, "mode": metric.mode, "value": float(value), "step": step}
 
 
-def those_of_rank_0(figures: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
+def broadcast_metrics(figures: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
     """Return rank 0's metrics on every rank of a split model. Collective.
 
     Ranks along tp compute loss and metrics independently from the same samples, and pipeline stages receive them by

@@ -17,7 +17,7 @@ from hvdtrain.state.placement import is_split
 from hvdtrain.state.scalars import Progress
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.bad_steps import BadStepPolicy
-from hvdtrain.training.loop.clock import WaitingWatch
+from hvdtrain.training.loop.clock import DataWaitWatch
 from hvdtrain.training.loop.desync_check import DesyncCheck
 from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Actions, Outcome, StepEnd
 from hvdtrain.training.loop.keras_callbacks import callbacks_of_all, refuse_copies_of_slices, refuse_saves_within_epochs
@@ -25,7 +25,7 @@ from hvdtrain.training.loop.loop import Plan, TrainingLoop
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.report import TrainingReport
 from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.loop.saving_hooks import SavingHooks, begin_best, note_best, those_of_rank_0
+from hvdtrain.training.loop.saving_hooks import SavingHooks, begin_best, broadcast_metrics, note_best
 from hvdtrain.training.step.step_factory import StepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
 
@@ -123,7 +123,7 @@ class StandardTraining:
                 speaks=backend.primary,
             )
         self._report = TrainingReport(self._step, self._monitor, self.loop.clock, observers)
-        self._waiting = WaitingWatch(backend, self.loop.clock, data.remedy)
+        self._waiting = DataWaitWatch(backend, self.loop.clock, data.remedy)
         self._bad_steps = BadStepPolicy(bad_steps or BadStepConfig(), backend, state, observers.on_message)
         self._desync = DesyncCheck(backend=backend, state=state, rule=rule, first_step=scalars.step, every=desync_every)
         self._add_hooks(plan)
@@ -157,9 +157,9 @@ class StandardTraining:
         """Train as planned. Raises BadStepError: the loss was NaN, infinite or a spike; the message names the step."""
         progress = self._state.scalars.progress
         if self._callbacks is not None:
-            self._rule.show_weights()
+            self._rule.gather_weights()
             self._callbacks.begin(progress.callbacks, self._state.held_weights, self._state.weight_paths())
-            self._rule.adopt_weights()
+            self._rule.sync_from_model()
         self._step.begin_metrics(progress.metrics)
         # Restored values are used once: a later training starts from scratch.
         self._state.held_weights = {}
@@ -175,7 +175,7 @@ class StandardTraining:
         self._actions.consolidate()
         if self._callbacks is not None:
             self._callbacks.end()
-            self._rule.adopt_weights()
+            self._rule.sync_from_model()
 
     def result(self, *, wall_seconds: float) -> FitResult:
         """Return the result of the training. Collective."""
@@ -201,10 +201,10 @@ class StandardTraining:
         assert self._callbacks is not None, "added only where there are callbacks"
         looked_at = step.first or step.place == 0 or self._callbacks.needs.batches
         if looked_at:
-            self._rule.show_weights()
+            self._rule.gather_weights()
         self._callbacks.begin_step(step)
         if looked_at:
-            self._rule.adopt_weights()
+            self._rule.sync_from_model()
 
     def _note(self, step: StepEnd) -> None:
         assert step.result is not None, "hooks follow a step"
@@ -217,9 +217,9 @@ class StandardTraining:
 
     def _show_batch(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"
-        self._rule.show_weights()
+        self._rule.gather_weights()
         self._callbacks.end_step(step, self._step.metrics_so_far)
-        self._rule.adopt_weights()
+        self._rule.sync_from_model()
 
     def _check_and_log(self, step: StepEnd) -> Outcome:
         """Handle non-finite values, and log the step."""
@@ -229,7 +229,7 @@ class StandardTraining:
         scale = None if measured.loss_scale is None else float(measured.loss_scale)
         finite, curable = bool(measured.finite), self._actions.roll_back is not None
         loss = self._monitor.settle(finite_parameters=finite or curable, loss_scale=scale)
-        bad = self._monitor.take_bad_steps()
+        bad = self._monitor.pop_bad_steps()
         if self._bad_steps.settle(bad, finite_parameters=finite, where=f"step {step.number}"):
             self._roll_back(step)
         self._note_progress()
@@ -269,12 +269,12 @@ class StandardTraining:
             self._actions.consolidate()
         elif validation is not None:
             self._actions.prepare_to_evaluate()
-        logs = self._report.training_figures()
+        logs = self._report.training_metrics()
         if self._rule.guard is not None:
             logs["bad_steps"] = self._bad_steps.end_epoch()
         if validation is not None:
             logs |= self._evaluate(step, validation)
-        logs = those_of_rank_0(logs, self._backend)
+        logs = broadcast_metrics(logs, self._backend)
         before = self._state.scalars.best
         note_best(self._plan.best, self._state.scalars, step.number, logs)
         if self._saves is not None:
@@ -282,7 +282,7 @@ class StandardTraining:
         self._report.end_epoch(step, logs)
         if self._callbacks is not None:
             self._callbacks.end_epoch(step.epoch, logs)
-            self._rule.adopt_weights()
+            self._rule.sync_from_model()
 
     def _evaluate(self, step: StepEnd, validation: Iterable[Batch]) -> dict[str, Any]:
         """Evaluate, and return the metrics prefixed by `val_`."""

@@ -143,7 +143,7 @@ class MetricSet:
             for variable, value in zip(bound.metric.variables, values, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
 
-    def take_up(self, sums: Mapping[str, Sequence[Any]], *, counted_here: bool = True) -> None:
+    def restore_sums(self, sums: Mapping[str, Sequence[Any]], *, counted_here: bool = True) -> None:
         """Restore global `sums` by metric name, or zero.
 
         Args:
@@ -186,7 +186,7 @@ class MetricSet:
 
     def results(self) -> dict[str, Figure]:
         """Return each metric's value by name."""
-        return {bound.name: figure_of(bound.metric.result()) for bound in self.bound}
+        return {bound.name: metric_value(bound.metric.result()) for bound in self.bound}
 
     def reduced_results(self, role: str) -> dict[str, tf.Tensor]:
         """Return each metric's global value, in a compiled function. Collective."""
@@ -289,7 +289,7 @@ def _name(role: str, number: int, place: int) -> str:
     return f"{role}/{number}/{place}"
 
 
-def figure_of(result: Any) -> Figure:
+def metric_value(result: Any) -> Figure:
     """Convert a metric's result to a number, or to an array if it has several values."""
     value = np.asarray(result)
     return float(value) if value.ndim == 0 else value

@@ -16,7 +16,7 @@ from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.objective.losses import LossFunction
 from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.objective.outputs import inputs_for
-from hvdtrain.training.pipelined.losses import FiguresBackend, Regularization
+from hvdtrain.training.pipelined.losses import MetricsBackend, Regularization
 from hvdtrain.training.step.batches import replica_slice
 
 
@@ -116,7 +116,7 @@ class PipelinedEvaluator(Evaluator):
 
     def __init__(
         self,
-        backend: FiguresBackend,
+        backend: MetricsBackend,
         forward: StageForward,
         regularization: Regularization,
         loss: LossFunction,

@@ -19,7 +19,7 @@ from hvdtrain.training.objective.metrics import MetricSet
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.pipelined.evaluation import PipelinedEvaluator, PipelinedPredictor, StageForward, share_outputs
 from hvdtrain.training.pipelined.forward_backward import PipelinedForwardBackward
-from hvdtrain.training.pipelined.losses import FiguresBackend, Regularization
+from hvdtrain.training.pipelined.losses import MetricsBackend, Regularization
 from hvdtrain.training.pipelined.stage_training import PipelineOptions
 from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.step.result import CompiledStep
@@ -36,7 +36,7 @@ class PipelineStepFactory(CompiledStepFactory):
     ) -> None:
         super().__init__(backend, model, optimizer, objective, options)
         self._pipeline = backend.along("pp")
-        self._figures = FiguresBackend(backend, self._pipeline, counts=model.is_last)
+        self._figures = MetricsBackend(backend, self._pipeline, counts=model.is_last)
         self._exchange = StageExchange(
             model.place, model.ranks, lambda place: backend.between("pp", model.place, place)
         )

@@ -90,7 +90,7 @@ class Regularization:
         return [found.get(path) for path in trainable]
 
 
-class FiguresBackend:
+class MetricsBackend:
     """Backend that also sums over the stages of each replica; stages but the last contribute zero.
 
     Args:

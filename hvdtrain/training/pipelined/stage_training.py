@@ -19,7 +19,7 @@ from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.pipelined.losses import adds_losses, shared_up_to
 from hvdtrain.training.step.parameters import Parameters
-from hvdtrain.training.step.placeholder import unmoved
+from hvdtrain.training.step.placeholder import restored_if_empty
 
 ParametersOf: TypeAlias = Callable[[Mapping[str, tf.Variable]], Parameters]
 
@@ -94,7 +94,7 @@ class StageTraining:
         known = dict(zip(map(id, self.cut.graph.inputs), inputs, strict=True))
         with (
             names_under(f"stage{self.number}"),
-            unmoved(self._statistics, has_samples),
+            restored_if_empty(self._statistics, has_samples),
             samples_of(self.exchanging, has_samples),
         ):
             if self._recompute:
@@ -102,7 +102,7 @@ class StageTraining:
                 outputs = list(recomputed(repeated, received or inputs, self.layers))
             else:
                 outputs = self.outputs(known, received)
-            return [*outputs, self.stage.take_losses()] if self.adds_losses else outputs
+            return [*outputs, self.stage.pop_losses()] if self.adds_losses else outputs
 
     def outputs(self, known: Mapping[int, Any], received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Call the stage's layers in training."""

@@ -12,12 +12,12 @@ from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.cut import changing_variables, cut_model, shared_variables
 from hvdtrain.parallel.pipeline.schedule import schedule_of
-from hvdtrain.parallel.pipeline.stage import PipelineStage, divide, division_of
-from hvdtrain.state.deferred_values import draw_values
+from hvdtrain.parallel.pipeline.stage import PipelineStage, assign_stages, stage_assignment_of
+from hvdtrain.state.deferred_values import materialize
 from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.pipelined.tied import gather_divided, share_tied_weights
+from hvdtrain.training.pipelined.tied import gather_stages, share_tied_weights
 from hvdtrain.training.step.own.train_step import has_own_step
 
 AXIS = "pp"
@@ -40,16 +40,16 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
     cut = cut_model(model, ranks * options.virtual_stages, options.pipeline_stages, split=split)
     _check_model(model)
     stage = PipelineStage(model, cut, backend.along(AXIS).index, ranks)
-    draw_values(stage.variables)
+    materialize(stage.variables)
     _refuse_shared_state(stage)
     _refuse_rounding_by_stage(stage, options)
     _agree(stage, backend)
-    gather_divided(stage, backend.along(AXIS))
+    gather_stages(stage, backend.along(AXIS))
     share_tied_weights(stage, backend.along(AXIS))
     if own:
-        stage.release_others()
+        stage.free_other_stages()
     else:
-        divide(model, stage)
+        assign_stages(model, stage)
     return stage
 
 
@@ -136,7 +136,7 @@ def _agree(stage: PipelineStage, backend: Backend) -> None:
     """Verify that ranks split the same model at the same layers: others would deadlock. Collective."""
     cut = stage.whole.cut
     weights = {path: [str(v.dtype), *placed_tensor(v).global_shape] for path, v in _weights(stage).items()}
-    division = division_of(stage.whole.model)
+    division = stage_assignment_of(stage.whole.model)
     mine = json.dumps([cut.bounds, weights, division and [*division.places.values()]])
     everyone = gather(backend, mine)
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.config.parallel import USER_AXES
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.parallel.pipeline.stage import PipelineStage, TiedWeight, division_of
+from hvdtrain.parallel.pipeline.stage import PipelineStage, TiedWeight, stage_assignment_of
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import whole_box
 from hvdtrain.state.placement import Placement, place, placement_of
@@ -40,7 +40,7 @@ class TiedGradients:
     ) -> None:
         self._stages, self._users = backend.along("pp"), backend.along(*USER_AXES)
         self._several = backend.size > 2
-        self._hands_in = backend.index == 0
+        self._contributes = backend.index == 0
         """Whether this replica contributes the sum to the reduction over replicas; others contribute zeros."""
         self._keep = keep
         self._places = {path: place for place, path in enumerate(trainable)}
@@ -60,11 +60,11 @@ class TiedGradients:
             total = (self._users if at_once else self._stages).all_reduce(dense, name=f"tied_gradient/{path}")
             self._keep(total)
             if place is not None:
-                summed[place] = tf.zeros_like(total) if at_once and not self._hands_in else total
+                summed[place] = tf.zeros_like(total) if at_once and not self._contributes else total
         return summed
 
     def _at_once(self, weight: TiedWeight) -> bool:
-        return self._several and weight.trainable and not weight.held_apart
+        return self._several and weight.trainable and not weight.expert_parallel
 
 
 def share_tied_weights(stage: PipelineStage, pipeline: Collectives) -> None:
@@ -83,9 +83,9 @@ def share_tied_weights(stage: PipelineStage, pipeline: Collectives) -> None:
         place(variable, replace(slice_or_whole, in_norm=stage.counts(variable)))
 
 
-def gather_divided(stage: PipelineStage, pipeline: Collectives) -> None:
+def gather_stages(stage: PipelineStage, pipeline: Collectives) -> None:
     """Collect the weights that an earlier trainer distributed over the stages on all ranks. Collective."""
-    division = division_of(stage.whole.model)
+    division = stage_assignment_of(stage.whole.model)
     if division is None:
         return
     for path, weight in _by_path(stage).items():

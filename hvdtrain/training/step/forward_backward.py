@@ -19,7 +19,7 @@ from hvdtrain.training.objective.losses import LossFunction, with_model_losses
 from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.parameters import Parameters, Pass
-from hvdtrain.training.step.placeholder import counted, moved_by, unmoved
+from hvdtrain.training.step.placeholder import counted, restored_if_empty, updated_statistics
 
 
 class LocalGradients(NamedTuple):
@@ -93,10 +93,10 @@ class ForwardBackward:
 
     def _both(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalGradients, Any]:
         # Synchronized statistics are updated on all replicas, including those without samples.
-        statistics = moved_by(self._state.model, but=self._synchronized)
+        statistics = updated_statistics(self._state.model, but=self._synchronized)
         # Around both passes: both communicate, and --recompute calls layers in the second.
         with (
-            unmoved(statistics, batch.has_samples),
+            restored_if_empty(statistics, batch.has_samples),
             replicas_of(self._synchronized, self._backend, batch.has_samples),
             samples_of(self._exchanging, batch.has_samples),
             fused_normalization(self._fusible),

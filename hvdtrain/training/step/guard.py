@@ -124,7 +124,7 @@ class StepGuard:
         self._count.assign_add(tf.cast(counts, tf.int64))
 
 
-class Kept:
+class VariableSnapshot:
     """Saves non-trainable variables so that a skipped step can restore them.
 
     Args:
@@ -135,16 +135,16 @@ class Kept:
         self._variables = [unwrap(variable) for variable in variables]
         self._values = [variable.read_value() for variable in self._variables]
 
-    def put_back_if_bad(self, totals: tf.Tensor) -> None:
+    def restore_if_bad(self, totals: tf.Tensor) -> None:
         """Restore the values if the step of these `GuardedTotals` is bad."""
 
-        def put_back() -> tf.Tensor:
+        def restore() -> tf.Tensor:
             for variable, value in zip(self._variables, self._values, strict=True):
                 variable.assign(value)
             return tf.constant(True)
 
         verdict = GuardedTotals(*tf.unstack(totals)).verdict
-        tf.cond(verdict > 0, put_back, lambda: tf.constant(False))
+        tf.cond(verdict > 0, restore, lambda: tf.constant(False))
 
 
 def untrained_variables(model: Any) -> list[tf.Variable]:

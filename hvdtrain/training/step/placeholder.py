@@ -25,7 +25,7 @@ def counted(tensor: Gradient, has_samples: tf.Tensor | float) -> Gradient:
 
 
 @contextmanager
-def unmoved(variables: Collection[tf.Variable], has_samples: tf.Tensor | float) -> Iterator[None]:
+def restored_if_empty(variables: Collection[tf.Variable], has_samples: tf.Tensor | float) -> Iterator[None]:
     """Restore `variables`, updated by a forward pass in the context, if there are no samples."""
     # Replicas of a tf.distribute strategy share them.
     if _always(has_samples) or tf.distribute.has_strategy():
@@ -37,7 +37,7 @@ def unmoved(variables: Collection[tf.Variable], has_samples: tf.Tensor | float) 
         variable.assign(tf.where(_any(has_samples), variable.read_value(), value))
 
 
-def moved_by(model: Any, *, but: Collection[Any] = ()) -> list[tf.Variable]:
+def updated_statistics(model: Any, *, but: Collection[Any] = ()) -> list[tf.Variable]:
     """Return the statistics that a training forward pass updates, such as BatchNorm's averages.
 
     Excludes integers, such as call counters: they are not averaged, and stay equal because every replica counts.

@@ -11,14 +11,14 @@ from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.compat.tensorflow import release
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.gradient_sum import GradientSum
-from hvdtrain.layers.experts import MixtureOfExperts, expert_layers, routing_figures
+from hvdtrain.layers.experts import MixtureOfExperts, expert_layers, routing_metrics
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.objective.losses import LossFunction
-from hvdtrain.training.objective.metrics import Figure, MetricSet, figure_of
+from hvdtrain.training.objective.metrics import Figure, MetricSet, metric_value
 from hvdtrain.training.step.batches import Microbatches, replica_slice
 from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients
-from hvdtrain.training.step.guard import Kept, untrained_variables
+from hvdtrain.training.step.guard import VariableSnapshot, untrained_variables
 from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
 
@@ -188,7 +188,7 @@ class TrainStep:
         if not measure:
             return StepResult(totals, None, here)
         recent, so_far = self._measured_metrics()
-        recent |= routing_figures(self._expert_layers, self._figures)
+        recent |= routing_metrics(self._expert_layers, self._figures)
         finite = self._rule.finite_parameters(self._state)
         scale = loss_scale_of(self._state.optimizer) if has_dynamic_scale(self._state.optimizer) else None
         return StepResult(
@@ -205,10 +205,10 @@ class TrainStep:
         if guard is None:
             return *self._rule.update(self._local_sums(batch, measure=measure), measure=measure), None
         counted = self._counted(measure=measure)
-        kept = Kept([*untrained_variables(self._state.model), *(counted.variables() if counted else ())])
+        kept = VariableSnapshot([*untrained_variables(self._state.model), *(counted.variables() if counted else ())])
         local, here = guard.flagged(self._local_sums(batch, measure=measure))
         totals, norm = self._rule.update(local, measure=measure)
-        kept.put_back_if_bad(totals)
+        kept.restore_if_bad(totals)
         return totals, norm, here
 
     def _counted(self, *, measure: bool) -> MetricSet | None:
@@ -262,7 +262,7 @@ class TrainStep:
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """Reset the epoch's metrics, or restore `sums` on the first replica."""
         if self._epoch is not None:
-            self._epoch.take_up(sums or {}, counted_here=self._counts and self._backend.index == 0)
+            self._epoch.restore_sums(sums or {}, counted_here=self._counts and self._backend.index == 0)
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return each metric's state by name, over all replicas. Collective."""
@@ -275,7 +275,7 @@ class TrainStep:
 
     def metrics_so_far(self) -> dict[str, Figure]:
         """Return the metrics of the epoch so far. Collective."""
-        return {name: figure_of(value) for name, value in self._look_at_epoch().items()}
+        return {name: metric_value(value) for name, value in self._look_at_epoch().items()}
 
     def _epoch_so_far(self) -> dict[str, tf.Tensor]:
         epoch = self._epoch

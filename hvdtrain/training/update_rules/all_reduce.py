@@ -48,7 +48,7 @@ class AllReduceUpdate(UpdateRule):
             expected=local.expected_weight,
             uniform=local.uniform,
         )
-        gradients = self._split.alike.agreed(gradients, self._paths, measure=measure)
+        gradients = self._split.replicated.agreed(gradients, self._paths, measure=measure)
         scales = self._split.exchanges and has_dynamic_scale(self.optimizer)
         norm = self._split.norm(gradients) if measure or scales or self._clipping.norm is not None else None
         if scales:
@@ -63,6 +63,6 @@ class AllReduceUpdate(UpdateRule):
 
         return self._unless_bad(totals, apply), norm
 
-    def apart(self) -> dict[str, float]:
+    def diverging_gradients(self) -> dict[str, float]:
         """Return the deviations along tp."""
-        return self._split.alike.apart(self._paths, self.model)
+        return self._split.replicated.diverging_gradients(self._paths, self.model)

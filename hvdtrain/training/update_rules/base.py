@@ -94,7 +94,7 @@ class UpdateRule:
         """Return whether all trainable parameters are finite, in the compiled step. Collective."""
         return tf.math.is_finite(zero_if_finite([v.read_value() for v in state.trainable.values()]))
 
-    def apart(self) -> dict[str, float]:
+    def diverging_gradients(self) -> dict[str, float]:
         """Return gradients that should be identical across tp ranks but are not.
 
         By path, with their deviations in the last measured step.
@@ -118,14 +118,14 @@ class UpdateRule:
         self._paths = list(structure_of(self.model).by_path(self._variables))
         self._build_optimizer()
 
-    def adopt_weights(self) -> None:
+    def sync_from_model(self) -> None:
         """Copy weights that user code changed into the rule's own copies."""
 
-    def begin(self) -> None:
+    def on_state_loaded(self) -> None:
         """Called after the state was restored or broadcast."""
-        self.adopt_weights()
+        self.sync_from_model()
 
-    def show_weights(self) -> None:
+    def gather_weights(self) -> None:
         """Make the model hold full weights for code between two steps. Collective."""
 
     @property

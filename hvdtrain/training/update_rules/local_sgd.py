@@ -89,7 +89,7 @@ class LocalUpdate(UpdateRule):
         self._split = SplitModel(self._backend, self._variables)
         structure = structure_of(self.model)
         self._weights = structure.by_path(self._variables)
-        self._alike = self._split.alike.among(self._paths)
+        self._alike = self._split.replicated.among(self._paths)
         known = trained_variables(innermost(self.optimizer))
         slots = slot_tensors(self.optimizer, known, [structure.path(variable) for variable in known])
         self._slots = {path: slot.variable for path, slot in slots.items() if slot.owner is not None}
@@ -100,7 +100,7 @@ class LocalUpdate(UpdateRule):
         factor = tf.math.divide_no_nan(local.expected_weight, local.totals[1])
         whole = self._split.summed(local.gradients, self._paths)
         own = [scaled(_unique_rows(gradient), factor) for gradient in whole]
-        own = self._split.alike.agreed(own, self._paths, measure=False)
+        own = self._split.replicated.agreed(own, self._paths, measure=False)
         norm = self._split.norm(own) if measure or self._clipping.norm is not None else None
         own, norm = self._clipped(own, norm)
         with fused_updates(self.optimizer):
@@ -112,7 +112,7 @@ class LocalUpdate(UpdateRule):
             norm = self._backend.all_reduce(norm, name="gradient//norm", op="average")
         return local.totals, norm if measure else None
 
-    def begin(self) -> None:
+    def on_state_loaded(self) -> None:
         """Begin a new period."""
         self._weight.assign(0.0)
         self._steps.assign(0)

@@ -49,7 +49,7 @@ def _rule_class(name: str, options: StepOptions) -> type[UpdateRule]:
     return rule.variant(options)
 
 
-def starts_as_slices(options: StepOptions, backend: Backend) -> bool:
+def builds_sharded(options: StepOptions, backend: Backend) -> bool:
     """Return whether the model is built sharded (ZeRO-3); not if it would be copied."""
     whole = is_alone(backend) or options.sync_batch_norm or bool(set(backend.axes) - {"dp"})
     return options.zero == 3 and not whole

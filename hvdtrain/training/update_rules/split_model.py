@@ -27,7 +27,7 @@ of another summation order, and below that of other random numbers. `FLOAT32` fo
 FLOAT32 = 1e-3
 
 
-class AlikeGradients:
+class ReplicatedGradients:
     """Averages the gradients of weights that are full along tp, and measures their deviation.
 
     Args:
@@ -50,7 +50,7 @@ class AlikeGradients:
         Args:
             gradients: reduced over the replicas, full or each replica's shard. Sparse ones have the same rows on all
                 ranks along tp, which have the same samples.
-            measure: whether to record the deviations for `apart`.
+            measure: whether to record the deviations for `diverging_gradients`.
         """
         agreed = list(gradients)
         here = [place for place in self._places if gradients[place] is not None]
@@ -82,7 +82,7 @@ class AlikeGradients:
         }
         self._deviations.assign([by_place.get(place, tf.zeros_like(largest)) for place in self._places])
 
-    def apart(self, paths: Sequence[str], model: Any) -> dict[str, float]:
+    def diverging_gradients(self, paths: Sequence[str], model: Any) -> dict[str, float]:
         """Return by path the gradients that deviated more than by rounding when last measured.
 
         The deviation is the L2 norm of the difference from the mean, relative to that of all full gradients together,
@@ -134,7 +134,7 @@ class SplitModel:
         self._placements = [placement_of(variable) for variable in variables]
         self.exchanges = backend.job_size > backend.size or any(self._placements)
         """Whether this rank holds only part of the model."""
-        self.alike = AlikeGradients(backend, self._placements)
+        self.replicated = ReplicatedGradients(backend, self._placements)
         """Averages gradients that several ranks of a replica compute in full."""
 
     def reducer(self, options: ReductionOptions, paths: Sequence[str]) -> GradientReducer | None:

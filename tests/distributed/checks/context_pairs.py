@@ -31,7 +31,7 @@ from worlds import worlds
 
 import hvdtrain
 from hvdtrain.data.batch import slice_bounds
-from hvdtrain.layers.experts import MixtureOfExperts, routing_figures
+from hvdtrain.layers.experts import MixtureOfExperts, routing_metrics
 from hvdtrain.runtime.collectives import AxisCollectives
 from hvdtrain.training.update_rules.zero import shards
 
@@ -151,7 +151,7 @@ def check_capacity_is_that_of_a_slice(world: World) -> None:
 
 def counted(model: Any, x: np.ndarray, mesh: World) -> dict[str, float]:
     """Return the figures of one call of `model` in training, on each rank's samples."""
-    figures = tf.function(lambda: routing_figures([model.get_layer("experts")], mesh.backend), autograph=False)
+    figures = tf.function(lambda: routing_metrics([model.get_layer("experts")], mesh.backend), autograph=False)
     figures()  # what the steps since the last report have counted
     tf.function(lambda: model(x, training=True), autograph=False)()
     return {name: float(value) for name, value in figures().items() if value.shape.rank == 0}

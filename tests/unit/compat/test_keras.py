@@ -92,11 +92,11 @@ def lists_layers():
     assert compat.own_layers(outer) == [outer.inner]
 
 
-@CONTRACTS.of(compat.is_list_of_layers)
+@CONTRACTS.of(compat.is_layer_graph)
 def knows_lists_of_layers():
     models = keras.Sequential([keras.layers.Dense(1)]), functional()
-    assert all(map(compat.is_list_of_layers, models))
-    assert not compat.is_list_of_layers(block())
+    assert all(map(compat.is_layer_graph, models))
+    assert not compat.is_layer_graph(block())
 
 
 @CONTRACTS.of(compat.constructor_arguments)

@@ -140,13 +140,13 @@ def knows_stateless_scopes():
         assert compat.is_stateless()
 
 
-@CONTRACTS.of(compat.finds_shapes_alone)
+@CONTRACTS.of(compat.is_inferring_shapes)
 def knows_when_shapes_are_found():
     seen = []
 
     class Noting(keras.layers.Layer):
         def call(self, x):
-            seen.append(compat.finds_shapes_alone())
+            seen.append(compat.is_inferring_shapes())
             return x
 
     layer = Noting()

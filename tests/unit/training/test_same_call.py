@@ -9,7 +9,7 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.hashes import checksum
 from hvdtrain.training.agreement import agree_on_call, settings_of
-from hvdtrain.training.evaluation.evaluate import give_first_weights
+from hvdtrain.training.evaluation.evaluate import broadcast_first_weights
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
 from tests.unit.gathering import on_ranks
@@ -29,7 +29,7 @@ def test_one_process_compares_nothing():
             raise AssertionError("there is nobody to meet")
 
     agree_on_call(Silent(None), "fit", {"epochs": 1})
-    assert give_first_weights({}, Silent(None)) is False
+    assert broadcast_first_weights({}, Silent(None)) is False
 
 
 def test_each_argument_that_differs_is_named_with_its_values_and_ranks():

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.flow.constants import UNSEEDED, Draws, compare_numbers, of_constants
+from hvdtrain.parallel.tensor.flow.constants import UNSEEDED, RandomUse, compare_numbers, of_constants
 from hvdtrain.parallel.tensor.flow.layouts import Layout, joined
 from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, OF_SHAPE, indexed, outputs_of, reshaped_like
 from hvdtrain.parallel.tensor.flow.trace import BY_OUTPUT_RULE, Trace, same_operations, shown
@@ -134,7 +134,7 @@ class Flow:
     """Paths of full variables whose gradients are partial on each rank."""
     whole: set[str] = field(default_factory=set)
     """Paths of full variables whose gradients are complete on each rank."""
-    draws: Draws = field(default_factory=Draws)
+    generators: RandomUse = field(default_factory=RandomUse)
 
 
 def follow(
@@ -217,7 +217,7 @@ class _Walk:
         if any(id(tensor) in self._variables for tensor in op.inputs):
             outputs: Sequence[Layout] = self._read(op)
         elif op.type == "ReadVariableOp" and op.outputs[0].dtype.is_integer:
-            outputs = [Layout(constant=True, draws=frozenset([UNSEEDED]))]  # as of Keras' global generator
+            outputs = [Layout(constant=True, generators=frozenset([UNSEEDED]))]  # as of Keras' global generator
         elif any(layout.dim is not None for layout in inputs):
             outputs = self._sharded(op, inputs)
         else:
@@ -234,7 +234,7 @@ class _Walk:
             )
         if not variable.trainable:
             drawn = frozenset([path]) if variable.dtype.is_integer else frozenset()
-            return [Layout(constant=variable.dtype.is_integer, draws=drawn)] * len(op.outputs)
+            return [Layout(constant=variable.dtype.is_integer, generators=drawn)] * len(op.outputs)
         return [Layout(learned=True, parameters=frozenset([path]))] * len(op.outputs)
 
     def _sharded(self, op: Any, inputs: list[Layout]) -> Sequence[Layout]:
@@ -249,7 +249,7 @@ class _Walk:
             raise ConfigError(_unknown(op, next(layout for layout in inputs if layout.dim is not None)))
         for layout in inputs:
             self._flow.partial |= layout.parameters
-        self._flow.draws.meet_slice(op, inputs, whole or op, place_of(op))
+        self._flow.generators.use_on_shard(op, inputs, whole or op, place_of(op))
         return outputs
 
     def _of_whole(self, op: Any, inputs: list[Layout]) -> Layout:
@@ -257,7 +257,7 @@ class _Walk:
             return of_constants(op, inputs)
         parameters = frozenset().union(*(layout.parameters for layout in inputs))
         if parameters and all(layout.constant or layout.parameters for layout in inputs):
-            self._flow.draws.meet_whole(inputs)
+            self._flow.generators.use_replicated(inputs)
             return Layout(learned=True, parameters=parameters)
         for layout in inputs:
             self._used_whole(layout)
@@ -265,7 +265,7 @@ class _Walk:
 
     def _used_whole(self, layout: Layout) -> None:
         self._flow.whole |= layout.parameters
-        self._flow.draws.meet_whole([layout])
+        self._flow.generators.use_replicated([layout])
 
     def _use_losses(self) -> None:
         """Treat losses added by layers as full on every rank."""
@@ -281,7 +281,7 @@ class _Walk:
     def result(self) -> Flow:
         self._flow.outputs = [self.layout_of(tensor) for tensor in self._trace.outputs]
         self._use_losses()
-        self._flow.draws.check()
+        self._flow.generators.check()
         both = sorted(self._flow.partial & self._flow.whole)
         if both:
             raise ConfigError(

@@ -15,15 +15,15 @@ UNSEEDED = ""
 
 
 @dataclass
-class Draws:
+class RandomUse:
     """Paths of random generators, by how their numbers are used."""
 
-    of_slices: set[str] = field(default_factory=set)
+    sharded: set[str] = field(default_factory=set)
     """For shards: ranks need different numbers, as for different parts of one mask."""
-    of_wholes: set[str] = field(default_factory=set)
+    replicated: set[str] = field(default_factory=set)
     """For replicated tensors: ranks need the same numbers."""
 
-    def meet_slice(self, op: Any, inputs: Sequence[Layout], whole: Any, where: str) -> None:
+    def use_on_shard(self, op: Any, inputs: Sequence[Layout], whole: Any, where: str) -> None:
         """Record the random numbers used in an operation on a shard.
 
         Args:
@@ -38,27 +38,27 @@ class Draws:
             if layout.dim is not None
         )
         for tensor, layout in zip(whole.inputs, inputs, strict=True):
-            if layout.dim is not None or not layout.draws:
+            if layout.dim is not None or not layout.generators:
                 continue
             if not spans(tensor, place):
-                self.of_wholes |= layout.draws
-            elif UNSEEDED in layout.draws:
+                self.replicated |= layout.generators
+            elif UNSEEDED in layout.generators:
                 raise ConfigError(
                     f"{where} draws at random for slices of activations, and ranks would draw the same for all of "
                     "them. Give the layer a keras.random.SeedGenerator as an attribute, and draw by it: "
                     "keras.random.normal(shape, seed=self.seed_generator)."
                 )
             else:
-                self.of_slices |= layout.draws
+                self.sharded |= layout.generators
 
-    def meet_whole(self, layouts: Sequence[Layout]) -> None:
+    def use_replicated(self, layouts: Sequence[Layout]) -> None:
         """Record the random numbers used in an operation on full activations."""
         for layout in layouts:
-            self.of_wholes |= layout.draws
+            self.replicated |= layout.generators
 
     def check(self) -> None:
         """Reject a generator used for both shards and full activations. Raises ConfigError naming it."""
-        both = sorted(self.of_slices & self.of_wholes)
+        both = sorted(self.sharded & self.replicated)
         if both:
             raise ConfigError(
                 f"The random generator {both[0]!r} is used for shards of activations, for which each rank needs other "
@@ -72,15 +72,15 @@ _OF_SEEDS = "StatelessRandomGet"
 
 def of_constants(op: Any, inputs: Sequence[Layout]) -> Layout:
     """Return the layout of an operation on constants."""
-    draws = frozenset().union(*(layout.draws for layout in inputs))
-    if op.type.startswith(_DRAWN) and not op.type.startswith(_OF_SEEDS) and not draws:
-        draws = frozenset([UNSEEDED])  # from a state of TensorFlow's own, or a seed that never changes
+    generators = frozenset().union(*(layout.generators for layout in inputs))
+    if op.type.startswith(_DRAWN) and not op.type.startswith(_OF_SEEDS) and not generators:
+        generators = frozenset([UNSEEDED])  # from a state of TensorFlow's own, or a seed that never changes
     if op.type.startswith(_DRAWN) or op.type in FILLED:
-        return Layout(constant=True, even=True, draws=draws)
+        return Layout(constant=True, even=True, generators=generators)
     if inputs and op.type in ELEMENTWISE:
         even = all(layout.even for layout in inputs)
-        return Layout(constant=True, even=even, even_dims=_even_dims(op, inputs), draws=draws)
-    return Layout(constant=True, even=op.type == "Const" and _of_one_value(op.outputs[0]), draws=draws)
+        return Layout(constant=True, even=even, even_dims=_even_dims(op, inputs), generators=generators)
+    return Layout(constant=True, even=op.type == "Const" and _of_one_value(op.outputs[0]), generators=generators)
 
 
 def _even_dims(op: Any, inputs: Sequence[Layout]) -> frozenset[int]:

@@ -30,27 +30,27 @@ class Group:
     record: FlowRecord
     """Where layers record inputs and outputs while the model is checked."""
 
-    def enter(self, x: Any, name: str, flow: LayerCall) -> Any:
+    def gather_input(self, x: Any, name: str, flow: LayerCall) -> Any:
         """Return an activation in full, for rank-specific use."""
         if not self.sequence:
             return copy_to(x, self.exchange, name=numbered(f"{name}/input"))
         flow.takes.append((x, self._sequence_dim(x, name)))
         return gather_to(x, self.exchange, SEQUENCE_DIM, name=numbered(f"{name}/input"))
 
-    def leave(self, x: Any, name: str) -> Any:
+    def reduce_output(self, x: Any, name: str) -> Any:
         """Reduce the ranks' partial results to the layout between blocks."""
         if not self.sequence:
-            return self.add_up(x, name)
+            return self.all_reduce(x, name)
         self._sequence_dim(x, name)
         return sum_slices_from(x, self.exchange, SEQUENCE_DIM, name=numbered(f"{name}/output"))
 
-    def left(self, outputs: Any, flow: LayerCall) -> Any:
+    def record_output(self, outputs: Any, flow: LayerCall) -> Any:
         """Record the layout of a layer's output, and return it."""
         if self.sequence:
             flow.gives.append((outputs, SEQUENCE_DIM - outputs.shape.rank))
         return outputs
 
-    def add_up(self, x: Any, name: str) -> Any:
+    def all_reduce(self, x: Any, name: str) -> Any:
         """All-reduce the ranks' partial results."""
         return sum_from(x, self.exchange, name=numbered(f"{name}/output"))
 
@@ -75,10 +75,10 @@ _NOT_IN_CALLS = frozenset(
 """Methods that subclasses of Keras layers may override: not part of the computation, or called around it."""
 
 
-class SlicedLayer(Protocol):
+class TensorParallelLayer(Protocol):
     """A layer with sharded variables."""
 
-    def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
+    def dependent_cuts(self) -> dict[int, tuple[Any, Cut]]:
         """Return variables sharded along with those named by rules, with their cuts, by id."""
 
     def shared(self) -> list[Any]:

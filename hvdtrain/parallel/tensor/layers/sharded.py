@@ -26,7 +26,7 @@ from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.trace import LayerCall
 from hvdtrain.parallel.tensor.layers.base import (
     Group,
-    SlicedLayer,
+    TensorParallelLayer,
     check_activation,
     check_additive,
     computes_as,
@@ -39,7 +39,7 @@ from hvdtrain.runtime.compiled import numbered
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 
-class SlicedProduct:
+class TensorParallelProduct:
     """Column- or row-parallel Dense, EinsumDense or convolution.
 
     Args:
@@ -65,7 +65,7 @@ class SlicedProduct:
                 f"of {described(layer)}: write 'tp' there, and split what it is given into its blocks."
             )
 
-    def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
+    def dependent_cuts(self) -> dict[int, tuple[Any, Cut]]:
         """Return the bias of a column-parallel layer, sharded like its output."""
         bias = self._layer.bias
         if bias is None or not self.column:
@@ -95,7 +95,7 @@ class SlicedProduct:
 
         def call(inputs: Any, training: bool | None = None) -> Any:
             with group.record.call(described(layer)) as flow:
-                outputs = _finished(layer, _product(layer, group.enter(inputs, name, flow)))
+                outputs = _finished(layer, _product(layer, group.gather_input(inputs, name, flow)))
                 flow.gives.append((outputs, self._dim))
                 flow.blocks = self._cut.blocks if self._cut.fused else ()
             return outputs
@@ -108,7 +108,7 @@ class SlicedProduct:
         def call(inputs: Any, training: bool | None = None) -> Any:
             with group.record.call(described(layer)) as flow:
                 flow.takes.append((inputs, self._dim))
-                return group.left(_finished(layer, group.leave(_product(layer, inputs), name)), flow)
+                return group.record_output(_finished(layer, group.reduce_output(_product(layer, inputs), name)), flow)
 
         return call
 
@@ -175,7 +175,7 @@ def _finished(layer: Any, outputs: Any) -> Any:
 KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
-class SlicedAttention:
+class TensorParallelAttention:
     """MultiHeadAttention or GroupQueryAttention with projections sharded by heads.
 
     Query, key and value enter together, so that the gradients of a shared input are reduced in one message.
@@ -186,7 +186,7 @@ class SlicedAttention:
 
     def __init__(self, layer: Any, cuts: dict[int, Cut]) -> None:
         self._layer = layer
-        self._inner: list[SlicedProduct] = []
+        self._inner: list[TensorParallelProduct] = []
         for inner, heads in attention_projections(layer):
             cut = cuts.get(id(kernel_of(inner)))
             if cut is None or cut.dim != heads or cut.fused:
@@ -195,11 +195,11 @@ class SlicedAttention:
                     f"and dim 0 of attention_output. Received: {kernel_of(inner).path!r} "
                     f"{'whole' if cut is None else f'cut {cut.description}'}."
                 )
-            self._inner.append(SlicedProduct(inner, cut, enters=False))
+            self._inner.append(TensorParallelProduct(inner, cut, enters=False))
 
-    def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
+    def dependent_cuts(self) -> dict[int, tuple[Any, Cut]]:
         """Return the biases of query, key and value."""
-        return {key: found for inner in self._inner for key, found in inner.further_cuts().items()}
+        return {key: found for inner in self._inner for key, found in inner.dependent_cuts().items()}
 
     def shared(self) -> list[Any]:
         """Return the bias of the output."""
@@ -220,7 +220,7 @@ class SlicedAttention:
             with group.record.call(described(layer)) as flow:
                 entered = _Entered(group, name, flow)
                 outputs = whole_call(entered(query), entered(value), None if key is None else entered(key), **options)
-                return group.left(outputs, flow)
+                return group.record_output(outputs, flow)
 
         replace_call(layer, call)
 
@@ -238,7 +238,7 @@ class _Entered:
         for before, entered in self._known:
             if before is x:
                 return entered
-        entered = self._group.enter(x, self._name, self._flow)
+        entered = self._group.gather_input(x, self._name, self._flow)
         mask = mask_of(x)
         if mask is not None:
             # Keras' attention takes the masks off its inputs.
@@ -258,7 +258,7 @@ def inner_layers(layer: Any) -> list[Any]:
     return [inner for inner, _ in attention_projections(layer)]
 
 
-class SlicedEmbedding:
+class TensorParallelEmbedding:
     """Embedding or ReversibleEmbedding with a sharded table.
 
     Sharded along the vocabulary, each rank looks up its own rows; others contribute zeros to the sum. Sharded along the
@@ -288,7 +288,7 @@ class SlicedEmbedding:
                     f"{'whole' if cut is None else f'cut along dim {cut.dim}'}."
                 )
 
-    def further_cuts(self) -> dict[int, tuple[Any, Cut]]:
+    def dependent_cuts(self) -> dict[int, tuple[Any, Cut]]:
         """Return none."""
         return {}
 
@@ -308,7 +308,7 @@ class SlicedEmbedding:
                     outputs = look_up(inputs)
                     _set_mask(layer, inputs, outputs)
                     return outputs
-                outputs = whole_call(group.enter(inputs, f"{name}/reverse", flow), reverse=True)
+                outputs = whole_call(group.gather_input(inputs, f"{name}/reverse", flow), reverse=True)
                 flow.gives.append((outputs, -1))
                 return outputs
 
@@ -330,7 +330,7 @@ class SlicedEmbedding:
             rows = tf.where(own, tokens - cut.start, others)
             found = keras.ops.take(layer.embeddings, rows, axis=0)
             found = tf.where(own[..., tf.newaxis], found, tf.zeros_like(found))
-            return tf.cast(group.add_up(found, name), layer.compute_dtype)
+            return tf.cast(group.all_reduce(found, name), layer.compute_dtype)
 
         return look_up
 
@@ -355,13 +355,13 @@ def _set_mask(layer: Any, inputs: Any, outputs: Any) -> None:
         set_mask(outputs, keras.ops.not_equal(inputs, 0))
 
 
-def sliced_layers(model: Any, cuts: dict[int, Cut]) -> list[tuple[Any, SlicedLayer]]:
+def tensor_parallel_layers(model: Any, cuts: dict[int, Cut]) -> list[tuple[Any, TensorParallelLayer]]:
     """Return a model's sharded layers with their replacement.
 
     Raises:
         ConfigError: names a layer with a sharded variable that does not support it.
     """
-    found: list[tuple[Any, SlicedLayer]] = []
+    found: list[tuple[Any, TensorParallelLayer]] = []
     covered: set[int] = set()
     for layer in _outermost_first(model):
         if id(layer) in covered:
@@ -375,14 +375,14 @@ def sliced_layers(model: Any, cuts: dict[int, Cut]) -> list[tuple[Any, SlicedLay
     return found
 
 
-def _sliced(layer: Any, held: list[Any], cuts: dict[int, Cut]) -> SlicedLayer:
+def _sliced(layer: Any, held: list[Any], cuts: dict[int, Cut]) -> TensorParallelLayer:
     if is_attention(layer):
-        return SlicedAttention(layer, cuts)
+        return TensorParallelAttention(layer, cuts)
     if is_product(layer) and id(kernel_of(layer)) in cuts:
-        return SlicedProduct(layer, cuts[id(kernel_of(layer))])
+        return TensorParallelProduct(layer, cuts[id(kernel_of(layer))])
     fused = next((cuts[id(variable)].fused for variable in held), None)
     if is_embedding(layer) and fused is None:
-        return SlicedEmbedding(layer, cuts)
+        return TensorParallelEmbedding(layer, cuts)
     if is_product(layer):
         raise ConfigError(
             f"The bias of {described(layer)} follows its kernel, which no rule cuts. Received: a rule for "

@@ -77,7 +77,7 @@ _APART = 7919
 
 
 @contextmanager
-def draws_of(replica: int) -> Iterator[None]:
+def offset_seeds(replica: int) -> Iterator[None]:
     """Offset TensorFlow's and Keras' global seeds by the replica, for this thread's tracing.
 
     The seeds are the same on every rank, which would give all of them the same noise for different samples. A model's

@@ -32,7 +32,7 @@ from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.objective.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.own.exchange import OptimizerExchange
-from hvdtrain.training.step.own.logs import StepLogs, plain_figures
+from hvdtrain.training.step.own.logs import StepLogs, plain_values
 from hvdtrain.training.step.own.train_step import KerasTrainStep, keras_data, samples_of, take_step
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import DEFAULT, chosen_rule
@@ -70,14 +70,14 @@ class KerasEvaluator:
             count += 1
         if not count:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
-        results = plain_figures(self._results())
+        results = plain_values(self._results())
         self._model.reset_metrics()
         for variable, value in kept:
             variable.assign(value)
         return Evaluation(results.pop("loss", None), results, time.perf_counter() - begin)
 
     def _so_far(self) -> dict[str, float]:
-        return plain_figures(self._look())
+        return plain_values(self._look())
 
     def _update_batch(self, batch: Batch) -> None:
         def count() -> tf.Tensor:

@@ -99,7 +99,7 @@ class StepLogs:
         """Return every metric's variables by name, summed over the replicas. Collective."""
         return self._metrics(everything=True).sums_so_far(role)
 
-    def take_up(self, sums: Mapping[str, list[Any]]) -> None:
+    def restore_sums(self, sums: Mapping[str, list[Any]]) -> None:
         """Restore the metrics' variables from `metric_sums`."""
         self._model.reset_metrics()
         for bound in self._metrics(everything=True).bound:
@@ -180,6 +180,6 @@ def metrics_of(model: Any) -> list[Any]:
     return list({id(metric): metric for metric in found}.values())
 
 
-def plain_figures(figures: Mapping[str, tf.Tensor]) -> dict[str, Any]:
+def plain_values(figures: Mapping[str, tf.Tensor]) -> dict[str, Any]:
     """Convert results to numbers, or to arrays if they have several values."""
     return {name: value.numpy() if value.shape.rank else float(value) for name, value in figures.items()}

@@ -12,9 +12,9 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.finite import zero_if_finite
-from hvdtrain.training.step.own.exchange import OptimizerExchange, draws_of
-from hvdtrain.training.step.own.logs import StepLogs, plain_figures
-from hvdtrain.training.step.placeholder import moved_by, unmoved
+from hvdtrain.training.step.own.exchange import OptimizerExchange, offset_seeds
+from hvdtrain.training.step.own.logs import StepLogs, plain_values
+from hvdtrain.training.step.placeholder import restored_if_empty, updated_statistics
 from hvdtrain.training.step.result import Measured, StepResult
 
 _OVERRIDES = ("train_step", "test_step", "compute_loss", "compute_metrics")
@@ -52,7 +52,7 @@ class KerasTrainStep:
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """Reset the metrics, or restore `sums` on the first replica."""
-        self._logs.take_up(sums if sums and self._backend.index == 0 else {})
+        self._logs.restore_sums(sums if sums and self._backend.index == 0 else {})
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return the state of each metric over all replicas. Collective."""
@@ -60,7 +60,7 @@ class KerasTrainStep:
 
     def metrics_so_far(self) -> dict[str, float]:
         """Return the model's last results over all replicas. Collective."""
-        return plain_figures(self._results())
+        return plain_values(self._results())
 
     def epoch_metrics(self) -> dict[str, float]:
         """Return the model's last results over all replicas, and begin an epoch. Collective."""
@@ -80,7 +80,7 @@ class KerasTrainStep:
         self._state.seed_generators(self._backend.index, self._backend.process)
         rate = tf.convert_to_tensor(exchange.main.learning_rate)
         samples = samples_of(batch)
-        with draws_of(self._backend.index):
+        with offset_seeds(self._backend.index):
             watched = take_step(model, batch, exchange, self._logs, measure=measure)
         totals = self._totals(batch, watched, samples)
         if not measure:
@@ -117,8 +117,12 @@ def take_step(
     """
     samples = samples_of(batch)
     step = getattr(model.train_step, "python_function", model.train_step)
-    still = [*moved_by(model), *logs.variables()]
-    with exchange.exchanging(samples, measure=measure), logs.recording(), unmoved(still, batch.has_samples):
+    still = [*updated_statistics(model), *logs.variables()]
+    with (
+        exchange.exchanging(samples, measure=measure),
+        logs.recording(),
+        restored_if_empty(still, batch.has_samples),
+    ):
         returned = step(keras_data(batch))
     if not exchange.used:
         raise ConfigError(

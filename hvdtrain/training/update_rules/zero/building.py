@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras_variables import declared_dtype, making_variables
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.state.initial_values import repeats
+from hvdtrain.state.initial_values import is_deterministic
 from hvdtrain.state.memory import free_memory
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import unwrap
@@ -23,7 +23,7 @@ from hvdtrain.training.update_rules.zero.initial_slice import InitialSlice, init
 from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES, flat_slice, stays_whole
 
 
-def built_as_slices(build: Callable[[], Any], backend: Backend) -> Any:
+def build_with_shards(build: Callable[[], Any], backend: Backend) -> Any:
     """Return the model built by `build`, with large parameters sharded. Collective.
 
     If ranks initialize differently, the first rank's values are used.
@@ -38,12 +38,12 @@ def built_as_slices(build: Callable[[], Any], backend: Backend) -> Any:
     return model
 
 
-def is_built_as_slices(model: Any) -> bool:
+def is_built_sharded(model: Any) -> bool:
     """Return whether `model` has sharded parameters that no update rule has taken over."""
     return any(initial_slice_of(variable) is not None for variable in model.variables)
 
 
-def make_whole(initial: InitialSlice, backend: Backend, name: str) -> None:
+def gather_initial(initial: InitialSlice, backend: Backend, name: str) -> None:
     """All-gather a sharded variable. Collective, with the same name."""
     assert initial.values is not None, "every slice is kept as it is made"
     gather = tf.function(lambda mine: backend.run(lambda: backend.all_gather(mine, name=name)), autograph=False)
@@ -65,7 +65,7 @@ class _Building:
 
     def _create(self, owner: Any, initializer: Any, create: Callable[..., Any]) -> Any:
         # Others are sharded once the model is built.
-        if not (type(owner) is keras.Variable and _is_large(owner) and repeats(initializer)):
+        if not (type(owner) is keras.Variable and _is_large(owner) and is_deterministic(initializer)):
             return create()
         initial = self._slice_of(owner, initializer)
         whole = initial.draw()
@@ -84,7 +84,7 @@ class _Building:
             if id(initial.variable) in mine and not stays_whole(initial.variable):
                 initial.close()
             else:
-                make_whole(initial, self._backend, f"zero_initial/{number}")
+                gather_initial(initial, self._backend, f"zero_initial/{number}")
         if model.built:
             self._cut_others(model)
 

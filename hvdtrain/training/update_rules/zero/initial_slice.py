@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from hvdtrain.compat.keras_variables import LazyVariable, declared_dtype
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.state.initial_values import checksum, drawn
+from hvdtrain.state.initial_values import checksum, initial_value
 from hvdtrain.state.memory import fill_memory, free_memory
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.update_rules.zero.out_of_reach import out_of_reach
@@ -45,7 +45,7 @@ class InitialSlice:
     def draw(self) -> tf.Tensor:
         """Return the full initial value."""
         assert self.initializer is not None, "only what an initializer drew is drawn again"
-        return drawn(self.initializer, self.variable)
+        return initial_value(self.initializer, self.variable)
 
     def keep(self, whole: Any) -> None:
         """Copy the shard of a full value."""
@@ -55,7 +55,7 @@ class InitialSlice:
 
     def show_drawn(self) -> None:
         """Re-run the initializer whenever the variable is read, as by a builder."""
-        self.variable.__class__ = DrawnWhenRead
+        self.variable.__class__ = ShardedWhileBuilding
 
     def close(self) -> None:
         """Free the full value; the variable can no longer be read or assigned."""
@@ -69,7 +69,7 @@ class InitialSlice:
         vars(self.variable).pop(_ATTRIBUTE)
 
 
-class DrawnWhenRead(LazyVariable):
+class ShardedWhileBuilding(LazyVariable):
     """Keras variable with only a shard in memory that looks full to a model's builder."""
 
     def read(self) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hvdtrain.compat.keras_variables import finds_shapes_alone
+from hvdtrain.compat.keras_variables import is_inferring_shapes
 from hvdtrain.config.errors import ConfigError, opt
 
 
@@ -18,7 +18,7 @@ def out_of_reach(kind: type) -> type:
         )
 
     def value(variable: Any) -> Any:
-        return kind.value.fget(variable) if finds_shapes_alone() else refuse(variable)  # type: ignore[attr-defined]
+        return kind.value.fget(variable) if is_inferring_shapes() else refuse(variable)  # type: ignore[attr-defined]
 
     members = {"__array__": refuse, "numpy": refuse, "assign": refuse, "value": property(value)}
     return type(kind.__name__, (kind,), members)

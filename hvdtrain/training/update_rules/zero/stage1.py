@@ -103,7 +103,7 @@ class ZeroUpdate(UpdateRule):
             expected=local.expected_weight,
             uniform=local.uniform,
         )
-        gradients = self._split.alike.agreed(gradients, self._paths, measure=measure)
+        gradients = self._split.replicated.agreed(gradients, self._paths, measure=measure)
         scales = has_dynamic_scale(self.optimizer)
         sliced = [self._shards.get(id(variable)) is not None for variable in self._variables]
         norm = self._split.norm(gradients, sliced) if measure or scales or self._clipping.norm is not None else None
@@ -115,9 +115,9 @@ class ZeroUpdate(UpdateRule):
 
         return self._unless_bad(totals, lambda: self._apply(gradients)), norm
 
-    def apart(self) -> dict[str, float]:
+    def diverging_gradients(self) -> dict[str, float]:
         """Return the deviations along tp."""
-        return self._split.alike.apart(self._paths, self.model)
+        return self._split.replicated.diverging_gradients(self._paths, self.model)
 
     def _scattered_in_passes(self) -> frozenset[str]:
         """Return the paths whose gradients are already sharded after the passes."""

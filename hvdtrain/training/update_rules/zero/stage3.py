@@ -2,8 +2,8 @@
 
 Between two steps a replica holds a shard of each large variable, of its gradient and of its optimizer state. Parameters
 are all-gathered just before a layer's forward, freed after it, and all-gathered again for its backward (`gathered.py`).
-Code between two steps, such as a callback that reads weights, sees full variables: `show_weights` gathers them, and the
-next step frees them. A model built by a function is sharded from the start (`building.py`).
+Code between two steps, such as a callback that reads weights, sees full variables: `gather_weights` gathers them, and
+the next step frees them. A model built by a function is sharded from the start (`building.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.finite import poison_of
 from hvdtrain.training.step.parameters import Parameters
-from hvdtrain.training.update_rules.zero.building import make_whole
+from hvdtrain.training.update_rules.zero.building import gather_initial
 from hvdtrain.training.update_rules.zero.gathered import GatheredParameters, gathered_forward
 from hvdtrain.training.update_rules.zero.initial_slice import initial_slice_of
 from hvdtrain.training.update_rules.zero.stage2 import ScatteredGradientsUpdate
@@ -75,12 +75,12 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
                 tensors[f"{MODEL}{path}"] = shard.named_tensor(unwrap(shard.master))
         return tensors
 
-    def adopt_weights(self) -> None:
+    def sync_from_model(self) -> None:
         """Copy full variables into the masters; freed ones cannot have changed."""
         for shard in self._by_path.values() if self._shown else ():
             shard.fill_master_apart()
 
-    def show_weights(self) -> None:
+    def gather_weights(self) -> None:
         """All-gather all parameters. Collective."""
         if self._shown:
             return
@@ -100,7 +100,7 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
 
     def consolidate(self) -> None:
         """All-gather parameters and averages. Collective."""
-        self.show_weights()
+        self.gather_weights()
         super().consolidate()
 
     def prepare_to_evaluate(self) -> None:
@@ -121,7 +121,7 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         """Start with the shards kept from building the model, if any."""
         left = [found for v in self.model.variables if (found := initial_slice_of(v)) is not None]
         for number, initial in enumerate(left):  # of layers that were frozen since
-            make_whole(initial, self._backend, f"zero_initial/whole/{number}")
+            gather_initial(initial, self._backend, f"zero_initial/whole/{number}")
         shards = self._by_path.values()
         if any(shard.begins_released for shard in shards):
             for shard in shards:

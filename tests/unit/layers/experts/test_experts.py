@@ -18,12 +18,12 @@ from hvdtrain.layers.experts import (
     load_of,
     router_z_loss,
     routes_of,
-    routing_figures,
+    routing_metrics,
     slots_of,
     to_experts,
 )
 from hvdtrain.runtime.placement import Placement, place, placement_of, whole_box
-from hvdtrain.training.assembly import check_held_apart, check_layers
+from hvdtrain.training.assembly import check_expert_parallel, check_layers
 from hvdtrain.training.options import StepOptions
 
 
@@ -320,12 +320,12 @@ def test_figures_are_those_since_the_last_time():
     layer(x, training=True)
     layer(x, training=True)
     _, lengths = expected_output(layer, x, 2)
-    figures = routing_figures([layer], NoOpCollectives())
+    figures = routing_metrics([layer], NoOpCollectives())
     dropped = 2 * sum(max(0, length - 2) for length in lengths)
     assert (float(figures["dropped_tokens"]), float(figures["dropped_share"])) == (dropped, dropped / 28)
     np.testing.assert_allclose(figures["expert_load_block"], np.array(lengths) / 14 * 4)
-    assert float(routing_figures([layer], NoOpCollectives())["dropped_tokens"]) == 0
-    assert routing_figures([], NoOpCollectives()) == {}
+    assert float(routing_metrics([layer], NoOpCollectives())["dropped_tokens"]) == 0
+    assert routing_metrics([], NoOpCollectives()) == {}
 
 
 @pytest.mark.parametrize(
@@ -337,12 +337,12 @@ def test_figures_are_those_since_the_last_time():
 )
 def test_options_that_would_mix_up_experts_are_refused(options, cause):
     model = keras.Sequential([keras.Input((5,)), MixtureOfExperts(4, 6, name="experts")])
-    check_held_apart(model, StepOptions(**options))
+    check_expert_parallel(model, StepOptions(**options))
     kernel = model.layers[0].kernel_in
     place(kernel, Placement((8, 5, 6), whole_box(kernel.shape), ("ep",), held_by=("ep",)))
-    check_held_apart(model, StepOptions())
+    check_expert_parallel(model, StepOptions())
     with pytest.raises(ConfigError) as refused:
-        check_held_apart(model, StepOptions(**options))
+        check_expert_parallel(model, StepOptions(**options))
     assert cause in str(refused.value)
     assert "experts/kernel_in: leave out" in str(refused.value)
 

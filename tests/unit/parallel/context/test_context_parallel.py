@@ -379,7 +379,7 @@ def test_what_looks_at_other_positions_is_refused_with_its_name(name):
     assert re.search(words, str(caught.value), re.S), str(caught.value)
 
 
-class Draws(layers.Layer):
+class RandomUse(layers.Layer):
     """Brightness of each sample, as of keras.layers.RandomBrightness."""
 
     def __init__(self, **kwargs):
@@ -393,7 +393,7 @@ class Draws(layers.Layer):
 def test_what_is_drawn_for_whole_samples_is_the_same_on_the_ranks_that_share_them():
     def build(x):
         x = layers.GaussianNoise(0.1, name="before")(x)
-        x = layers.Dense(WIDTH, name="patches")(Draws(name="brightness")(x))
+        x = layers.Dense(WIDTH, name="patches")(RandomUse(name="brightness")(x))
         x = layers.SpatialDropout1D(0.5, name="of_features")(x)
         x = layers.Dropout(0.5, noise_shape=(None, None, 1), name="of_positions")(x)
         return layers.Dropout(0.1, name="of_all")(x)

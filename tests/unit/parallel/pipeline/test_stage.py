@@ -166,7 +166,7 @@ def test_weights_of_other_stages_can_be_freed():
     known = first.model_inputs(x)
     passed = first.run_stage(0, known, [], training=False)
     others = [weakref.ref(variable.value) for variable in first.trainable_variables]
-    last.release_others()
+    last.free_other_stages()
     gc.collect()
     assert all(freed() is None for freed in others), "the memory is in use"
     np.testing.assert_array_equal(last.run_stage(1, known, passed, training=False)[0], expected)

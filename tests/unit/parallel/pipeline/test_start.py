@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvdtrain.models.transformer import build as transformer
 from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.stage import PipelineStage
-from hvdtrain.state.deferred_values import DrawnWhenRead, built_without_values, draw_values
+from hvdtrain.state.deferred_values import LazilyInitialized, build_lazily, materialize
 from hvdtrain.state.structure import structure_of
 
 WIDTH, LAYERS, RANKS = 160, 6, 2
@@ -27,12 +27,12 @@ def plain(build=dense):
 
 def without_values(build=dense):
     keras.utils.set_random_seed(0)
-    return built_without_values(build)
+    return build_lazily(build)
 
 
 def stage_of(rank, model):
     stage = PipelineStage(model, cut_model(model, RANKS), rank, RANKS)
-    draw_values(stage.variables)
+    materialize(stage.variables)
     return stage
 
 
@@ -141,10 +141,10 @@ def test_what_may_draw_something_else_the_next_time_is_drawn_once():
         )
 
     model = without_values(build)
-    kinds = [type(layer.kernel) is DrawnWhenRead for layer in model.layers]
+    kinds = [type(layer.kernel) is LazilyInitialized for layer in model.layers]
     assert kinds == [False, False, True]
     before = [layer.kernel.numpy() for layer in model.layers]
-    draw_values(model.variables)
+    materialize(model.variables)
     for layer, values in zip(model.layers, before, strict=True):
         np.testing.assert_array_equal(layer.kernel, values)
 
@@ -158,7 +158,7 @@ def test_a_function_that_was_traced_before_computes_with_the_values_that_came_la
         return model
 
     model = without_values(build)
-    draw_values(model.variables)
+    materialize(model.variables)
     x = tf.ones([2, WIDTH])
     np.testing.assert_allclose(traced["call"](x), plain()(x), atol=1e-6)
 
@@ -175,7 +175,7 @@ def test_what_a_trace_assigns_is_assigned_when_it_runs():
 
     model = without_values(build)
     call, whole = traced["call"], plain(build)
-    draw_values(model.variables)
+    materialize(model.variables)
     for mine, wanted in zip(model.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, wanted)
     x = tf.constant([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 1.0]])
@@ -200,7 +200,7 @@ def test_what_is_none_of_the_models_variables_has_a_value():
 def test_layers_of_other_stages_cannot_be_read():
     model = without_values()
     stage = stage_of(0, model)
-    stage.release_others()
+    stage.free_other_stages()
     assert stage.held_layers[0].kernel.numpy().shape == (WIDTH, WIDTH)
     with pytest.raises(TypeError):
         model.layers[-1].kernel.numpy()
@@ -210,7 +210,7 @@ def test_the_recipes_matrices_are_not_drawn_while_they_are_built():
     build = lambda: transformer((8,), 20, 0, depth=3, width=16, heads=2)  # noqa: E731
     whole, model = plain(build), without_values(build)
     assert sum(map(bytes_of, model.variables)) <= 8 * len(model.variables), "but for generators"
-    draw_values(model.variables)
+    materialize(model.variables)
     for mine, wanted in zip(model.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, wanted)
 
@@ -224,6 +224,6 @@ def test_tied_weights_and_batch_normalization_start_alike():
 
     whole = plain(build)
     model = without_values(build)
-    draw_values(model.variables)
+    materialize(model.variables)
     for mine, wanted in zip(model.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, wanted)

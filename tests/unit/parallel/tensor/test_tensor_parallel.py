@@ -14,14 +14,14 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.building import WholeWhileBuilding
+from hvdtrain.parallel.tensor.building import ShardedWhileBuilding
 from hvdtrain.parallel.tensor.cuts import FusedHeads
 from hvdtrain.parallel.tensor.losses import on_shards, reads_shards, sharded_form
 from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.parallel.tensor.parallelize import Parallelization
 from hvdtrain.parallel.tensor.rules import LayoutRules, cut_along
 from hvdtrain.runtime.placement import Ranges, even_slice
-from hvdtrain.state.deferred_values import built_without_values, draw_values
+from hvdtrain.state.deferred_values import build_lazily, materialize
 from hvdtrain.state.named_tensors import values_in
 from hvdtrain.state.placement import drawn_apart, placement_of
 from hvdtrain.state.train_state import TrainState
@@ -330,8 +330,8 @@ def test_a_split_layer_is_the_whole_one(name, way):
         compute_in("float64")
         build = whole_model(name) if way == "instance" else lambda: whole_model(name)
         split = lambda: Parallelization(Replica(meeting, rank), rules, None)(build, None)  # noqa: E731
-        model = built_without_values(split) if way == "stages" else split()
-        draw_values(model.variables)
+        model = build_lazily(split) if way == "stages" else split()
+        materialize(model.variables)
         return model, gradients_of(model, x, weights)
 
     for rank, (model, mine) in enumerate(outcomes_on(SIZE, body)):
@@ -907,7 +907,7 @@ def test_no_more_than_one_variable_is_whole_at_a_time():
         WIDTH * WIDTH // 2
     }
     assert not [ref for ref in Counted.alive if ref() is not None], "a whole value is still there"
-    assert not any(isinstance(variable, WholeWhileBuilding) for variable in model.variables)
+    assert not any(isinstance(variable, ShardedWhileBuilding) for variable in model.variables)
 
 
 def test_values_that_a_builder_assigns_are_cut():

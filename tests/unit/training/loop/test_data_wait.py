@@ -24,8 +24,8 @@ from hvdtrain.training.loop.clock import (
     HAND_OVER_S,
     KEPT_STEPS,
     WARM_UP_STEPS,
+    DataWaitWatch,
     StepClock,
-    WaitingWatch,
     waiting_warning,
 )
 from hvdtrain.training.loop.loop import Plan
@@ -138,7 +138,7 @@ def test_a_script_is_told_of_no_flags(kind):
 def test_one_rank_that_waits_is_found_after_enough_steps(now):
     def body(backend):
         clock = StepClock(8)
-        watch, said = WaitingWatch(backend, clock, "Do this."), {}
+        watch, said = DataWaitWatch(backend, clock, "Do this."), {}
         for step in range(1, 201):
             clock.note(1.0, 0.5 if backend.index == 1 and step > 40 else 0.0)
             if step % 5 == 0:
@@ -161,7 +161,7 @@ def test_ranks_meet_a_few_times_in_a_long_run(now):
             return [payload]
 
     clock = StepClock(8)
-    watch = WaitingWatch(Counting(None), clock, "")
+    watch = DataWaitWatch(Counting(None), clock, "")
     for _ in range(10_000):
         clock.note(1.0)
         assert watch.look() is None

@@ -59,7 +59,7 @@ class Ranks:
 def check_of(size=4, drifted=(), every=DESYNC_EVERY, first_step=0, apart=None, threads=()):
     tensors = {name: replicated_tensor(tf.Variable(value)) for name, value in VALUES.items()}
     state = SimpleNamespace(compared_tensors=lambda: tensors)
-    rule = SimpleNamespace(weights_agree=True, apart=lambda: apart or {})
+    rule = SimpleNamespace(weights_agree=True, diverging_gradients=lambda: apart or {})
     return DesyncCheck(Ranks(size, drifted, threads), state, rule, first_step, every)
 
 

@@ -49,8 +49,8 @@ def test_stages_add_the_losses_of_their_own_experts():
         stage = stages[number % 2]
         made = stage.run_stage(number, stage.model_inputs(x), passed, training=True)
         passed = with_masks(cut, number, made)
-        added.append(float(stage.take_losses()))
-    assert float(stages[0].take_losses()) == 0, "a loss counts once"
+        added.append(float(stage.pop_losses()))
+    assert float(stages[0].pop_losses()) == 0, "a loss counts once"
     model(x, training=True)
     assert [loss > 0 for loss in added] == [True, False, True, False]
     assert sum(added) == pytest.approx(float(tf.add_n(model.losses)), rel=1e-6)

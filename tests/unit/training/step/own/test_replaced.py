@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.training.step.own.exchange import draws_of, replaced_in_this_thread
+from hvdtrain.training.step.own.exchange import offset_seeds, replaced_in_this_thread
 from hvdtrain.training.trainer import Trainer
 
 ORIGINALS = (keras.random.SeedGenerator.next, keras.optimizers.Optimizer.apply)
@@ -25,7 +25,7 @@ def drawn():
 
 def test_a_thread_that_draws_meanwhile_draws_as_ever():
     expected = drawn()
-    with draws_of(1):
+    with offset_seeds(1):
         assert in_another_thread(drawn) == expected
         assert drawn() == [seed + 7919 for seed in expected]
     assert drawn() == expected

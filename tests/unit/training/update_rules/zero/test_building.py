@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.trainer import Trainer
-from hvdtrain.training.update_rules.zero.building import built_as_slices, is_built_as_slices
+from hvdtrain.training.update_rules.zero.building import build_with_shards, is_built_sharded
 from hvdtrain.training.update_rules.zero.initial_slice import initial_slice_of
 
 WIDTH, RANKS = 160, 4
@@ -46,7 +46,7 @@ def dense():
 
 def on_rank(index, build=dense, **options):
     keras.utils.set_random_seed(0)
-    return built_as_slices(build, OneOfFour(index, **options))
+    return build_with_shards(build, OneOfFour(index, **options))
 
 
 def plain(build=dense):
@@ -146,7 +146,7 @@ def test_what_is_not_trained_or_has_a_constraint_is_whole():
     bounded = on_rank(
         0, lambda: keras.Sequential([keras.Input((WIDTH,)), layers.Dense(WIDTH, kernel_constraint="unit_norm")])
     )
-    assert not is_built_as_slices(bounded)
+    assert not is_built_sharded(bounded)
 
 
 def test_an_initializer_of_ones_own_draws_once_and_rank_0_counts():
@@ -158,7 +158,7 @@ def test_an_initializer_of_ones_own_draws_once_and_rank_0_counts():
 
     backend = OneOfFour(2)
     make = lambda: keras.Sequential([keras.Input((WIDTH,)), layers.Dense(WIDTH, kernel_initializer=draw)])  # noqa: E731
-    model = built_as_slices(make, backend)
+    model = build_with_shards(make, backend)
     assert calls == [(WIDTH, WIDTH)]
     assert backend.sent == ["zero_initial/layers/0/kernel"]
     assert initial_slice_of(model.layers[0].kernel).values.shape == (WIDTH * WIDTH // RANKS,)
@@ -167,7 +167,7 @@ def test_an_initializer_of_ones_own_draws_once_and_rank_0_counts():
 def test_ranks_that_draw_other_values_take_those_of_the_first():
     def with_seed(seed):
         keras.utils.set_random_seed(seed)
-        return built_as_slices(dense, OneOfFour(1, lambda facts: of_first or facts))
+        return build_with_shards(dense, OneOfFour(1, lambda facts: of_first or facts))
 
     of_first = None
     first = with_seed(7)
@@ -205,7 +205,7 @@ def test_a_model_that_is_built_as_slices_trains_and_is_evaluated_as_a_whole_one(
     figures, weights = [], []
     for stage in (0, 3):
         trainer = trainer_of(stage)
-        assert is_built_as_slices(trainer.model) == bool(stage)
+        assert is_built_sharded(trainer.model) == bool(stage)
         result = trainer.fit(DATA, validation_data=DATA, batch=12, epochs=2, shuffle=False, verbose=False)
         figures.append([each for record in result.evaluations for each in (record.loss, record.metrics["mae"])])
         weights.append(trainer.model.get_weights())
@@ -253,8 +253,8 @@ def test_an_evaluation_between_epochs_gathers_no_more_than_a_layer(monkeypatch):
     from hvdtrain.training.update_rules.zero.stage3 import ShardedParametersUpdate
 
     shown = []
-    show = ShardedParametersUpdate.show_weights
-    monkeypatch.setattr(ShardedParametersUpdate, "show_weights", lambda self: (shown.append(self._shown), show(self)))
+    show = ShardedParametersUpdate.gather_weights
+    monkeypatch.setattr(ShardedParametersUpdate, "gather_weights", lambda self: (shown.append(self._shown), show(self)))
     trainer = trainer_of(3)
     losses = []
     evaluate = trainer._evaluate
