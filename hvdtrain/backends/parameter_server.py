@@ -68,7 +68,7 @@ class ParameterServerBackend(NoOpCollectives):
             return step(*args)
 
     def prepare(self, optimizer: Any) -> None:
-        """Disable the optimizer's own gradient aggregation. Raises ConfigError: dynamic loss scaling."""
+        """Disable the optimizer's own gradient aggregation. Raises ConfigError for dynamic loss scaling."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ConfigError(
                 f"Dynamic loss scaling is not for {opt('backend', self.name)}, whose workers would change the scale "

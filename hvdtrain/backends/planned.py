@@ -127,11 +127,7 @@ class PlannedBackend(PlannedCollectives):
 
 @contextmanager
 def planned(config: RuntimeConfig, mesh: Mesh) -> Iterator[PlannedBackend]:
-    """Make this process a rank of `mesh` inside the context, without launching the job.
-
-    Args:
-        mesh: the mesh as this rank sees it.
-    """
+    """Make this process a rank of `mesh` inside the context, without launching the job."""
     ranks = mesh.size(*mesh.axis_names)
     environment = replace(detect_environment({}), controller="mpi", rank=mesh.rank, size=ranks)
     control, before = LocalChannel(), current() if has_session() else None

@@ -9,11 +9,7 @@ T = TypeVar("T")
 
 
 class ForEachReplica(Generic[T]):
-    """One object per replica of this process, such as its counters.
-
-    Args:
-        make: factory, called with the replica's local index.
-    """
+    """One object per replica of this process, made by `make(local index)`."""
 
     def __init__(self, backend: Backend, make: Callable[[int], T]) -> None:
         self._backend = backend

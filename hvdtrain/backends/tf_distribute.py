@@ -129,7 +129,7 @@ class StrategyBackend:
     def reduce_scatter(
         self, tensor: tf.Tensor, *, name: str, prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
-        """Refuse: tf.distribute has no reduce-scatter on every device. Raises ConfigError: always."""
+        """Refuse: tf.distribute has no reduce-scatter on every device. Always raises ConfigError."""
         raise ConfigError(f"tf.distribute has no reduce-scatter: {opt('backend', self.name)} cannot exchange {name!r}.")
 
     def grouped_reduce_scatter(
@@ -148,7 +148,7 @@ class StrategyBackend:
         return [self.all_gather(each, name=name) for each in tensors]
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Refuse: tf.distribute has no all-to-all. Raises ConfigError: always."""
+        """Refuse: tf.distribute has no all-to-all. Always raises ConfigError."""
         raise ConfigError(f"tf.distribute has no all-to-all: {opt('backend', self.name)} cannot exchange {name!r}.")
 
     def exchange_rows(self, tensor: tf.Tensor, rows: tf.Tensor, *, name: str) -> tuple[tf.Tensor, tf.Tensor]:

@@ -161,10 +161,7 @@ def load_mpi_library() -> Any:
 def bind_mpi_at_once(mode: int) -> None:
     """Make mpi4py open the MPI library with `mode` (`os.RTLD_…`), if built for several MPIs.
 
-    Assumes `mpi4py._mpiabi.LIBMPI_MODE`.
-
-    Raises:
-        ImportError: mpi4py is missing or another one.
+    Assumes `mpi4py._mpiabi.LIBMPI_MODE`. Raises ImportError if mpi4py is missing or different.
     """
     from mpi4py import _mpiabi
 

@@ -84,10 +84,8 @@ def constructor_arguments(layer: Any) -> dict[str, Any]:
 def losses_of(layers: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Return (layer, loss) for each loss added since the model's call.
 
-    Assumes `add_loss` and activity regularizers append to `Layer._losses`.
-
-    Raises:
-        CompatibilityError: they do not: losses would be lost or counted twice.
+    Assumes `add_loss` and activity regularizers append to `Layer._losses`. Raises CompatibilityError if they do not:
+    losses would be lost or counted twice.
     """
     _check_losses()
     return [(layer, loss) for layer in layers for loss in layer._losses]
@@ -100,11 +98,7 @@ def clear_losses(layer: Any) -> None:
 
 @contextmanager
 def added_losses(layers: Sequence[Any]) -> Iterator[list[tuple[Any, tf.Tensor]]]:
-    """Collect the losses that layers add inside the context, and remove them from the layers.
-
-    Raises:
-        CompatibilityError: as `losses_of`.
-    """
+    """Collect losses added by layers inside the context, and remove them. Raises as `losses_of`."""
     # The outermost call of a Keras layer clears the losses of those within it.
     before = [list(layer._losses) for layer in layers]
     for layer in layers:
@@ -161,8 +155,7 @@ class BatchNormalizationByMoments(keras.layers.BatchNormalization):
     def build(self, input_shape: Any) -> None:
         """Create the variables.
 
-        Raises:
-            CompatibilityError: Keras does not call `_moments`: statistics would be per replica.
+        Raises CompatibilityError if Keras does not call `_moments`: statistics would be per replica.
         """
         if not uses_attribute(keras.layers.BatchNormalization, "_moments"):
             raise unlike("keras", BatchNormalizationByMoments, "BatchNormalization asks _moments for mean and variance")

@@ -91,9 +91,7 @@ def making_variables(make: MakeVariable) -> Iterator[None]:
     """Create by `make` each tf.Variable that an initializer fills inside the context.
 
     Assumes the initial value is a function whose closure holds the Keras variable (`self`) and its `initializer`.
-
-    Raises:
-        CompatibilityError: it does not: all variables would be materialized in full.
+    Raises CompatibilityError if it does not: all variables would be materialized in full.
     """
     seen: list[Any] = []
 
@@ -181,10 +179,8 @@ def is_inferring_shapes() -> bool:
 def disable_gradient_sums(optimizer: Any) -> None:
     """Disable an optimizer's gradient sum over the replicas of a tf.distribute strategy.
 
-    Assumes each update calls `_all_reduce_sum_gradients` with (gradient, variable) pairs.
-
-    Raises:
-        CompatibilityError: it does not: gradients would be counted once per replica.
+    Assumes each update calls `_all_reduce_sum_gradients` with (gradient, variable) pairs. Raises CompatibilityError if
+    it does not: gradients would be counted once per replica.
     """
     kind = type(optimizer)
     if not hasattr(kind, "_all_reduce_sum_gradients") or not uses_attribute(kind, "_all_reduce_sum_gradients"):
@@ -238,10 +234,8 @@ def is_decayed(optimizer: Any, variable: Any) -> bool:
 def set_decayed(optimizer: Any, variable: Any, decayed: bool) -> None:
     """Set whether weight decay applies to `variable`, regardless of its name.
 
-    Assumes `Optimizer._use_weight_decay` consults `_exclude_from_weight_decay_cache`, by `_var_key`, first.
-
-    Raises:
-        CompatibilityError: it does not: shards and full variables would be decayed differently.
+    Assumes `Optimizer._use_weight_decay` consults `_exclude_from_weight_decay_cache`, by `_var_key`, first. Raises
+    CompatibilityError: it does not: shards and full variables would be decayed differently.
     """
     is_decayed(optimizer, variable)  # makes the cache
     optimizer._exclude_from_weight_decay_cache[optimizer._var_key(variable)] = decayed
@@ -256,7 +250,7 @@ class OptimizerWithOwnDecay(keras.optimizers.Optimizer):
     """
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Create the variables. Raises CompatibilityError: Keras decays weights elsewhere: they would decay twice."""
+        """Create the variables. Raises CompatibilityError if Keras decays weights elsewhere: they would decay twice."""
         if not uses_attribute(keras.optimizers.Optimizer, "_apply_weight_decay"):
             raise unlike("keras", OptimizerWithOwnDecay, "Optimizer.apply decays weights by _apply_weight_decay")
         super().build(variables)

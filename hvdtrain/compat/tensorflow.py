@@ -101,10 +101,8 @@ def trace_number(graph: "tf.Graph") -> str:
     """Return whether a FuncGraph is a `tf.function`'s "first" or "second" trace; else empty.
 
     Only the first may create variables; TensorFlow retraces a function that did. Assumes the names of the
-    variable-creator scopes of both traces.
-
-    Raises:
-        CompatibilityError: they differ: ranks would name collectives differently and deadlock.
+    variable-creator scopes of both traces. Raises CompatibilityError if they differ: ranks would name collectives
+    differently and deadlock.
     """
     from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
@@ -179,10 +177,8 @@ def is_compute_thread(name: str) -> bool:
 def function_definitions(function: Any, most: int) -> Iterator[Any]:
     """Yield the FunctionDefs of a compiled function and its callees.
 
-    Assumes `AtomicFunction._bound_context` finds them by name, and `cached_definition` is the function's own.
-
-    Args:
-        function: the `self` of a frame for which `is_compiled_call` holds.
+    `function` is the `self` of a frame for which `is_compiled_call` holds. Assumes `AtomicFunction._bound_context`
+    finds them by name, and `cached_definition` is the function's own.
     """
     context, left, seen = function._bound_context, [function.cached_definition], set[str]()
     while left and len(seen) < most:
@@ -197,8 +193,7 @@ def function_definitions(function: Any, most: int) -> Iterator[Any]:
 def check_frames_and_threads() -> None:
     """Check the hang watchdog's assumptions, once TensorFlow has devices.
 
-    Raises:
-        CompatibilityError: violated: busy ranks would look hung, or hung ranks busy.
+    Raises CompatibilityError if violated: busy ranks would look hung, or hung ranks busy.
     """
     from tensorflow.python.eager.polymorphic_function import atomic_function
     from tensorflow.python.ops import gen_dataset_ops

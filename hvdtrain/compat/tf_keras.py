@@ -25,8 +25,7 @@ class BatchNormalizationByMoments(tf_keras.layers.BatchNormalization):
     def build(self, input_shape: Any) -> None:
         """Create the variables.
 
-        Raises:
-            CompatibilityError: Keras does not call `_moments`: statistics would be per replica.
+        Raises CompatibilityError if Keras does not call `_moments`: statistics would be per replica.
         """
         if not uses_attribute(tf_keras.layers.BatchNormalization, "_moments"):
             raise unlike(

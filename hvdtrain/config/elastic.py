@@ -26,7 +26,7 @@ class ElasticConfig:
 
 
 def check_commits(every: int) -> int:
-    """Validate and return the commit interval. Raises ConfigError: not a positive integer."""
+    """Validate and return the commit interval. Raises ConfigError if not a positive integer."""
     if not isinstance(every, int) or every < 1:
         raise ConfigError(f"{opt('commit_every')} must be at least 1. Received: {every!r}.")
     return every

@@ -87,8 +87,7 @@ class LaunchError(UserError):
 class LoneRanksError(LaunchError):
     """Several processes were started but cannot find one another; each would train its own model.
 
-    Args:
-        rank: this process's rank in the job or on this host; the lowest rank reports the error.
+    `rank` is the rank in the job or on this host; the lowest rank reports the error.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:
@@ -111,9 +110,7 @@ class SetupError(UserError):
 def opt(name: str, value: object = None) -> str:
     """Encode an option for an error message, to be rendered as argument or flag.
 
-    Args:
-        name: field name in `config`. A name outside `ARGUMENTS` is rendered as a flag in scripts, too.
-        value: of the option; a capital letter is a placeholder.
+    A name outside `ARGUMENTS` is rendered as a flag in scripts, too; a capital letter as value is a placeholder.
     """
     return f"\x02{name}\x03" if value is None else f"\x02{name}={value}\x03"
 
@@ -121,8 +118,7 @@ def opt(name: str, value: object = None) -> str:
 def in_script(message: str, called: Mapping[str, str] | None = None) -> str:
     """Render a message's options as Python arguments: `precision='mixed_bfloat16'`.
 
-    Args:
-        called: other renderings, by option name or by `name=value`.
+    `called` has other renderings, by option name or by `name=value`.
     """
     return _OPTION.sub(lambda found: _as_argument(found, called or {}), message)
 

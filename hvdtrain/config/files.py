@@ -19,8 +19,7 @@ from hvdtrain.config.run import Config
 class FilesRead:
     """Reads files and remembers their contents.
 
-    Args:
-        given: contents that rank 0 has read, by path; None for a missing file. These are not read again.
+    `given` are contents that rank 0 has read, by path, None for a missing file; these are not read again.
     """
 
     def __init__(self, given: Mapping[str, bytes | None] | None = None) -> None:
@@ -29,7 +28,7 @@ class FilesRead:
         """Contents of the files read so far, by path; None for a missing file."""
 
     def read(self, path: Path) -> bytes:
-        """Return a file's content. Raises OSError: it is missing or unreadable."""
+        """Return a file's content. Raises OSError if it is missing or unreadable."""
         content = self._given[str(path)] if str(path) in self._given else _content(path)
         self.contents[str(path)] = content
         if content is None:
@@ -86,7 +85,7 @@ def digest(config: Config) -> str:
 
 
 def read_values(path: Path, files: FilesRead | None = None) -> dict[str, Any]:
-    """Return the sections and options set in a YAML file. Raises ConfigError: unreadable, or not a mapping."""
+    """Return the sections and options set in a YAML file. Raises ConfigError if unreadable, or not a mapping."""
     try:
         values = yaml.safe_load((files or FilesRead()).text(path))
     except OSError as error:
@@ -101,11 +100,7 @@ def read_values(path: Path, files: FilesRead | None = None) -> dict[str, Any]:
 
 
 def apply_values(base: Config, values: dict[str, Any], origin: str) -> Config:
-    """Return `base` overridden by `values`, nested as in the file.
-
-    Raises:
-        ConfigError: unknown keys or wrong types, each with its path.
-    """
+    """Return `base` overridden by nested `values`. Raises ConfigError with the path of each invalid key."""
     import pydantic
 
     merged = _merge(dataclasses.asdict(base), values)

@@ -44,7 +44,7 @@ class ObservabilityConfig:
 
 
 def check_metrics_port(port: int | None) -> None:
-    """Validate a port number. Raises ConfigError: out of range."""
+    """Validate a port number. Raises ConfigError if out of range."""
     if port is not None and not 0 <= port < 65536:
         raise ConfigError(f"--metrics-port must be a port, up to 65535, or 0 for any free one. Received: {port}.")
 
@@ -64,11 +64,7 @@ class TraceConfig:
 def trace_config(
     timeline: str | Path | None, profile: str | Sequence[int] | None = None, profile_ranks: Sequence[int] = ()
 ) -> TraceConfig | None:
-    """Parse `--timeline`, `--profile` and `--profile-ranks`; None without a timeline.
-
-    Raises:
-        ConfigError: conflicting options or invalid steps.
-    """
+    """Parse `--timeline`, `--profile` and `--profile-ranks`; None without a timeline. Raises ConfigError."""
     if timeline is None:
         useless = opt("profile") if profile is not None else opt("profile_ranks") if profile_ranks else None
         if useless is not None:

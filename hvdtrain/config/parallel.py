@@ -59,8 +59,7 @@ _FORM = "such as tp=2,pp=2"
 def parse_axes(text: str | Mapping[str, int] | None) -> dict[str, int]:
     """Parse axis sizes such as `tp=2,pp=2,dp=-1`; empty for None.
 
-    Raises:
-        ConfigError: bad syntax, an unknown or repeated axis, a size that is not positive, or more than one -1.
+    Raises ConfigError for bad syntax, an unknown or repeated axis, a size below 1, or more than one -1.
     """
     pairs = list(text.items()) if isinstance(text, Mapping) else _pairs(text)
     sizes: dict[str, int] = {}

@@ -18,11 +18,7 @@ def suggestion(name: str, known: Mapping[str, str]) -> str:
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """Import the attribute that `name` refers to in `table` (name -> "module:attribute").
-
-    Raises:
-        ConfigError: unknown name; suggests the nearest.
-    """
+    """Import the attribute of `name` in `table` (name -> "module:attribute"). Raises ConfigError with suggestions."""
     if name not in table:
         raise ConfigError(f"Unknown {kind} {name!r}.{suggestion(name, table)}")
     module, _, attribute = table[name].partition(":")
@@ -30,11 +26,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 
 
 def check_arguments(kind: str, name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Reject arguments that `function` does not accept, or whose type differs from the default's.
-
-    Raises:
-        ConfigError: names the argument and the accepted ones.
-    """
+    """Reject arguments that `function` does not accept, or whose type differs from the default's (ConfigError)."""
     accepted = {
         parameter.name: parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -49,11 +41,7 @@ def check_arguments(kind: str, name: str, function: Callable[..., Any], given: M
 
 
 def check_type(what: str, value: Any, default: Any) -> None:
-    """Reject a value whose type differs from its default's; a default of None accepts any type.
-
-    Raises:
-        ConfigError: names `what`, the type and the value.
-    """
+    """Reject a value whose type differs from its default's (ConfigError); None accepts any type."""
     says_type = default is not None and default is not inspect.Parameter.empty
     if says_type and not _fits(value, default):
         raise ConfigError(f"The {what} must be {type(default).__name__}. Received: {value!r}.")

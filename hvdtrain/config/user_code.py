@@ -19,11 +19,7 @@ def is_user_code(name: str) -> bool:
 
 
 def load_attribute(option: str, name: str) -> Any:
-    """Import the attribute `name`, MODULE:ATTRIBUTE; the working folder is searched first.
-
-    Raises:
-        ConfigError: malformed name, or missing module or attribute.
-    """
+    """Import MODULE:ATTRIBUTE, searching the working folder first. Raises ConfigError if malformed or missing."""
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise ConfigError(f"{option} takes PACKAGE.MODULE:ATTRIBUTE, with dots and no .py. Received: {name!r}.")
@@ -38,11 +34,7 @@ def load_attribute(option: str, name: str) -> Any:
 
 
 def load_function(option: str, name: str) -> Callable[..., Any]:
-    """Import the function or class `name`, MODULE:FUNCTION.
-
-    Raises:
-        ConfigError: as `load_attribute`, or not callable.
-    """
+    """Import the function or class MODULE:FUNCTION. Raises ConfigError if missing or not callable."""
     function = load_attribute(option, name)
     if not callable(function):
         raise ConfigError(f"{option} {name} must be a function. Received: a {type(function).__name__}.")
@@ -54,12 +46,8 @@ def arguments_for(
 ) -> dict[str, Any]:
     """Select keyword arguments for `function` from `offered`, overridden by `given`.
 
-    Args:
-        option: the flag that names the function; `option`-args sets its arguments.
-        offered: values for parameters of these names, passed if accepted; None if unknown.
-
-    Raises:
-        ConfigError: required parameters without a value, or arguments that are not accepted.
+    `option` names the function, and `option`-args sets its arguments; offered values may be None if unknown. Raises
+    ConfigError for required parameters without a value, or arguments that are not accepted.
     """
     parameters = _parameters(function)
     by_name = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

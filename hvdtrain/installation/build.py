@@ -23,12 +23,7 @@ from hvdtrain.runtime.python_environment import PythonEnvironment
 
 
 def gpu_settings(gpu: Gpu, work: Path, environ: Mapping[str, str], pip: Pip) -> dict[str, str]:
-    """Return the environment variables of a build with NCCL.
-
-    Args:
-        work: build folder; missing tools are placed here.
-        pip: installs the compiler if the machine has none.
-    """
+    """Return the environment variables of a build with NCCL; missing tools are placed in `work`."""
     assert gpu.nccl is not None
     compiler = gpu.compiler or from_pypi(work / "cuda", pip)
     settings = {
@@ -77,11 +72,7 @@ PATCHES = {}
 def patched_sources(work: Path, environ: Mapping[str, str], pip: Pip) -> Path:
     """Download Horovod's sources, apply the patches, and return their folder.
 
-    Args:
-        environ: build environment; its tools must be on PYTHONPATH.
-
-    Raises:
-        SetupError: download or hash check failed, or a patch does not apply.
+    The tools in `environ` must be on PYTHONPATH. Raises SetupError if download, hash check or a patch fails.
     """
     archive = pip.fetch_sources("horovod", HOROVOD, sha256=SHA256, folder=work / "sdist", environ=environ)
     shutil.unpack_archive(archive, work)
@@ -95,7 +86,7 @@ def patched_sources(work: Path, environ: Mapping[str, str], pip: Pip) -> Path:
 
 
 def apply_patch(patch: Path, sources: Path) -> None:
-    """Apply one patch without fuzz or offsets. Raises SetupError: it does not apply; names the patch."""
+    """Apply one patch without fuzz or offsets. Raises SetupError if it does not apply; names the patch."""
     words = ("-p1", "--batch", "--forward", "--fuzz=0", "--directory", str(sources), "--input", str(patch))
     done = subprocess.run(
         ("patch", *words),
@@ -121,7 +112,7 @@ COMPILER_MEMORY = 1_500_000
 
 
 def build_wheel(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, work: Path, steps: Steps, pip: Pip) -> Path:
-    """Build Horovod in the folder `work` and return its wheel. Raises SetupError: the build failed."""
+    """Build Horovod in the folder `work` and return its wheel. Raises SetupError if the build failed."""
     tools, wheels = work / "build-tools", work / "wheel"
     pip.install_into(tools, BUILD_TOOLS, what="the tools that build Horovod")
     cmake = _cmake_folder(work, os.environ, pip)

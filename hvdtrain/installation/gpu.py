@@ -57,11 +57,8 @@ class Gpu:
 def choose_gpu(choice: str, environment: PythonEnvironment, environ: Mapping[str, str]) -> Gpu:
     """Resolve the user's choice; `auto` needs a driver with GPUs and TensorFlow's CUDA libraries for NCCL.
 
-    If HOROVOD_GPU_OPERATIONS or a related variable is set, it is passed to the build unchanged.
-
-    Raises:
-        SetupError: unknown choice; or NCCL is requested, but its library or a CUDA compiler that fits the driver is
-            missing.
+    If HOROVOD_GPU_OPERATIONS or a related variable is set, it is passed to the build unchanged. Raises SetupError for
+    unknown choice; or NCCL is requested, but its library or a CUDA compiler that fits the driver is missing.
     """
     if choice not in CHOICES:
         raise SetupError(f"GPUs must be one of {', '.join(CHOICES)} (--gpu, HVDTRAIN_GPU). Received: {choice!r}.")

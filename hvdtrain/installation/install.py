@@ -71,11 +71,7 @@ def check_tensorflow(environment: PythonEnvironment) -> None:
 
 
 def check_build_tools(environ: Mapping[str, str]) -> None:
-    """Reject a machine without a C++ compiler, make and patch.
-
-    Raises:
-        SetupError: names the missing tool and how to install it.
-    """
+    """Reject a machine without a C++ compiler, make and patch (SetupError, with the fix)."""
     compiler = (environ.get("CXX") or "g++").split()[0]
     for tool in (compiler, "make", "patch"):
         if shutil.which(tool, path=environ["PATH"]) is None:
@@ -96,11 +92,7 @@ def check_disk(environment: PythonEnvironment) -> None:
 
 
 def needed_packages(environment: PythonEnvironment) -> list[Requirement]:
-    """Return Horovod's run-time requirements: those of hvdtrain's extra.
-
-    Raises:
-        SetupError: hvdtrain runs from a clone without being installed.
-    """
+    """Return Horovod's run-time requirements: hvdtrain's extra. Raises SetupError if not installed."""
     hvdtrain = environment.distribution("hvdtrain")
     if hvdtrain is None:
         raise SetupError(

@@ -29,8 +29,7 @@ class Mpi:
 def choose_mpi(choice: str, environment: PythonEnvironment, environ: Mapping[str, str]) -> Mpi:
     """Resolve the user's choice; `auto`: the system's if mpicxx and mpirun are on PATH, else PyPI's.
 
-    Raises:
-        SetupError: unknown choice, or `system` without an MPI.
+    Raises SetupError for an unknown choice, or `system` without an MPI.
     """
     if choice not in CHOICES:
         raise SetupError(f"The MPI must be one of {', '.join(CHOICES)} (--mpi, HVDTRAIN_MPI). Received: {choice!r}.")

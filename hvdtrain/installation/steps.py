@@ -62,14 +62,7 @@ class Steps:
         logs.mkdir(parents=True, exist_ok=True)
 
     def run(self, what: str, command: Sequence[str], *, log: str, failure: str, environ: Mapping[str, str]) -> None:
-        """Announce and run `command`.
-
-        Args:
-            failure: meaning of a failure, as a sentence without full stop.
-
-        Raises:
-            SetupError: it failed, with the relevant lines of its output.
-        """
+        """Announce and run `command`; raise SetupError with relevant output and `failure` if it fails."""
         say(what)
         begin = time.monotonic()
         path = self._logs / log

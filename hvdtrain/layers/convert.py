@@ -13,11 +13,9 @@ def with_sync_batch_norm(model: Any) -> Any:
     """Return a copy of `model` with SyncBatchNormalization for each BatchNormalization.
 
     For Functional and Sequential models, nested ones too. Names, paths, values and order of all weights are kept;
-    nothing is shared with `model`. A model that is already synchronized is returned unchanged.
-
-    Raises:
-        ConfigError: no BatchNormalization, not built, or one that cannot be replaced: inside a subclassed model or
-            layer, a wrapper, or with `renorm` or `synchronized`; or a layer that cannot be copied.
+    nothing is shared with `model`. A model that is already synchronized is returned unchanged. Raises ConfigError for
+    no BatchNormalization, not built, or one that cannot be replaced: inside a subclassed model or layer, a wrapper, or
+    with `renorm` or `synchronized`; or a layer that cannot be copied.
     """
     if not _holds(model, keras.layers.BatchNormalization) and sync_layers(model):
         return model

@@ -97,12 +97,7 @@ class Addresses(NamedTuple):
 
 
 def addresses(tables: Sequence[Partition], rows: Sequence[tf.Tensor]) -> Addresses:
-    """Return the location of rows.
-
-    Args:
-        tables: their partitions, by table or by row.
-        rows: row indices of each table, int64 vectors.
-    """
+    """Return the location of rows, given as int64 row indices per table."""
     firsts = np.stack([table.first_rows() for table in tables])  # [tables, ranks]
     begins = begins_of(tables)
     holders = [
@@ -125,9 +120,7 @@ def begins_of(tables: Sequence[Partition]) -> np.ndarray:
 def look_up(tables: Sequence[Table], rows: Sequence[tf.Tensor], ranks: RowExchange, *, name: str) -> list[tf.Tensor]:
     """Return the rows [lookups, dim] of each table, sharded by table or row. Collective.
 
-    Args:
-        tables: of one dim and one kind of sharding, in the same order on every rank.
-        rows: row indices of each, int64 vectors of any length.
+    Tables have one dim and sharding, in the same order on every rank; `rows` are int64 vectors of any length.
     """
     partitions = [table.partition for table in tables]
     holders, places = addresses(partitions, rows)
@@ -167,12 +160,7 @@ def _own_rows(tables: Sequence[Table], places: tf.Tensor, begins: np.ndarray) ->
 
 
 def send_rows(x: tf.Tensor, rows: tf.Tensor, back: tf.Tensor, ranks: RowExchange, *, name: str) -> tf.Tensor:
-    """Send `rows[i]` consecutive rows of `x` to rank i; gradients take the reverse path. Collective.
-
-    Args:
-        x: [rows, width].
-        rows: number of rows sent to each rank.
-    """
+    """Send `rows[i]` consecutive rows of `x` [rows, width] to rank i; gradients take the reverse path. Collective."""
 
     @tf.custom_gradient
     def sent(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -268,14 +256,10 @@ class ShardedEmbedding(ExchangingLayer):
 
 
 def look_up_together(layers: Sequence[ShardedEmbedding], inputs: Sequence[Any]) -> list[tf.Tensor]:
-    """Return the embeddings of each layer's inputs, in one exchange. Collective.
+    """Return the embeddings of each layer's integer inputs, in one exchange. Collective.
 
-    Args:
-        layers: of one dim and one sharding, in the same order on every rank.
-        inputs: of each, integers of any shape.
-
-    Raises:
-        ConfigError: a layer was built before `hvdtrain.init`, with ranks to share its table.
+    Layers have one dim and sharding, in the same order on every rank. Raises ConfigError for a layer built before
+    `hvdtrain.init` with ranks to share its table.
     """
     for layer in layers:
         if not layer.built_in_session and layer.sharding != "none":
@@ -313,11 +297,7 @@ def _dims(x: Any) -> list[Any]:
 
 
 class TableLookups(keras.Operation):
-    """Looks up one category per table, for several tables in one exchange.
-
-    Args:
-        layers: `ShardedEmbedding` layers of one dim and one sharding, which receive the results.
-    """
+    """Looks up one category per table in one exchange, for `ShardedEmbedding`s of one dim and sharding."""
 
     def __init__(self, layers: Sequence[ShardedEmbedding], name: str | None = None) -> None:
         super().__init__(name=name)
@@ -330,7 +310,7 @@ class TableLookups(keras.Operation):
         return tf.stack(look_up_together(self._tables, tf.unstack(categories, num=len(self._tables), axis=1)), axis=1)
 
     def get_config(self) -> dict[str, Any]:
-        """Refuse to save this rank's shard as the model. Raises ConfigError: always."""
+        """Refuse to save this rank's shard as the model. Always raises ConfigError."""
         raise ConfigError(
             "Each rank holds a part of the tables, and none can save the full model. Received: model.save(). Use "
             "Trainer.save; python -m hvdtrain checkpoint export writes the whole model."

@@ -41,11 +41,7 @@ class ExchangingLayer(keras.layers.Layer):
         return []
 
     def save_own_variables(self, store: Any) -> None:
-        """Save the variables, for `model.save` and `save_weights`.
-
-        Raises:
-            ConfigError: they are shards, and the file could not be loaded.
-        """
+        """Save the variables for `model.save`. Raises ConfigError for shards, which could not be loaded."""
         sliced = next((v for v in self.variables if (p := placement_of(v)) is not None and p.axes), None)
         if sliced is not None:
             raise ConfigError(

@@ -62,11 +62,8 @@ class Routes(NamedTuple):
 def expert_capacity(tokens: Any, experts: int, top_k: int, factor: float | None) -> Any:
     """Return an expert's capacity: ceil(factor x top_k x tokens / experts), at most all tokens.
 
-    As in Switch (Fedus et al. 2021, equation 3) and, for two choices, GShard (Lepikhin et al. 2020).
-
-    Args:
-        tokens: an int, or an integer tensor.
-        factor: multiple of a balanced load; None: no limit.
+    As in Switch (Fedus et al. 2021, equation 3) and, for two choices, GShard (Lepikhin et al. 2020). `tokens` is an int
+    or an integer tensor; factor None means no limit.
     """
     if factor is None:
         return tokens
@@ -77,14 +74,10 @@ def expert_capacity(tokens: Any, experts: int, top_k: int, factor: float | None)
 
 
 def choose_experts(probabilities: tf.Tensor, top_k: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the `top_k` most probable experts per token and their gates, [tokens, top_k].
+    """Return the `top_k` (1 or 2) most probable experts per token and their gates, [tokens, top_k].
 
     The gate of a single choice is its probability (Switch); two gates are normalized to sum to 1 (GShard), so that the
-    router learns their ratio.
-
-    Args:
-        probabilities: [tokens, experts].
-        top_k: 1 or 2.
+    router learns their ratio. Probabilities are [tokens, experts].
     """
     gates, experts = tf.math.top_k(probabilities, top_k)
     if top_k > 1:
@@ -95,10 +88,8 @@ def choose_experts(probabilities: tf.Tensor, top_k: int) -> tuple[tf.Tensor, tf.
 def queue_positions(chosen: tf.Tensor, experts: int) -> tf.Tensor:
     """Return each token's position in its experts' queues: [tokens, choices], int32.
 
-    Tokens queue in order; all first choices precede second choices (GShard, algorithm 1).
-
-    Args:
-        chosen: [tokens, choices], int32.
+    Tokens queue in order; all first choices precede second choices (GShard, algorithm 1). `chosen` is [tokens,
+    choices], int32.
     """
     # Not transposed: TensorFlow warns about transposing integers on most processors.
     in_order = tf.concat(tf.unstack(chosen, axis=1), 0)
@@ -109,11 +100,7 @@ def queue_positions(chosen: tf.Tensor, experts: int) -> tf.Tensor:
 
 
 def routes_of(probabilities: tf.Tensor, top_k: int, capacity: Any) -> Routes:
-    """Return the routing of all tokens.
-
-    Args:
-        probabilities: [tokens, experts] of the router.
-    """
+    """Return the routing of all tokens from the router's probabilities [tokens, experts]."""
     experts, gates = choose_experts(probabilities, top_k)
     positions = queue_positions(experts, probabilities.shape[1])
     return Routes(experts, gates, positions, positions < capacity)
@@ -125,21 +112,12 @@ def load_of(chosen: tf.Tensor, experts: int) -> tf.Tensor:
 
 
 def slots_of(routes: Routes, slots: Any) -> tf.Tensor:
-    """Return each token's index in the concatenated buffers: [tokens, choices], int32; -1 if dropped.
-
-    Args:
-        slots: per expert's buffer, at least its capacity.
-    """
+    """Return each token's index in the concatenated buffers: [tokens, choices], int32; -1 if dropped."""
     return tf.where(routes.kept, routes.experts * slots + routes.positions, -1)
 
 
 def to_experts(tokens: tf.Tensor, places: tf.Tensor, experts: int, slots: Any) -> tf.Tensor:
-    """Return the experts' buffers [experts, slots, width]; empty slots are zero.
-
-    Args:
-        tokens: [tokens, width].
-        places: as returned by `slots_of`.
-    """
+    """Return the buffers [experts, slots, width] of tokens [tokens, width]; empty slots are zero."""
     count, choices = tf.shape(tokens)[0], places.shape[1]
     numbers = tf.repeat(tf.range(1, count + 1), choices)
     # An additional slot takes dropped tokens.
@@ -195,14 +173,10 @@ class RoutingCounts:
 
 
 def routing_metrics(layers: Sequence[Any], replicas: Collectives) -> dict[str, tf.Tensor]:
-    """Return and reset the routing metrics of all replicas' `layers`. Collective.
+    """Return and reset the routing metrics of all replicas' built `layers`. Collective.
 
     `dropped_tokens` is the number of dropped tokens, over layers and choices; `dropped_share` their fraction;
     `expert_load_NAME` [experts] is the load of each expert of layer NAME, 1 if balanced.
-
-    Args:
-        layers: a model's built layers with `counts`.
-        replicas: the ranks with different samples.
     """
     if not layers:
         return {}

@@ -38,13 +38,10 @@ def _is_fusible(layer: Any) -> bool:
 
 @contextmanager
 def fused_normalization(layers: Sequence[Any]) -> Iterator[None]:
-    """Use the fused op in training calls of `layers` inside this context.
+    """Use the fused op in training calls of fusible `layers` inside this context.
 
     Outputs, gradients and moving statistics equal Keras' up to rounding. Keras' own code still handles inference,
     frozen layers, masks, float64, and tf.distribute strategies.
-
-    Args:
-        layers: some of `fusible_layers`.
     """
     with ExitStack() as fused:
         for layer in () if tf.distribute.has_strategy() else layers:

@@ -69,8 +69,7 @@ class _Plan:
 def recomputed_model(model: Any) -> Recompute:
     """Return `model` with recomputation, split into segments.
 
-    Raises:
-        ConfigError: not a Functional or Sequential model, or no cut with a single tensor: one segment saves nothing.
+    Raises ConfigError unless it is a Functional or Sequential model with at least two segments.
     """
     if _graph(model) is None:
         raise ConfigError(

@@ -47,11 +47,8 @@ class UniformSlice:
 def uniform_slice(shape: Sequence[int], box: Sequence[slice], *, seed: int, bound: float, dtype: str) -> tf.Tensor:
     """Return a shard of `keras.initializers.RandomUniform(-bound, bound, seed)`'s full value.
 
-    At most a million elements are in memory besides the shard.
-
-    Args:
-        shape: full shape.
-        box: the shard: one Python slice with start and stop per dim.
+    `box` has one Python slice with start and stop per dim of the full shape. At most a million elements are in memory
+    besides the shard.
     """
     columns, others = prod(shape[1:]), tuple(box[1:])
     all_of_a_row = others == tuple(slice(0, size) for size in shape[1:])
@@ -135,11 +132,7 @@ def add_slice(
 
 
 def refuse_built_before_init(layer: Any, *axes: str) -> None:
-    """Reject a layer that was built without a session if `axes` have several ranks now.
-
-    Raises:
-        ConfigError: names the layer.
-    """
+    """Reject a layer built without a session if `axes` have several ranks now. Raises ConfigError."""
     ranks = ranks_along(*axes)
     if ranks is not None:
         raise ConfigError(

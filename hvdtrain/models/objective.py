@@ -18,20 +18,12 @@ ABBREVIATIONS = ("mae", "mape", "mse", "msle")
 
 
 def named_loss(name: str) -> Any:
-    """Return the Keras loss `name`, or the user's MODULE:ATTRIBUTE.
-
-    Raises:
-        ConfigError: unknown name; suggests the nearest.
-    """
+    """Return the Keras loss `name`, or the user's MODULE:ATTRIBUTE. Raises ConfigError with suggestions."""
     return _named("--loss", kind="loss", name=name, get=keras.losses.get, known=known_losses)
 
 
 def named_metrics(names: Sequence[str]) -> list[Any]:
-    """Return new Keras metrics by name, or the user's MODULE:ATTRIBUTE.
-
-    Raises:
-        ConfigError: unknown name; suggests the nearest.
-    """
+    """Return new Keras metrics by name, or the user's MODULE:ATTRIBUTE. Raises ConfigError with suggestions."""
     # "accuracy" depends on targets and outputs: the trainer resolves it.
     plain = ("accuracy", "acc")
     return [
@@ -63,11 +55,7 @@ def on_logits(loss: Any) -> Any:
 
 
 def check_probabilities(model: keras.Model, loss: Any) -> None:
-    """Reject a cross-entropy of probabilities if the model's output layer is linear.
-
-    Raises:
-        ConfigError: the loss would treat logits as probabilities.
-    """
+    """Reject a cross-entropy of probabilities if the model's output layer is linear (ConfigError)."""
     loss = _resolved(loss)
     layer = getattr(model, "layers", [None])[-1:]
     linear = layer and getattr(layer[0], "activation", None) is keras.activations.linear

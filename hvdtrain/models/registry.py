@@ -27,9 +27,8 @@ MODELS = {
 def model_family(config: ModelConfig) -> ModelFamily:
     """Return the family of `config.model` with `config.loss` and `config.metrics` applied.
 
-    Raises:
-        ConfigError: unknown model, argument, loss or metric; a user's model without a loss or otherwise invalid (as in
-            `user_family`); or embedding sharding for a model without tables.
+    Raises ConfigError for an unknown model, argument, loss or metric, an invalid user model, or embedding sharding
+    without tables.
     """
     own = is_user_code(config.model)
     family = user_family(config) if own else _known_family(config)
@@ -84,11 +83,7 @@ def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int)
 
 
 def layout_rules(config: ModelConfig, classes: int | None, ranks: int) -> Rules | None:
-    """Return the model's layout rules for tp; None if there are none.
-
-    Raises:
-        ConfigError: the model has no rules, and there are several `ranks` along tp.
-    """
+    """Return the model's layout rules for tp, or None. Raises ConfigError if `ranks` need missing ones."""
     rules = model_family(config).rules
     if rules is not None and (ranks > 1 or is_user_code(config.model)):
         return rules(classes, ranks, **config.model_args)

@@ -23,13 +23,10 @@ DTYPES = (tf.float32, tf.float64)
 
 @contextmanager
 def fused_updates(optimizer: Any) -> Iterator[None]:
-    """Use fused ops for the updates of `optimizer` inside this context.
+    """Use fused ops for the updates of a built Keras 3 optimizer inside this context.
 
     Clipping, weight decay, averages and loss scaling stay Keras' own. So do optimizers other than SGD, Adam and AdamW,
     Adam with amsgrad, 16-bit variables, and everything under a tf.distribute strategy.
-
-    Args:
-        optimizer: a built Keras 3 optimizer, or a LossScaleOptimizer around one.
     """
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
     fused = None if tf.distribute.has_strategy() else _fused(inner)

@@ -75,11 +75,7 @@ ELEMENTWISE = (
 def check_updates_slices(optimizer: Any, option: str) -> None:
     """Reject an optimizer that needs full variables, such as for a norm.
 
-    Args:
-        option: the option that shards variables, as a user types it.
-
-    Raises:
-        ConfigError: names the optimizer, or its argument.
+    `option` is what shards variables, as a user types it. Raises ConfigError naming the optimizer or its argument.
     """
     inner = innermost(optimizer)
     name = type(inner).__name__
@@ -132,10 +128,8 @@ def build_optimizer(config: OptimConfig, total_steps: int, batch: int) -> Any:
 
     Its schedule spans `total_steps`. Weight decay excludes biases and normalization parameters. It is decoupled, as in
     Keras (Loshchilov and Hutter 2019, arXiv:1711.05101), w <- w - learning_rate x decay x w, for all but LARS; also for
-    LAMB, whose paper (You et al. 2019, arXiv:1904.00962) has it in the trust ratio.
-
-    Raises:
-        ConfigError: unknown optimizer or argument, or conflicting options.
+    LAMB, whose paper (You et al. 2019, arXiv:1904.00962) has it in the trust ratio. Raises ConfigError for unknown
+    optimizer or argument, or conflicting options.
     """
     cls = _class(config.optimizer)
     _refuse_twice(config)

@@ -70,9 +70,7 @@ def set_precision(model: Any, name: PrecisionName) -> None:
     It then computes as if it had been built under that policy: Keras reads a layer's policy on each call and casts its
     float32 variables. Layers that were given a dtype keep theirs, and so do those of another policy than the model's.
     Whether a loaded or cloned layer was given one is unknown: it keeps its own if it computes an output of the model.
-
-    Raises:
-        ConfigError: variables that are not float32, which a policy cannot change any more.
+    Raises ConfigError for variables that are not float32, which a policy cannot change any more.
     """
     others = {str(v.dtype) for v in model.weights if str(v.dtype).startswith(("float", "bfloat"))} - {"float32"}
     if others or model.dtype_policy.variable_dtype != "float32":

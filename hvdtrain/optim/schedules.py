@@ -85,8 +85,7 @@ def decay_steps(shares: Sequence[float], total_steps: int) -> list[int]:
 def scheduled_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
     """Return a number if the rate is constant, else a schedule over `total_steps` steps.
 
-    Raises:
-        ConfigError: a warm-up as long as the run, or a decay before its end.
+    Raises ConfigError for a warm-up as long as the run, or a decay before its end.
     """
     warmup = config.warmup_steps
     if warmup >= total_steps:

@@ -26,13 +26,9 @@ BEST_WEIGHTS = "best_weights"
 
 
 def held_weights(callbacks: Iterable[Any], paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the best weights held by `callbacks`, as checkpoint tensors.
+    """Return the best weights held by `callbacks`, as checkpoint tensors by path.
 
-    Args:
-        paths: structural paths of the model's weights, in order.
-
-    Returns:
-        Arrays by path: `0/layers/0/kernel` belongs to the first callback in the list of `callback_states`.
+    `0/layers/0/kernel` belongs to the first callback in the list of `callback_states`.
     """
     held: dict[str, np.ndarray] = {}
     for place, callback in enumerate(callbacks):

@@ -55,11 +55,7 @@ class Holders:
         return np.array(found, np.uint64).view(np.int64)
 
     def differing(self, sums: np.ndarray) -> tuple[int, int] | None:
-        """Return the first rank that differs from its group's first rank, and that rank; None if all agree.
-
-        Args:
-            sums: [ranks, groups], the `sums` of each rank.
-        """
+        """Return the first rank that differs from its group's first, and that one, or None; `sums` [ranks, groups]."""
         for column, ranks in zip(sums.T, self.groups or [tuple(range(len(sums)))], strict=False):
             other = next((rank for rank in ranks if column[rank] != column[ranks[0]]), None)
             if other is not None:

@@ -52,8 +52,7 @@ def exchanges_activations(model: Any) -> bool:
 def placed_tensor(value: Any, owner: Any = None) -> NamedTensor:
     """Return a variable as a tensor of the state, replicated or sharded by its placement.
 
-    Args:
-        owner: for an optimizer slot of the same shape: the variable whose placement it shares; None: itself.
+    `owner` is, for an optimizer slot of the same shape, the variable whose placement it shares.
     """
     placement = placement_of(value if owner is None else owner)
     if placement is None or tuple(value.shape) != box_shape(placement.box):

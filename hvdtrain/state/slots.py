@@ -94,11 +94,7 @@ def unknown_to(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterator[tuple[str, int | None, Any]]:
-    """Yield (role, index of the owner, variable) for all attributes of `optimizer`.
-
-    Args:
-        count: number of variables it was built for.
-    """
+    """Yield (role, index of the owner, variable) for all attributes of an optimizer of `count` variables."""
     for name, value in own_attributes(optimizer, OPTIMIZER_BOOKKEEPING):
         role = name.lstrip("_")
         if isinstance(value, keras.Variable):

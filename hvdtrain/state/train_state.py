@@ -40,10 +40,8 @@ Slots = Callable[[], Mapping[str, NamedTensor]]
 class TrainState:
     """Model variables, optimizer state and scalars, by structural path.
 
-    Args:
-        optimizer: its optimizer; built here unless `slots` are given.
-        slots: returns the optimizer's and the update rule's tensors by path; default: `optimizer.variables`,
-            replicated.
+    The optimizer is built here unless `slots` are given, which return the optimizer's and the update rule's tensors by
+    path; default: `optimizer.variables`, replicated.
     """
 
     def __init__(self, model: Any, optimizer: Any, seed: int, *, slots: Slots | None = None) -> None:
@@ -86,11 +84,7 @@ class TrainState:
         }
 
     def saved_tensors(self) -> dict[str, NamedTensor]:
-        """Return the tensors of a checkpoint: `named_tensors`, and weights held by callbacks.
-
-        Raises:
-            ConfigError: callbacks hold weights of a sharded model.
-        """
+        """Return `named_tensors`, and weights held by callbacks (ConfigError if the model is sharded)."""
         if self.held_weights and is_split(self.model):
             raise ConfigError(
                 "A callback holds weights (restore_best_weights=True), and each rank has slices of them, which "
@@ -130,10 +124,8 @@ class TrainState:
     def broadcast(self, backend: Backend, root: int = 0) -> None:
         """Broadcast replicated tensors and scalars from `root`. Collective.
 
-        Shards stay in place. Ranks along tp get full tensors from the first of them.
-
-        Raises:
-            LaunchError: the replicas' models or optimizers differ.
+        Shards stay in place. Ranks along tp get full tensors from the first of them. Raises LaunchError if the
+        replicas' models or optimizers differ.
         """
         kinds = [f"{spec.path} {spec.dtype}{list(spec.global_shape)}" for spec in self.specs()]
         mine = [zlib.crc32("".join(kinds).encode()), asdict(self.scalars) if backend.index == root else None]
@@ -173,10 +165,8 @@ class TrainState:
     def agreed_hash(self, backend: Backend, *, timeout: float = GATHER_TIMEOUT_S) -> str:
         """Return the parameter hash after comparing it among replicas. Collective.
 
-        For a split model it is that of the full model, the same in any layout.
-
-        Raises:
-            DesyncError: the ranks' parameters differ.
+        For a split model it is that of the full model, the same in any layout. Raises DesyncError if the ranks'
+        parameters differ.
         """
         mine = self.parameter_hash()
         hashes = gather(backend, mine, timeout=timeout, among="replicas")
@@ -188,8 +178,7 @@ class TrainState:
     def seed_generators(self, replica: int, samples: int | None = None) -> None:
         """Set the model's SeedGenerators as a function of (seed, step, replica), in the compiled step.
 
-        Args:
-            samples: index of its samples, which replicas may share; None: its own.
+        `samples` is the index of the replica's samples, which replicas may share; None: its own.
         """
         if not self.generators:
             return
@@ -243,7 +232,7 @@ def _digest(weights: Mapping[str, tf.Variable]) -> str:
 
 
 def _check_slices(held: Mapping[str, tf.Variable], backend: Backend, timeout: float) -> None:
-    """Compare the hashes of shards along `ep` among their holders. Raises DesyncError: they differ."""
+    """Compare the hashes of shards along `ep` among their holders. Raises DesyncError if they differ."""
     mine, parts = _digest(held), backend.along("ep").size
     hashes = gather(backend, mine, timeout=timeout, among="replicas")
     _refuse_others(hashes, [hashes[rank % parts] for rank in range(len(hashes))])

@@ -53,11 +53,7 @@ def by_path(variables: Iterable[Any], prefix: str = "") -> dict[str, tf.Variable
 
 
 def own_attributes(thing: Any, bookkeeping: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield a Keras object's attributes alphabetically, ignoring leading underscores.
-
-    Args:
-        thing: a layer or an optimizer.
-    """
+    """Yield a layer's or optimizer's attributes alphabetically, ignoring leading underscores."""
     # TensorFlow's own tracking begins with _self_.
     known = {name: value for name, value in vars(thing).items() if not name.startswith("_self_")}
     for name in sorted(known, key=lambda name: (name.lstrip("_"), name)):

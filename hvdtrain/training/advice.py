@@ -54,12 +54,7 @@ class Announcer:
 
 
 def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narrow_outputs: bool) -> list[str]:
-    """Return the warnings.
-
-    Args:
-        compression_cost: measured by `compression_cost`.
-        narrow_outputs: whether the model has 16-bit outputs.
-    """
+    """Return the warnings; `narrow_outputs` says whether the model has 16-bit outputs."""
     lines = [_tiny(info), compression_warning(options.compression, compression_cost), _idle(info, options)]
     lines.append(_precision(options.precision))
     if narrow_outputs:

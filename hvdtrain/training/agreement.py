@@ -29,12 +29,8 @@ def agree_on_call(
 ) -> None:
     """Verify that all ranks make this call with equal arguments. Collective.
 
-    Args:
-        arguments: arguments by name that must be equal. For data, only the kind is compared.
-        settings: further values that must be equal, from `settings_of`.
-
-    Raises:
-        ConfigError: the same on every rank, with the differing names, values and ranks.
+    For data, only the kind is compared; `settings` come from `settings_of`. Raises ConfigError, the same on every rank,
+    with the differing names, values and ranks.
     """
     if backend.job_size == 1:
         return
@@ -131,11 +127,7 @@ def _fingerprint(source: Source | None) -> str | None:
 
 
 def check_same_data(before: Mapping[str, Any] | None, now: Identity | None) -> None:
-    """Refuse to resume a training on other data than `before`, as far as known.
-
-    Raises:
-        CheckpointError: names the difference.
-    """
+    """Refuse to resume on other data than `before`, as far as known. Raises CheckpointError naming it."""
     then, today = (before or {}).get("training", {}), (now or {}).get("training", {})
     differing = [name for name in today if then.get(name) is not None and today[name] not in (None, then[name])]
     if not differing:

@@ -36,11 +36,7 @@ def model_for(backend: Backend, model: Any, options: StepOptions) -> Any:
 
 
 def built_model(model: Any, options: StepOptions) -> Any:
-    """Return `model`, or the model it builds, under the dtype policy of `options`.
-
-    Raises:
-        ConfigError: not a model, or one that cannot have that precision.
-    """
+    """Return or build `model` under the dtype policy of `options`. Raises ConfigError if impossible."""
     if options.precision is None:
         return _built(model, keras.Model)
     if isinstance(model, keras.Model):
@@ -58,11 +54,7 @@ def built_model(model: Any, options: StepOptions) -> Any:
 
 
 def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
-    """Reject instances built outside the scope of a tf.distribute backend.
-
-    Raises:
-        ConfigError: a model or optimizer instead of a function that builds it.
-    """
+    """Reject model or optimizer instances built outside the scope of a tf.distribute backend."""
     kinds = {"model": (model, keras.Model), "optimizer": (optimizer, keras.optimizers.Optimizer)}
     for name, (given, kind) in kinds.items():
         if isinstance(given, kind):
@@ -86,11 +78,7 @@ def converted(model: Any, options: StepOptions) -> Any:
 
 
 def check_layers(model: Any, options: StepOptions) -> None:
-    """Reject options that are incompatible with the layers of `model`.
-
-    Raises:
-        ConfigError: names the option and the layer.
-    """
+    """Reject options that are incompatible with the layers of `model` (ConfigError naming both)."""
     if options.jit and any(isinstance(layer, Recompute) for layer in flatten_layers(model)):
         raise ConfigError(
             f"XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out {opt('jit')}."
@@ -117,12 +105,7 @@ def check_layers(model: Any, options: StepOptions) -> None:
 def check_split(model: Any, axes: Mapping[str, int]) -> None:
     """Reject mesh axes along which `model` is not split: their ranks would duplicate work.
 
-    Args:
-        model: a built model. Splits without sharded variables are recorded in its `split_along`.
-        axes: sizes of the axes with several ranks.
-
-    Raises:
-        ConfigError: names the axis.
+    Splits without sharded variables are recorded in the model's `split_along`. Raises ConfigError naming the axis.
     """
     used = {"dp", *getattr(model, "split_along", ())}
     for variable in model.variables:
@@ -194,9 +177,8 @@ def check_sequences(model: Any, options: StepOptions) -> None:
 def built_optimizer(optimizer: Any, model: Any) -> Any:
     """Return `optimizer`, or the one that it names or builds.
 
-    Raises:
-        ConfigError: not an optimizer, one that reduces gradients itself or per microbatch, or one with the state of
-            other variables than those of `model`.
+    Raises ConfigError for one that reduces gradients itself or per microbatch, or has the state of other variables than
+    those of `model`.
     """
     if isinstance(optimizer, str):
         known = known_optimizers()

@@ -52,11 +52,7 @@ class Backup:
 
 
 def without_backup(callbacks: Sequence[Any]) -> tuple[list[Any], Backup | None]:
-    """Separate a BackupAndRestore from the other callbacks.
-
-    Raises:
-        ConfigError: two of them, or one that never saves.
-    """
+    """Separate one BackupAndRestore from the other callbacks. Raises ConfigError if it never saves."""
     flat = tf.nest.flatten(list(callbacks))
     backups = [_backup(each) for each in flat if isinstance(each, keras.callbacks.BackupAndRestore)]
     if len(backups) > 1:
@@ -68,8 +64,7 @@ def without_backup(callbacks: Sequence[Any]) -> tuple[list[Any], Backup | None]:
 def agreed_backup(backup: Backup | None, backend: Backend) -> Backup | None:
     """Return rank 0's backup on every rank; others may have the same one or none. Collective.
 
-    Raises:
-        ConfigError: a rank has a different one.
+    Raises ConfigError if a rank has a different one.
     """
     mine = None if backup is None else asdict(backup)
     everyone = gather(backend, mine)

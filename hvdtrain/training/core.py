@@ -59,7 +59,7 @@ from hvdtrain.training.update_rules.zero.building import is_built_sharded
 def step_factory_for(
     backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
 ) -> StepFactory:
-    """Return the step factory for `model` on `backend`. Raises ConfigError: incompatible options or layers."""
+    """Return the step factory for `model` on `backend`. Raises ConfigError for incompatible options or layers."""
     if isinstance(model, PipelineStage):
         return PipelineStepFactory(
             backend=backend, model=model, optimizer=optimizer, objective=objective, options=options

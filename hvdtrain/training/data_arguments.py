@@ -23,12 +23,8 @@ def is_arrays(data: Any) -> bool:
 def combined(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
     """Combine data arguments: batches unchanged, arrays as `(inputs, targets[, sample_weight])`.
 
-    Args:
-        x: inputs; or a tuple `(inputs, targets[, sample_weight])`; or batches of any kind.
-        sample_weight: weights [samples].
-
-    Raises:
-        ConfigError: targets or weights in addition to batches, which contain them.
+    `x` may be inputs, such a tuple, or batches; weights have the shape [samples]. Raises ConfigError for targets or
+    weights in addition to batches, which contain them.
     """
     if y is None and sample_weight is None:
         return x[:2] if isinstance(x, tuple) and len(x) == 3 and x[2] is None else x
@@ -45,14 +41,9 @@ def combined(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
 
 
 def check_counts(counts: Mapping[str, Any], least: Mapping[str, int] | None = None) -> None:
-    """Reject invalid counts, and a batch given both per rank and over all ranks.
+    """Reject counts below `least` (default: 1), and a batch given both per rank and over all ranks.
 
-    Args:
-        counts: arguments by name; None if omitted.
-        least: minimum of each, if not 1.
-
-    Raises:
-        ConfigError: names the argument.
+    Raises ConfigError naming the argument.
     """
     for name, count in counts.items():
         smallest = (least or {}).get(name, 1)
@@ -78,13 +69,7 @@ def check_shard(shard: Any) -> None:
 
 
 def global_batch(batch_size: int | None, batch: int | None, backend: Backend, default: int | None = None) -> int | None:
-    """Return the samples per step over all ranks.
-
-    Args:
-        batch_size: samples per rank.
-        batch: samples over all ranks; at most one of the two is given.
-        default: samples per rank if neither is given.
-    """
+    """Return the samples per step over all ranks; `batch_size` and `default` are per rank."""
     if batch is not None:
         return batch
     size = default if batch_size is None else batch_size
@@ -94,8 +79,7 @@ def global_batch(batch_size: int | None, batch: int | None, backend: Backend, de
 def split_arrays(data: Any, fraction: float) -> tuple[ArraySource, ArraySource]:
     """Split arrays into training samples and the last `fraction` for validation, like Keras.
 
-    Raises:
-        ConfigError: not arrays, a fraction outside (0, 1), or an empty split.
+    Raises ConfigError for other data, a fraction outside (0, 1), or an empty split.
     """
     if not isinstance(fraction, float | int) or not 0 < fraction < 1:
         raise ConfigError(f"validation_split is a fraction between 0 and 1. Received: {fraction!r}.")
@@ -109,11 +93,7 @@ def split_arrays(data: Any, fraction: float) -> tuple[ArraySource, ArraySource]:
 
 
 def first_batches(data: Any, steps: int | None, batch: int) -> Any:
-    """Return the first `steps` batches of evaluation data; None: all.
-
-    Args:
-        data: arrays or batches.
-    """
+    """Return the first `steps` batches of evaluation data (arrays or batches); None: all."""
     if steps is None:
         return data
     if isinstance(data, tf.data.Dataset):

@@ -84,11 +84,7 @@ class Commits:
     def agree(self, call: str, session: Session) -> Any:
         """Return the values fixed in the first world; None in the first. Collective, before all else.
 
-        Args:
-            call: name of the call; a restarted script may make other calls before it.
-
-        Raises:
-            ConfigError: ranks that make another call.
+        Raises ConfigError for ranks that make another call than `call`.
         """
         mine = encode_call(call, {}) + b"\n" + json.dumps(self.settled).encode()
         everyone = session.control.exchange(mine, timeout=session.load_timeout)
@@ -162,7 +158,7 @@ class HostsCheck:
         )
 
     def __call__(self) -> None:
-        """Check for changed hosts. Raises HostsChangedError: the launcher has notified one of the ranks."""
+        """Check for changed hosts. Raises HostsChangedError if the launcher has notified one of the ranks."""
         changed = self._worlds is not None and self._worlds.hosts_changed
         if self._gather(tf.constant([int(changed)])).numpy().any():
             raise HostsChangedError("The hosts of the job have changed.")
@@ -171,8 +167,8 @@ class HostsCheck:
 def check_elastic(session: Session, backend: str, options: StepOptions, shard_by: Sharding = "samples") -> None:
     """Reject elastic training where it is not supported.
 
-    Raises:
-        ConfigError: not under horovodrun with host discovery; or an option that shards state or data over ranks.
+    Raises ConfigError if not under horovodrun with host discovery, or for an option that shards state or data over
+    ranks.
     """
     if not session.elastic:
         raise ConfigError(

@@ -122,9 +122,7 @@ class FitArguments:
     def streams(self, backend: Backend, seed: int) -> tuple[TrainingData, Iterable[Batch] | None]:
         """Return this replica's training batches and its validation batches, if any.
 
-        Raises:
-            ConfigError: arguments that do not fit the kind of data.
-            DataError: unusable data.
+        Raises ConfigError for arguments that do not fit the kind of data, and DataError for unusable data.
         """
         data, held_out = self.data.given(), combined(self.validation.validation_data)
         if held_out is None and self.validation.validation_split:

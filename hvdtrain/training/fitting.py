@@ -121,7 +121,7 @@ def _with_batch(request: FitRequest, batch: int | None) -> FitRequest:
 
 
 def _note_training(session: Session) -> None:
-    """Mark the start of the script's one elastic training. Raises ConfigError: there was one before."""
+    """Mark the start of the script's one elastic training. Raises ConfigError if there was one before."""
     worlds = session.link.worlds
     assert worlds is not None, "checked before"
     if worlds.trained:
@@ -139,11 +139,7 @@ def _note_end(session: Session) -> None:
 
 
 def _refuse_ranks_own(arguments: FitArguments) -> None:
-    """Reject per-rank data, which are lost with a rank or missing on a new one.
-
-    Raises:
-        ConfigError: names the argument.
-    """
+    """Reject per-rank data, which are lost with a rank or missing on a new one (ConfigError)."""
     if arguments.data.shard is not None:
         raise ConfigError(
             f"fit(shard={arguments.data.shard!r}) does not go with elastic=True: a rank's part of the data would "

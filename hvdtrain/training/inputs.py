@@ -170,14 +170,9 @@ class WeightedDataset(NamedTuple):
 
 
 def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Multiply the sample weights of `data` by class weights.
+    """Multiply the sample weights of `data` by class weights (by label; default: 1).
 
-    Args:
-        data: as for `training_data`, with integer or one-hot targets.
-        class_weight: weights by label; default: 1.
-
-    Raises:
-        ConfigError: targets are not labels.
+    Targets are integer or one-hot labels; others raise ConfigError.
     """
     if class_weight is None:
         return data
@@ -230,12 +225,7 @@ def _labels_of(targets: tf.Tensor) -> tf.Tensor:
 def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "validation") -> Iterable[Batch]:
     """Return this replica's share of validation data: arrays, an ArraySource, or global batches.
 
-    Args:
-        batch: samples of a global batch of arrays.
-
-    Raises:
-        ConfigError: infinite data.
-        DataError: no samples, or ranks with different samples.
+    Raises ConfigError for infinite data, and DataError for no samples, or ranks with different ones.
     """
     index, size = backend.process, backend.processes
     if is_stream(data):
@@ -264,11 +254,7 @@ def _alike(
     backend: Backend,
     what: str,
 ) -> Iterable[Batch]:
-    """Return `batches` after verifying that ranks agree on them. Collective.
-
-    Args:
-        count: number of batches, if known in advance.
-    """
+    """Return `batches` after verifying that ranks agree on them. Collective."""
 
     def given() -> Given:
         batch = first()
@@ -279,7 +265,7 @@ def _alike(
 
 
 def _checked(batch: Any) -> Any:
-    """Return a valid first global batch. Raises DataError: missing, or of another structure."""
+    """Return a valid first global batch. Raises DataError if missing, or of another structure."""
     if batch is None:
         raise NoSamplesError("The dataset is empty.")
     if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(batch)):

@@ -16,10 +16,8 @@ from hvdtrain.state.scalars import Scalars
 def stoppable(checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int) -> Iterator[StopAgreement | None]:
     """Let signals stop the training inside this context; yields None without checkpoints.
 
-    Signals with a handler of the script are left to it.
-
-    Raises:
-        Stopped: after the last step, which is saved; on every rank.
+    Signals with a handler of the script are left to it. Raises Stopped: after the last step, which is saved; on every
+    rank.
     """
     if checkpoint is None:
         yield None

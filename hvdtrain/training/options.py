@@ -64,24 +64,13 @@ class StepOptions(
             )
 
     def refuse_with(self, rule: str, unfit: Mapping[str, bool]) -> None:
-        """Reject options that an update rule does not support.
-
-        Args:
-            unfit: whether each option, as a user types it, is in use.
-
-        Raises:
-            ConfigError: names the first.
-        """
+        """Reject `unfit` options (as a user types them) for an update rule. Raises ConfigError naming one."""
         for option, used in unfit.items():
             if used:
                 raise ConfigError(f"{option} does not go with {rule}: leave out one of them.")
 
     def check_world(self, size: int, controller: str) -> None:
-        """Reject options that these ranks do not support.
-
-        Raises:
-            ConfigError: Adasum without MPI, or on a number of ranks that is not a power of two.
-        """
+        """Reject Adasum without MPI, or on a number of ranks that is not a power of two."""
         if self.reduce_op != "adasum" or size == 1:
             return
         if controller != "mpi":
@@ -90,11 +79,7 @@ class StepOptions(
             raise ConfigError(f"{opt('reduce_op', 'adasum')} needs 2, 4, 8 … ranks. Received: {size}.")
 
     def check_backend(self, name: str, lacks: Collection[str]) -> None:
-        """Reject options that backend `name` `lacks`, and Adasum if it lacks any.
-
-        Raises:
-            ConfigError: names the option and the backend.
-        """
+        """Reject options that backend `name` `lacks`, and Adasum if it lacks any (ConfigError)."""
         given = next((option for option in self.chosen() if option in lacks), None)
         if given is None and lacks and self.reduce_op == "adasum":
             given = "reduce_op"
@@ -154,8 +139,7 @@ class TrainerOptions(TypedDict, total=False):
 def step_options(given: dict[str, Any]) -> StepOptions:
     """Return StepOptions from keyword arguments.
 
-    Raises:
-        ConfigError: an unknown name, an invalid value, or options that exclude one another.
+    Raises ConfigError for an unknown name, an invalid value, or options that exclude one another.
     """
     known = {field.name: "" for field in fields(StepOptions)}
     for name in given:

@@ -27,18 +27,10 @@ def rank_training_data(
     shuffle: bool,
     steps_per_epoch: int | None,
 ) -> TrainingData:
-    """Return the stream of this rank's own data. Collective.
+    """Return the stream of this rank's own data, possibly empty. Collective.
 
-    Args:
-        data: this rank's samples, possibly none; batches hold the samples of one rank.
-        batch: samples per step over all ranks; None for batched data.
-        seed: of the order of arrays, and of a PyDataset's batches.
-        shuffle: whether to shuffle these.
-        steps_per_epoch: steps per epoch of infinite data; finite Datasets are repeated.
-
-    Raises:
-        ConfigError: as `training_data`.
-        DataError: no rank has samples, or structures differ between ranks.
+    Arguments as for `training_data`, but batches hold the samples of one rank, and finite Datasets are repeated with
+    `steps_per_epoch`. Raises DataError if no rank has samples, or structures differ.
     """
     options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "steps_per_epoch": steps_per_epoch}
     if backend.processes == 1:
@@ -60,13 +52,8 @@ def evaluation_data(
 ) -> Iterable[Batch]:
     """Return this rank's share of evaluation data. Collective.
 
-    Arrays that are equal on all ranks are divided, even with `shard="rank"`.
-
-    Args:
-        data: all samples on every rank; this rank's own with `shard="rank"`.
-        batch: samples per step over all ranks, for arrays.
-        steps: number of batches; None: all.
-        shard: as for `Trainer.fit`.
+    Arrays that are equal on all ranks are divided, even with `shard="rank"`; otherwise that means this rank's own
+    samples. `batch` counts samples over all ranks, for arrays.
     """
     if shard is None or backend.processes == 1 or (is_arrays(data) and same_arrays(data, backend)):
         return validation_batches(first_batches(data, steps, batch), backend, batch=batch)

@@ -165,11 +165,7 @@ class ResumableTrainer(TrainerCore):
 
     @contextmanager
     def _saving(self, checkpoint: Checkpoint | None, *, again: bool = False) -> Iterator[BackgroundSaver | None]:
-        """Yield the checkpoint writer of a `fit`, after checking that it can write; None without one.
-
-        Args:
-            again: whether this `fit` has saved there in an earlier world.
-        """
+        """Yield the checkpoint writer of a `fit`, or None; `again` in later worlds of this `fit`."""
         if checkpoint is None:
             yield None
             return

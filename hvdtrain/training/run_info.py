@@ -46,11 +46,8 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
 def console_for(backend: Backend, verbose: str | int = "auto") -> Observer:
     """Return the progress display on rank 0, a no-op elsewhere.
 
-    Args:
-        verbose: "auto" or 1 for a live display on a terminal and lines elsewhere, 2 for a line per epoch, 0 for none.
-
-    Raises:
-        ConfigError: another value.
+    `verbose` is "auto" or 1 for a live display on a terminal and lines elsewhere, 2 for a line per epoch, 0 for none.
+    Raises ConfigError for another value.
     """
     check_verbose(verbose)
     if not backend.primary or not verbose:

@@ -153,7 +153,7 @@ class _Walk:
             self._lengths.update(tensor.name for tensor in op.outputs)
 
     def check_outputs(self, ranks: int) -> None:
-        """Reject outputs that are not sharded by position. Raises ConfigError: an output of whole samples."""
+        """Reject outputs that are not sharded by position. Raises ConfigError for an output of whole samples."""
         for tensor in self._trace.outputs:
             if self.layout_of(tensor).dim != POSITION_DIM:
                 raise ConfigError(

@@ -110,7 +110,7 @@ class _Lists:
         self._of_positions: bool | None = None
 
     def have_positions(self, size: int | None, length: int) -> bool:
-        """Return the decision of the check. Raises ConfigError: the embedding is used for both."""
+        """Return the decision of the check. Raises ConfigError if the embedding is used for both."""
         if self._group.record.graph is None:
             return bool(self._of_positions)
         if self._of_positions not in (None, size == length):
@@ -227,14 +227,9 @@ def is_attention(layer: Any) -> bool:
 
 
 def split_attention(layer: Any, group: Group, name: str) -> None:
-    """Make an attention layer see all positions of sharded sequences.
+    """Make a Keras attention layer see all positions; `name` is the same on all ranks.
 
-    Args:
-        layer: a MultiHeadAttention or GroupQueryAttention.
-        name: of the layer, the same on all ranks.
-
-    Raises:
-        ConfigError: heads not divisible by the ranks, or attention over other dims.
+    Raises ConfigError for heads not divisible by the ranks, or attention over other dims.
     """
     _check(layer, group.exchange.size)
     exchange = _Exchange(group, name)

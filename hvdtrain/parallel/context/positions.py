@@ -28,8 +28,7 @@ class Positions:
     def of(self, tensor: Any, dim: int = POSITION_DIM, *, what: str = "sequence") -> Any:
         """Return this rank's shard of `tensor` along `dim`.
 
-        Raises:
-            ConfigError: the static length is not divisible by the ranks; for a dynamic length the step fails.
+        Raises ConfigError if the static length is not divisible by the ranks; for a dynamic length the step fails.
         """
         length = tensor.shape[dim]
         if length is not None and length % self.ranks:
@@ -52,8 +51,7 @@ def _undivided(what: str) -> str:
 class PositionSlices:
     """Gathers a model's outputs over all positions, except within `kept`.
 
-    Args:
-        whole: returns a context in which the model's layers compute all positions.
+    `whole` returns a context in which the model's layers compute all positions.
     """
 
     def __init__(self, exchange: Collectives, whole: Callable[[], AbstractContextManager[None]]) -> None:
@@ -132,10 +130,8 @@ def with_positions(output: Any, positions: Positions) -> Any:
 def belonging(output: Any, targets: Any, sample_weight: Any) -> tuple[Any, Any]:
     """Return the targets and weights for the positions of `output`.
 
-    Per-sample weights, [samples] or [samples, 1], apply to each position.
-
-    Raises:
-        ConfigError: targets without a position dim of matching length.
+    Per-sample weights, [samples] or [samples, 1], apply to each position. Raises ConfigError for targets without a
+    position dim of matching length.
     """
     positions = positions_of(output)
     if positions is None:

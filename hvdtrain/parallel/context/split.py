@@ -37,11 +37,7 @@ AXIS = "cp"
 
 
 def separated(rules: Any) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Partition layout rules into rules for other axes and for cp.
-
-    Raises:
-        ConfigError: a cp rule that is not for an output [batch, positions, features].
-    """
+    """Partition layout rules into other axes and cp. Raises ConfigError for invalid cp rules."""
     if not isinstance(rules, Mapping | None):
         LayoutRules(rules)  # raises for invalid rules
     about = {expression: layout for expression, layout in (rules or {}).items() if _cuts_sequences(layout)}
@@ -59,7 +55,7 @@ def _cuts_sequences(layout: Any) -> bool:
 
 
 def named_layers(rules: Mapping[str, Layout], layers: Sequence[Any]) -> list[Any]:
-    """Return the layers matched by rules. Raises ConfigError: a rule without a match."""
+    """Return the layers matched by rules. Raises ConfigError for a rule without a match."""
     found = []
     for expression in rules:
         matches = [layer for layer in layers if re.search(expression, f"{layer.path or layer.name}{OUTPUT}")]
@@ -73,11 +69,7 @@ def named_layers(rules: Mapping[str, Layout], layers: Sequence[Any]) -> list[Any
 def agree_on_model(backend: Backend, model: Any, specs: Any) -> None:
     """Verify that all ranks split the same model. Collective over the whole job.
 
-    Args:
-        specs: shapes and dtypes of its inputs.
-
-    Raises:
-        ConfigError: the same on every rank; names a rank that differs, and how.
+    Raises ConfigError, the same on every rank, naming a rank that differs, and how.
     """
     variables = structure_of(model).by_path(model.variables)
     mine = [f"{path} of the shape {tuple(variable.shape)}" for path, variable in variables.items()]
@@ -149,11 +141,7 @@ def _name_of(model: Any, layer: Any) -> str:
 
 
 def _length_of(model: Any, specs: Any, ranks: int) -> int:
-    """Return the length of a model's input sequences.
-
-    Raises:
-        ConfigError: no sequences, unknown length, or not divisible by the ranks.
-    """
+    """Return the length of a model's input sequences. Raises ConfigError if unknown or not divisible."""
     first = next((spec for spec in tf.nest.flatten(specs) if len(spec.shape) > POSITION_DIM), None)
     if first is None:
         raise ConfigError(
@@ -195,11 +183,7 @@ def _traced(model: Any, specs: Any, group: Group, *, training: bool) -> Trace:
 
 
 def _refuse_unfit(layer: Any) -> None:
-    """Reject a layer that needs all tokens of a sample.
-
-    Raises:
-        ConfigError: sharded tables, experts with an overridden call, or an activity regularizer.
-    """
+    """Reject a layer that needs all tokens: sharded tables, overridden experts, activity regularizers."""
     if isinstance(layer, ExchangingLayer) and not is_experts(layer):
         raise ConfigError(
             f"{described(layer)} counts the tokens of whole samples for their way to other ranks, and along cp a rank "

@@ -100,11 +100,7 @@ def whole_sequences(model: Any) -> AbstractContextManager[None]:
 
 
 def sequence_slices(model: Any, graph: Graph) -> SequenceSlices:
-    """Return the tensors of the graph of `model` that are sharded along cp.
-
-    Raises:
-        ConfigError: inputs of variable length, whose shapes are unknown before a batch arrives.
-    """
+    """Return a graph's tensors sharded along cp. Raises ConfigError for variable-length inputs."""
     slices = position_slices(model)
     if slices is None:
         return SequenceSlices()

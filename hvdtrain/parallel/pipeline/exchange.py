@@ -36,8 +36,7 @@ class Spec:
 class StageExchange:
     """Sends tensors to neighbouring stages and receives theirs, within a compiled function.
 
-    Args:
-        pair_with: returns the collectives of this rank and another one, by index.
+    `pair_with` returns the collectives of this rank and another one, by index.
     """
 
     def __init__(self, place: int, ranks: int, pair_with: Callable[[int], Pair]) -> None:
@@ -51,9 +50,7 @@ class StageExchange:
     def send(self, tensors: Sequence[tf.Tensor], stage: int, to: int, label: str, direction: Direction) -> None:
         """Send `tensors` to a neighbouring stage; `finish` must follow in the same function.
 
-        Args:
-            tensors: as the other stage expects to `receive` them.
-            label: distinguishes repeated transfers of the stages, such as the microbatch's number.
+        `label` distinguishes repeated transfers, such as the microbatch's number.
         """
         pair = self._pair(to)
         for number, tensor in enumerate(tensors):
@@ -63,12 +60,7 @@ class StageExchange:
     def receive(
         self, specs: Sequence[Spec], rows: Any, stage: int, label: str, direction: Direction
     ) -> list[tf.Tensor]:
-        """Return the tensors sent by a neighbouring stage.
-
-        Args:
-            rows: samples of the microbatch, an int or an integer tensor.
-            stage, label, direction: as for `send`.
-        """
+        """Return the tensors sent by a neighbouring stage, with `rows` samples (int or tensor)."""
         pair = self._pair(stage)
         received = []
         for number, spec in enumerate(specs):
@@ -98,14 +90,9 @@ def _name(direction: Direction, stage: int, number: int, label: str) -> str:
 
 
 def check_shapes(cut: Cut, inputs: Mapping[int, Any], stage: int, tensors: Sequence[tf.Tensor]) -> None:
-    """Reject tensors whose shapes differ from those that the next stage expects: it would deadlock.
+    """Reject outputs of `stage` with other shapes than the next one expects: it would deadlock.
 
-    Args:
-        inputs: as for `boundary_specs`.
-        stage: any but the last.
-
-    Raises:
-        ConfigError: names one.
+    `inputs` as for `boundary_specs`. Raises ConfigError naming a tensor.
     """
     symbols = cut.outgoing(stage)
     for place, (spec, tensor) in enumerate(zip(boundary_specs(cut, inputs, stage), tensors, strict=True)):

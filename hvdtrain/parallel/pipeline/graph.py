@@ -34,7 +34,7 @@ class Graph:
 
 
 def graph_of(model: Any) -> Graph:
-    """Return the graph of `model`. Raises ConfigError: not a built Functional or Sequential model."""
+    """Return the graph of `model`. Raises ConfigError if not a built Functional or Sequential model."""
     nodes = _nodes(model)
     if nodes is None:
         raise ConfigError(
@@ -61,12 +61,7 @@ def _advice(model: Any) -> str:
 def run(
     nodes: Iterable[Any], known: Mapping[int, Any], wanted: Sequence[Any], *, training: bool | None
 ) -> list[tf.Tensor]:
-    """Call `nodes` in order and return the values of `wanted`.
-
-    Args:
-        nodes: of a `Graph`.
-        known: values by the id of their symbolic tensor.
-    """
+    """Call `nodes` in order and return the values of `wanted`; `known` has values by symbol id."""
     values = dict(known)
     for node in nodes:
         args, kwargs = node.arguments.fill_in(values)
@@ -139,11 +134,7 @@ def is_float(tensor: Any) -> bool:
 
 
 def specs_of(graph: Graph, shapes: Mapping[int, tuple[int | None, ...]], wanted: Sequence[Any]) -> list[Any]:
-    """Return the shapes of `wanted`, with None for the batch dim.
-
-    Args:
-        shapes: of a batch's tensors, by the id of the model's symbolic inputs.
-    """
+    """Return the shapes of `wanted`, with None for the batch dim; `shapes` by symbolic input id."""
     as_declared = all(tuple(symbol.shape[1:]) == tuple(shapes[id(symbol)][1:]) for symbol in graph.inputs)
     if as_declared or all(None not in tensor.shape[1:] for tensor in wanted):
         return [tuple(tensor.shape) for tensor in wanted]

@@ -72,13 +72,9 @@ def _alternate(forward: Schedule, backward: Schedule, *, warm_up: int) -> Schedu
 
 
 def schedule_of(name: ScheduleName, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Return a rank's passes in one optimizer step.
+    """Return a rank's passes in one optimizer step, with `chunks` stages per rank.
 
-    Args:
-        chunks: stages per rank; more than one for the interleaved schedule only.
-
-    Raises:
-        ConfigError: unknown name, or an interleaved schedule with microbatches not divisible by `ranks`.
+    Raises ConfigError for an unknown name, or interleaved microbatches not divisible by `ranks`.
     """
     if name == "interleaved":
         if microbatches % ranks:

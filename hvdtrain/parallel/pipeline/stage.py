@@ -122,11 +122,7 @@ class PipelineStage(keras.Model):
     ) -> list[tf.Tensor]:
         """Return the tensors that a stage sends to the next one, or the model's outputs.
 
-        Args:
-            stage: one of `stages`.
-            inputs: as returned by `model_inputs`.
-            received: tensors and masks from the previous stage.
-            training: whether layers are called in training mode.
+        `inputs` come from `model_inputs`; `received` are tensors and masks from the previous stage.
         """
         outputs: list[tf.Tensor] = self([list(received), list(inputs.values())], stage=stage, training=training)
         return outputs
@@ -267,11 +263,7 @@ def stage_assignment_of(model: Any) -> StageAssignment | None:
 
 
 def assign_stages(model: Any, stage: PipelineStage) -> None:
-    """Record which ranks train a model's weights; make methods that need all of them raise.
-
-    Args:
-        model: the user's; every rank still has all layers.
-    """
+    """Record which ranks train a model's weights; make methods that need all of them raise."""
     vars(model)[_DIVISION] = StageAssignment(_places(stage), tuple(stage.tied))
     for method, instead in _INSTEAD.items():
         vars(model)[method] = _refusal(model.name, method, instead)

@@ -123,10 +123,9 @@ def shard_in_place(variable: Any, cut: Cut) -> None:
 def agree_on_shards(
     backend: Backend, made: Sequence[ShardedVariable], whole: Sequence[Any], paths: Mapping[int, str]
 ) -> None:
-    """Make all ranks hold shards of one model: that of the first rank. Collective along tp.
+    """Make all ranks hold shards of the first rank's model. Collective along tp.
 
-    Raises:
-        ConfigError: ranks that shard other variables, or whose initial values differ and are not reproducible.
+    Raises ConfigError if ranks shard other variables, or initial values differ irreproducibly.
     """
     mine = {paths[id(each.variable)]: _facts(each) for each in made}
     mine |= {paths[id(variable)]: [list(variable.shape)] for variable in whole}

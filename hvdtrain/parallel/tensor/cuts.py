@@ -101,13 +101,9 @@ def even_cut(whole: tuple[int, ...], dim: int, index: int, ranks: int) -> Cut:
 
 
 def fused_cut(path: str, whole: tuple[int, ...], dim: int, index: int, ranks: int, fused: FusedHeads) -> Cut:
-    """Return the shard along `dim` with the heads of rank `index` of `ranks`.
+    """Return the shard along `dim` with the heads of rank `index` of `ranks`; `whole` is the full shape.
 
-    Args:
-        whole: its full shape.
-
-    Raises:
-        ConfigError: heads that do not fit the dim, or are not divisible by the ranks.
+    Raises ConfigError for heads that do not fit the dim, or are not divisible by the ranks.
     """
     heads = sum(fused.heads)
     if whole[dim] % heads:

@@ -35,8 +35,7 @@ class Shard:
 class OutputShards:
     """Gathers a model's sharded outputs, except within `kept`.
 
-    Args:
-        lengths: full size of the last dim of each flattened output; None for an output that is not sharded.
+    `lengths` are the full sizes of the last dim of each flattened output, None if not sharded.
     """
 
     def __init__(self, exchange: Collectives, lengths: Sequence[int | None]) -> None:

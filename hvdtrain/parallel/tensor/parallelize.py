@@ -54,14 +54,7 @@ ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L
 
 
 def regularize_shards(variable: Any, exchange: Collectives, name: str) -> None:
-    """Make a sharded variable's penalty that of the full variable.
-
-    Args:
-        name: of the variable, the same on all ranks.
-
-    Raises:
-        ConfigError: a regularizer that is not a sum over elements.
-    """
+    """Make a shard's penalty that of the full variable. Raises ConfigError unless it is a sum over elements."""
     whole = variable.regularizer
     if whole is None:
         return
@@ -76,11 +69,7 @@ def regularize_shards(variable: Any, exchange: Collectives, name: str) -> None:
 
 
 def divide_penalty(variable: Any, ranks: int) -> None:
-    """Scale the gradient of a full variable's penalty for summation over ranks.
-
-    Args:
-        variable: a full Keras variable whose gradient is partial on each rank. The penalty's value is unchanged.
-    """
+    """Scale the gradient of a full variable's penalty for summation over ranks; its value is unchanged."""
     whole = variable.regularizer
     if whole is None:
         return
@@ -95,10 +84,7 @@ def divide_penalty(variable: Any, ranks: int) -> None:
 class Parallelization:
     """Shards a model's layers along `tp`; implements `hvdtrain.parallelize`.
 
-    Args:
-        exchange: the ranks along `tp`.
-        rules: as for `hvdtrain.parallelize`.
-        backend: to agree with the other ranks; None: skip.
+    `backend` agrees with the other ranks; None: skip.
     """
 
     def __init__(self, exchange: Collectives, rules: Rules, backend: Backend | None, *, sequence: bool = False) -> None:

@@ -22,8 +22,7 @@ Rules: TypeAlias = Mapping[str, Layout]
 class LayoutRules:
     """Validated rules, which record their matches.
 
-    Raises:
-        ConfigError: no rules, an invalid expression, or a layout with another axis or several dims.
+    Raises ConfigError for no rules, an invalid expression, or a layout with another axis or several dims.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -44,10 +43,8 @@ class LayoutRules:
     def cut_of(self, path: str, shape: Sequence[int], index: int, ranks: int) -> Cut | None:
         """Return the shard of the variable `path` on rank `index` of `ranks`; None if not sharded.
 
-        As in Keras' `LayoutMap`, an exact match has priority; otherwise only one expression may match.
-
-        Raises:
-            ConfigError: two matching rules, a wrong number of dims, or a dim not divisible by the ranks.
+        As in Keras' `LayoutMap`, an exact match has priority; otherwise only one expression may match. Raises
+        ConfigError: two matching rules, a wrong number of dims, or a dim not divisible by the ranks.
         """
         found = (
             [path] if path in self._layouts else [e for e, compiled in self._compiled.items() if compiled.search(path)]
@@ -74,8 +71,7 @@ class LayoutRules:
     def output_of(self, path: str) -> bool | None:
         """Return whether a rule shards (True) or gathers (False) the output of layer `path`; else None.
 
-        Raises:
-            ConfigError: another layout of an output.
+        Raises ConfigError for another layout of an output.
         """
         for expression, (compiled, layout) in self._outputs.items():
             if compiled.search(f"{path}{OUTPUT}"):
@@ -89,14 +85,7 @@ class LayoutRules:
         return None
 
     def check_used(self, paths: Sequence[str]) -> None:
-        """Reject rules without a match.
-
-        Args:
-            paths: of the model's variables, for the message.
-
-        Raises:
-            ConfigError: names the first.
-        """
+        """Reject rules without a match, listing variable `paths`."""
         unused = [expression for expression in (*self._layouts, *self._outputs) if expression not in self._matched]
         if unused:
             shown = ", ".join(paths[:8]) + (f" … ({len(paths)} variables)" if len(paths) > 8 else "")
@@ -105,15 +94,10 @@ class LayoutRules:
 
 
 def cut_along(path: str, shape: Sequence[int], dim: int, index: int, ranks: int, entry: Any = AXIS) -> Cut:
-    """Return the shard of the variable `path` on rank `index` of `ranks`.
+    """Return the shard of the variable `path` on rank `index` of `ranks`; `shape` is the full one.
 
-    Shards of a vocabulary, or of classes, may differ in length.
-
-    Args:
-        shape: full shape.
-
-    Raises:
-        ConfigError: the dim, or the heads of a block, are not divisible by the ranks.
+    Shards of a vocabulary, or of classes, may differ in length. Raises ConfigError if the dim, or the heads of a block,
+    are not divisible by the ranks.
     """
     whole = tuple(int(n) for n in shape)
     if isinstance(entry, FusedHeads):

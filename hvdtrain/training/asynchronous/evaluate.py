@@ -20,11 +20,7 @@ States = Sequence[Sequence[Any]]
 
 
 class Tally:
-    """Metrics accumulated in float64 over batches of several workers.
-
-    Args:
-        metrics: compute the results; owned by this object.
-    """
+    """Metrics accumulated in float64 over batches of several workers."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._metrics = metrics
@@ -69,11 +65,7 @@ class Tally:
 
 
 class AsynchronousEvaluator:
-    """Evaluates each batch on a worker and sums the results.
-
-    Args:
-        metrics: fresh metrics, not shared with training.
-    """
+    """Evaluates each batch on a worker and sums the results, in fresh metrics."""
 
     def __init__(self, backend: Backend, workers: Workers, model: Any, loss: LossFunction, metrics: MetricSet) -> None:
         self._backend = backend
@@ -86,7 +78,7 @@ class AsynchronousEvaluator:
         )
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        """Evaluate on `batches`, calling `hooks`. Raises DataError: no samples."""
+        """Evaluate on `batches`, calling `hooks`. Raises DataError for no samples."""
         begin = time.perf_counter()
         hooks, tally = hooks or EvaluationHooks(), Tally(self._metrics)
         outcomes: list[Future] = []
@@ -126,11 +118,7 @@ class AsynchronousPredictor:
         )
 
     def __call__(self, batches: Iterable[Batch]) -> Any:
-        """Return the outputs [samples, …] as arrays in the model's structure, in input order.
-
-        Raises:
-            DataError: no samples.
-        """
+        """Return the outputs [samples, …] in the model's structure and input order. Raises DataError if empty."""
         outcomes = [self._workers.schedule(self._outputs, batch.inputs) for batch in batches]
         if not outcomes:
             raise DataError("There is nothing to predict: the data hold no samples.")

@@ -21,8 +21,7 @@ from hvdtrain.training.update_rules.base import UpdateRule
 class AsynchronousStepFactory(CompiledStepFactory):
     """hvdtrain's step and evaluation, dispatched to workers.
 
-    Raises:
-        ConfigError: a layer that would use other random numbers in the backward pass.
+    Raises ConfigError for a layer that would use other random numbers in the backward pass.
     """
 
     def __init__(

@@ -117,11 +117,9 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates a model on every replica's share of the data and sums the results.
+    """Evaluates a model on every replica's share of the data and sums the results, in fresh metrics.
 
-    Args:
-        metrics: fresh metrics, not shared with training.
-        rule: returns the rule that holds the model's weights; None: the model does.
+    `rule` returns the rule that holds the model's weights; None: the model does.
     """
 
     def __init__(
@@ -146,11 +144,7 @@ class Evaluator:
         self._look = tf.function(lambda: backend.run(self._look_at_all), autograph=False)
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        """Evaluate on `batches`, equally many on each replica, calling `hooks`. Collective.
-
-        Raises:
-            DataError: no samples.
-        """
+        """Evaluate on `batches`, equally many on each replica. Raises DataError without samples. Collective."""
         begin = time.perf_counter()
         self._metrics.reset_all()
         for sums in self._sums.all:

@@ -28,11 +28,7 @@ class Predictor:
         )
 
     def __call__(self, batches: Iterable[Batch]) -> Any:
-        """Return the outputs [samples, …] as arrays in the model's structure. Collective.
-
-        Raises:
-            DataError: no samples.
-        """
+        """Return the outputs [samples, …] in the model's structure. Raises DataError if empty. Collective."""
         parts = [tf.nest.map_structure(lambda t: t.numpy(), self._outputs(batch)) for batch in in_step(batches)]
         if not parts:
             raise DataError("There is nothing to predict: the data hold no samples.")
@@ -76,10 +72,8 @@ def prediction_batches(
 ) -> Iterable[Batch]:
     """Return this replica's share of inputs: arrays, a nest of them, or a batched Dataset.
 
-    For a Dataset of tuples, only the first element is used. Reads `steps` batches, or all.
-
-    Raises:
-        DataError: ranks have different inputs.
+    For a Dataset of tuples, only the first element is used. Reads `steps` batches, or all. Raises DataError if ranks
+    have different inputs.
     """
     if isinstance(data, tf.data.Dataset):
         given: Any = data.map(_with_no_targets)

@@ -18,13 +18,7 @@ ADVICE = f"A lower {opt('learning_rate')}, a warm-up or {opt('clip_norm')} may h
 
 
 class BadStepPolicy:
-    """Counts bad steps and decides whether to raise or roll back. Collective.
-
-    Args:
-        options: `on_bad_step` and its limit.
-        state: the training state; its scalars hold the counts.
-        say: shows the user a line, on rank 0.
-    """
+    """Counts bad steps in the state, and decides whether to raise or roll back. Collective."""
 
     def __init__(self, options: BadStepConfig, backend: Backend, state: TrainState, say: Callable[[str], None]) -> None:
         self._options = options
@@ -33,15 +27,9 @@ class BadStepPolicy:
         self._say = say
 
     def settle(self, bad: Sequence[BadStep], *, finite_parameters: bool, where: str) -> bool:
-        """Report and count bad steps; return whether to roll back. Collective.
+        """Report and count `bad` steps; return whether to roll back. Collective.
 
-        Args:
-            bad: the bad steps read since the last call, in order.
-            finite_parameters: whether the parameters are finite now.
-            where: description of the step that was read last.
-
-        Raises:
-            BadStepError: bad steps are errors, or there were too many.
+        Raises BadStepError if bad steps are errors, or there were too many.
         """
         causes = self._causes(bad[:NAMED]) if bad else []
         for step in bad:

@@ -63,11 +63,7 @@ class DesyncCheck:
         return early or step.ends_epoch or step.number % self._every == 0
 
     def look(self, where: str) -> None:
-        """Compare the ranks now; `where` names the step in the error. Collective.
-
-        Raises:
-            DesyncError: names the variables and the ranks that differ.
-        """
+        """Compare the ranks now; `where` names the step. Raises DesyncError naming variables and ranks. Collective."""
         tensors = self._state.compared_tensors()
         if self._holders is None:
             self._holders = Holders(self._backend, tensors)

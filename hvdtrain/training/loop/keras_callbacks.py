@@ -42,11 +42,7 @@ def check_callback(callback: Any) -> None:
 
 
 def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
-    """Reject callbacks that save the model after batches, when replicas' weights differ.
-
-    Raises:
-        ConfigError: names the callback.
-    """
+    """Reject callbacks that save after batches, when replicas' weights differ (ConfigError)."""
     for callback in tf.nest.flatten(list(callbacks)):
         if isinstance(callback, _listed_callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise ConfigError(
@@ -57,14 +53,9 @@ def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
 
 
 def refuse_copies_of_slices(callbacks: Sequence[Any], *, saves: bool) -> None:
-    """Reject callbacks that would save or keep a rank's shards as the model.
+    """Reject callbacks that would save or keep a rank's shards as the model (ConfigError).
 
-    Args:
-        callbacks: as for `Model.fit`.
-        saves: whether checkpoints are written, which do not support such copies.
-
-    Raises:
-        ConfigError: names the callback.
+    `saves` says whether checkpoints are written, which do not support such copies.
     """
     for callback in tf.nest.flatten(list(callbacks)):
         if isinstance(callback, _listed_callbacks.ModelCheckpoint):
@@ -97,7 +88,10 @@ class CallbackNeeds(NamedTuple):
 
 
 def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
-    """Return the events that any replica's callbacks need. Collective. Raises ConfigError: an unsupported callback."""
+    """Return the events that any replica's callbacks need.
+
+    Collective. Raises ConfigError for an unsupported callback.
+    """
     flat = tf.nest.flatten(list(callbacks))
     for callback in flat:
         check_callback(callback)
@@ -272,8 +266,7 @@ class KerasCallbacks(EvaluationHooks):
     def agree(self, step: StepEnd) -> Outcome:
         """Stop if a callback of any replica requests it. Collective.
 
-        Raises:
-            ConfigError: the replicas have different learning rates or weights.
+        Raises ConfigError if the replicas have different learning rates or weights.
         """
         stops = self._agreed(weights=step.ends_epoch)
         return Outcome.STOP if stops else Outcome.CONTINUE

@@ -99,10 +99,8 @@ class TrainingLoop:
     def add_hook(self, hook: Hook, when: When, *, roll_back: Callable[[], None] | None = None) -> None:
         """Call `hook` after the steps of `when`, after previously added hooks.
 
-        Args:
-            hook: returns its effect on the loop, the same on every rank.
-            when: the steps.
-            roll_back: called if a step is rolled back. One hook must restore a snapshot of the state.
+        It returns its effect on the loop, the same on every rank. `roll_back` is called if a step is rolled back; one
+        hook must restore a snapshot of the state.
         """
         self._hooks.append((when, hook))
         if roll_back is not None:
@@ -184,7 +182,7 @@ class TrainingLoop:
         return step.outcome
 
     def _rolled_back(self, step: StepEnd) -> Any:
-        """Restore the last snapshot, and return its scalars. Raises ConfigError: no hook keeps snapshots."""
+        """Restore the last snapshot, and return its scalars. Raises ConfigError if no hook keeps snapshots."""
         for roll_back in self._roll_back:
             roll_back()
         scalars = self._state.scalars

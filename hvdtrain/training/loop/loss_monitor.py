@@ -84,12 +84,8 @@ class LossMonitor:
     def settle(self, *, finite_parameters: bool, loss_scale: float | None = None) -> float:
         """Read pending totals, check them, and return the mean loss since the last call.
 
-        Args:
-            finite_parameters: whether the parameters are finite now.
-
-        Raises:
-            NonFiniteError: the loss or a parameter is NaN or infinite. Non-finite data are reported as the cause, but
-                are an error only then: a model may handle them.
+        Raises NonFiniteError if the loss or a parameter is NaN or infinite. Non-finite data are reported as the cause,
+        but are an error only then: a model may handle them.
         """
         self._take(self._pending)
         self._pending = []

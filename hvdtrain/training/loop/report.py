@@ -17,12 +17,7 @@ from hvdtrain.training.step.result import CompiledStep, Measured
 
 
 class TrainingReport:
-    """Computes metrics, sends them to observers and keeps those of epochs.
-
-    Args:
-        step: the compiled step with the metrics.
-        clock: of the steps.
-    """
+    """Computes metrics, sends them to observers and keeps those of epochs."""
 
     def __init__(self, step: CompiledStep, monitor: LossMonitor, clock: StepClock, observers: Observer) -> None:
         self._step = step
@@ -90,10 +85,7 @@ class TrainingReport:
     ) -> FitResult:
         """Return the result of the training.
 
-        Args:
-            history: Keras' History, if there were callbacks, which may have added metrics.
-            guarded: whether bad steps were detected.
-            slowest: the straggler, if any.
+        `history` is Keras' History, if there were callbacks, which may have added metrics.
         """
         bad = scalars.bad_steps
         counts = {"non_finite": bad.non_finite, "spikes": bad.spikes, "rollbacks": bad.rollbacks}

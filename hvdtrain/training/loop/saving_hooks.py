@@ -44,7 +44,10 @@ def begin_best(metric: BestMetric | None, scalars: Scalars, metrics: Iterable[st
 
 
 def note_best(metric: BestMetric | None, scalars: Scalars, step: int, logs: Mapping[str, Any]) -> None:
-    """Record the epoch that ended with `step` if it is the best. Raises ConfigError: a metric with several values."""
+    """Record the epoch that ended with `step` if it is the best.
+
+    Raises ConfigError for a metric with several values.
+    """
     value = None if metric is None else logs.get(metric.name)
     if metric is None or value is None:
         return
@@ -106,8 +109,7 @@ class Saving:
     def save(self, step: StepEnd) -> None:
         """Save after `step`; at the end of training or on a stop, wait for it.
 
-        Raises:
-            CheckpointError: the end of training could not be saved.
+        Raises CheckpointError if the end of training could not be saved.
         """
         self._begun = step.number
         self._attempt(self._save, step.number, needed=step.last)
@@ -115,11 +117,7 @@ class Saving:
             self._attempt(self._finish, step.number, needed=step.last)
 
     def save_beginning(self, step: int) -> None:
-        """Save before the first step, after `step` earlier ones, and wait for it.
-
-        Raises:
-            CheckpointError: it cannot be saved.
-        """
+        """Save before the first step, after `step` earlier ones; raise CheckpointError on failure."""
         self._begun = step
         self._attempt(self._save, step, needed=True)
         self._attempt(self._finish, step, needed=True)
@@ -146,13 +144,7 @@ class Saving:
 
 
 class SavingHooks:
-    """Saves the state including metrics, callbacks and bad-step history. Collective.
-
-    Args:
-        step: the compiled step with the metrics.
-        callbacks: this rank's Keras callbacks, if any.
-        speaks: whether this rank warns.
-    """
+    """Saves the state including metrics, callbacks and bad-step history. Collective."""
 
     def __init__(
         self,
@@ -193,11 +185,7 @@ class SavingHooks:
             loop.add_hook_before(lambda step: self._actions.begin_step())
 
     def begin(self) -> None:
-        """Save before the first step if rollbacks are possible, so that there is always a target.
-
-        Raises:
-            CheckpointError: it cannot be saved.
-        """
+        """Save before the first step if rollbacks are possible; raise CheckpointError on failure."""
         step = self._state.scalars.step
         if self._actions.roll_back is not None and step < self._plan.total_steps:
             assert self._saving is not None, "a training that can be rolled back saves"
@@ -250,11 +238,7 @@ class SavingHooks:
 
     @contextmanager
     def _complete_state(self, step: StepEnd | None) -> Iterator[None]:
-        """Add metrics, callback states and guard history to the state; drop them on exit. Collective.
-
-        Args:
-            step: the completed step; None before the first.
-        """
+        """Add metrics, callback states and guard history to the state inside the context. Collective."""
         scalars, callbacks = self._state.scalars, self._callbacks
         try:
             if step is None or not step.ends_epoch:

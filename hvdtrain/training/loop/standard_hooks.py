@@ -154,7 +154,7 @@ class StandardTraining:
             self._saves.add_commits(loop)
 
     def run(self) -> None:
-        """Train as planned. Raises BadStepError: the loss was NaN, infinite or a spike; the message names the step."""
+        """Train as planned. Raises BadStepError naming the step if the loss was NaN, infinite or a spike."""
         progress = self._state.scalars.progress
         if self._callbacks is not None:
             self._rule.gather_weights()

@@ -28,14 +28,8 @@ class Objective:
 def merge_compile_settings(model: Any, optimizer: Any, chosen: Objective) -> tuple[Any, Objective, list[str]]:
     """Fill in optimizer and objective from `model.compile`; also return warnings.
 
-    Loss and loss weights go together, and so do metrics and weighted metrics.
-
-    Args:
-        model: a Keras model, compiled or not.
-        chosen: the trainer's arguments; None for omitted metrics.
-
-    Raises:
-        ConfigError: there is no optimizer.
+    Loss and loss weights go together, and so do metrics and weighted metrics; omitted metrics are None. Raises
+    ConfigError without an optimizer.
     """
     config = compile_arguments(model)
     if optimizer is None:
@@ -64,11 +58,7 @@ def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> Non
 
 
 def build_compile_metrics(model: Any, targets: Any, outputs: Any) -> None:
-    """Build a compiled model's metrics: callbacks infer from them whether higher is better.
-
-    Args:
-        model: the model; its compiled metrics are never updated.
-    """
+    """Build compiled metrics, never updated: callbacks infer from them whether higher is better."""
     metrics = compile_metrics(model)
     if metrics is not None and not metrics.built:
         # Metrics in a structure that Keras does not accept: callbacks then ask for a `mode`.

@@ -56,8 +56,7 @@ def _fits(labels: Any, logits: Any) -> bool:
 def sparse_cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     """Return -log softmax at the labels [...], for logits [..., classes]; differentiable once.
 
-    Raises:
-        tf.errors.InvalidArgumentError: at run time, for a label outside [0, classes).
+    Raises tf.errors.InvalidArgumentError at run time for a label outside [0, classes).
     """
     classes = logits.shape[-1]
     flat = _flat_cross_entropy(tf.reshape(tf.cast(labels, tf.int32), [-1]), tf.reshape(logits, [-1, classes]))

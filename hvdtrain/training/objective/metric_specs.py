@@ -20,12 +20,8 @@ ACCURACIES = ("accuracy", "acc")
 class MetricSpec:
     """The user's metrics, resolved with a first batch.
 
-    Args:
-        metrics: Keras metrics or their names; for several outputs a dict or list with one or several for each.
-        loss: the losses; if there are several, each is reported like a metric.
-
-    Raises:
-        ConfigError: an unknown name.
+    `metrics` are Keras metrics or their names; for several outputs a dict or list with one or several for each. Each of
+    several losses is reported like a metric. Raises ConfigError for an unknown name.
     """
 
     def __init__(self, metrics: Any, weighted: Any, loss: Any = None) -> None:
@@ -35,11 +31,7 @@ class MetricSpec:
     def resolve(self, targets: Any, outputs: Any, backend: Backend, names: Callable[[], Any]) -> MetricSet:
         """Return each output's metrics, with `accuracy` resolved from the shapes.
 
-        Args:
-            names: returns the names of the model's outputs.
-
-        Raises:
-            ConfigError: metrics that cannot be summed over replicas, or that fit no output.
+        Raises ConfigError for metrics that cannot be summed over replicas, or that fit no output.
         """
         by_name = outputs_by_name(outputs, names())
         labels = per_output("The target", targets, list(by_name), shared=False)

@@ -36,11 +36,7 @@ class BoundMetric(NamedTuple):
 
 
 class MetricSet:
-    """Metrics updated on each replica and read over all of them.
-
-    Args:
-        names: returns the names of the model's outputs.
-    """
+    """Metrics updated on each replica and read over all; `names` returns the output names."""
 
     def __init__(self, bound: Sequence[BoundMetric], backend: Backend, names: Callable[[], Any] = lambda: None) -> None:
         originals = list(bound)
@@ -62,11 +58,7 @@ class MetricSet:
         return [unwrap(variable) for bound in self.bound for variable in bound.metric.variables]
 
     def fresh(self) -> "MetricSet":
-        """Return a reset copy of the metrics, for evaluation during training.
-
-        Raises:
-            ConfigError: a metric that cannot be recreated from its configuration.
-        """
+        """Return a reset copy, for evaluation during training. Raises ConfigError if not recreatable."""
         fresh = MetricSet(_copies(self.bound), self._backend, self._names)
         if self.sample is not None:
             fresh.build(*self.sample)
@@ -144,12 +136,7 @@ class MetricSet:
                 variable.assign(tf.cast(value, variable.dtype))
 
     def restore_sums(self, sums: Mapping[str, Sequence[Any]], *, counted_here: bool = True) -> None:
-        """Restore global `sums` by metric name, or zero.
-
-        Args:
-            sums: values of each metric's variables, from `sums_so_far`.
-            counted_here: whether this replica takes them; exactly one replica does.
-        """
+        """Restore global `sums` by metric name, or zero; one replica has `counted_here`."""
         self.reset_all()
         places = [(bound.name, place, v) for bound in self.bound for place, v in enumerate(bound.metric.variables)]
         for (name, place, variable), reported in zip(places, self._reported.own, strict=True):
@@ -214,11 +201,9 @@ class MetricSet:
         return {bound.name: tf.convert_to_tensor(bound.metric.result()) for bound in self.bound}
 
     def results_so_far(self, role: str, read: Callable[[], Mapping[str, Any]] | None = None) -> dict[str, tf.Tensor]:
-        """Return each metric's global value without side effects, in a compiled function. Collective.
+        """Return global values without side effects, in a compiled function. Collective.
 
-        Args:
-            role: as for `reduce`.
-            read: returns values by name; default: `results`.
+        `read` returns values by name; default: `results`.
         """
         variables = self.variables()
         own = [variable.read_value() for variable in variables]
@@ -230,13 +215,9 @@ class MetricSet:
         return results
 
     def check_sums(self, targets: Any, outputs: Any) -> None:
-        """Reject a metric whose state is not additive: state(A, B) = state(A) + state(B).
+        """Reject a metric whose state is not additive: state(A, B) = state(A) + state(B) (ConfigError).
 
-        Args:
-            targets: targets of a batch; with one sample there is nothing to compare.
-
-        Raises:
-            ConfigError: names the metric.
+        With one sample there is nothing to compare.
         """
         half = int(tf.nest.flatten(outputs)[0].shape[0]) // 2
         if half == 0:
@@ -308,7 +289,7 @@ def _copies(bound: Sequence[BoundMetric]) -> list[BoundMetric]:
 
 
 def copy_of(metric: Any) -> Any:
-    """Return a reset copy of `metric`. Raises ConfigError: it cannot be recreated from its configuration."""
+    """Return a reset copy of `metric`. Raises ConfigError if it cannot be recreated from its configuration."""
     try:
         if type(metric) is keras.metrics.MeanMetricWrapper:
             # A user's function, which Keras finds by its name only if it was registered.

@@ -36,11 +36,7 @@ class OutputLoss(keras.metrics.Metric):
 
 
 def output_losses(loss: Any, names: list[str]) -> dict[str, OutputLoss]:
-    """Return a metric for each output with a loss; none if there is a single loss.
-
-    Args:
-        loss: losses as for `Model.compile`.
-    """
+    """Return a metric for each output with a loss; none if there is a single loss."""
     if loss is None or len(names) < 2:
         return {}
     known = {output: one for output, one in losses_by_output(loss, names).items() if one is not None}

@@ -23,12 +23,8 @@ def outputs_by_name(outputs: Any, names: Sequence[str] | None = None) -> dict[st
 def per_output(what: str, values: Any, names: Sequence[str], *, shared: bool) -> dict[str, Any]:
     """Return each output's value: from a dict by name, from a list by index, None if missing.
 
-    Args:
-        values: one per output; for a model with one output the value itself.
-        shared: whether a single value applies to all outputs.
-
-    Raises:
-        ConfigError: another number, or an unknown name.
+    For a model with one output, `values` is the value itself; `shared` applies a single value to all outputs. Raises
+    ConfigError for another number, or an unknown name.
     """
     if values is None:
         return dict.fromkeys(names)

@@ -25,8 +25,7 @@ def has_soft_labels(config: DataConfig) -> bool:
 def soft_label_loss(config: DataConfig, loss: Any) -> Any:
     """Return the soft-label counterpart of `loss` if targets are soft labels; else `loss`.
 
-    Raises:
-        ConfigError: a loss without a counterpart.
+    Raises ConfigError if there is no counterpart.
     """
     if not has_soft_labels(config):
         return loss

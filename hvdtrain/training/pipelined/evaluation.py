@@ -21,23 +21,14 @@ from hvdtrain.training.step.batches import replica_slice
 
 
 class StageForward:
-    """Runs batches through the stages, within a compiled function. Collective over the pipeline.
-
-    Args:
-        exchange: with the other stages.
-    """
+    """Runs batches through the stages, within a compiled function. Collective over the pipeline."""
 
     def __init__(self, stage: PipelineStage, exchange: StageExchange) -> None:
         self._stage = stage
         self._exchange = exchange
 
     def __call__(self, inputs: Any, label: str) -> Any:
-        """Return the model's outputs on the last stage, None elsewhere.
-
-        Args:
-            inputs: of the model, the same on all ranks of the pipeline.
-            label: distinguishes calls, such as `evaluation`.
-        """
+        """Return the model's outputs on the last stage, None elsewhere; `label` distinguishes calls."""
         stage, cut = self._stage, self._stage.whole.cut
         known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
         outputs: Any = None
@@ -87,11 +78,7 @@ def rows_of(known: dict[int, Any]) -> Any:
 def share_outputs(
     forward: StageForward, inputs: Any, outputs: Any, gather: Callable[..., tf.Tensor], label: str
 ) -> Any:
-    """Return the last stage's outputs on all ranks of a pipeline. Collective.
-
-    Args:
-        outputs: full outputs on the last stage; None elsewhere.
-    """
+    """Return the last stage's full `outputs` (None elsewhere) on all ranks of a pipeline. Collective."""
     specs = forward.specs(inputs)
     if outputs is None:
         mine = [tf.fill([0, *spec.shape[1:]], tf.zeros([], spec.dtype)) for spec in specs]

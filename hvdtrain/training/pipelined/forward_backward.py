@@ -34,11 +34,7 @@ Count = Callable[[Batch, Any], None]
 class PipelinedForwardBackward:
     """Computes the local gradients of this rank's stages from this replica's batch.
 
-    Args:
-        pipeline: collectives of all stages of this replica.
-        exchange: with the neighbouring stages.
-        state: the training state; its model is a `PipelineStage`.
-        parameters_of: `UpdateRule.parameters`.
+    The state's model is a `PipelineStage`; `parameters_of` is `UpdateRule.parameters`.
     """
 
     def __init__(

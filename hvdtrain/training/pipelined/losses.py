@@ -75,11 +75,7 @@ class Regularization:
         return tf.add_n(each) if each else tf.zeros([], tf.float64)
 
     def gradients(self, trainable: Mapping[str, tf.Variable], factor: tf.Tensor) -> list[Gradient]:
-        """Return the gradients of `factor` times the penalties; None for variables without one.
-
-        Args:
-            factor: a float64 scalar.
-        """
+        """Return the gradients of `factor` (float64) times the penalties; None for variables without one."""
         penalized = {id(unwrap(variable)) for variable in self._variables}
         with tf.GradientTape() as tape:
             penalty = self.value()
@@ -91,12 +87,7 @@ class Regularization:
 
 
 class MetricsBackend:
-    """Backend that also sums over the stages of each replica; stages but the last contribute zero.
-
-    Args:
-        pipeline: collectives of all stages of this replica.
-        counts: whether this rank has the last stage, and so metrics.
-    """
+    """Backend that also sums over a replica's stages; all but the last (`counts`) contribute zero."""
 
     def __init__(self, backend: Backend, pipeline: Collectives, *, counts: bool) -> None:
         self._backend = backend

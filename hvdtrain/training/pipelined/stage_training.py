@@ -40,11 +40,7 @@ class PipelineOptions:
 
 
 class StageTraining:
-    """One of a rank's stages: variables, gradient sums and compiled forward pass.
-
-    Args:
-        parameters_of: `UpdateRule.parameters`.
-    """
+    """One of a rank's stages: variables, gradient sums and compiled forward pass."""
 
     def __init__(
         self,

@@ -26,11 +26,8 @@ AXIS = "pp"
 def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = False) -> Any:
     """Return this rank's stages of `model` if there is a pp axis, else `model` itself. Collective.
 
-    Args:
-        own: whether nothing else uses the model: the weights of other stages are then freed.
-
-    Raises:
-        ConfigError: a model that cannot be split, incompatible options, or ranks that would split it differently.
+    With `own`, nothing else uses the model, and the weights of other stages are freed. Raises ConfigError for a model
+    that cannot be split, incompatible options, or ranks that would split it differently.
     """
     ranks = backend.axes.get(AXIS, 1)
     if ranks == 1:
@@ -119,11 +116,7 @@ def _refuse_rounding_by_stage(stage: PipelineStage, options: StepOptions) -> Non
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:
-    """Reject an optimizer that clips by the global norm, which would be that of one stage.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Reject clipping by the optimizer's global norm, which would be that of one stage (ConfigError)."""
     inner = innermost(optimizer)
     if isinstance(model, PipelineStage) and inner.global_clipnorm is not None:
         raise ConfigError(

@@ -44,7 +44,7 @@ def _computed(batch: Batch) -> Batch:
 
 
 def per_microbatch(batch: int, replicas: int, accumulate: int, *, uneven: bool = False) -> int:
-    """Return the samples of a microbatch: `batch` / `replicas` / `accumulate`. Raises ConfigError: not divisible."""
+    """Return the samples of a microbatch: `batch` / `replicas` / `accumulate`. Raises ConfigError if not divisible."""
     if accumulate < 1:
         raise ConfigError(f"{opt('accumulate')} must be at least 1. Received: {accumulate}.")
     if uneven:
@@ -61,12 +61,7 @@ def per_microbatch(batch: int, replicas: int, accumulate: int, *, uneven: bool =
 
 
 class Microbatches:
-    """A replica's batch as microbatches of `length` samples, equally many on every replica.
-
-    Args:
-        batch: this replica's slice of the global batch.
-        length: samples per microbatch; the last one may be shorter.
-    """
+    """A replica's slice as microbatches of `length` samples (the last one may be shorter), equally many everywhere."""
 
     def __init__(self, batch: Batch, replicas: int, length: int) -> None:
         largest = -(-batch.global_samples // replicas)

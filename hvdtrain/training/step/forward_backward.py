@@ -41,13 +41,7 @@ class LocalGradients(NamedTuple):
 
 
 class ForwardBackward:
-    """Calls the model and computes its gradients.
-
-    Args:
-        forward: calls the model in training mode; default: the model itself.
-        jit: compile both passes with XLA.
-        parameters: variables to read and differentiate; default: the model's.
-    """
+    """Calls the model (or `forward`) and computes the gradients of `parameters`; `jit` uses XLA."""
 
     def __init__(
         self,
@@ -72,11 +66,7 @@ class ForwardBackward:
     def __call__(
         self, batch: Batch, *, within: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> tuple[LocalGradients, Any]:
-        """Run a microbatch and return its sums and outputs; a placeholder contributes zeros.
-
-        Args:
-            within: returns a context to call the model in.
-        """
+        """Run a microbatch within `within()`; return sums (zeros for a placeholder) and outputs."""
         if not self._jit:
             return self._both(batch, within)
         tensors = batch[:5]

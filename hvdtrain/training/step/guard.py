@@ -48,9 +48,7 @@ VERDICT_PARTS = slice(2, 4)
 class StepGuard:
     """Judges a step by its totals, and skips the update of a bad one.
 
-    Args:
-        options: definition of bad steps.
-        scaled: whether dynamic loss scaling handles overflowing gradients: these are not bad.
+    `scaled` says whether dynamic loss scaling handles overflowing gradients: these are not bad.
     """
 
     def __init__(self, options: BadStepConfig, *, scaled: bool) -> None:
@@ -75,10 +73,8 @@ class StepGuard:
     def flagged(self, local: LocalGradients) -> tuple[LocalGradients, tf.Tensor]:
         """Add to a replica's totals whether its gradients are finite.
 
-        Returns:
-            The gradients with these totals, and this replica's findings [3 + number of gradients]: its own totals, and
-                per
-            gradient zero, or NaN if it is not finite.
+        Also returns this replica's findings [3 + number of gradients]: its own totals, and per gradient zero, or NaN if
+        it is not finite.
         """
         by_gradient = local.poison
         if by_gradient is None:
@@ -125,11 +121,7 @@ class StepGuard:
 
 
 class VariableSnapshot:
-    """Saves non-trainable variables so that a skipped step can restore them.
-
-    Args:
-        variables: tf.Variables or Keras variables.
-    """
+    """Saves non-trainable variables so that a skipped step can restore them."""
 
     def __init__(self, variables: Iterable[Any]) -> None:
         self._variables = [unwrap(variable) for variable in variables]

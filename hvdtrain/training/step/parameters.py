@@ -20,11 +20,7 @@ class Collected(NamedTuple):
 
 
 class Pass:
-    """Forward and backward pass of one microbatch.
-
-    Args:
-        has_samples: whether this replica has samples; else its gradients count as zeros.
-    """
+    """Forward and backward pass of one microbatch; gradients are zero unless `has_samples`."""
 
     def __init__(self, has_samples: tf.Tensor | float, sources: Sequence[tf.Variable]) -> None:
         self._has_samples = has_samples
@@ -44,11 +40,7 @@ class Pass:
 
 
 class Parameters:
-    """The model's own variables, full on every replica; base for sharded parameters.
-
-    Args:
-        trainable: the trained variables of the model or of one stage, by structural path.
-    """
+    """A model's or stage's full variables, by path; base for sharded parameters."""
 
     def __init__(self, trainable: Mapping[str, tf.Variable]) -> None:
         self._trainable = trainable

@@ -134,8 +134,7 @@ class CompiledStepFactory:
     def _resolved_metrics(self, batch: Batch, outputs: Any, figures: Any) -> MetricSet:
         """Return the metrics for full outputs like these, summed over ranks by `figures`.
 
-        Raises:
-            ConfigError: a loss or metric across positions, with sharded sequences.
+        Raises ConfigError for a loss or metric across positions, with sharded sequences.
         """
         metrics = self._spec.resolve(batch.targets, outputs, figures, self._names)
         if splits_sequences(self._model):

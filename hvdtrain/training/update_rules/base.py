@@ -25,8 +25,7 @@ from hvdtrain.training.step.result import Totals
 class UpdateRule:
     """Turns one replica's gradients into new weights; owns reduction, optimizer and its state.
 
-    Args:
-        optimizer: a Keras optimizer; built by the rule.
+    The rule builds the optimizer.
     """
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
@@ -57,24 +56,14 @@ class UpdateRule:
 
     @classmethod
     def check_axes(cls, axes: Mapping[str, int]) -> None:
-        """Reject mesh axes along which the rule does not support a split model.
-
-        Args:
-            axes: sizes of the axes with several ranks.
-
-        Raises:
-            ConfigError: names them.
-        """
+        """Reject mesh axes (with several ranks) that the rule does not support (ConfigError)."""
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Take one optimizer step, inside the compiled step. Collective.
 
-        Args:
-            measure: whether to return the gradient norm, which costs a pass.
-
-        Returns:
-            [3], global `LocalGradients.totals` (or local, see `reported`), with a guard its `GuardedTotals`; and the
-                global L2 norm of the unscaled gradient before clipping, or None.
+        Returns the global `LocalGradients.totals` [3] (or local ones, see `reported`), with a guard its
+        `GuardedTotals`; and the global L2 norm of the unscaled gradient before clipping, which costs a pass and is None
+        unless `measure`.
         """
         raise NotImplementedError
 
@@ -83,11 +72,7 @@ class UpdateRule:
         return totals
 
     def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
-        """Return the variables that the passes read and differentiate, for one compiled step.
-
-        Args:
-            trainable: the trained variables of these passes, by structural path.
-        """
+        """Return the variables that one compiled step's passes read and differentiate, for `trainable`."""
         return Parameters(trainable)
 
     def finite_parameters(self, state: TrainState) -> tf.Tensor:
@@ -109,11 +94,7 @@ class UpdateRule:
         return replicated_slots(self.optimizer, structure_of(self.model))
 
     def follow_model(self, *, training: bool = True) -> None:
-        """Train the currently trainable variables, after layers were (un)frozen; known slots are kept.
-
-        Args:
-            training: whether training follows, not only evaluation.
-        """
+        """Train the currently trainable variables, keeping known slots; `training` unless only evaluated."""
         self._variables = list(self.model.trainable_variables)
         self._paths = list(structure_of(self.model).by_path(self._variables))
         self._build_optimizer()

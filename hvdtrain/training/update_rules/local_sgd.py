@@ -35,10 +35,8 @@ class LocalUpdate(UpdateRule):
 
     Clipping acts on each replica's own gradient, and the reported norm is the mean of the replicas' norms. The
     optimizer state stays local, or with `options.average_slots` is averaged along with the weights. Consolidating
-    averages both in any case: a checkpoint holds one state, from which any number of replicas can resume.
-
-    Raises:
-        ConfigError: an optimizer with dynamic loss scaling, whose scales would differ between averages.
+    averages both in any case: a checkpoint holds one state, from which any number of replicas can resume. Raises
+    ConfigError: an optimizer with dynamic loss scaling, whose scales would differ between averages.
     """
 
     weights_agree = False

@@ -23,11 +23,7 @@ def chosen_rule(options: StepOptions) -> str:
 
 
 def check_rule(options: StepOptions, optimizer: Any, backend: Backend | None = None) -> None:
-    """Reject options, optimizers and meshes that the selected rule does not support.
-
-    Raises:
-        ConfigError: names the option, the optimizer or the mesh axis.
-    """
+    """Reject options, optimizers and meshes that the selected rule does not support (ConfigError)."""
     rule = _rule_class(chosen_rule(options), options)
     rule.check(options, optimizer)
     if backend is not None and not is_alone(backend):
@@ -35,10 +31,9 @@ def check_rule(options: StepOptions, optimizer: Any, backend: Backend | None = N
 
 
 def update_rule_for(backend: Backend, model: Any, optimizer: Any, options: StepOptions) -> UpdateRule:
-    """Return the update rule selected by `options`, with the optimizer built; one replica has the default.
+    """Return the rule selected by `options`, with the optimizer built; one replica has the default.
 
-    Raises:
-        ConfigError: an optimizer that does not fit the rule.
+    Raises ConfigError for an optimizer that does not fit the rule.
     """
     name = DEFAULT if is_alone(backend) else chosen_rule(options)
     return _rule_class(name, options)(backend, model, optimizer, options)

@@ -28,11 +28,7 @@ FLOAT32 = 1e-3
 
 
 class ReplicatedGradients:
-    """Averages the gradients of weights that are full along tp, and measures their deviation.
-
-    Args:
-        placements: of the trained variables; sharded ones are skipped.
-    """
+    """Averages the gradients of weights that are full along tp, and measures their deviation."""
 
     def __init__(self, backend: Backend, placements: Sequence[Placement | None]) -> None:
         several = backend.axes.get(AXIS, 1) > 1
@@ -45,12 +41,10 @@ class ReplicatedGradients:
         """Largest gradient norm measured so far: later gradients approach zero, but rounding errors do not."""
 
     def agreed(self, gradients: Sequence[Gradient], paths: Sequence[str], *, measure: bool) -> list[Gradient]:
-        """Return gradients that are identical on all ranks along tp with the same weights. Collective.
+        """Return gradients that are identical along tp for the same weights. Collective.
 
-        Args:
-            gradients: reduced over the replicas, full or each replica's shard. Sparse ones have the same rows on all
-                ranks along tp, which have the same samples.
-            measure: whether to record the deviations for `diverging_gradients`.
+        Gradients are already reduced over the replicas, full or sharded. Sparse ones have the same rows on all ranks
+        along tp, which have the same samples. `measure` records the deviations for `diverging_gradients`.
         """
         agreed = list(gradients)
         here = [place for place in self._places if gradients[place] is not None]
@@ -122,12 +116,7 @@ _Division: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class SplitModel:
-    """Reductions and norms for variables that are sharded along tp, ep or pp.
-
-    Args:
-        backend: the replicas, and the other mesh axes.
-        variables: the trained variables, in the order of their gradients.
-    """
+    """Reductions and norms for variables (in gradient order) that are sharded along tp, ep or pp."""
 
     def __init__(self, backend: Backend, variables: Sequence[Any]) -> None:
         self._backend = backend
@@ -158,10 +147,9 @@ class SplitModel:
         return whole
 
     def norm(self, gradients: Sequence[Gradient], sliced: Sequence[bool] = ()) -> tf.Tensor:
-        """Return the L2 norm of the full model's gradient, a float64 scalar. Collective.
+        """Return the L2 norm of the full model's gradient, float64; `sliced` ones are sharded over replicas.
 
-        Args:
-            sliced: which of them are sharded over the replicas; default: none.
+        Collective.
         """
         if not self.exchanges and not any(sliced):
             return tf.sqrt(square_sum(gradients))
@@ -210,11 +198,7 @@ class SplitModel:
 
 
 class PlacedReducer(GradientReducer):
-    """Reduces the gradients of shards among replicas with the same shard, others among all.
-
-    Args:
-        held: axes along which a shard's gradient is reduced, by path.
-    """
+    """Reduces shards' gradients along their axes in `held` (by path), others among all replicas."""
 
     def __init__(self, backend: Backend, options: ReductionOptions, held: dict[str, tuple[str, ...]]) -> None:
         super().__init__(backend, options)
@@ -243,12 +227,7 @@ class PlacedReducer(GradientReducer):
 def overflowing_together(gradients: Sequence[Gradient], norm: tf.Tensor) -> list[Gradient]:
     """Spread an overflow in any rank's gradients to all, so that all skip the step.
 
-    Args:
-        gradients: this rank's; empty shards cannot overflow.
-        norm: of all ranks' gradients; not finite if one of them is not.
-
-    Raises:
-        ConfigError: this rank trains nothing.
+    `norm`, over all ranks, is not finite on an overflow. Raises ConfigError if this rank trains nothing.
     """
     sizes = {i: gradient.shape.num_elements() for i, gradient in enumerate(gradients) if tf.is_tensor(gradient)}
     places = [place for place, size in sizes.items() if size]

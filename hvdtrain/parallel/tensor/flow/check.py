@@ -27,11 +27,7 @@ KEEP = frozenset(("Transpose", "ExpandDims"))
 
 
 def outputs_of_blocks(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Return the output layouts of `op` with fused inputs; None if it mixes the blocks.
-
-    Args:
-        whole: the same operation in the full model, or None.
-    """
+    """Return the output layouts of `op` with fused inputs, given the full model's op; None if it mixes them."""
     if op.type in OF_SHAPE or op.type in ("Identity", "IdentityN"):
         return outputs_of(op, inputs)
     if op.type in ELEMENTWISE or op.type in KEEP:
@@ -142,8 +138,7 @@ def follow(
 ) -> Flow:
     """Return the layouts of a model's activations.
 
-    Raises:
-        ConfigError: names the layer that receives a sharded activation it cannot use.
+    Raises ConfigError naming the layer that receives a sharded activation it cannot use.
     """
     walk = _Walk(sliced, whole, variables, cut)
     walk.go()

@@ -26,11 +26,8 @@ class RandomUse:
     def use_on_shard(self, op: Any, inputs: Sequence[Layout], whole: Any, where: str) -> None:
         """Record the random numbers used in an operation on a shard.
 
-        Args:
-            whole: the same operation in the full model: a shard may have one element where the full tensor has several.
-
-        Raises:
-            ConfigError: ranks would use the same numbers for different shards, outside the model's generators.
+        `whole` is the full model's operation: a shard may have one element where the full tensor has several. Raises
+        ConfigError for numbers from outside the model's generators.
         """
         place = next(
             layout.dim - tensor.shape.rank
@@ -104,14 +101,7 @@ def _of_one_value(tensor: Any) -> bool:
 
 
 def compare_numbers(mine: Any, theirs: Any, place: str) -> None:
-    """Reject a floating-point number computed from a shard's size.
-
-    Args:
-        theirs: the same operation in the full model.
-
-    Raises:
-        ConfigError: names both numbers.
-    """
+    """Reject a float computed from a shard's size: `theirs` is the full model's. Raises ConfigError with both."""
     if mine.type not in ("Const", "Cast") or not mine.outputs[0].dtype.is_floating:
         return
     value, whole = (_number(op.outputs[0] if op.type == "Const" else op.inputs[0]) for op in (mine, theirs))

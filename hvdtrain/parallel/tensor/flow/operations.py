@@ -19,11 +19,7 @@ def _reshaped(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def reshaped_like(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Like `_reshaped`, but use the full op to resolve ambiguous reshapes (e.g. one head per rank).
-
-    Args:
-        whole: the same operation in the full model, whose shape differs in the sharded dim, or None.
-    """
+    """Like `_reshaped`, but use the full op to resolve ambiguous reshapes (e.g. one head per rank)."""
     after, there = op.outputs[0].shape, None if whole is None else whole.outputs[0].shape
     places = _places_in(op, inputs[0].dim)
     if there is not None and there.rank == after.rank:

@@ -100,7 +100,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def input_specs(model: Any, inputs: Any) -> Any:
-    """Return the shapes and dtypes of a model's inputs. Raises ConfigError: they are unknown."""
+    """Return the shapes and dtypes of a model's inputs. Raises ConfigError if they are unknown."""
     if inputs is not None:
         return tf.nest.map_structure(spec_of_input, inputs)
     specs = symbolic_inputs(model)
@@ -141,12 +141,7 @@ class Trace:
 
 
 def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Trace:
-    """Trace `model`.
-
-    Args:
-        inputs: a nest of anything with a shape and a dtype.
-        training: training mode, or evaluation and prediction.
-    """
+    """Trace `model` on inputs with shapes and dtypes, in training mode or not."""
     graph = tf.__internal__.FuncGraph("layouts")
     with graph.as_default(), record.of(graph):
         given = tf.nest.map_structure(lambda t: tf.compat.v1.placeholder(t.dtype, t.shape), inputs)

@@ -85,11 +85,7 @@ class TensorParallelLayer(Protocol):
         """Return full variables that each rank would apply to its shard of the sequence."""
 
     def install(self, group: Group, name: str) -> None:
-        """Replace the layer's call.
-
-        Args:
-            name: of the layer, the same on all ranks.
-        """
+        """Replace the layer's call; `name` is the same on all ranks."""
 
 
 def cut_of(variable: Any, cuts: dict[int, Cut]) -> Cut | None:
@@ -123,7 +119,7 @@ def replace_call(layer: Any, call: Callable[..., Any]) -> None:
 
 
 def refuse_other_weights(layer: Any) -> None:
-    """Reject layers with weights besides the kernel. Raises ConfigError: LoRA or quantization."""
+    """Reject layers with weights besides the kernel. Raises ConfigError for LoRA or quantization."""
     if getattr(layer, "lora_enabled", False) or layer.quantization_mode is not None:
         raise ConfigError(
             f"{described(layer)} has a LoRA or is quantized, and cannot be cut: enable that after training, or leave "
@@ -132,7 +128,7 @@ def refuse_other_weights(layer: Any) -> None:
 
 
 def check_activation(layer: Any, length: int) -> None:
-    """Reject an activation that mixes sharded features. Raises ConfigError: such as softmax."""
+    """Reject an activation that mixes sharded features, such as softmax (ConfigError)."""
     activation = getattr(layer, "activation", None)
     if activation is None or activation is keras.activations.linear:
         return
@@ -153,11 +149,7 @@ def check_activation(layer: Any, length: int) -> None:
 
 
 def check_additive(variable: Any, layer: Any) -> None:
-    """Reject constraints and regularizers that need the full variable or activation.
-
-    Raises:
-        ConfigError: a constraint, or an activity regularizer.
-    """
+    """Reject constraints and activity regularizers, which need the full variable or activation."""
     if variable.constraint is not None and not isinstance(variable.constraint, keras.constraints.NonNeg):
         raise ConfigError(
             f"The constraint of {variable.path!r} looks at the whole variable, of which each rank has a slice: leave "
@@ -171,11 +163,7 @@ def check_additive(variable: Any, layer: Any) -> None:
 
 
 def cut_output(layer: Any, group: Group, name: str, *, whole: bool) -> None:
-    """Make `layer` shard its output along the sequence, or gather it.
-
-    Args:
-        name: of the layer, the same on all ranks.
-    """
+    """Make `layer` shard its output along the sequence, or gather it; `name` as for `install`."""
     call = layer.call
 
     def cutting(*args: Any, **options: Any) -> Any:

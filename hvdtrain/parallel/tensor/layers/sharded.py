@@ -42,11 +42,8 @@ CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 class TensorParallelProduct:
     """Column- or row-parallel Dense, EinsumDense or convolution.
 
-    Args:
-        enters: whether this layer prepares its own input; False inside an attention layer, which does so.
-
-    Raises:
-        ConfigError: a dim that is neither input nor output, or a layer that does more than the product.
+    `enters` is False inside an attention layer, which prepares the input. Raises ConfigError for a dim that is neither
+    input nor output, or a layer that does more than the product.
     """
 
     def __init__(self, layer: Any, cut: Cut, *, enters: bool = True) -> None:
@@ -178,10 +175,8 @@ KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 class TensorParallelAttention:
     """MultiHeadAttention or GroupQueryAttention with projections sharded by heads.
 
-    Query, key and value enter together, so that the gradients of a shared input are reduced in one message.
-
-    Raises:
-        ConfigError: a projection that is sharded otherwise, or not at all.
+    Query, key and value enter together, so that the gradients of a shared input are reduced in one message. Raises
+    ConfigError: a projection that is sharded otherwise, or not at all.
     """
 
     def __init__(self, layer: Any, cuts: dict[int, Cut]) -> None:
@@ -263,10 +258,8 @@ class TensorParallelEmbedding:
 
     Sharded along the vocabulary, each rank looks up its own rows; others contribute zeros to the sum. Sharded along the
     width, each rank looks up its columns, which are gathered. A reversible one sharded along the vocabulary returns
-    each rank's shard of the logits.
-
-    Raises:
-        ConfigError: a reversible one sharded along the width, or with a second table that is sharded otherwise.
+    each rank's shard of the logits. Raises ConfigError for a reversible one sharded along the width, or with a second
+    table that is sharded otherwise.
     """
 
     def __init__(self, layer: Any, cuts: dict[int, Cut]) -> None:
@@ -356,11 +349,7 @@ def _set_mask(layer: Any, inputs: Any, outputs: Any) -> None:
 
 
 def tensor_parallel_layers(model: Any, cuts: dict[int, Cut]) -> list[tuple[Any, TensorParallelLayer]]:
-    """Return a model's sharded layers with their replacement.
-
-    Raises:
-        ConfigError: names a layer with a sharded variable that does not support it.
-    """
+    """Return a model's sharded layers with their replacement. Raises ConfigError for unsupported ones."""
     found: list[tuple[Any, TensorParallelLayer]] = []
     covered: set[int] = set()
     for layer in _outermost_first(model):

@@ -103,10 +103,8 @@ class OptimizerExchange:
     """Reduces the gradients that a model's step passes to its optimizers.
 
     Inside `exchanging`, `apply` of each optimizer takes this replica's gradients and applies the reduced ones, and any
-    other optimizer raises when used by the tracing thread.
-
-    Raises:
-        ConfigError: an optimizer that reduces gradients itself, or per microbatch.
+    other optimizer raises when used by the tracing thread. Raises ConfigError for an optimizer that reduces gradients
+    itself, or per microbatch.
     """
 
     def __init__(
@@ -133,11 +131,9 @@ class OptimizerExchange:
 
     @contextmanager
     def exchanging(self, weight: tf.Tensor, *, measure: bool) -> Iterator[None]:
-        """Reduce gradients applied inside the context, in which a step is traced.
+        """Reduce gradients applied inside the context, weighted by `weight` (such as samples).
 
-        Args:
-            weight: weight of this replica's gradients, such as its samples.
-            measure: whether `norm` will be used, which costs a pass.
+        `measure` says whether `norm` will be used, which costs a pass.
         """
         self._weight.assign(weight)
         self._measure, self._calls = measure, {}

@@ -53,11 +53,7 @@ class KerasEvaluator:
         self._look = tf.function(lambda: backend.run(self._logs.results, "evaluation_so_far"), autograph=False)
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        """Evaluate on `batches`, equally many on each replica, calling `hooks`. Collective.
-
-        Raises:
-            DataError: no samples.
-        """
+        """Evaluate on `batches`, equally many on each replica. Raises DataError without samples. Collective."""
         begin = time.perf_counter()
         kept = [(variable, variable.numpy()) for variable in self._logs.variables()]
         self._logs.reset()
@@ -281,8 +277,7 @@ def _compiles_itself(model: Any) -> bool:
 def _set_optimizer(model: Any, optimizer: Any, objective: Objective) -> None:
     """Set the main optimizer of a model with its own `compile`, unless the model holds it.
 
-    Raises:
-        ConfigError: not compiled, or given losses and metrics that only its `compile` accepts.
+    Raises ConfigError if not compiled, or for losses and metrics that only its `compile` accepts.
     """
     name = type(model).__name__
     signature = f"{name}.compile{inspect.signature(type(model).compile)}".replace("(self, ", "(")

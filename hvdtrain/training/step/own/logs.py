@@ -67,10 +67,8 @@ class StepLogs:
     def take(self, logs: Any, samples: tf.Tensor) -> list[tf.Tensor]:
         """Process the step's result for `samples` samples, and return the tensors that must be finite.
 
-        That is the loss; without one, all results named as losses, or else everything.
-
-        Raises:
-            ConfigError: not a dict of single values.
+        That is the loss; without one, all results named as losses, or else everything. Raises ConfigError if not a dict
+        of single values.
         """
         values = {name: self._figure(name, value) for name, value in self._flat(logs).items()}
         self._figures = {}

@@ -112,8 +112,7 @@ def take_step(
 ) -> list[tf.Tensor]:
     """Call the model's `train_step` on a replica's batch; return values that must be finite.
 
-    Raises:
-        ConfigError: it trains nothing, or returns invalid results.
+    Raises ConfigError if it trains nothing, or returns invalid results.
     """
     samples = samples_of(batch)
     step = getattr(model.train_step, "python_function", model.train_step)

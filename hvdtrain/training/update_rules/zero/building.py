@@ -26,10 +26,8 @@ from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES, flat_slice, 
 def build_with_shards(build: Callable[[], Any], backend: Backend) -> Any:
     """Return the model built by `build`, with large parameters sharded. Collective.
 
-    If ranks initialize differently, the first rank's values are used.
-
-    Raises:
-        ConfigError: ranks that build different models, or assign different values.
+    If ranks initialize differently, the first rank's values are used. Raises ConfigError for ranks that build different
+    models, or assign different values.
     """
     building = _Building(backend)
     with building.scope():
@@ -114,8 +112,7 @@ def _is_large(variable: Any) -> bool:
 def _agree(made: Sequence[InitialSlice], backend: Backend) -> None:
     """Make all ranks' shards those of the first rank's model. Collective.
 
-    Raises:
-        ConfigError: ranks that create other variables, or assign other values.
+    Raises ConfigError if ranks create other variables, or assign other values.
     """
     mine = [[_kind(each), each.checksum, each.seed] for each in made]
     facts = gather(backend, mine, among="replicas")

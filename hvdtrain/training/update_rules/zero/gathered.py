@@ -23,11 +23,9 @@ from hvdtrain.training.update_rules.zero.shards import Shard
 
 
 class GatheredParameters(Parameters):
-    """Sharded parameters, all-gathered on read; their gradients are reduce-scattered.
+    """Sharded parameters, all-gathered `prefetch` layers ahead of a read; gradients are reduce-scattered.
 
-    Args:
-        prefetch: how many layers ahead to gather.
-        guarded: whether to check this replica's own gradients for finiteness.
+    `guarded` checks this replica's own gradients for finiteness.
     """
 
     def __init__(
@@ -54,8 +52,8 @@ class GatheredParameters(Parameters):
     def passes(self, has_samples: tf.Tensor | float) -> Iterator[Pass]:
         """Make the model's variables read as gathered tensors.
 
-        Raises:
-            ConfigError: something reads a variable by other means, and would see it empty; or a layer assigns to one.
+        Raises ConfigError if something reads a variable by other means, and would see it empty; or a layer assigns to
+        one.
         """
         if tf.executing_eagerly():
             raise ConfigError(
@@ -78,11 +76,7 @@ class _Microbatch(NamedTuple):
 
 
 class GatheringPass(Pass):
-    """Both passes of a microbatch, in the graph under construction.
-
-    Args:
-        prefetch: how many layers ahead to gather.
-    """
+    """Both passes of a microbatch, in the graph under construction."""
 
     def __init__(self, backend: Backend, shards: Mapping[str, Shard], microbatch: _Microbatch, prefetch: int) -> None:
         super().__init__(microbatch.has_samples, microbatch.sources)
@@ -121,11 +115,7 @@ class GatheringPass(Pass):
         self._end_burst()
 
     def collected(self, gradients: Sequence[Gradient]) -> Collected:
-        """Return accumulable gradients; those of shards are already global sums.
-
-        Raises:
-            ConfigError: one is not of a shard.
-        """
+        """Return accumulable gradients; those of shards are already global sums (else ConfigError)."""
         for path, source, gradient in zip(self._microbatch.paths, self._sources, gradients, strict=True):
             if path in self._by_path and gradient is not None:
                 _check_of_slice(gradient, source, path)
@@ -143,10 +133,7 @@ class GatheringPass(Pass):
     def _complete(self) -> dict[int, list[Any]]:
         """Finish the graph of both passes; return by variable the readers of its shard.
 
-        These must run before the shard is updated.
-
-        Raises:
-            ConfigError: as `GatheredParameters.passes`.
+        These must run before the shard is updated. Raises ConfigError as `GatheredParameters.passes`.
         """
         readers = gather_again(self._graph, self._bursts, self._scattered, self._prefetch)
         refuse_other_reads(self._by_path)
@@ -233,11 +220,7 @@ class _ForwardPass(GatheringPass):
 def gathered_forward(backend: Backend, shards: Mapping[str, Shard], prefetch: int) -> Iterator[None]:
     """Make a compiled function without gradients read parameters as gathered tensors. Collective.
 
-    Args:
-        prefetch: how many layers ahead to gather.
-
-    Raises:
-        ConfigError: something reads a variable by other means, and would see it empty; or a layer assigns to one.
+    Raises ConfigError as `GatheredParameters.passes`.
     """
     forward = _ForwardPass(backend, shards, _Microbatch(1.0, [], [], guarded=False), prefetch)
     with gathered_reads([shard.whole for shard in shards.values()], forward.read):

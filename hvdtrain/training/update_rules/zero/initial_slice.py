@@ -15,12 +15,9 @@ _ATTRIBUTE = "_hvdtrain_initial_slice"
 
 
 class InitialSlice:
-    """A shard of a Keras variable's value before the first step, flat in row-major order.
+    """Elements `begin` to `end` of a Keras variable's flattened value before the first step.
 
-    Args:
-        variable: the Keras variable, possibly without a `_value` yet.
-        end: end (exclusive).
-        initializer: deterministic initializer of the full value; None: not reproducible.
+    The variable may lack a `_value`; `initializer` is deterministic, or None if the value is not reproducible.
     """
 
     def __init__(self, variable: Any, begin: int, end: int, initializer: Any = None) -> None:

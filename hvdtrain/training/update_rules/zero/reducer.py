@@ -14,11 +14,7 @@ OF_SUMS = ReductionOptions("sum", sparse_gradients="dense")
 
 
 class ScatterReducer(GradientReducer):
-    """Reduce-scatters the gradients of sharded variables, and all-reduces the others.
-
-    Args:
-        others: reduces the others; default: a `GradientReducer`.
-    """
+    """Reduce-scatters sharded variables' gradients; `others` (default: GradientReducer) reduces the rest."""
 
     def __init__(
         self,

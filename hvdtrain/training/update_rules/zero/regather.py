@@ -96,9 +96,8 @@ def gather_again(
 ) -> dict[int, list[Any]]:
     """Re-gather parameters for the operations after each burst's end, one run after another.
 
-    Returns:
-        These operations, by the id of the variable they read. Its shard should be updated after them: its memory is
-        shared with what was read, and TensorFlow would update a copy.
+    Returns these operations, by the id of the variable they read. Its shard should be updated after them: its memory is
+    shared with what was read, and TensorFlow would update a copy.
 
     Args:
         scattered: gradients of these parameters: the next run waits until they are no longer full.

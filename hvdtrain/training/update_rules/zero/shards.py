@@ -25,9 +25,6 @@ class Shard:
 
     Of a variable that is itself sharded, such as along `tp`, it consists of full rows, so that its position in the full
     variable is a box: any layout can restore it.
-
-    Args:
-        exchange: the replicas with the same variable.
     """
 
     def __init__(self, whole: Any, exchange: Collectives, path: str = "") -> None:

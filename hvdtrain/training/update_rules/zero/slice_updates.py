@@ -21,9 +21,8 @@ def has_lean_update(optimizer: Any) -> bool:
 def slice_updates(optimizer: Any, shards: Iterable[Shard], gather: Callable[[Shard], Any]) -> Iterator[None]:
     """Make `optimizer` update temporary copies of shards, freed once the full variable is gathered.
 
-    Args:
-        optimizer: one with a lean update, built for the masters of `shards` and for other variables.
-        gather: all-gathers a variable after its update, and returns the last operation.
+    The optimizer has a lean update and was built for the masters of `shards` and other variables; `gather` all-gathers
+    an updated variable and returns the last operation.
     """
     by_master = {id(unwrap(shard.master)): shard for shard in shards}
     window = window_for(by_master.values())

@@ -45,8 +45,7 @@ STAGES = {
 class ZeroUpdate(UpdateRule):
     """Sharded optimizer state and update.
 
-    Raises:
-        ConfigError: an optimizer that needs full variables, or that already has slots for them.
+    Raises ConfigError for an optimizer that needs full variables, or already has slots for them.
     """
 
     _stage = 1
@@ -133,7 +132,7 @@ class ZeroUpdate(UpdateRule):
         return tensors
 
     def follow_model(self, *, training: bool = True) -> None:
-        """Reject training after layers were (un)frozen. Raises ConfigError: the trained variables have changed."""
+        """Reject training after layers were (un)frozen. Raises ConfigError if the trained variables have changed."""
         if not training:
             return
         before, now = {id(v) for v in self._variables}, {id(v) for v in self.model.trainable_variables}

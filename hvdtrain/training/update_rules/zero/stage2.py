@@ -50,11 +50,7 @@ class ScatteredGradientsUpdate(ZeroUpdate):
 
 
 class ScatteredGradients(Parameters):
-    """Full parameters with sharded gradients.
-
-    Args:
-        guarded: whether to check this replica's own gradients for finiteness.
-    """
+    """Full parameters with sharded gradients, checked for finiteness if `guarded`."""
 
     def __init__(self, trainable: Mapping[str, tf.Variable], shards: Mapping[str, Shard], *, guarded: bool) -> None:
         super().__init__(trainable)
@@ -67,11 +63,7 @@ class ScatteredGradients(Parameters):
         yield _ScatteringPass(has_samples, self.sources(), self)
 
     def scatter(self, computed: Sequence[Gradient], counted: Sequence[Gradient]) -> Collected:
-        """Return the gradients, those of sharded variables as shards. Collective.
-
-        Args:
-            counted: the same, or zeros if this replica has no samples.
-        """
+        """Return sharded gradients; `counted` are `computed`, or zeros without samples. Collective."""
         poison = tf.stack([poison_of(gradient) for gradient in counted]) if self._guarded else None
         paths = list(self._trainable)
         sharded = [i for i, path in enumerate(paths) if path in self._shards and counted[i] is not None]
@@ -110,11 +102,7 @@ def _maker(computed: Gradient, dense: tf.Tensor) -> tf.Tensor:
 
 
 def _hold_back(exchanged: Sequence[_Exchanged], window: Window) -> None:
-    """Compute a gradient only after most earlier ones are reduce-scattered.
-
-    Args:
-        window: bounds the bytes of full gradients.
-    """
+    """Compute a gradient only after most earlier ones are reduce-scattered, within `window` bytes."""
     if not exchanged or tf.executing_eagerly():
         return
     graph = exchanged[0].whole.graph

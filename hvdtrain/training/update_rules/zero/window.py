@@ -13,11 +13,7 @@ LARGEST = 2
 
 
 class Window:
-    """Returns control dependencies that keep at most `room` bytes of full tensors.
-
-    Args:
-        room: in bytes; a larger tensor is alone.
-    """
+    """Returns control dependencies that keep at most `room` bytes of full tensors, or one larger one."""
 
     def __init__(self, room: int) -> None:
         self._room = room
