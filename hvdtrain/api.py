@@ -260,7 +260,7 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, *, timeout: float | No
 
 
 def gather_object(obj: Any, *, timeout: float | None = None) -> list[Any]:
-    """Return the list of all ranks' objects, in rank order, on every rank. Collective.
+    """Return all ranks' objects, in rank order, on every rank. Collective.
 
     Args:
         obj: any picklable object, up to 1 GiB over all ranks.
@@ -274,7 +274,7 @@ def gather_object(obj: Any, *, timeout: float | None = None) -> list[Any]:
 
 
 def trace_step(number: int) -> AbstractContextManager[None]:
-    """Return a context that records step `number`, from 1, of a custom loop in the trace.
+    """Return a context that traces step `number`, from 1, of a custom loop.
 
     A no-op without `init(timeline=…)`. Not needed for `fit`.
     """
@@ -330,7 +330,7 @@ def _last(session: Session) -> Session:
 
 
 def _leave(session: Session, exits: ExitWatch) -> None:
-    """Exit together with the other ranks, or end the job if this script failed.
+    """Exit together with other ranks, or end the job after a failure.
 
     An exit with an unknown code is normal for most scripts (`raise SystemExit(main())`), so this rank waits for the
     others as usual: they may still be saving. If the others wait for it in a collective, Horovod reports it as missing,

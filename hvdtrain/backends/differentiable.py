@@ -108,7 +108,7 @@ def _gathered(x: tf.Tensor, group: Collectives, dim: int, name: str, length: int
 
 
 def _summed_part(x: tf.Tensor, group: Collectives, dim: int, name: str) -> tf.Tensor:
-    """Reduce-scatter by an all-to-all, faster under MPI and Gloo than their own reduce-scatter."""
+    """Reduce-scatter by an all-to-all, which MPI and Gloo do faster."""
     if group.size == 1:
         return x
     first, back = _first(x, dim)

@@ -57,7 +57,7 @@ class ParameterServerBackend(NoOpCollectives):
         return self._strategy.scope()
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step` in a worker's replica context, or directly in the chief's functions.
+        """Call `step` in a worker's replica context, or directly on the chief.
 
         Stays in this thread: `Strategy.run` would apply gradients in another one, without the contexts that `step` has
         entered.
@@ -136,7 +136,7 @@ class _Result:
             raise cause from None
 
     def _first_error(self) -> tf.errors.OpError | None:
-        """Pop the error that cancelled the calls, which the coordinator would re-raise on the next one."""
+        """Pop the error that cancelled the calls, else re-raised by the next."""
         try:
             self._coordinator.join()
         except tf.errors.OpError as error:

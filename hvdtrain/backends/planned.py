@@ -127,7 +127,7 @@ class PlannedBackend(PlannedCollectives):
 
 @contextmanager
 def planned(config: RuntimeConfig, mesh: Mesh) -> Iterator[PlannedBackend]:
-    """Make this process a rank of `mesh` inside the context, without launching the job."""
+    """Act as a rank of `mesh` inside the context, without a job."""
     ranks = mesh.size(*mesh.axis_names)
     environment = replace(detect_environment({}), controller="mpi", rank=mesh.rank, size=ranks)
     control, before = LocalChannel(), current() if has_session() else None

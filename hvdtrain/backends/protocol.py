@@ -45,7 +45,7 @@ class HostSum(Protocol):
     def sum(
         self, tensor: tf.Tensor, between: "Callable[[tf.Tensor, Collectives], tf.Tensor]", *, name: str
     ) -> tf.Tensor:
-        """Reduce-scatter within the host, apply `between` to the shard across hosts, then all-gather."""
+        """Reduce-scatter within the host, apply `between` across hosts, then all-gather."""
 
 
 class Collectives(Protocol):
@@ -61,7 +61,7 @@ class Collectives(Protocol):
 
     @property
     def fuses(self) -> bool:
-        """Whether tensors reduced at the same time may share a message (tensor fusion)."""
+        """Whether simultaneous reductions may share a message (tensor fusion)."""
 
     @property
     def by_host(self) -> HostSum | None:
@@ -97,7 +97,7 @@ class Collectives(Protocol):
         """All-gather several tensors of one dtype in fused messages. Collective."""
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Send the i-th equal part of dim 0 to replica i and concatenate. Collective."""
+        """Send dim 0's i-th equal part to replica i and concatenate. Collective."""
 
     def exchange_rows(self, tensor: tf.Tensor, rows: tf.Tensor, *, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Send `rows[i]` consecutive rows to replica i, equal parts if it is empty; return rows and their numbers."""
@@ -121,11 +121,11 @@ class Future(Protocol):
     """Result of a dispatched function."""
 
     def fetch(self) -> Any:
-        """Wait for the result and return it, with NumPy arrays and numbers for tensors."""
+        """Wait for the result and return it, as NumPy arrays and numbers."""
 
 
 class Workers(Protocol):
-    """Processes that run compiled functions for this one, each at its own pace."""
+    """Processes that run compiled functions asynchronously for this one."""
 
     @property
     def count(self) -> int:
@@ -208,7 +208,7 @@ class Backend(Collectives, Protocol):
         """Make a Keras optimizer accept gradients that are already reduced."""
 
     def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Reject variables (by path) that the model updates in its forward pass, if unsupported."""
+        """Reject unsupported variables (by path) updated in the forward pass."""
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -227,10 +227,10 @@ class Backend(Collectives, Protocol):
         """Collectives among all ranks; within `run`, among replicas if these communicate."""
 
     def along(self, *axes: str) -> Collectives:
-        """Return the collectives among ranks that differ from this one only along `axes`."""
+        """Return the collectives among ranks that differ only along `axes`."""
 
     def between(self, axis: str, here: int, there: int) -> Pair:
-        """Return the collectives of this rank, at `here` along `axis`, and its neighbour at `there`.
+        """Return the collectives with a neighbour: `here` and `there` along `axis`.
 
         The first and the last are neighbours, too.
         """
@@ -272,5 +272,5 @@ def world_size(backend: Backend) -> int:
 
 
 def split_axes(backend: Backend) -> dict[str, int]:
-    """Return the mesh axes if the model is split along any of them; else empty."""
+    """Return the mesh axes if the model is split, else none."""
     return dict(backend.axes) if set(backend.axes) - {"dp"} else {}

@@ -83,7 +83,7 @@ class StrategyBackend:
         return tf.nest.map_structure(lambda result: self._strategy.experimental_local_results(result)[0], results)
 
     def prepare(self, optimizer: Any) -> None:
-        """Disable Keras' own gradient sum over replicas, which would count gradients n times."""
+        """Disable Keras' own gradient sum, which would count gradients n times."""
         while optimizer is not None:
             disable_gradient_sums(optimizer)
             optimizer = getattr(optimizer, "inner_optimizer", None)

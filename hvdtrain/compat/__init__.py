@@ -1,4 +1,4 @@
-"""The only place that names private parts of Keras, TensorFlow, Horovod and mpi4py.
+"""All private names of Keras, TensorFlow, Horovod and mpi4py.
 
 `keras.py` (layers and models), `keras_variables.py` (variables and optimizers), `tf_keras.py`, `tensorflow.py` and
 `horovod.py` (with mpi4py) wrap private modules, attributes, frames and threads in functions named by meaning. Each
@@ -34,7 +34,7 @@ def unlike(library: str, function: Callable[..., Any], reliance: str) -> Compati
 
 
 def uses_attribute(kind: type, name: str) -> bool:
-    """Return whether a method of `kind` or of its bases uses the attribute `name`."""
+    """Return whether a method of `kind` or its bases uses attribute `name`."""
     methods = [method for each in kind.__mro__ for method in vars(each).values() if hasattr(method, "__code__")]
     return any(name in method.__code__.co_names for method in methods)
 

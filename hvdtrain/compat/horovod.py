@@ -159,7 +159,7 @@ def load_mpi_library() -> Any:
 
 
 def bind_mpi_at_once(mode: int) -> None:
-    """Make mpi4py open the MPI library with `mode` (`os.RTLD_…`), if built for several MPIs.
+    """Make a multi-MPI mpi4py open the library with `mode` (`os.RTLD_…`).
 
     Assumes `mpi4py._mpiabi.LIBMPI_MODE`. Raises ImportError if mpi4py is missing or different.
     """

@@ -24,7 +24,7 @@ def flatten_layers(layer: Any, *, recursive: bool = True, include_self: bool = T
 
 
 def own_trainable_variables(layer: Any) -> list[Any]:
-    """Return a layer's own variables created as trainable, frozen or not, in order.
+    """Return a layer's own variables created as trainable, in order.
 
     Assumes `Layer._trainable_variables`, without inner layers.
     """
@@ -289,7 +289,7 @@ def attention_axes(layer: Any) -> tuple[int, ...]:
 
 
 def attention_projections(layer: Any) -> list[tuple[Any, int]]:
-    """Return an attention layer's projections, each with the head dim of its kernel.
+    """Return an attention layer's projections and their kernels' head dims.
 
     Assumes `_query_dense`, `_key_dense`, `_value_dense`, `_output_dense` and, for gates, `_gate_dense`.
     """

@@ -21,7 +21,7 @@ def declared_dtype(variable: Any) -> str:
 
 
 def tensor_of(variable: Any) -> Any:
-    """Return a Keras variable's tf.Variable (None before it has one), or `variable` itself.
+    """Return a Keras variable's tf.Variable (None if missing), or `variable`.
 
     Not `Variable.value`, which may generate, gather or cast its result. Assumes `Variable._value`.
     """
@@ -54,7 +54,7 @@ def rename(variable: Any, path: str) -> None:
 
 
 def replace_regularizer(variable: Any, penalty: Callable[[Any], Any]) -> None:
-    """Set a Keras variable's penalty, which may be any function of the variable.
+    """Set a Keras variable's penalty, any function of the variable.
 
     Assumes `Variable.regularizer` is `_regularizer`.
     """
@@ -156,7 +156,7 @@ def assign_to_tensor(variable: Any, value: Any) -> None:
 
 
 def is_stateless() -> bool:
-    """Return whether Keras is in a stateless scope, which captures state changes and losses.
+    """Return whether Keras is in a stateless scope, which captures updates.
 
     Assumes `in_stateless_scope` in keras.src.backend.
     """

@@ -1,4 +1,4 @@
-"""Private names of TensorFlow, which is imported only where a function needs it."""
+"""Private names of TensorFlow, imported only where a function needs it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,7 +55,7 @@ def unique_id(variable: Any) -> str:
 
 
 def is_resource_variable(variable: Any) -> bool:
-    """Return whether a variable is a resource, not a TensorFlow 1 reference variable.
+    """Return whether a variable is a resource, not a TF 1 reference.
 
     Assumes tensorflow.python.ops.resource_variable_ops.
     """
@@ -75,7 +75,7 @@ def is_compiled_by_xla(graph: Any) -> bool:
 
 
 def release(function: Any) -> None:
-    """Allow the graph of an unused concrete function to be freed with it.
+    """Allow an unused concrete function's graph to be freed with it.
 
     TensorFlow registers a gradient for each call of a `tf.custom_gradient` function, which keeps its graph alive. Every
     step of a Keras optimizer has such a call. Assumes the registry is `gradient_registry._registry`, keyed by the
@@ -137,7 +137,7 @@ def session_slot(optimizer: Any, variable: Any, name: str) -> Any:
 
 
 def session_counter(optimizer: Any, name: str, beside: Any) -> Any:
-    """Create a TensorFlow 1 optimizer's zero counter in the graph of variable `beside`.
+    """Create a TF 1 optimizer's zero counter in the graph of `beside`.
 
     Assumes `Optimizer._create_non_slot_variable`.
     """
@@ -167,7 +167,7 @@ def is_data_read(frame: FrameType) -> bool:
 
 
 def is_compute_thread(name: str) -> bool:
-    """Return whether a thread, by its name in /proc, computes or reads for TensorFlow.
+    """Return whether a thread, by /proc name, computes or reads for TensorFlow.
 
     Assumes its thread pools' names begin with `tf_`.
     """
@@ -231,7 +231,7 @@ ZIPS = frozenset({"_ZipDataset"})
 
 
 def is_kind(dataset: Any, kinds: frozenset[str]) -> bool:
-    """Return whether a tf.data.Dataset is one of `MAPS`, `PASSING`, `ORDERS`, `BATCHES`, `ZIPS` ….
+    """Return whether a Dataset is one of `MAPS`, `PASSING`, `ORDERS`, `BATCHES`, `ZIPS` ….
 
     Assumes class names in tensorflow.python.data.ops; with others, maps are left in place.
     """
@@ -259,7 +259,7 @@ def batch_of(dataset: Any) -> tuple[int, bool]:
 
 
 def ops_of_functions(dataset: Any) -> Iterator[set[str]]:
-    """Yield the op types, nested calls included, of each function of a dataset. Assumes `Dataset._functions()`."""
+    """Yield the op types, also nested, of each function of a dataset. Assumes `Dataset._functions()`."""
     # Not the graph of the whole dataset, which would copy every array in it; the functions are small.
     for wrapped in dataset._functions():
         yield _ops_in(wrapped)
@@ -276,7 +276,7 @@ def _ops_in(wrapped: Any) -> set[str]:
 
 
 def is_stateful_op(kind: str) -> bool:
-    """Return whether an op type is stateful, as are random numbers and Python functions.
+    """Return whether an op type is stateful: random numbers, Python functions.
 
     Assumes tensorflow.python.framework.op_def_registry.
     """
@@ -306,7 +306,7 @@ def function_of_map(dataset: Any) -> Callable[[Any], Any]:
 
 
 def reordered(like: Any, elements: Any) -> Any:
-    """Apply the reordering of `like`, one of `ORDERS` or `PASSING`, to other elements.
+    """Apply `like`'s reordering (of `ORDERS` or `PASSING`) to other elements.
 
     A shuffle keeps its seeds; `Dataset.shuffle` would generate new ones. Assumes `_count`; of shuffles `_buffer_size`,
     `_seed`, `_seed2` and `_reshuffle_each_iteration`; of any dataset `_variant_tensor` and `_flat_structure`.

@@ -79,7 +79,7 @@ def momentum_slots(optimizer: Any) -> list[Any] | None:
 
 
 def rates_of(optimizer: Any) -> list[Any]:
-    """Return the learning rate, and a legacy optimizer's other hyperparameters, in fixed order.
+    """Return the learning rate, and a legacy optimizer's other hyperparameters.
 
     Assumes `_hyper` of legacy optimizers, `_learning_rate` of others.
     """

@@ -12,7 +12,7 @@ Copying the state is cheap next to this many steps.
 
 @section
 class ElasticConfig:
-    """Training that continues when ranks are lost or join, under horovodrun with host discovery."""
+    """Training that survives lost or joining ranks, under horovodrun's host discovery."""
 
     elastic: bool = False
     """Resume from the last commit when ranks are lost, and admit new hosts: horovodrun --min-np …"""

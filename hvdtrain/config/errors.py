@@ -81,7 +81,7 @@ class CheckpointError(UserError):
 
 
 class LaunchError(UserError):
-    """The ranks of one job do not fit together, or the launcher is not usable."""
+    """A job's ranks do not fit together, or its launcher is unusable."""
 
 
 class LoneRanksError(LaunchError):
@@ -108,7 +108,7 @@ class SetupError(UserError):
 
 
 def opt(name: str, value: object = None) -> str:
-    """Encode an option for an error message, to be rendered as argument or flag.
+    """Encode an option for an error message, rendered as argument or flag.
 
     A name outside `ARGUMENTS` is rendered as a flag in scripts, too; a capital letter as value is a placeholder.
     """

@@ -26,7 +26,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 
 
 def check_arguments(kind: str, name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Reject arguments that `function` does not accept, or whose type differs from the default's (ConfigError)."""
+    """Reject unknown arguments, or of another type than the default (ConfigError)."""
     accepted = {
         parameter.name: parameter
         for parameter in inspect.signature(function).parameters.values()

@@ -46,7 +46,7 @@ class Config:
 
     @property
     def processes(self) -> RuntimeConfig:
-        """Runtime options, with the mesh implied by other options if `--parallel` is not given."""
+        """Runtime options; others imply the mesh unless `--parallel` is given."""
         if self.runtime.parallel or self.model.embedding_sharding == "none":
             return self.runtime
         return replace(self.runtime, parallel="ep=-1")

@@ -76,7 +76,7 @@ def import_from(folder: Path) -> None:
 
 
 def _search_working_folder() -> str:
-    """Search modules in the working folder, as `python -m` does, and return it."""
+    """Add the working folder to sys.path, like `python -m`; return it."""
     folder = os.getcwd()
     if "" not in sys.path and folder not in sys.path:
         sys.path.insert(0, folder)

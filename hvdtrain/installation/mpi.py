@@ -62,5 +62,5 @@ def system_path(environment: PythonEnvironment, environ: Mapping[str, str]) -> s
 
 
 def _describe(path: str) -> str:
-    """Return a hash of location, compiler flags and version of the MPI on `path`."""
+    """Return a hash of an MPI's location, compiler flags and version."""
     return short_hash(output_of(["sh", "-c", "command -v mpicxx; mpicxx -show; mpirun --version"], PATH=path))

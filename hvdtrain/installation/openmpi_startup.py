@@ -26,10 +26,10 @@ import sys
 
 
 class OpenMpiLoader:
-    """Meta path finder that finds nothing, but loads Open MPI just before mpi4py does."""
+    """Meta path finder that loads Open MPI just before mpi4py does."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Load this environment's library with all symbols bound, unless the user chose another."""
+        """Load this environment's Open MPI, unless the user chose another."""
         if name != "mpi4py.MPI" or "MPI4PY_LIBMPI" in os.environ:
             return
         import ctypes  # lazily: it takes longer than all the rest

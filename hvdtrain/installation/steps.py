@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 def install_with(apt: str, dnf: str) -> str:
-    """Return the package-manager command of this machine, for apt and dnf package names."""
+    """Return this machine's install command, for apt and dnf package names."""
     if shutil.which("apt-get"):
         return f"sudo apt-get install {apt}"
     if shutil.which("dnf"):
@@ -86,7 +86,7 @@ def _run_logged(command: Sequence[str], log: Path, environ: Mapping[str, str]) -
 
 
 def excerpt(output: str) -> str:
-    """Return the first errors of an output with some context, and its end."""
+    """Return an output's first errors with context, and its end."""
     lines = output.splitlines()
     if len(lines) <= SHORT:
         return output.rstrip()

@@ -48,7 +48,7 @@ def _lines(texts: list[str]) -> bytes:
 
 
 def _nccl_identity(environ: Mapping[str, str]) -> str:
-    """Return the NCCL part of the cache key, if Horovod is built with NCCL."""
+    """Return the cache key's NCCL part, if Horovod uses NCCL."""
     if not any(_BUILD_SETTING.match(name) and value == "NCCL" for name, value in environ.items()):
         return ""
     header = Path(environ.get("HOROVOD_NCCL_HOME") or "/usr", "include", "nccl.h")

@@ -118,7 +118,7 @@ def begins_of(tables: Sequence[Partition]) -> np.ndarray:
 
 
 def look_up(tables: Sequence[Table], rows: Sequence[tf.Tensor], ranks: RowExchange, *, name: str) -> list[tf.Tensor]:
-    """Return the rows [lookups, dim] of each table, sharded by table or row. Collective.
+    """Return each table's rows [lookups, dim], sharded by table or row. Collective.
 
     Tables have one dim and sharding, in the same order on every rank; `rows` are int64 vectors of any length.
     """
@@ -148,7 +148,7 @@ def look_up_columns(
 
 
 def _own_rows(tables: Sequence[Table], places: tf.Tensor, begins: np.ndarray) -> tf.Tensor:
-    """Return rows of this rank's shards, [lookups, columns], by their index among all of its rows."""
+    """Return rows of this rank's shards, [lookups, columns], by index across tables."""
     if len(tables) == 1:
         return tf.gather(tables[0].part, places)
     table = tf.searchsorted(tf.constant(begins, tf.int64), places, side="right") - 1

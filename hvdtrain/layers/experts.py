@@ -74,7 +74,7 @@ def expert_capacity(tokens: Any, experts: int, top_k: int, factor: float | None)
 
 
 def choose_experts(probabilities: tf.Tensor, top_k: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the `top_k` (1 or 2) most probable experts per token and their gates, [tokens, top_k].
+    """Return each token's `top_k` (1 or 2) likeliest experts and gates, [tokens, top_k].
 
     The gate of a single choice is its probability (Switch); two gates are normalized to sum to 1 (GShard), so that the
     router learns their ratio. Probabilities are [tokens, experts].
@@ -143,7 +143,7 @@ def from_experts(outputs: tf.Tensor, places: tf.Tensor, gates: tf.Tensor) -> tf.
 
 
 class RoutingCounts:
-    """Counters of the training steps since the last reset, not part of any state."""
+    """Counters of training steps since the last reset, not saved."""
 
     def __init__(self, experts: int) -> None:
         # A plain object hides them from Keras: they are not weights, and not saved in checkpoints.
@@ -210,7 +210,7 @@ _PLAIN_ARGUMENTS = (
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class MixtureOfExperts(ExchangingLayer):
-    """Routes each token to `top_k` of many MLPs (experts) and sums their gated outputs.
+    """Routes each token to `top_k` MLPs (experts) and sums gated outputs.
 
     Top-1 as in Switch (Fedus et al. 2021), top-2 as in GShard (Lepikhin et al. 2020). Replaces a transformer's MLP: the
     output has the shape of the input, [batch, …, width], and is zero for a dropped token, so that the residual

@@ -20,7 +20,7 @@ LEAST_EPSILON = 1e-5
 
 
 def fusible_layers(model: Any) -> list[Any]:
-    """Return the layers of `model`, nested ones too, that the fused op supports in training.
+    """Return the layers, also nested, that the fused op supports in training.
 
     Of Keras' own class, over the last axis, with float32 variables, without `renorm` and `synchronized`.
     """
@@ -38,7 +38,7 @@ def _is_fusible(layer: Any) -> bool:
 
 @contextmanager
 def fused_normalization(layers: Sequence[Any]) -> Iterator[None]:
-    """Use the fused op in training calls of fusible `layers` inside this context.
+    """Use the fused op in training calls of `layers` inside this context.
 
     Outputs, gradients and moving statistics equal Keras' up to rounding. Keras' own code still handles inference,
     frozen layers, masks, float64, and tf.distribute strategies.

@@ -37,7 +37,7 @@ def moments_of_all(
 
 
 def _counted_upstream(total: tf.Tensor, has_samples: Any) -> tf.Tensor:
-    """Zero the gradient from a replica without samples, even if it is not finite."""
+    """Zero the gradient of an empty replica, even if it is not finite."""
     if not tf.is_tensor(has_samples) and has_samples:
         return total
 

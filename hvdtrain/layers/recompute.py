@@ -109,7 +109,7 @@ class _Segment(keras.layers.Layer):
 
 
 def _graph(layer: Any) -> Any:
-    """Return the operations of a built Functional or Sequential model, not of a subclass."""
+    """Return the operations of a built Functional or Sequential model."""
     if type(layer).__module__.partition(".")[0] != "keras" or not isinstance(layer, keras.Model) or not layer.built:
         return None
     return keras.Function(*_ends(layer))
@@ -142,7 +142,7 @@ def _segments(layer: Any) -> list[Any]:
 
 
 def _output(operation: Any) -> Any:
-    """Return an operation's output, if it is a single float tensor and used once."""
+    """Return an operation's output, if a single float tensor used once."""
     try:
         tensor = operation.output
     except (AttributeError, ValueError):
@@ -152,7 +152,7 @@ def _output(operation: Any) -> Any:
 
 
 def _leads_on(tensor: Any, outputs: Any) -> bool:
-    """Return whether all of `outputs` are computed from `tensor` alone, and are not it."""
+    """Return whether `tensor` alone determines all of `outputs`, and is not one."""
     if any(tensor is output for output in tf.nest.flatten(outputs)):
         return False
     try:

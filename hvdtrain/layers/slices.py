@@ -66,7 +66,7 @@ def _chunks(rows: slice, most: int) -> Iterator[tuple[int, int]]:
 
 
 def uniform_range(first: int, count: int, *, seed: int, bound: float, dtype: str) -> tf.Tensor:
-    """Return elements `first` to `first + count` of Keras' random values for any larger tensor.
+    """Return elements `first` to `first + count` of Keras' random values.
 
     The generator is counter-based, so it may start anywhere.
     """
@@ -132,7 +132,7 @@ def add_slice(
 
 
 def refuse_built_before_init(layer: Any, *axes: str) -> None:
-    """Reject a layer built without a session if `axes` have several ranks now. Raises ConfigError."""
+    """Reject a layer built without a session if `axes` have several ranks. Raises ConfigError."""
     ranks = ranks_along(*axes)
     if ranks is not None:
         raise ConfigError(

@@ -50,7 +50,7 @@ class SyncBatchNormalization(BatchNormalizationByMoments):
             )
 
     def moments(self, inputs: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return mean and variance over all replicas, [size of axis], in the dtype of `inputs`. Collective."""
+        """Return global mean and variance, [size of axis], in `inputs`' dtype. Collective."""
         exchange = self.replicas()
         if exchange is None:
             return super().moments(inputs, mask, axes)

@@ -25,7 +25,7 @@ def build(
     heads: int = 4,
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Return a masked language model from tokens [length] to logits [length, vocabulary] for each position.
+    """Return a masked language model, tokens [length] to logits [length, vocabulary].
 
     Args:
         shape: (length,) of one sequence of token numbers.

@@ -54,7 +54,7 @@ def build_sharded(
     width: int = 128,
     depth: int = 2,
 ) -> keras.Model:
-    """Return the model of `build` with its tables sharded along `ep` by `table`, `row` or `column`."""
+    """Return `build`'s model with tables sharded by `table`, `row` or `column`."""
     if min(rows, dim, width, depth) < 1:
         raise ConfigError(f"dlrm needs positive sizes. Received: rows={rows}, dim={dim}, width={width}, depth={depth}.")
     if classes != 2:
@@ -119,7 +119,7 @@ def _bound(rows: int) -> float:
 
 
 def _products(vectors: list[Any]) -> Any:
-    """Return the pairwise dot products [batch, n (n - 1) / 2] of n vectors [batch, dim]."""
+    """Return pairwise dot products, [batch, n (n - 1) / 2], of n vectors [batch, dim]."""
     count = len(vectors)
     stacked = keras.ops.stack(vectors, axis=1)
     products = keras.ops.matmul(stacked, keras.ops.transpose(stacked, (0, 2, 1)))

@@ -45,7 +45,7 @@ def classifier(
 
 
 def glorot(seed: int, path: str) -> keras.initializers.Initializer:
-    """Return a Glorot uniform initializer whose values are a function of (seed, path)."""
+    """Return a Glorot uniform initializer whose values depend on (seed, path)."""
     return keras.initializers.GlorotUniform(seed=path_seed(seed, path))
 
 

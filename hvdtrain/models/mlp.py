@@ -9,7 +9,7 @@ from hvdtrain.models.family import Rules, classifier, path_seed
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 3, width: int = 1024) -> keras.Model:
-    """Return a classifier from samples of any `shape`, which it flattens, to logits [classes].
+    """Return a classifier from samples of any `shape`, flattened, to logits [classes].
 
     Args:
         shape: shape of one sample.

@@ -1,4 +1,4 @@
-"""Transformer with a mixture of experts for the MLP of every other block.
+"""Transformer with a mixture of experts in every other block.
 
 As in GShard (Lepikhin et al. 2020, arXiv:2006.16668) and Switch (Fedus et al. 2021, arXiv:2101.03961); the rest is
 `transformer`.
@@ -32,7 +32,7 @@ def build(
     balance_weight: float = 0.01,
     z_weight: float = 0.001,
 ) -> keras.Model:
-    """Return a causal language model from tokens [length] to next-token logits [length, vocabulary].
+    """Return a causal language model, tokens [length] to logits [length, vocabulary].
 
     Each token uses `top_k` of a block's experts, each an MLP with 4 width hidden units: many parameters, few active per
     token.

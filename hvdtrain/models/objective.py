@@ -55,7 +55,7 @@ def on_logits(loss: Any) -> Any:
 
 
 def check_probabilities(model: keras.Model, loss: Any) -> None:
-    """Reject a cross-entropy of probabilities if the model's output layer is linear (ConfigError)."""
+    """Reject a cross-entropy of probabilities after a linear layer (ConfigError)."""
     loss = _resolved(loss)
     layer = getattr(model, "layers", [None])[-1:]
     linear = layer and getattr(layer[0], "activation", None) is keras.activations.linear
@@ -69,7 +69,7 @@ def check_probabilities(model: keras.Model, loss: Any) -> None:
 
 
 def output_kind(model: keras.Model, loss: Any, classes: int | None) -> OutputKind:
-    """Return the kind of a model's outputs, from its loss or its last activation.
+    """Return a model's output kind, from its loss or last activation.
 
     Args:
         model: a built model.

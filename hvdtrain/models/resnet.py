@@ -37,7 +37,7 @@ def conv_norm(x: Any, channels: int, kernel: int, stride: int, seed: int, name: 
 
 
 def added(x: Any, y: Any, name: str) -> Any:
-    """Add a residual branch y to x, both [batch, height, width, channels], and apply ReLU."""
+    """Return relu(x + y), both [batch, height, width, channels]."""
     return keras.layers.ReLU(name=f"{name}_relu")(keras.layers.Add(name=f"{name}_add")([x, y]))
 
 
@@ -94,7 +94,7 @@ EXPANSION = 4
 def build_imagenet(
     shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 50, width: int = 64, zero_gamma: bool = True
 ) -> keras.Model:
-    """Return a classifier from images `shape` [height, width, channels], usually [224, 224, 3], to logits [classes].
+    """Return a classifier from images `shape`, usually [224, 224, 3], to logits [classes].
 
     At width 64 and with 1000 classes it has 15,995,176 trainable parameters (depth 26), 25,557,032 (50), 44,549,160
     (101) or 60,192,808 (152).

@@ -31,7 +31,7 @@ def build(
     dropout: float = 0.0,
     causal: bool = True,
 ) -> keras.Model:
-    """Return a language model from tokens [length] to logits [length, vocabulary], of the next tokens if causal.
+    """Return a (causal) language model, tokens [length] to logits [length, vocabulary].
 
     With vocabulary V and length L it has 2 V width + V + L width + 2 width + depth (12 width^2 + 13 width) parameters:
     12.7 million at the defaults, 8192 tokens and a length of 128.
@@ -121,7 +121,7 @@ def _block(x: Any, width: int, heads: int, dropout: float, seed: int, number: in
 
 
 def dense_mlp(x: Any, width: int, number: int) -> Any:
-    """Apply two dense layers with a hidden size of four times the width."""
+    """Apply two dense layers, the hidden one four times as wide."""
     x = keras.layers.Dense(4 * width, activation="gelu", name=f"block{number}_mlp_in")(x)
     return keras.layers.Dense(width, name=f"block{number}_mlp_out")(x)
 

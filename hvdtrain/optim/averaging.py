@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 def averages_weights(optimizer: Any) -> bool:
-    """Return whether `optimizer`, possibly wrapped (LossScaleOptimizer …), has an EMA of the weights."""
+    """Return whether `optimizer`, wrapped or not, keeps an EMA of weights."""
     return bool(innermost(optimizer).use_ema)
 
 

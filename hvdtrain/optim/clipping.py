@@ -59,7 +59,7 @@ def square_sum(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def ordered_sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the sum of scalars of one dtype, bitwise the same on every rank.
+    """Sum scalars of one dtype, bitwise the same on every rank.
 
     TensorFlow's AddN sums three or more in an order that depends on free buffers, so on timing. Grappler turns a chain
     of additions into an AddN.
@@ -68,7 +68,7 @@ def ordered_sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the sum of squares, a float64 scalar, bitwise the same for any number of threads.
+    """Return the float64 sum of squares, bitwise independent of thread counts.
 
     TensorFlow splits one large sum among its threads, and the rounding depends on their number: hosts with different
     core counts would scale the same gradient differently.

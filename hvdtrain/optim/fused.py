@@ -23,7 +23,7 @@ DTYPES = (tf.float32, tf.float64)
 
 @contextmanager
 def fused_updates(optimizer: Any) -> Iterator[None]:
-    """Use fused ops for the updates of a built Keras 3 optimizer inside this context.
+    """Use fused ops for a built Keras 3 optimizer inside this context.
 
     Clipping, weight decay, averages and loss scaling stay Keras' own. So do optimizers other than SGD, Adam and AdamW,
     Adam with amsgrad, 16-bit variables, and everything under a tf.distribute strategy.
@@ -82,7 +82,7 @@ def _sgd(optimizer: Any) -> UpdateStep:
 
 
 def _adam(optimizer: Any) -> UpdateStep:
-    """Return the update of Kingma and Ba 2014 (arXiv:1412.6980, end of section 2)."""
+    """Return the update of Kingma and Ba 2014 (arXiv:1412.6980, section 2)."""
     scalars: dict[Any, dict[str, tf.Tensor]] = {}
 
     def update_step(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
@@ -123,7 +123,7 @@ def _adam_scalars(optimizer: Any, dtype: tf.DType, learning_rate: Any) -> dict[s
 
 
 def _gain(beta: float, step: tf.Tensor) -> tf.Tensor:
-    """Return the ratio of the op's average of a constant to Keras' after `step` steps."""
+    """Return the op's average of a constant, relative to Keras', at `step`."""
     number = step.dtype.as_numpy_dtype
     ops, keras_own = float(number(1) - number(beta)), float(number(1.0 - beta))
     if ops == keras_own:
@@ -132,7 +132,7 @@ def _gain(beta: float, step: tf.Tensor) -> tf.Tensor:
 
 
 def _dense(gradient: Any, variable: tf.Variable) -> tf.Tensor:
-    """Return the dense gradient in the variable's dtype, since momentum updates all rows."""
+    """Return the dense gradient in the variable's dtype; momentum updates all rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.cast(gradient, variable.dtype)
     values = tf.cast(gradient.values, variable.dtype)

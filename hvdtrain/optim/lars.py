@@ -13,7 +13,7 @@ from hvdtrain.optim.clipping import ordered_sum, sum_of_squares
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class LARS(OptimizerWithOwnDecay):
-    """Momentum SGD with a learning rate per layer, from the norms of its weights and gradient.
+    """Momentum SGD with layer-wise learning rates from weight and gradient norms.
 
     For weights w, gradient g and weight decay b (You et al. 2017, arXiv:1708.03888, algorithm 1):
 

@@ -124,7 +124,7 @@ def known_optimizers() -> dict[str, Any]:
 
 
 def build_optimizer(config: OptimConfig, total_steps: int, batch: int) -> Any:
-    """Build the optimizer specified by `config`, for `batch` samples per step over all ranks.
+    """Build the optimizer of `config` for a global batch of `batch`.
 
     Its schedule spans `total_steps`. Weight decay excludes biases and normalization parameters. It is decoupled, as in
     Keras (Loshchilov and Hutter 2019, arXiv:1711.05101), w <- w - learning_rate x decay x w, for all but LARS; also for
@@ -176,7 +176,7 @@ def _arguments(config: OptimConfig, cls: type) -> dict[str, Any]:
 
 
 def _muon_arguments(config: OptimConfig) -> dict[str, Any]:
-    """Apply one weight decay to both kinds of weights, and split the comma-separated layer names."""
+    """Apply one weight decay to all weights, and split layer names."""
     arguments: dict[str, Any] = {}
     if config.weight_decay is not None:
         arguments["adam_weight_decay"] = config.weight_decay

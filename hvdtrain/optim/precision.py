@@ -27,7 +27,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 
 def with_loss_scaling(optimizer: Any, model: Any) -> Any:
-    """Wrap `optimizer` in loss scaling if a layer of `model` computes in fp16, unless wrapped."""
+    """Wrap `optimizer`, unless wrapped, in loss scaling for fp16 layers of `model`."""
     if has_dynamic_scale(optimizer) or not computes_in_float16(model):
         return optimizer
     return LossScaleOptimizer(optimizer)
@@ -39,7 +39,7 @@ def computes_in_float16(model: Any) -> bool:
 
 
 def has_dynamic_scale(optimizer: Any) -> bool:
-    """Return whether `optimizer` adapts the loss scale itself, skipping steps whose gradients overflow."""
+    """Return whether `optimizer` adapts its loss scale and skips overflowing steps."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 

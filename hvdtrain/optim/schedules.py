@@ -14,7 +14,7 @@ from hvdtrain.config.registry import suggestion
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A linear warm-up to `peak` over `warmup_steps`, then a decay of the given `shape` until `total_steps`.
+    """A linear warm-up to `peak` over `warmup_steps`, then decay until `total_steps`.
 
     With x = t / n at step t of the n after the warm-up, and f = `final_rate`, the rate as a fraction of the peak is
 
@@ -83,7 +83,7 @@ def decay_steps(shares: Sequence[float], total_steps: int) -> list[int]:
 
 
 def scheduled_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
-    """Return a number if the rate is constant, else a schedule over `total_steps` steps.
+    """Return a constant rate, or a schedule over `total_steps` steps.
 
     Raises ConfigError for a warm-up as long as the run, or a decay before its end.
     """
@@ -114,7 +114,7 @@ def scheduled_rate(config: OptimConfig, total_steps: int, peak: float) -> Any:
 
 
 def scaled_learning_rate(config: OptimConfig, batch: int) -> float:
-    """Return the peak learning rate for `batch` samples per step over all ranks.
+    """Return the peak learning rate for a global batch of `batch`.
 
     linear: rate x batch / base_batch, which keeps the update per sample (Goyal et al. 2017, arXiv:1706.02677). sqrt:
     rate x sqrt(batch / base_batch), which keeps the variance of the update (Krizhevsky 2014, arXiv:1404.5997; used with

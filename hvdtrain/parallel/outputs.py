@@ -20,7 +20,7 @@ def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options
 
 
 def marked_outputs(model: Any, outputs: Any) -> Any:
-    """Mark the shards among outputs that the model's layers returned one by one."""
+    """Mark the shards among outputs that layers returned one by one."""
     slices = position_slices(model)
     marked = tagged_outputs(model, outputs)
     return marked if slices is None else slices.tagged(marked)

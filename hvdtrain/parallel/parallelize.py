@@ -17,7 +17,7 @@ from hvdtrain.parallel.tensor.rules import Rules
 def parallelize(
     model: Any, rules: Rules | None = None, *, inputs: Any = None, sequence_parallel: bool = False
 ) -> keras.Model:
-    """Return a model split along `tp` and `cp` that computes the same as the full one. Collective.
+    """Return an equivalent model, split along `tp` and `cp`. Collective.
 
     Along `tp` each rank holds shards of the layers: rules map regular expressions of variable paths to layouts, as in
     Keras' `LayoutMap`, with one entry per dim, None or `"tp"`. A kernel sharded along its output makes a layer

@@ -8,7 +8,7 @@ from hvdtrain.config.training import TrainingConfig
 
 
 def cifar10() -> Config:
-    """ResNet-20 on CIFAR-10 images in class folders (cifar10-train.tar.gz), 5,000 of 50,000 held out."""
+    """ResNet-20 on CIFAR-10 in class folders (cifar10-train.tar.gz), 5,000 of 50,000 held out."""
     return Config(
         recipe="cifar10",
         model=ModelConfig("resnet", {"depth": 20}),

@@ -1,4 +1,4 @@
-"""Small runs of each model family on synthetic data, for smoke tests and measurements."""
+"""Small runs of each model family on synthetic data, for smoke tests."""
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig
@@ -19,7 +19,7 @@ def resnet_synthetic() -> Config:
 
 
 def lm_synthetic() -> Config:
-    """Small causal transformer on a random language, learnable to an accuracy of 0.7 per token."""
+    """Small causal transformer on a random language, learnable to 0.7 accuracy."""
     return Config(
         recipe="lm_synthetic",
         model=ModelConfig("transformer", {"depth": 2, "width": 64, "heads": 4}),

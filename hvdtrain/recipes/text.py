@@ -30,7 +30,7 @@ def gpt_char() -> Config:
 
 
 def moe_char() -> Config:
-    """Small transformer with 8 experts in every other block, on the characters of a text, as gpt_char."""
+    """Small transformer with 8 experts in every other block, on characters."""
     sizes: dict[str, Scalar] = {"depth": 4, "width": 128, "heads": 4, "dropout": 0.1, "experts": 8, "top_k": 2}
     return replace(gpt_char(), recipe="moe_char", model=ModelConfig("moe_transformer", sizes))
 

@@ -1,4 +1,4 @@
-"""State of Keras callbacks, so that a resumed run decides like an uninterrupted one."""
+"""State of Keras callbacks, resumed without changing their decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -109,7 +109,7 @@ def _has_own_state(callback: Any) -> bool:
 
 
 def _refuse_lost_weights(callback: Any, state: Mapping[str, Any]) -> None:
-    """Refuse to resume if Keras would take the next epoch's weights for the best ones."""
+    """Refuse to resume if Keras would take next epoch's weights for best."""
     if getattr(callback, "restore_best_weights", False) and state.get("best") is not None:
         name = type(callback).__name__
         raise ConfigError(
@@ -121,7 +121,7 @@ def _refuse_lost_weights(callback: Any, state: Mapping[str, Any]) -> None:
 
 
 def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are None, strings or numbers, or lists of them or of arrays."""
+    """Return values that are None, strings, numbers, or lists of numbers or arrays."""
     plain: dict[str, Any] = {}
     for name, value in values.items():
         with suppress(TypeError, ValueError):

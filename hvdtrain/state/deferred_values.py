@@ -1,4 +1,4 @@
-"""Lazily initialized variables, for a model of which this rank will hold only some stages.
+"""Lazily initialized variables, for models that this rank holds partially.
 
 The stages of a pipeline are known only once the model is built. So while a function builds it, variables have a shape
 but no memory, and a read re-runs the initializer. Variables of this rank's stages are initialized after the model was

@@ -36,7 +36,7 @@ class TensorHashes:
         return np.array([google_crc32c.value(_octets(tensor)) for tensor in tensors], np.int64)
 
     def on_device(self, tensors: Sequence[tf.Variable]) -> np.ndarray:
-        """Hash by TensorFlow ops on any device, with three times the memory of the largest tensor."""
+        """Hash by TensorFlow ops, with three times the largest tensor's memory."""
         sums: np.ndarray = self._on_device(list(tensors)).numpy()
         return sums
 
@@ -46,7 +46,7 @@ def _sums(tensors: Sequence[tf.Variable]) -> tf.Tensor:
 
 
 def sum_of_bits(tensor: tf.Tensor) -> tf.Tensor:
-    """Return an int64 that depends on every bit of `tensor` and its position.
+    """Return an int64 of every bit of `tensor` and its position.
 
     Each 8 bytes form a number by invertible steps (products by odd numbers that depend on the position, a shift), so
     that a change of one of them always changes the sum.

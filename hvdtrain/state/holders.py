@@ -1,4 +1,4 @@
-"""Find and compare the ranks that hold the same tensors of a split model."""
+"""Compare the ranks that hold the same tensors of a split model."""
 
 import json
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Holders:
         self._places = {key: places[tuple(holders[key])] for key in mine if len(holders[key]) > 1}
 
     def shared(self, tensors: Mapping[str, NamedTensor]) -> dict[str, NamedTensor]:
-        """Return the tensors of which other ranks hold the same shard, as input for `sums`."""
+        """Return the tensors of which other ranks hold the same shard."""
         if not self.split:
             return dict(tensors)
         # With ZeRO-3 a rank temporarily holds full parameters.
@@ -63,7 +63,7 @@ class Holders:
         return None
 
     def hashes_of_all(self, hashes: Mapping[str, int]) -> dict[str, list[dict[int, int]]]:
-        """Return by path, for each group with a shard of it, the hash on each rank. Collective."""
+        """Return each path's hashes by shard group and rank. Collective."""
         mine = {path: [self._group_of.get(path, 0), int(value)] for path, value in hashes.items()}
         found: dict[str, dict[int, dict[int, int]]] = {}
         for rank, theirs in enumerate(gather(self._backend, mine)):

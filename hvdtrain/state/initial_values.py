@@ -22,7 +22,7 @@ def is_deterministic(initializer: Any) -> bool:
 
 
 def initial_value(initializer: Any, variable: Any) -> tf.Tensor:
-    """Return the initial value of a Keras variable, which may not have one yet."""
+    """Return a Keras variable's initial value, even before it has one."""
     dtype = declared_dtype(variable)
     return tf.cast(initializer(tuple(variable.shape), dtype=dtype), dtype)
 

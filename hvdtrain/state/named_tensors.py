@@ -1,4 +1,4 @@
-"""A tensor of the state and its shard of the full tensor, with or without memory."""
+"""A tensor of the state and its shard, with or without memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

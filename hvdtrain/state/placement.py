@@ -33,7 +33,7 @@ __all__ = [
 
 
 def expert_parallel(variables: Mapping[str, tf.Variable]) -> dict[str, tf.Variable]:
-    """Return the variables, by path, that differ between replicas, such as experts and tables."""
+    """Return variables, by path, that differ between replicas: experts, tables."""
     return {path: v for path, v in variables.items() if (here := placement_of(v)) is not None and here.held_by}
 
 
@@ -50,7 +50,7 @@ def exchanges_activations(model: Any) -> bool:
 
 
 def placed_tensor(value: Any, owner: Any = None) -> NamedTensor:
-    """Return a variable as a tensor of the state, replicated or sharded by its placement.
+    """Return a variable as a tensor of the state, with its placement.
 
     `owner` is, for an optimizer slot of the same shape, the variable whose placement it shares.
     """

@@ -9,7 +9,7 @@ from hvdtrain.data.identity import Identity
 
 @dataclass
 class Progress:
-    """Running totals of the current epoch, so that a resumed epoch reports all of it."""
+    """Running totals of the current epoch, so that resumed epochs are complete."""
 
     loss_sum: float = 0.0
     """Sum of the weighted losses over all replicas."""

@@ -1,4 +1,4 @@
-"""Optimizer state by role and by the structural path of the owning variable."""
+"""Optimizer state by role and the owning variable's structural path."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def replicated_slots(optimizer: Any, structure: Structure, prefix: str = "optimi
 
 
 def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Structure) -> None:
-    """Rebuild a built `optimizer` for `variables` and those it knows, keeping their state.
+    """Rebuild `optimizer` for `variables` and those it knows, keeping their state.
 
     New slots start as at the first step, and weight averages at the weights. The order is that of an optimizer built
     for all of them at once, as Keras' own files require. No effect if all are known.
@@ -94,7 +94,7 @@ def unknown_to(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterator[tuple[str, int | None, Any]]:
-    """Yield (role, index of the owner, variable) for all attributes of an optimizer of `count` variables."""
+    """Yield (role, owner's index, variable) of an optimizer of `count` variables."""
     for name, value in own_attributes(optimizer, OPTIMIZER_BOOKKEEPING):
         role = name.lstrip("_")
         if isinstance(value, keras.Variable):

@@ -119,7 +119,7 @@ class _Walk:
 
 
 def children(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a layer's or container's members by name, in the same order in every process."""
+    """Yield a layer's or container's members by name, in reproducible order."""
     if isinstance(thing, dict):
         yield from ((str(key), value) for key, value in thing.items())
     elif isinstance(thing, list | tuple):

@@ -84,7 +84,7 @@ class TrainState:
         }
 
     def saved_tensors(self) -> dict[str, NamedTensor]:
-        """Return `named_tensors`, and weights held by callbacks (ConfigError if the model is sharded)."""
+        """Return `named_tensors` and callbacks' weights (ConfigError if the model is sharded)."""
         if self.held_weights and is_split(self.model):
             raise ConfigError(
                 "A callback holds weights (restore_best_weights=True), and each rank has slices of them, which "
@@ -102,7 +102,7 @@ class TrainState:
         return [spec_of(path, tensor) for path, tensor in self.named_tensors().items()]
 
     def earlier_names(self) -> list[str]:
-        """Return the tensors' names in checkpoints of format 1, in the order of `named_tensors`."""
+        """Return `named_tensors`' names in checkpoints of format 1, in order."""
         return [*by_path(self.model.weights, MODEL), *by_path(self.optimizer.variables, _OPTIMIZER)]
 
     def compared_tensors(self) -> dict[str, NamedTensor]:
@@ -111,7 +111,7 @@ class TrainState:
         return {path: tensor for path, tensor in self.named_tensors().items() if path not in own}
 
     def changing(self) -> dict[str, tf.Variable]:
-        """Return by path the variables that the model updates in its forward pass."""
+        """Return by path the variables updated in the forward pass."""
         return {**self._statistics(), **self.generators}
 
     def parameters(self) -> int:
@@ -159,7 +159,7 @@ class TrainState:
         run_once(lambda: backend.run(average_all))
 
     def parameter_hash(self) -> str:
-        """Return the SHA-256 over path, dtype, shape and bytes of the replicated weights, in path order."""
+        """Return the SHA-256 of path, dtype, shape and bytes of replicated weights."""
         return _digest({path: tensor.value for path, tensor in self._weights().items() if tensor.replicated})
 
     def agreed_hash(self, backend: Backend, *, timeout: float = GATHER_TIMEOUT_S) -> str:
@@ -176,7 +176,7 @@ class TrainState:
         return digest_of_parts(self._weights(), backend, timeout=timeout) if is_split(self.model) else mine
 
     def seed_generators(self, replica: int, samples: int | None = None) -> None:
-        """Set the model's SeedGenerators as a function of (seed, step, replica), in the compiled step.
+        """Set SeedGenerators by (seed, step, replica), inside the compiled step.
 
         `samples` is the index of the replica's samples, which replicas may share; None: its own.
         """
@@ -187,7 +187,7 @@ class TrainState:
         self.counter.assign_add(1)
 
     def generator_states(self, replica: int, step: Any, samples: int | None = None) -> dict[str, tf.Tensor]:
-        """Return by path the state of each SeedGenerator at the start of `step`.
+        """Return by path each SeedGenerator's state at the start of `step`.
 
         Arguments as for `seed_generators`.
         """

@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"_(\d+)(?=_|$)")
 
 
 def as_written(function: F) -> F:
-    """Prevent AutoGraph, enabled by a user's `tf.function`, from rewriting `function` and its callees."""
+    """Exempt `function` and its callees from a user's AutoGraph."""
     return cast(F, tf.autograph.experimental.do_not_convert(function))
 
 
@@ -79,7 +79,7 @@ def unique_paths(sources: Sequence[Any]) -> list[str]:
 
 
 def _ranks_of_numbers(paths: Iterable[str]) -> dict[str, str]:
-    """Return for each path component its name without number, plus its order if not the first.
+    """Return each path component's name without number, and its order.
 
     `dense_7` and `dense_9` become `dense` and `dense_1`, as do `dense` and `dense_2`.
     """

@@ -15,7 +15,7 @@ _WORD = 4
 
 
 def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 over path, dtype, shape and bytes of full arrays, in path order."""
+    """Return the SHA-256 of path, dtype, shape and bytes of full arrays."""
     digest = hashlib.sha256()
     for path, array in sorted(arrays.items()):
         _add(
@@ -56,7 +56,7 @@ def _values(tensor: NamedTensor) -> np.ndarray:
 
 
 def _summed(whole: np.ndarray, backend: Backend, path: str) -> bytes:
-    """All-reduce a full tensor that each rank has filled partially, and return its bytes."""
+    """All-reduce a partially filled full tensor, and return its bytes."""
     octets = np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
     if not octets.size:
         return b""

@@ -1,4 +1,4 @@
-"""Verify that all ranks make the same call, and that resumed data are unchanged."""
+"""Verify equal calls on all ranks, and unchanged data on resume."""
 
 import hashlib
 import inspect
@@ -40,7 +40,7 @@ def agree_on_call(
 
 
 def settings_of(seed: int, options: StepOptions, optimizer: Any, callbacks: Sequence[Any]) -> dict[str, str]:
-    """Return by name the trainer's settings that must be equal on every rank."""
+    """Return the trainer's settings that all ranks share, by name."""
     return {
         "Trainer(seed=…)": str(seed),
         **{f"Trainer({name}=…)": repr(_plain(value)) for name, value in options.chosen().items()},
@@ -50,7 +50,7 @@ def settings_of(seed: int, options: StepOptions, optimizer: Any, callbacks: Sequ
 
 
 def _described(value: Any) -> str:
-    """Return repr(value) for plain values, and the kind of data for datasets and arrays."""
+    """Return repr(value) for plain values, and the kind of others' data."""
     value = _plain(value)
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
@@ -88,7 +88,7 @@ def _settings_of_optimizer(optimizer: Any) -> dict[str, str]:
 
 
 def _numbers(config: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """Return the plain values of a Keras config, nested ones included, by name."""
+    """Return a Keras config's plain values, also nested, by name."""
     found: dict[str, str] = {}
     for name, given in config.items():
         value = _plain(given)

@@ -54,7 +54,7 @@ def built_model(model: Any, options: StepOptions) -> Any:
 
 
 def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
-    """Reject model or optimizer instances built outside the scope of a tf.distribute backend."""
+    """Reject models and optimizers built outside a tf.distribute backend's scope."""
     kinds = {"model": (model, keras.Model), "optimizer": (optimizer, keras.optimizers.Optimizer)}
     for name, (given, kind) in kinds.items():
         if isinstance(given, kind):
@@ -78,7 +78,7 @@ def converted(model: Any, options: StepOptions) -> Any:
 
 
 def check_layers(model: Any, options: StepOptions) -> None:
-    """Reject options that are incompatible with the layers of `model` (ConfigError naming both)."""
+    """Reject options incompatible with layers of `model` (ConfigError naming both)."""
     if options.jit and any(isinstance(layer, Recompute) for layer in flatten_layers(model)):
         raise ConfigError(
             f"XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out {opt('jit')}."

@@ -280,7 +280,7 @@ class TrainerCore:
         return training.result(wall_seconds=time.perf_counter() - begin)
 
     def _commit_to(self, commits: Commits, observers: Observer) -> Callable[[], None]:
-        """Commit the initial state of an elastic world, and return the commit function."""
+        """Commit an elastic world's initial state, and return the commit function."""
         said = commits.begin(self.state, self.backend)
         if said is not None:
             observers.on_message(said)
@@ -312,7 +312,7 @@ class TrainerCore:
         self.state.average_statistics(self.backend)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Swap in the EMA of the weights (`use_ema=True`), as of the last `consolidate`."""
+        """Swap in the weights' EMA (`use_ema=True`) as of the last `consolidate`."""
         return nullcontext() if self._rule is None else self._rule.averaged_weights()
 
     def _agree(self, call: str, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Data arguments of `fit`, `evaluate` and `predict`, by Keras' names, as one value."""
+"""Data arguments of `fit`, `evaluate` and `predict`, under Keras' names."""
 
 import itertools
 import math
@@ -77,7 +77,7 @@ def global_batch(batch_size: int | None, batch: int | None, backend: Backend, de
 
 
 def split_arrays(data: Any, fraction: float) -> tuple[ArraySource, ArraySource]:
-    """Split arrays into training samples and the last `fraction` for validation, like Keras.
+    """Split off the last `fraction` of arrays for validation, like Keras.
 
     Raises ConfigError for other data, a fraction outside (0, 1), or an empty split.
     """

@@ -148,7 +148,7 @@ class Commits:
 
 
 class HostsCheck:
-    """Ends the world, on all ranks after the same step, when hosts have changed. Collective."""
+    """Ends the world after the same step when hosts change. Collective."""
 
     def __init__(self, session: Session, backend: Backend) -> None:
         self._worlds = session.link.worlds
@@ -182,7 +182,7 @@ def check_elastic(session: Session, backend: str, options: StepOptions, shard_by
 
 
 def check_undivided(options: StepOptions, shard_by: Sharding) -> None:
-    """Reject options that shard state or data over ranks, which may be lost. Raises ConfigError naming the option."""
+    """Reject options that shard state or data over ranks. Raises ConfigError naming the option."""
     rule = chosen_rule(options)
     if rule != DEFAULT:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Run `fit` in the single world of a job, or in each world of an elastic one."""
+"""Run `fit` in a job's only world, or in every elastic one."""
 
 import inspect
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class FittingTrainer(ResumableTrainer):
         return result
 
     def _fit_elastically(self, request: FitRequest, commit_every: int) -> FitResult:
-        """Train in this world and its successors, while ranks are lost or join."""
+        """Train in this world and its successors, as ranks leave and join."""
         check_elastic(current(), self.backend.name, self.options)
         _refuse_ranks_own(request.arguments)
         commits, entered = Commits(), True
@@ -139,7 +139,7 @@ def _note_end(session: Session) -> None:
 
 
 def _refuse_ranks_own(arguments: FitArguments) -> None:
-    """Reject per-rank data, which are lost with a rank or missing on a new one (ConfigError)."""
+    """Reject per-rank data, lost with a rank and missing on others (ConfigError)."""
     if arguments.data.shard is not None:
         raise ConfigError(
             f"fit(shard={arguments.data.shard!r}) does not go with elastic=True: a rank's part of the data would "

@@ -163,7 +163,7 @@ def _samples(batch: Any) -> int:
 
 
 class WeightedDataset(NamedTuple):
-    """A Dataset with a function that weights samples, applied to each rank's samples only."""
+    """A Dataset with a function that weights each rank's samples only."""
 
     dataset: tf.data.Dataset
     change: Change

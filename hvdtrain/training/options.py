@@ -70,7 +70,7 @@ class StepOptions(
                 raise ConfigError(f"{option} does not go with {rule}: leave out one of them.")
 
     def check_world(self, size: int, controller: str) -> None:
-        """Reject Adasum without MPI, or on a number of ranks that is not a power of two."""
+        """Reject Adasum without MPI, or on other than 2^n ranks."""
         if self.reduce_op != "adasum" or size == 1:
             return
         if controller != "mpi":
@@ -79,7 +79,7 @@ class StepOptions(
             raise ConfigError(f"{opt('reduce_op', 'adasum')} needs 2, 4, 8 … ranks. Received: {size}.")
 
     def check_backend(self, name: str, lacks: Collection[str]) -> None:
-        """Reject options that backend `name` `lacks`, and Adasum if it lacks any (ConfigError)."""
+        """Reject options that backend `name` `lacks`, and Adasum with them (ConfigError)."""
         given = next((option for option in self.chosen() if option in lacks), None)
         if given is None and lacks and self.reduce_op == "adasum":
             given = "reduce_op"
@@ -109,7 +109,7 @@ class StepOptions(
 
 
 class TrainerOptions(TypedDict, total=False):
-    """The fields of `StepOptions` as keyword arguments, for completion in editors (PEP 692)."""
+    """The fields of `StepOptions` as keyword arguments, for editors (PEP 692)."""
 
     accumulate: int
     precision: PrecisionName | None

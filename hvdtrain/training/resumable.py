@@ -146,7 +146,7 @@ class ResumableTrainer(TrainerCore):
     def _begin_fit(
         self, data: TrainingData, initial_epoch: int, backup: Backup | None, *, described_data: bool
     ) -> bool:
-        """Continue the resumed training on the same data, or begin a new one; return whether it continues."""
+        """Begin training, or continue the resumed one; return whether it continues."""
         if backup is not None:
             on_every_rank(self.backend, lambda: backup.refuse_foreign() if self.backend.primary else None)
             self._resume(Path(backup.folder))
@@ -208,7 +208,7 @@ def with_checkpoints(plan: Plan, checkpoint: Checkpoint | None) -> Plan:
 
 
 def _to_go_on_from(folder: Path) -> Path | None:
-    """Return the newest good checkpoint in `folder`, or `folder` itself if it is one, or None."""
+    """Return the newest good checkpoint in or at `folder`, or None."""
     if (folder / manifest.NAME).is_file():
         return located(folder, "newest")
     return newest_good(checkpoints_at(folder), put_aside)

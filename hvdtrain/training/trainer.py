@@ -211,7 +211,7 @@ class Trainer(FittingTrainer):
         batch: int | None = None,
         shard: str | None = None,
     ) -> Any:
-        """Return the model's outputs for `x`, in order, as NumPy arrays on every rank. Collective.
+        """Return outputs for `x` as NumPy arrays on every rank. Collective.
 
         All ranks pass the same arguments. If ranks hold different weights, rank 0's are used.
 

@@ -123,7 +123,7 @@ class _Walk:
             self._layouts[tensor.name] = layout
 
     def _read(self, op: Any) -> Layout:
-        """Return the layout of a random generator's state, which is valid for shards, too."""
+        """Return the layout of a random generator's state, also valid for shards."""
         path = self._paths.get(id(op.inputs[0]), UNSEEDED)
         generator = bool(op.outputs[0].dtype.is_integer)
         return Layout(constant=generator, generators=frozenset([path] if generator else []))

@@ -59,7 +59,7 @@ def is_embedding(layer: Any) -> bool:
 
 
 def cut_lookups(layer: Any, group: Group, length: int) -> None:
-    """Make an embedding look up only this rank's positions of sequences of `length`.
+    """Restrict an embedding to this rank's positions of sequences of `length`.
 
     Other inputs, such as a class per sample, stay full. Position indices, 0 to the length, [positions] or [1,
     positions], are sharded like tokens.
@@ -149,7 +149,7 @@ def cut_output(layer: Any, group: Group) -> None:
 
 
 def all_but_last(inputs: Any) -> Any:
-    """Return a dim mapping that allows sharding along every dim but the last."""
+    """Return a dim mapping that allows sharding every dim but the last."""
     last = int(inputs.shape.rank) - 1
     return lambda dim: None if dim == last else dim
 

@@ -1,4 +1,4 @@
-"""Partition a model into stages of equal estimated cost, or at user-specified layers."""
+"""Partition a model into stages of equal cost, or at specified layers."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -49,7 +49,7 @@ def flops(node: Any) -> float:
 
 
 def _kernel_elements(layer: Any) -> int:
-    """Return the number of elements of a layer's own kernels that each position is multiplied with."""
+    """Return the size of a layer's own kernels that multiply each position."""
     if isinstance(layer, MixtureOfExperts):
         of_an_expert = sum(prod(_whole_shape(kernel)[1:]) for kernel in (layer.kernel_in, layer.kernel_out))
         return prod(layer.router.shape) + layer.top_k * of_an_expert
@@ -94,7 +94,7 @@ class SequenceSlices:
 
 
 def whole_sequences(model: Any) -> AbstractContextManager[None]:
-    """Return a context in which `model` computes all positions, split along cp or not."""
+    """Return a context in which `model` computes all positions, despite cp."""
     slices = position_slices(model)
     return nullcontext() if slices is None else slices.whole()
 
@@ -230,7 +230,7 @@ def _equal_bounds(model: Any, graph: Graph, costs: Sequence[float], stages: int,
 
 
 def _advice_on_nested(graph: Graph) -> str:
-    """Return advice on how to make a nested model's layers divisible into stages."""
+    """Return advice on how to divide a nested model into stages."""
     models = [node.operation for node in graph.nodes if isinstance(node.operation, keras.Model)]
     trained = [model for model in models if sum(bool(layer.trainable_weights) for layer in model.layers) > 1]
     if not trained:

@@ -60,7 +60,7 @@ class StageExchange:
     def receive(
         self, specs: Sequence[Spec], rows: Any, stage: int, label: str, direction: Direction
     ) -> list[tf.Tensor]:
-        """Return the tensors sent by a neighbouring stage, with `rows` samples (int or tensor)."""
+        """Return a neighbouring stage's tensors of `rows` samples (int or tensor)."""
         pair = self._pair(stage)
         received = []
         for number, spec in enumerate(specs):
@@ -78,7 +78,7 @@ class StageExchange:
             self._exchanged.clear()
 
     def keep(self, tensor: tf.Tensor) -> None:
-        """Mark the result of a transfer as used, so that TensorFlow does not prune it."""
+        """Protect the result of a transfer from TensorFlow's pruning."""
         self._exchanged.append(tf.cast(tf.reshape(tensor, [-1])[:1], tf.float64))
 
     def _pair(self, stage: int) -> Pair:
@@ -105,7 +105,7 @@ def check_shapes(cut: Cut, inputs: Mapping[int, Any], stage: int, tensors: Seque
 
 
 def boundary_specs(cut: Cut, inputs: Mapping[int, Any], stage: int) -> list[Spec]:
-    """Return the specs of the tensors `stage` sends, masks last, for a batch like `inputs`.
+    """Return the specs of tensors sent by `stage`, masks last.
 
     Shapes are local: of sequences sharded along cp, a rank sends its shard.
 

@@ -26,7 +26,7 @@ class Graph:
     outputs: tuple[Any, ...]
 
     def crossing(self, place: int) -> list[Any]:
-        """Return the tensors made by the first `place` calls and used by later ones or the caller."""
+        """Return tensors of the first `place` calls, used later or returned."""
         made = {id(tensor): tensor for node in self.nodes[:place] for tensor in node.outputs}
         used = [tensor for node in self.nodes[place:] for tensor in node.input_tensors]
         wanted = {id(tensor) for tensor in (*used, *self.outputs)}
@@ -80,7 +80,7 @@ def sliced_tensors(graph: Graph) -> set[int]:
 
 
 def masks_at(graph: Graph, bounds: Sequence[int]) -> tuple[frozenset[int], ...]:
-    """Return the ids of symbolic tensors that have a mask after the first n calls, for n in `bounds`.
+    """Return the ids of masked tensors after n calls, for n in `bounds`.
 
     Their symbols do not show it: attention removes the masks of its inputs.
     """
@@ -111,7 +111,7 @@ def symbols_of(graph: Graph) -> list[Any]:
 
 
 def shapes_here(graph: Graph) -> list[tf.TensorShape]:
-    """Return the local shapes of the tensors of `symbols_of`, which may be sharded."""
+    """Return the local shapes of `symbols_of`'s tensors, sharded or not."""
     symbols = symbols_of(graph)
 
     def call(*inputs: tf.Tensor) -> list[tf.Tensor]:

@@ -55,7 +55,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Schedu
 
 
 def _turn(kind: PassKind, number: int, rank: int, ranks: int, chunks: int) -> Action:
-    """Return the `number`-th forward or backward pass of a rank of an interleaved pipeline."""
+    """Return the `number`-th forward or backward pass of an interleaved schedule."""
     group, place = divmod(number, ranks * chunks)
     chunk, member = divmod(place, ranks)
     if kind == "backward":
@@ -72,7 +72,7 @@ def _alternate(forward: Schedule, backward: Schedule, *, warm_up: int) -> Schedu
 
 
 def schedule_of(name: ScheduleName, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Return a rank's passes in one optimizer step, with `chunks` stages per rank.
+    """Return a rank's passes per optimizer step, for `chunks` stages per rank.
 
     Raises ConfigError for an unknown name, or interleaved microbatches not divisible by `ranks`.
     """
@@ -94,7 +94,7 @@ def schedule_of(name: ScheduleName, rank: int, ranks: int, microbatches: int, ch
 
 
 def needs(action: Action, stages: int) -> Iterator[Action]:
-    """Yield the passes that `action` depends on, in a pipeline of `stages` stages."""
+    """Yield the passes that `action` depends on, among `stages` stages."""
     kind, stage, microbatch = action
     if kind == "forward":
         if stage > 0:
@@ -115,7 +115,7 @@ def most_in_flight(schedule: Sequence[Action]) -> int:
 
 
 def ideal_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
-    """Return the idle fraction if all stages take equally long and messages take no time.
+    """Return the idle fraction for equally long stages and free messages.
 
     (p - 1) / (m + p - 1) for p ranks and m microbatches; with v stages per rank, (p - 1) / v in place of p - 1.
     """
@@ -153,7 +153,7 @@ def simulate(
     stages: int | None = None,
     message: float = 0.0,
 ) -> Timeline:
-    """Simulate the ranks' schedules, one pass at a time per rank, in order.
+    """Simulate the ranks' schedules, one pass at a time per rank.
 
     Args:
         stages: of the pipeline; by default one per rank.

@@ -34,7 +34,7 @@ from hvdtrain.state.variables import unwrap
 
 @dataclass(frozen=True, kw_only=True)
 class TiedWeight:
-    """A weight shared by stages on several ranks, such as a tied input and output embedding."""
+    """A weight shared by stages on several ranks, such as tied embeddings."""
 
     places: tuple[int, ...]
     """Pipeline indices of the ranks that share it, ascending."""
@@ -47,7 +47,7 @@ class TiedWeight:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """The original model, wrapped so that Keras does not track its layers as the stage's."""
+    """The original model, wrapped to hide its layers from Keras' tracking."""
 
     model: Any
     cut: Cut
@@ -112,7 +112,7 @@ class PipelineStage(keras.Model):
         return tied is None or tied.places[0] == self.place
 
     def model_inputs(self, inputs: Any) -> dict[int, Any]:
-        """Return a batch's tensors by the id of the symbolic inputs, in the model's dtypes."""
+        """Return a batch by the id of symbolic inputs, in their dtypes."""
         functional = functional_of(self.whole.model)
         flat = standardized_inputs(functional, inputs)
         return dict(zip(map(id, self.whole.cut.graph.inputs), flat, strict=True))
@@ -120,7 +120,7 @@ class PipelineStage(keras.Model):
     def run_stage(
         self, stage: int, inputs: Mapping[int, Any], received: Sequence[Any], *, training: bool
     ) -> list[tf.Tensor]:
-        """Return the tensors that a stage sends to the next one, or the model's outputs.
+        """Return the tensors for the next stage, or the model's outputs.
 
         `inputs` come from `model_inputs`; `received` are tensors and masks from the previous stage.
         """
@@ -167,7 +167,7 @@ class PipelineStage(keras.Model):
         self.whole = replace(self.whole, structure=Structure(paths, structure.statistics & held))
 
     def pop_losses(self) -> tf.Tensor:
-        """Pop and sum the expert layers' losses of the last call, in float64."""
+        """Pop and sum the expert layers' last losses, in float64."""
         losses = [tf.cast(loss, tf.float64) for _, loss in losses_of(expert_layers(self))]
         clear_losses(self)
         return tf.add_n([tf.zeros([], tf.float64), *losses])
@@ -193,7 +193,7 @@ class PipelineStage(keras.Model):
 
 
 def arrived(cut: Cut, stage: int, received: Sequence[Any]) -> dict[int, Any]:
-    """Return the tensors `stage` has received, with masks, by the id of their symbols."""
+    """Return received tensors, with masks, by the id of their symbols."""
     symbols = cut.incoming(stage)
     values = dict(zip(map(id, symbols), received, strict=False))
     if stage:

@@ -1,4 +1,4 @@
-"""Create sharded variables while a model is built as if they were full.
+"""Create sharded variables that look full while a model is built.
 
 A layer infers the shapes of its variables from preceding layers, and a custom layer may call its inner layers in
 `build`: both must see full variables. So while a builder runs, a variable matched by a rule stores only its shard,
@@ -69,7 +69,7 @@ class Building:
         return tensor
 
     def finish(self) -> list[ShardedVariable]:
-        """Turn the variables into regular ones of their local shape, and return them."""
+        """Turn the variables into regular ones of local shape, and return them."""
         for made in self.made.values():
             made.variable.__class__ = keras.Variable
             declare_shape(made.variable, made.cut.shape)
@@ -77,7 +77,7 @@ class Building:
 
 
 def initial_shard(initializer: Callable[..., Any], variable: Any, cut: Cut) -> tuple[tf.Tensor, int]:
-    """Return this rank's shard of a variable's initial value, and the CRC-32 of the full value."""
+    """Return this rank's initial shard, and the full value's CRC-32."""
     dtype = declared_dtype(variable)
     whole = tf.cast(initializer(cut.whole, dtype=dtype), dtype)
     return cut.slice_of(whole), checksum(whole)
@@ -89,7 +89,7 @@ def _look_whole(variable: Any, made: ShardedVariable) -> None:
 
 
 class ShardedWhileBuilding(LazyVariable):
-    """Keras variable that stores a shard but looks full to a model's builder."""
+    """Keras variable that stores a shard but looks full while building."""
 
     def read(self) -> tf.Tensor:
         """Return the full initial value, recomputed; zeros of its shape while tracing."""

@@ -74,7 +74,7 @@ def _without_last(labels: Any, logits: Any) -> Any:
 
 
 def _of_labels(labels: tf.Tensor, logits: tf.Tensor, shard: Shard) -> tf.Tensor:
-    """Return -log softmax at the labels [n], from this rank's logits [n, local classes]."""
+    """Return -log softmax at labels [n], from logits [n, local classes]."""
     classes = shard.length
     valid = (labels >= 0) & (labels < classes)
     own = (labels >= shard.own.start) & (labels < shard.own.stop)
@@ -100,7 +100,7 @@ def _of_labels(labels: tf.Tensor, logits: tf.Tensor, shard: Shard) -> tf.Tensor:
 
 
 def _dense(labels: Any, logits: Any, shard: Shard, smoothing: float) -> Any:
-    """Return the cross-entropy with label distributions, from this rank's shard of the logits."""
+    """Return the cross-entropy with label distributions, from sharded logits."""
     classes = labels.shape[-1]
     wanted = tf.cast(labels, logits.dtype)
     if smoothing:
@@ -122,7 +122,7 @@ def _dense(labels: Any, logits: Any, shard: Shard, smoothing: float) -> Any:
 
 
 def _combined(values: tf.Tensor, added: tf.Tensor, shard: Shard) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the log-sum-exp over all shards of `values`, and the sum of `added`."""
+    """Return log-sum-exp of `values` and sum of `added`, over all shards."""
     largest = tf.reduce_max(values, -1)
     total = tf.reduce_sum(tf.exp(values - largest[..., tf.newaxis]), -1)
     mine = tf.stack([largest, total, added])[tf.newaxis]
@@ -148,7 +148,7 @@ def classes_of(logits: Any, shard: Shard) -> tf.Tensor:
 
 
 def reads_shards(metric: Any) -> bool:
-    """Return whether a metric is an accuracy that only needs the largest logit."""
+    """Return whether a metric is an accuracy of the largest logit."""
     return isinstance(metric, keras.metrics.MeanMetricWrapper) and function_of_metric(metric) in _forms()
 
 

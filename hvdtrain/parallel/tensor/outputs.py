@@ -93,7 +93,7 @@ def _gathered(tensor: Any) -> Any:
 
 
 def tagged_outputs(model: Any, outputs: Any) -> Any:
-    """Mark the shards among outputs that the model's layers returned one by one."""
+    """Mark the shards among outputs that layers returned one by one."""
     shards: OutputShards | None = vars(model).get(_LAYOUT)
     return outputs if shards is None else shards.tagged(outputs)
 

@@ -69,7 +69,7 @@ class LayoutRules:
         )
 
     def output_of(self, path: str) -> bool | None:
-        """Return whether a rule shards (True) or gathers (False) the output of layer `path`; else None.
+        """Return True if a rule shards an output, False if gathers, or None.
 
         Raises ConfigError for another layout of an output.
         """

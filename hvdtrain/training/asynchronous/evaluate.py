@@ -65,7 +65,7 @@ class Tally:
 
 
 class AsynchronousEvaluator:
-    """Evaluates each batch on a worker and sums the results, in fresh metrics."""
+    """Evaluates each batch on a worker, in fresh metrics."""
 
     def __init__(self, backend: Backend, workers: Workers, model: Any, loss: LossFunction, metrics: MetricSet) -> None:
         self._backend = backend

@@ -40,7 +40,7 @@ def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any]) -> Iterator
 
 
 class AsynchronousStep:
-    """Dispatches each batch to a worker, which updates the shared parameters at once.
+    """Dispatches each batch to a worker, which updates the parameters immediately.
 
     A step's gradient is that of its whole batch. When it is applied, other workers have updated the parameters since
     they were read: with n workers by up to n - 1 steps, or more if they are faster. Learning rate, optimizer
@@ -152,7 +152,7 @@ class AsynchronousStep:
         return pinned([*zip(seeds, states, strict=True), *regularized], others)
 
     def _counting(self, ahead: tf.Tensor) -> AbstractContextManager[None]:
-        """Return a context in which the optimizer's `iterations` is that before this step."""
+        """Return a context with the optimizer's `iterations` before this step."""
         optimizer = self._state.optimizer
         count = optimizer.iterations
         at = tf.convert_to_tensor(count) + tf.cast(ahead, count.dtype)

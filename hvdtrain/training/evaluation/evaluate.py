@@ -42,7 +42,7 @@ WEIGHTS = "model/"
 
 
 def weights_of(model: Any, rule: UpdateRule | None = None) -> dict[str, tf.Variable]:
-    """Return a model's weights by structural path, and the replicated tensors of `rule`."""
+    """Return weights by structural path, and the replicated tensors of `rule`."""
     weights = {f"{WEIGHTS}{path}": v for path, v in structure_of(model).by_path(model.weights).items()}
     tensors = {} if rule is None else rule.named_tensors()
     return weights | {path: tensor.value for path, tensor in tensors.items() if tensor.replicated}
@@ -117,7 +117,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates a model on every replica's share of the data and sums the results, in fresh metrics.
+    """Evaluates a model on each replica's data, in fresh metrics.
 
     `rule` returns the rule that holds the model's weights; None: the model does.
     """

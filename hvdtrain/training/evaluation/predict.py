@@ -18,7 +18,7 @@ from hvdtrain.training.step.batches import replica_slice
 
 
 class Predictor:
-    """Runs a model on every replica's share of the inputs and gathers the outputs."""
+    """Predicts on each replica's share of the inputs, and gathers outputs."""
 
     def __init__(self, backend: Backend, model: Any) -> None:
         self._backend = backend

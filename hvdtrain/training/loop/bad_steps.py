@@ -18,7 +18,7 @@ ADVICE = f"A lower {opt('learning_rate')}, a warm-up or {opt('clip_norm')} may h
 
 
 class BadStepPolicy:
-    """Counts bad steps in the state, and decides whether to raise or roll back. Collective."""
+    """Counts bad steps in the state, and raises or rolls back. Collective."""
 
     def __init__(self, options: BadStepConfig, backend: Backend, state: TrainState, say: Callable[[str], None]) -> None:
         self._options = options

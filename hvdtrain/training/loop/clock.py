@@ -59,7 +59,7 @@ class StepClock:
         return batch
 
     def tick(self, *, waited: bool = True) -> None:
-        """Record the end of a step, or its start if it was not waited for."""
+        """Record the end of a step, or its unawaited start."""
         now = time.perf_counter()
         self._under_way += 1
         if self._overlapping and not waited:

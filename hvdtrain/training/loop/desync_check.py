@@ -91,7 +91,7 @@ class DesyncCheck:
 
 
 def _minorities(hashes: Mapping[str, list[dict[int, int]]]) -> tuple[dict[str, list[int]], int]:
-    """Return by path the ranks that differ from the majority, and one rank of the majority."""
+    """Return by path the deviating ranks, and one of the majority."""
     differing: dict[str, list[int]] = {}
     usual = []
     for path, groups in hashes.items():

@@ -53,7 +53,7 @@ def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
 
 
 def refuse_copies_of_slices(callbacks: Sequence[Any], *, saves: bool) -> None:
-    """Reject callbacks that would save or keep a rank's shards as the model (ConfigError).
+    """Reject callbacks that would keep shards as the model (ConfigError).
 
     `saves` says whether checkpoints are written, which do not support such copies.
     """
@@ -137,7 +137,7 @@ def callbacks_of_all(
 
 
 def that_change_training(callbacks: Sequence[Any]) -> str:
-    """Return the names of Keras callbacks that set weights or learning rates, needed on all ranks."""
+    """Return the names of Keras callbacks that set weights or rates."""
     return ", ".join(type(callback).__name__ for callback in _that_change_training(callbacks)) or "none"
 
 
@@ -218,7 +218,7 @@ class KerasCallbacks(EvaluationHooks):
         self._agreed(weights=True)
 
     def begin_step(self, step: StepEnd) -> None:
-        """Begin a step, and its epoch if it is the first of it."""
+        """Begin a step, and its epoch with the first one."""
         if step.place == 0 or step.first:
             self._sums = np.zeros(2)
             self._list.on_epoch_begin(step.epoch)
@@ -257,7 +257,7 @@ class KerasCallbacks(EvaluationHooks):
         self._list.on_test_end(dict(logs))
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """End an epoch, with its loss and metrics, and validation metrics prefixed by `val_`."""
+        """End an epoch, with loss, metrics and validation metrics (`val_`)."""
         self._logs = dict(logs)
         # Weights saved for this metric must be the evaluated ones.
         with self._averaged_weights():

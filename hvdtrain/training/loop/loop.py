@@ -58,7 +58,7 @@ class Plan:
 
 
 class TrainingLoop:
-    """Runs steps, and after each the due hooks, in the order of registration.
+    """Runs steps, and after each the due hooks in registration order.
 
     Args:
         state: the training state; its step and epoch are counted here.
@@ -111,7 +111,7 @@ class TrainingLoop:
         self._before.append(hook)
 
     def run(self) -> None:
-        """Train from the state's step to the last one, or until a hook stops."""
+        """Train from the state's step to the last, or a hook's stop."""
         scalars = self._state.scalars
         batches, activity = self._batches(), self._activity
         while scalars.step < self._total:
@@ -146,7 +146,7 @@ class TrainingLoop:
         return batches
 
     def _resume_clocks(self) -> None:
-        """Exclude the time since the last step, in which ranks may have synchronized."""
+        """Exclude the time since the last step, maybe spent on synchronization."""
         self.clock.resume()
         self._activity.times.pause()
 

@@ -75,14 +75,14 @@ class LossMonitor:
         """Mean loss over the last completed epoch."""
 
     def note(self, totals: Totals, here: Any = None) -> None:
-        """Record the totals of a step that was just started, and this replica's part (`StepResult.here`)."""
+        """Record a started step's totals and this replica's part (`StepResult.here`)."""
         self._pending.append((totals, here))
         if len(self._pending) >= UNREAD_STEPS:
             older, self._pending = self._pending[: UNREAD_STEPS // 2], self._pending[UNREAD_STEPS // 2 :]
             self._take(older)
 
     def settle(self, *, finite_parameters: bool, loss_scale: float | None = None) -> float:
-        """Read pending totals, check them, and return the mean loss since the last call.
+        """Check pending totals, and return the mean loss since the last call.
 
         Raises NonFiniteError if the loss or a parameter is NaN or infinite. Non-finite data are reported as the cause,
         but are an error only then: a model may handle them.
@@ -138,7 +138,7 @@ class LossMonitor:
         self._read += len(rows)
 
     def _set_aside(self, rows: np.ndarray, here: Sequence[Any]) -> np.ndarray:
-        """Move the bad steps among `rows` to `pop_bad_steps`, zero them, and return a mask of them."""
+        """Move `rows`' bad steps to `pop_bad_steps`, zeroed; return their mask."""
         bad: np.ndarray = rows[:, GuardedTotals._fields.index("verdict")] != GOOD
         for place in np.flatnonzero(bad).tolist():
             number = self._read + place

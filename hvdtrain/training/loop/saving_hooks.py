@@ -1,4 +1,4 @@
-"""Hooks that save a training, on disk or in memory, with the complete state."""
+"""Hooks that save a training's complete state, on disk or in memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 
 def begin_best(metric: BestMetric | None, scalars: Scalars, metrics: Iterable[str], *, validated: bool) -> None:
-    """Check that epochs report `metric`, and reset a best epoch of another metric.
+    """Check that epochs report `metric`, and reset another metric's best epoch.
 
     Args:
         metric: selects the best epoch; None: not tracked.
@@ -211,13 +211,13 @@ class SavingHooks:
             self._saving.note_best(before)
 
     def _save_best(self, step: StepEnd) -> None:
-        """Save the best epoch if it ends with this step and is not saved otherwise."""
+        """Save a best epoch that ends here and is not saved otherwise."""
         best = self._state.scalars.best
         if best is not None and best["step"] == step.number and not self._plan.saved.due(step):
             self._save(step)
 
     def _save_rolled_back(self, step: StepEnd) -> None:
-        """Save after a rollback, so that a resumed run discards the same batches."""
+        """Save after a rollback, so that resumed runs discard its batches."""
         rollbacks = self._state.scalars.bad_steps.rollbacks
         if rollbacks and rollbacks[-1][1] == step.number and not self._plan.saved.due(step):
             self._save(step)
@@ -238,7 +238,7 @@ class SavingHooks:
 
     @contextmanager
     def _complete_state(self, step: StepEnd | None) -> Iterator[None]:
-        """Add metrics, callback states and guard history to the state inside the context. Collective."""
+        """Add metrics, callbacks and guard history to the state. Collective."""
         scalars, callbacks = self._state.scalars, self._callbacks
         try:
             if step is None or not step.ends_epoch:

@@ -42,7 +42,7 @@ def fast_form(loss: Any) -> Callable[[Any, Any], Any] | None:
 
 
 def _fits(labels: Any, logits: Any) -> bool:
-    """Return whether the fast form is faster, and Keras would accept the shapes unchanged."""
+    """Return whether the fast form is faster and Keras keeps these shapes."""
     return (
         labels.shape.rank is not None
         and logits.shape.rank == labels.shape.rank + 1

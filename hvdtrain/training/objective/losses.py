@@ -161,7 +161,7 @@ def _at_least_float32(outputs: Any) -> Any:
 
 
 def _aligned(targets: Any, outputs: Any) -> tuple[Any, Any]:
-    """Cast targets to the outputs' dtype, and squeeze a trailing dim of 1 like Keras."""
+    """Cast targets, and squeeze a trailing dim of 1 like Keras."""
     if tf.nest.is_nested(targets) or tf.nest.is_nested(outputs):
         return targets, outputs
     targets = tf.convert_to_tensor(targets)
@@ -180,14 +180,14 @@ def _aligned(targets: Any, outputs: Any) -> tuple[Any, Any]:
 
 
 def _mask_of(outputs: Any, values: tf.Tensor) -> Any:
-    """Return the mask set by layers (`mask_zero`) and by the loss (`ignore_class`), or None."""
+    """Return the mask of layers (`mask_zero`) and loss (`ignore_class`), or None."""
     masks = [mask_of(tensor) for tensor in (outputs, values)]
     known = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
     return functools.reduce(tf.logical_and, known) if known else None
 
 
 def _weighted_sum(values: tf.Tensor, sample_weight: Any, mask: Any, *, divide_by_weights: bool) -> LossSum:
-    """Sum `values` [samples, …] with weights and mask that broadcast from the left."""
+    """Sum `values` [samples, …] with left-aligned weights and mask."""
     if values.shape.rank == 0:
         raise ConfigError("The loss returned one number for the whole batch: one value for each sample is needed.")
     elements = tf.cast(tf.size(values), values.dtype)

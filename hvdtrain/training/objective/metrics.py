@@ -119,7 +119,7 @@ class MetricSet:
         return per_output("The target", targets, list(by_name), shared=False)[name], by_name[name]
 
     def sums_of(self, targets: Any, outputs: Any, sample_weight: Any) -> list[list[tf.Tensor]]:
-        """Return the state of each metric after this batch alone, without side effects."""
+        """Return each metric's state after this batch alone, without side effects."""
         shown = self._arguments(self.bound, targets, outputs, sample_weight)
         return [
             metric.stateless_update_state(
@@ -181,7 +181,7 @@ class MetricSet:
         return self._tensors()
 
     def progress(self, role: str) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Return each metric's global value since the last call and since the reset. Collective.
+        """Return metrics since the last call and since the reset. Collective.
 
         In one exchange, in a compiled function, without changing the counts.
         """
@@ -247,7 +247,7 @@ class MetricSet:
 
 
 def _update(metric: Any, targets: Any, output: Any, sample_weight: Any) -> None:
-    """Update a metric with sharded outputs if it supports them, else with full ones."""
+    """Update a metric with sharded outputs if supported, else full ones."""
     if isinstance(metric, OutputLoss):
         metric.update_state(targets, output, sample_weight=sample_weight)
         return
@@ -271,7 +271,7 @@ def _name(role: str, number: int, place: int) -> str:
 
 
 def metric_value(result: Any) -> Figure:
-    """Convert a metric's result to a number, or to an array if it has several values."""
+    """Convert a metric's result to a number, or several to an array."""
     value = np.asarray(result)
     return float(value) if value.ndim == 0 else value
 

@@ -57,6 +57,6 @@ def _the_one(what: str, values: Any) -> Any:
 
 
 def inputs_for(model: Any, inputs: Any) -> Any:
-    """Convert a tuple of inputs to a list if the model takes a list: tf.data yields tuples."""
+    """Convert tf.data's tuple of inputs to a list if models expect it."""
     listed = isinstance(inputs, tuple) and isinstance(input_nest(model), list)
     return list(inputs) if listed else inputs

@@ -1,4 +1,4 @@
-"""Verify that loss and metrics treat each position of a sequence independently, as cp requires."""
+"""Verify that loss and metrics treat positions independently, for cp."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Sample = tuple[Any, Any]
 
 
 def check_positions(loss: LossFunction, metrics: MetricSet, targets: Any, outputs: Any, ranks: int) -> None:
-    """Reject a loss or metric whose values on sequence shards do not add up. Raises ConfigError naming it."""
+    """Reject a loss or metric that does not add up over shards. Raises ConfigError naming it."""
     slices = [(targets, _slices(outputs, Positions(index, ranks))) for index in range(ranks)]
     whole, *parts = (tf.stack(loss(*sample, None)[:2]) for sample in [(targets, outputs), *slices])
     if not _alike(tf.add_n(parts), whole):
@@ -60,7 +60,7 @@ def _of_keras(thing: Any) -> bool:
 
 
 def _has_positions(function: Any, targets: Any, output: Any) -> bool:
-    """Return whether a function of targets and outputs returns a value per position."""
+    """Return whether a loss or metric function returns values per position."""
     values = tf.convert_to_tensor(function(targets, output))
     return values.shape.rank > POSITION_DIM and values.shape[POSITION_DIM] == output.shape[POSITION_DIM]
 

@@ -53,7 +53,7 @@ class StageForward:
         return self._stage.packed(tensors)
 
     def specs(self, inputs: Any) -> list[Spec]:
-        """Return the specs of the model's full outputs for a batch of `inputs`."""
+        """Return the specs of the model's full outputs for `inputs`."""
         stage, cut = self._stage, self._stage.whole.cut
         known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
         return boundary_specs(cut, known, cut.stages - 1)[: len(cut.graph.outputs)]
@@ -78,7 +78,7 @@ def rows_of(known: dict[int, Any]) -> Any:
 def share_outputs(
     forward: StageForward, inputs: Any, outputs: Any, gather: Callable[..., tf.Tensor], label: str
 ) -> Any:
-    """Return the last stage's full `outputs` (None elsewhere) on all ranks of a pipeline. Collective."""
+    """Return the last stage's `outputs` (elsewhere None) on all ranks. Collective."""
     specs = forward.specs(inputs)
     if outputs is None:
         mine = [tf.fill([0, *spec.shape[1:]], tf.zeros([], spec.dtype)) for spec in specs]
@@ -90,7 +90,7 @@ def share_outputs(
 
 
 def masked(cut: Cut, stage: int, tensors: list[Any]) -> list[Any]:
-    """Attach the masks listed after the tensors by `with_masks`, which a compiled function removes."""
+    """Attach masks listed by `with_masks`, which compiled functions remove."""
     symbols = cut.outgoing(stage)
     values = dict(zip(map(id, symbols), tensors, strict=False))
     for symbol, mask in zip(cut.masked(stage), tensors[len(symbols) :], strict=True):

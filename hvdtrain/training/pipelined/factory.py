@@ -59,7 +59,7 @@ class PipelineStepFactory(CompiledStepFactory):
         check_source(self._model.whole.model, source, self._objective.loss)
 
     def build(self, batch: Batch, *, training: bool) -> None:
-        """Build metrics from the outputs of a first batch, shared with all ranks. Collective."""
+        """Build metrics from a first batch's outputs, shared with all. Collective."""
         self._check_targets(batch.targets is not None)
         if self._metrics is None:
             outputs = self._shared_outputs(batch)

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a pipeline rank's stages, in the order of its schedule."""
+"""Forward and backward passes of a rank's stages, as scheduled."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,7 +166,7 @@ class ScheduledRun:
         return tf.stack([tf.add_n([tf.constant(0.0), *self._poison.get(path, [])]) for path in paths])
 
     def _after(self, passes: int) -> Any:
-        """Return a context whose operations wait for this rank's last pass, or the one before it.
+        """Return a context that waits for this rank's last pass or last-but-one.
 
         Tensors may be received while the previous pass runs, but not earlier, to save memory.
         """
@@ -253,7 +253,7 @@ class ScheduledRun:
         return _values_of([*found[: len(variables)], *sent])
 
     def _seed_of_added(self, added: tf.Tensor, packed: tf.Tensor, part: Batch) -> tf.Tensor:
-        """Return the upstream gradient of a stage's own loss, and count that loss."""
+        """Return the upstream gradient of a stage's own loss, and count it."""
         share = losses.share_of(packed)
         loss = counted(share.weight * added, part.has_samples)
         self.totals += tf.concat([loss[None], tf.zeros([3], tf.float64)], 0)

@@ -47,7 +47,7 @@ def adds_losses(cut: Cut, stage: int) -> bool:
 
 
 def shared_up_to(cut: Cut, stage: int) -> bool:
-    """Return whether a stage, or one before it, adds losses and needs their weight."""
+    """Return whether a stage up to this one adds weighted losses."""
     return any(adds_losses(cut, number) for number in range(stage + 1))
 
 

@@ -79,7 +79,7 @@ class StageTraining:
     def forward(
         self, known: Mapping[int, Any], received: Sequence[tf.Tensor], has_samples: tf.Tensor | float
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """Return the stage's outputs, masks last, and its layers' own loss, if any."""
+        """Return the stage's outputs, masks last, and its layers' loss, if any."""
         presence = [has_samples] if tf.is_tensor(has_samples) else []
         tensors: list[tf.Tensor] = self._compiled(list(known.values()), list(received), *presence)
         return (tensors[:-1], tensors[-1]) if self.adds_losses else (tensors, None)
@@ -129,7 +129,7 @@ class RepeatedStage:
         self.non_trainable_variables = stage.volatile
 
     def __call__(self, tensors: Any, *, training: bool) -> list[tf.Tensor]:
-        """Return the stage's outputs for received tensors, or for the model's inputs on the first stage."""
+        """Return outputs for received tensors, or for the first stage's inputs."""
         if not self._again:
             self._again = True
             return self._outputs(tensors)

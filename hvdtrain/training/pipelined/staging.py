@@ -24,7 +24,7 @@ AXIS = "pp"
 
 
 def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = False) -> Any:
-    """Return this rank's stages of `model` if there is a pp axis, else `model` itself. Collective.
+    """Return this rank's stages, or `model` without a pp axis. Collective.
 
     With `own`, nothing else uses the model, and the weights of other stages are freed. Raises ConfigError for a model
     that cannot be split, incompatible options, or ranks that would split it differently.
@@ -116,7 +116,7 @@ def _refuse_rounding_by_stage(stage: PipelineStage, options: StepOptions) -> Non
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:
-    """Reject clipping by the optimizer's global norm, which would be that of one stage (ConfigError)."""
+    """Reject global-norm clipping by the optimizer, wrong per stage (ConfigError)."""
     inner = innermost(optimizer)
     if isinstance(model, PipelineStage) and inner.global_clipnorm is not None:
         raise ConfigError(

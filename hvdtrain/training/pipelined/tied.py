@@ -84,7 +84,7 @@ def share_tied_weights(stage: PipelineStage, pipeline: Collectives) -> None:
 
 
 def gather_stages(stage: PipelineStage, pipeline: Collectives) -> None:
-    """Collect the weights that an earlier trainer distributed over the stages on all ranks. Collective."""
+    """Collect distributed stages' weights on all ranks. Collective."""
     division = stage_assignment_of(stage.whole.model)
     if division is None:
         return

@@ -61,7 +61,7 @@ def per_microbatch(batch: int, replicas: int, accumulate: int, *, uneven: bool =
 
 
 class Microbatches:
-    """A replica's slice as microbatches of `length` samples (the last one may be shorter), equally many everywhere."""
+    """A replica's slice as microbatches of up to `length` samples, equally many everywhere."""
 
     def __init__(self, batch: Batch, replicas: int, length: int) -> None:
         largest = -(-batch.global_samples // replicas)

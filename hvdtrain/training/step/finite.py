@@ -22,7 +22,7 @@ def _wide_sum(tensor: Any) -> tf.Tensor:
 
 
 def poison_of(gradient: Gradient) -> tf.Tensor:
-    """Return 0 if a gradient (None counts as zeros) is finite, else NaN."""
+    """Return 0 for a finite gradient (None counts as zeros), else NaN."""
     if gradient is None:
         return tf.constant(0.0)
     return zero_if_finite([gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient])

@@ -46,7 +46,7 @@ VERDICT_PARTS = slice(2, 4)
 
 
 class StepGuard:
-    """Judges a step by its totals, and skips the update of a bad one.
+    """Judges steps by their totals, and skips updates of bad ones.
 
     `scaled` says whether dynamic loss scaling handles overflowing gradients: these are not bad.
     """

@@ -56,6 +56,6 @@ class Parameters:
 
 
 def serves_others(variable: tf.Variable) -> bool:
-    """Return whether other replicas' samples use `variable`, as for an expert or a sharded table."""
+    """Return whether other replicas' samples use `variable` (expert, sharded table)."""
     placement = placement_of(variable)
     return placement is not None and bool(placement.held_by)

@@ -26,7 +26,7 @@ def counted(tensor: Gradient, has_samples: tf.Tensor | float) -> Gradient:
 
 @contextmanager
 def restored_if_empty(variables: Collection[tf.Variable], has_samples: tf.Tensor | float) -> Iterator[None]:
-    """Restore `variables`, updated by a forward pass in the context, if there are no samples."""
+    """Restore `variables`, updated inside the context, on a replica without samples."""
     # Replicas of a tf.distribute strategy share them.
     if _always(has_samples) or tf.distribute.has_strategy():
         yield
@@ -38,7 +38,7 @@ def restored_if_empty(variables: Collection[tf.Variable], has_samples: tf.Tensor
 
 
 def updated_statistics(model: Any, *, but: Collection[Any] = ()) -> list[tf.Variable]:
-    """Return the statistics that a training forward pass updates, such as BatchNorm's averages.
+    """Return statistics that a training forward pass updates (BatchNorm's averages …).
 
     Excludes integers, such as call counters: they are not averaged, and stay equal because every replica counts.
     """

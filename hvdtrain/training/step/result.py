@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Optional per-step metrics, computed only on logged steps because they cost an extra pass or message."""
+    """Optional metrics of logged steps only, as they cost extra time."""
 
     learning_rate: tf.Tensor
     """Of this update."""

@@ -34,7 +34,7 @@ Predict = Callable[[Iterable[Batch]], Any]
 
 
 class StepFactory(Protocol):
-    """Builds a model and makes its compiled step, update rule, evaluator and predictor."""
+    """Builds a model, its compiled step, update rule, evaluator and predictor."""
 
     narrow_outputs: bool
     """Whether the built model has 16-bit outputs."""
@@ -48,7 +48,7 @@ class StepFactory(Protocol):
         """Whether all variables exist, without another batch."""
 
     def check(self, source: Source) -> None:
-        """Reject data that do not fit the model, as far as known in advance."""
+        """Reject data that do not fit the model, as far as known."""
 
     def build(self, batch: Batch, *, training: bool) -> None:
         """Build the model from a representative batch, and check loss and metrics."""
@@ -57,7 +57,7 @@ class StepFactory(Protocol):
         """Return the update rule of the built model, with its optimizer built."""
 
     def metric_names(self) -> list[str]:
-        """Return the names reported per epoch, including the loss if there is one."""
+        """Return the names reported per epoch, including any loss."""
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
         """Return the compiled step for global batches of `batch` samples."""
@@ -132,7 +132,7 @@ class CompiledStepFactory:
             self._metrics = self._resolved_metrics(batch, outputs, self._backend)
 
     def _resolved_metrics(self, batch: Batch, outputs: Any, figures: Any) -> MetricSet:
-        """Return the metrics for full outputs like these, summed over ranks by `figures`.
+        """Return metrics for such full outputs, summed over ranks by `figures`.
 
         Raises ConfigError for a loss or metric across positions, with sharded sequences.
         """

@@ -53,7 +53,7 @@ class GraphCache:
             release(graph)
 
     def find(self, kind: Hashable, compiled: Callable[[], Callable[..., Any]]) -> Callable[..., Any] | None:
-        """Return the graph for batches of this kind, made by `compiled` if necessary; None if not cached."""
+        """Return the graph of such batches, compiled if necessary; None if uncached."""
         self._steps += 1
         if kind not in self._graphs:
             if not self._has_room(kind):
@@ -63,7 +63,7 @@ class GraphCache:
         return self._graphs[kind]
 
     def _has_room(self, kind: Hashable) -> bool:
-        """Return whether this kind gets a graph, evicting the least recently used one if allowed."""
+        """Return whether this kind gets a graph, evicting the least recent if allowed."""
         if len(self._graphs) < MOST_GRAPHS:
             return True
         if self._missed.total() >= PATIENCE:
@@ -216,7 +216,7 @@ class TrainStep:
         return self._epoch or (self._metrics if measure else None)
 
     def _measured_metrics(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Return the metrics since the last measured step, and over the epoch so far."""
+        """Return metrics since the last measured step, and this epoch."""
         if self._epoch is not None:
             return self._epoch.progress("train_metric")
         own = self._metrics.reduced_results("train_metric")

@@ -16,7 +16,7 @@ from hvdtrain.training.update_rules.split_model import SplitModel, overflowing_t
 
 
 class AllReduceUpdate(UpdateRule):
-    """Sums over the replicas, divides by the weight, and applies the same update everywhere."""
+    """Averages by weight over the replicas; applies the same update everywhere."""
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         super().__init__(backend, model, optimizer, options)

@@ -56,7 +56,7 @@ class UpdateRule:
 
     @classmethod
     def check_axes(cls, axes: Mapping[str, int]) -> None:
-        """Reject mesh axes (with several ranks) that the rule does not support (ConfigError)."""
+        """Reject unsupported mesh axes with several ranks (ConfigError)."""
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Take one optimizer step, inside the compiled step. Collective.
@@ -72,7 +72,7 @@ class UpdateRule:
         return totals
 
     def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
-        """Return the variables that one compiled step's passes read and differentiate, for `trainable`."""
+        """Return the variables that a step reads and differentiates for `trainable`."""
         return Parameters(trainable)
 
     def finite_parameters(self, state: TrainState) -> tf.Tensor:
@@ -90,7 +90,7 @@ class UpdateRule:
         """Prepare for a step, before the compiled function is called."""
 
     def named_tensors(self) -> dict[str, NamedTensor]:
-        """Return the optimizer state and the rule's own tensors by path, with their shards."""
+        """Return optimizer state and own tensors by path, with their shards."""
         return replicated_slots(self.optimizer, structure_of(self.model))
 
     def follow_model(self, *, training: bool = True) -> None:
@@ -115,7 +115,7 @@ class UpdateRule:
         return True
 
     def gathered_weights(self) -> AbstractContextManager[None]:
-        """Context in a compiled function without gradients in which variables read as full weights."""
+        """Context in a compiled function, without gradients, where variables are full."""
         return nullcontext()
 
     def prepare_to_evaluate(self) -> None:

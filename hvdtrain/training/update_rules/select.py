@@ -23,7 +23,7 @@ def chosen_rule(options: StepOptions) -> str:
 
 
 def check_rule(options: StepOptions, optimizer: Any, backend: Backend | None = None) -> None:
-    """Reject options, optimizers and meshes that the selected rule does not support (ConfigError)."""
+    """Reject what the selected rule does not support (ConfigError)."""
     rule = _rule_class(chosen_rule(options), options)
     rule.check(options, optimizer)
     if backend is not None and not is_alone(backend):

@@ -1,4 +1,4 @@
-"""Reductions and norms of a split model, and agreement of replicated gradients along tp.
+"""Reductions and norms of a split model, and replicated gradients.
 
 Ranks along tp hold norms, most biases and position embeddings in full, and each computes their gradients independently.
 These are equal up to rounding, which differs: TensorFlow sums three tensors or more in the order in which buffers can
@@ -28,7 +28,7 @@ FLOAT32 = 1e-3
 
 
 class ReplicatedGradients:
-    """Averages the gradients of weights that are full along tp, and measures their deviation."""
+    """Averages gradients of weights replicated along tp; measures deviations."""
 
     def __init__(self, backend: Backend, placements: Sequence[Placement | None]) -> None:
         several = backend.axes.get(AXIS, 1) > 1
@@ -77,7 +77,7 @@ class ReplicatedGradients:
         self._deviations.assign([by_place.get(place, tf.zeros_like(largest)) for place in self._places])
 
     def diverging_gradients(self, paths: Sequence[str], model: Any) -> dict[str, float]:
-        """Return by path the gradients that deviated more than by rounding when last measured.
+        """Return gradients by path that last deviated by more than rounding.
 
         The deviation is the L2 norm of the difference from the mean, relative to that of all full gradients together,
         at its largest so far: a gradient that is pure rounding, as of a bias before a norm, has no matching digits.
@@ -116,7 +116,7 @@ _Division: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class SplitModel:
-    """Reductions and norms for variables (in gradient order) that are sharded along tp, ep or pp."""
+    """Reductions and norms for variables sharded along tp, ep or pp."""
 
     def __init__(self, backend: Backend, variables: Sequence[Any]) -> None:
         self._backend = backend
@@ -164,7 +164,7 @@ class SplitModel:
         return tf.sqrt(self._over_stages(squares) if self.exchanges else squares)
 
     def _squares(self, by_axes: Iterable[tuple["_Division", list[Gradient]]]) -> Iterable[tf.Tensor]:
-        """Yield the global sum of squares of each group of equally sharded gradients."""
+        """Yield global sums of squares per group of equally sharded gradients."""
         for (axes, replicas), gradients in sorted(by_axes):
             mine = square_sum(gradients)
             if replicas:
@@ -188,7 +188,7 @@ class SplitModel:
         return self._backend.along("pp").all_reduce(mine, name="gradient//stage_norm")
 
     def agreed(self, totals: tf.Tensor) -> tf.Tensor:
-        """Combine the verdicts of all parts of the model in a guarded step's totals. Collective."""
+        """Combine all parts' verdicts in a guarded step's totals. Collective."""
         if not self.exchanges:
             return totals
         flags = totals[VERDICT_PARTS]
@@ -198,7 +198,7 @@ class SplitModel:
 
 
 class PlacedReducer(GradientReducer):
-    """Reduces shards' gradients along their axes in `held` (by path), others among all replicas."""
+    """Reduces gradients of shards along their axes, others globally."""
 
     def __init__(self, backend: Backend, options: ReductionOptions, held: dict[str, tuple[str, ...]]) -> None:
         super().__init__(backend, options)
@@ -225,7 +225,7 @@ class PlacedReducer(GradientReducer):
 
 
 def overflowing_together(gradients: Sequence[Gradient], norm: tf.Tensor) -> list[Gradient]:
-    """Spread an overflow in any rank's gradients to all, so that all skip the step.
+    """Spread an overflow to all ranks, so that all skip the step.
 
     `norm`, over all ranks, is not finite on an overflow. Raises ConfigError if this rank trains nothing.
     """

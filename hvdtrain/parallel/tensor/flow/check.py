@@ -1,4 +1,4 @@
-"""Propagate sharded activations through a model, and reject anything that changes its results.
+"""Propagate sharded activations through a model, and reject changed results.
 
 The model is traced twice, full and sharded. Between sharded layers both run the same operations. A sharded dim of a
 layer's output survives elementwise operations, attention over heads, and reshapes; it must reach a layer that takes it
@@ -27,7 +27,7 @@ KEEP = frozenset(("Transpose", "ExpandDims"))
 
 
 def outputs_of_blocks(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Return the output layouts of `op` with fused inputs, given the full model's op; None if it mixes them."""
+    """Return output layouts for fused inputs, or None if `op` mixes them."""
     if op.type in OF_SHAPE or op.type in ("Identity", "IdentityN"):
         return outputs_of(op, inputs)
     if op.type in ELEMENTWISE or op.type in KEEP:
@@ -86,7 +86,7 @@ def _bounds(blocks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _reshaped(op: Any, inputs: Sequence[Layout], whole: Any) -> Sequence[Layout] | None:
-    """Split the dim into blocks and others, or into heads that do not span blocks."""
+    """Split the dim into blocks, or into heads inside one block."""
     layout, before, after = inputs[0], op.inputs[0].shape, op.outputs[0].shape
     there = whole.outputs[0].shape
     if layout.dim is None or None in (before.rank, after.rank) or there.rank != after.rank:
@@ -187,7 +187,7 @@ class _Walk:
                 self._pass(op)
 
     def _arrive(self, call: Any) -> None:
-        """Check that a sharded layer's inputs are sharded or full as it expects."""
+        """Check that a sharded layer's inputs have the layout it expects."""
         taken = dict((tensor.name, dim) for tensor, dim in call.takes)
         for op in self._kept[call.begin : call.end]:
             for tensor in op.inputs:
@@ -353,6 +353,6 @@ def _unlike(layer: str, layout: Layout, tensor: Any, place: int | None) -> str:
 
 
 def place_of(op: Any) -> str:
-    """Return the layer whose name scope contains an operation, or the operation itself."""
+    """Return the layer whose scope contains an operation, or the operation."""
     scope = op.name.rpartition("/")[0]
     return f"The layer {scope!r}" if scope else f"The operation {op.name!r} of the model"

@@ -81,7 +81,7 @@ def of_constants(op: Any, inputs: Sequence[Layout]) -> Layout:
 
 
 def _even_dims(op: Any, inputs: Sequence[Layout]) -> frozenset[int]:
-    """Return the dims, counted from the last, along which an elementwise result is constant."""
+    """Return the dims, from the last, along which a result is constant."""
     rank = op.outputs[0].shape.rank
     return frozenset(
         dim

@@ -43,7 +43,7 @@ def joined(layouts: Sequence[Layout], dim: int | None) -> Layout:
 
 
 def spans(tensor: Any, place: int) -> bool:
-    """Return whether a tensor may have several elements along a dim, counted from the last."""
+    """Return whether a dim, from the last, may have several elements."""
     rank = tensor.shape.rank
     return rank is None or (rank >= -place and tensor.shape[place] != 1)
 

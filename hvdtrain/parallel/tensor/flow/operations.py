@@ -13,7 +13,7 @@ from hvdtrain.parallel.tensor.flow.layouts import SHAPE, Layout, Rule, constant_
 
 
 def _reshaped(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Follow a dim that is kept, split, or the first of several merged dims."""
+    """Follow a dim that is kept, split, or first of merged ones."""
     places = _places_in(op, inputs[0].dim)
     return [joined(inputs, places[0])] if places else None
 
@@ -44,7 +44,7 @@ def _same_from(before: Any, after: Any, place: int) -> bool:
 
 
 def _regroups(before: list[int | None], after: list[int | None], dim: int) -> bool:
-    """Return whether a dim is split, or is the first of several merged dims."""
+    """Return whether a dim is split, or first of merged ones."""
     alike = 0
     while alike < min(len(before), len(after)) and before[alike] == after[alike] and alike < dim:
         alike += 1
@@ -121,7 +121,7 @@ def _split(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _strided(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
-    """Follow the sharded dim through Python indexing, which must keep all of it."""
+    """Follow the sharded dim through Python indexing that keeps it whole."""
     found = indexed(op, inputs[0].dim)
     if found is None:
         return None
@@ -130,7 +130,7 @@ def _strided(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def indexed(op: Any, dim: int | None) -> tuple[int, tuple[int, int] | None] | None:
-    """Return the position of `dim` after Python indexing, and the bounds taken, None for all.
+    """Return `dim`'s position after Python indexing, and its bounds or None.
 
     None if it cannot be followed: unknown bounds, a step other than 1, or the dim is dropped.
     """
@@ -223,7 +223,7 @@ def _elementwise(op: Any, inputs: Sequence[Layout]) -> Sequence[Layout] | None:
 
 
 def _goes_with_slice(tensor: Any, layout: Layout, place: int) -> bool:
-    """Return whether a full tensor is valid for any shard of the dim `place`, from the last."""
+    """Return whether a full tensor suits any shard of dim `place`."""
     if layout.learned and not layout.parameters:
         return False
     return layout.even or place in layout.even_dims or not spans(tensor, place)

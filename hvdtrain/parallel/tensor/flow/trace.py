@@ -84,7 +84,7 @@ TRACED_BATCH = 7
 
 
 def built(model: Any, inputs: Any) -> Any:
-    """Return `model` or the model it builds, with variables created for a custom class.
+    """Return `model`, or the model it builds, with its variables created.
 
     Uses a fixed batch size: with a dynamic one, a layer after a reshape to (batch, length, -1) could not infer its
     width.
@@ -141,7 +141,7 @@ class Trace:
 
 
 def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Trace:
-    """Trace `model` on inputs with shapes and dtypes, in training mode or not."""
+    """Trace `model` on shapes and dtypes, in training mode or not."""
     graph = tf.__internal__.FuncGraph("layouts")
     with graph.as_default(), record.of(graph):
         given = tf.nest.map_structure(lambda t: tf.compat.v1.placeholder(t.dtype, t.shape), inputs)
@@ -163,7 +163,7 @@ def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Tr
 
 
 def of_one_size(specs: Any) -> Any:
-    """Return specs with a fixed batch size, so that all dims of activations are known."""
+    """Return specs with a fixed batch size, for fully known dims."""
 
     def sized(spec: Any) -> Any:
         free = spec.shape.rank and spec.shape[0] is None
@@ -178,5 +178,5 @@ def shown(shape: tf.TensorShape) -> tuple[int | None, ...]:
 
 
 def same_operations(whole: Sequence[Any], sliced: Sequence[Any]) -> bool:
-    """Return whether the full and the sharded model run the same operations between sharded layers."""
+    """Return whether both models run the same operations between sharded layers."""
     return [op.type for op in whole] == [op.type for op in sliced]

@@ -79,10 +79,10 @@ class TensorParallelLayer(Protocol):
     """A layer with sharded variables."""
 
     def dependent_cuts(self) -> dict[int, tuple[Any, Cut]]:
-        """Return variables sharded along with those named by rules, with their cuts, by id."""
+        """Return by id the cuts of variables sharded along with named ones."""
 
     def shared(self) -> list[Any]:
-        """Return full variables that each rank would apply to its shard of the sequence."""
+        """Return full variables applied to each rank's shard of the sequence."""
 
     def install(self, group: Group, name: str) -> None:
         """Replace the layer's call; `name` is the same on all ranks."""
@@ -94,12 +94,12 @@ def cut_of(variable: Any, cuts: dict[int, Cut]) -> Cut | None:
 
 
 def calls_as(layer: Any, kind: type) -> bool:
-    """Return whether a layer is an instance of a Keras class and uses its `call`."""
+    """Return whether a layer inherits the `call` of a Keras class."""
     return isinstance(layer, kind) and type(layer).call is kind.call  # type: ignore[attr-defined]
 
 
 def computes_as(layer: Any, kind: type) -> bool:
-    """Return whether a layer is an instance of a Keras class and overrides nothing its `call` uses."""
+    """Return whether a layer overrides nothing that a Keras class' `call` uses."""
     if not isinstance(layer, kind):
         return False
     classes = type(layer).__mro__
@@ -203,7 +203,7 @@ def _check_length(layer: Any, outputs: Any, ranks: int) -> None:
 
 @contextmanager
 def recorded(layers: Sequence[Any], outputs: Sequence[Any], record: FlowRecord) -> Iterator[None]:
-    """Record the calls of `layers` and the outputs of `outputs` inside this context."""
+    """Record calls of `layers` and `outputs`' outputs inside this context."""
     for layer in layers:
         replace_call(layer, _recording(layer, layer.call, record))
     for layer in outputs:

@@ -34,7 +34,7 @@ def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def replaced_in_this_thread(kind: type, name: str, value: Any) -> Iterator[None]:
-    """Patch a method of a class inside the context, for calls of this thread only."""
+    """Patch a class' method inside the context, for this thread only."""
     thread = threading.get_ident()
     with _ByThread.changing:
         method = vars(kind).get(name)
@@ -78,7 +78,7 @@ _APART = 7919
 
 @contextmanager
 def offset_seeds(replica: int) -> Iterator[None]:
-    """Offset TensorFlow's and Keras' global seeds by the replica, for this thread's tracing.
+    """Offset TensorFlow's and Keras' seeds by the replica, in this thread.
 
     The seeds are the same on every rank, which would give all of them the same noise for different samples. A model's
     own `keras.random.SeedGenerator`s are set in `TrainState.seed_generators`.
@@ -144,7 +144,7 @@ class OptimizerExchange:
             yield
 
     def norm(self) -> tf.Tensor:
-        """Return the L2 norm of the last reduced gradients of all optimizers, before clipping."""
+        """Return the L2 norm of the last reduced gradients, before clipping."""
         return tf.sqrt(ordered_sum([tf.square(self._norms[path].read_value()) for path in self.used]))
 
     @as_written

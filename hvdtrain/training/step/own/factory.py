@@ -275,7 +275,7 @@ def _compiles_itself(model: Any) -> bool:
 
 
 def _set_optimizer(model: Any, optimizer: Any, objective: Objective) -> None:
-    """Set the main optimizer of a model with its own `compile`, unless the model holds it.
+    """Set the main optimizer of a model with its own `compile`.
 
     Raises ConfigError if not compiled, or for losses and metrics that only its `compile` accepts.
     """

@@ -65,7 +65,7 @@ class StepLogs:
             yield
 
     def take(self, logs: Any, samples: tf.Tensor) -> list[tf.Tensor]:
-        """Process the step's result for `samples` samples, and return the tensors that must be finite.
+        """Record the results of `samples` samples; return tensors to check.
 
         That is the loss; without one, all results named as losses, or else everything. Raises ConfigError if not a dict
         of single values.
@@ -105,7 +105,7 @@ class StepLogs:
                 variable.assign(tf.constant(value, variable.dtype))
 
     def reset(self) -> None:
-        """Reset the model's metrics, as Keras does before an epoch, and other averages."""
+        """Reset the model's metrics, like Keras per epoch, and other averages."""
         self._model.reset_metrics()
         for sums in self._other.values():
             sums.assign(tf.zeros_like(sums))
@@ -155,7 +155,7 @@ class StepLogs:
         return tensor, Figure(None, None, self._other[name])
 
     def _metrics(self, *, everything: bool = False) -> MetricSet:
-        """Return the metrics behind the results, or all of the model's with variables."""
+        """Return the metrics behind the results, or all with variables."""
         chosen = {id(figure.metric): figure.metric for figure in self._figures.values() if figure.metric is not None}
         if everything:
             chosen = {id(metric): metric for metric in metrics_of(self._model) if metric.variables}

@@ -37,7 +37,7 @@ def build_with_shards(build: Callable[[], Any], backend: Backend) -> Any:
 
 
 def is_built_sharded(model: Any) -> bool:
-    """Return whether `model` has sharded parameters that no update rule has taken over."""
+    """Return whether `model` has sharded parameters without an update rule."""
     return any(initial_slice_of(variable) is not None for variable in model.variables)
 
 
@@ -102,7 +102,7 @@ class _Building:
 
 
 def _is_large(variable: Any) -> bool:
-    """Return whether a variable under creation will be sharded, as far as known."""
+    """Return whether a new variable will be sharded, as far as known."""
     if not (variable.trainable and tf.executing_eagerly()):
         return False
     elements = int(tf.TensorShape(variable.shape).num_elements())

@@ -140,7 +140,7 @@ class GatheringPass(Pass):
         return readers
 
     def _when_read(self, gradient: tf.Tensor, readers: Sequence[Any]) -> tf.Tensor:
-        """Return a shard's gradient after `readers`, so that the shard's update waits for them.
+        """Return a shard's gradient after `readers`, which delays its update.
 
         It waits for no others: with several microbatches it is accumulated and freed immediately.
         """
@@ -157,7 +157,7 @@ class GatheringPass(Pass):
         return self._bursts[place].readers() if place >= 0 else []
 
     def _differentiable(self, shard: Shard) -> tf.Tensor:
-        """Return the full variable, with a gradient that reduce-scatters to this replica's shard."""
+        """Return the full variable, whose gradient reduce-scatters to this shard."""
 
         @tf.custom_gradient
         def gathered(mine: tf.Tensor) -> tuple[tf.Tensor, Callable[[Gradient], tf.Tensor]]:
@@ -180,7 +180,7 @@ class GatheringPass(Pass):
         return mine
 
     def _counted(self, gradient: Gradient, variable: Any) -> Gradient:
-        """Return a gradient, or zeros for a placeholder, unless other ranks' samples use the variable."""
+        """Return a gradient, or a placeholder's zeros unless others use the variable."""
         return gradient if serves_others(variable) else counted(gradient, self._has_samples)
 
     def _poison_of(self, gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -198,7 +198,7 @@ def _is_vectorized(graph: tf.Graph) -> bool:
 
 
 def _check_of_slice(gradient: Gradient, source: tf.Variable, path: str) -> None:
-    """Reject a gradient that is not of the shard, as it bypassed the gathered parameter."""
+    """Reject a full gradient, which bypassed the gathered parameter."""
     if not source.shape.is_compatible_with(gradient.shape):
         raise ConfigError(
             f"{opt('zero', 3)} takes the gradients of slices through the parameters that are gathered. Received: a "

@@ -15,7 +15,7 @@ _ATTRIBUTE = "_hvdtrain_initial_slice"
 
 
 class InitialSlice:
-    """Elements `begin` to `end` of a Keras variable's flattened value before the first step.
+    """Elements `begin` to `end` of a Keras variable's flattened initial value.
 
     The variable may lack a `_value`; `initializer` is deterministic, or None if the value is not reproducible.
     """
@@ -67,7 +67,7 @@ class InitialSlice:
 
 
 class ShardedWhileBuilding(LazyVariable):
-    """Keras variable with only a shard in memory that looks full to a model's builder."""
+    """Keras variable that stores a shard but looks full while building."""
 
     def read(self) -> Any:
         """Return the full initial value, recomputed; while tracing, the variable itself."""

@@ -7,7 +7,7 @@ from hvdtrain.config.errors import ConfigError, opt
 
 
 def out_of_reach(kind: type) -> type:
-    """Return a subclass of a Keras variable class that refuses reads and assignments."""
+    """Return a Keras variable subclass that refuses reads and assignments."""
 
     def refuse(variable: Any, *arguments: Any, **named: Any) -> Any:
         raise ConfigError(

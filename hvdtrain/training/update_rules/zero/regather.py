@@ -28,7 +28,7 @@ class Gather:
 
 @dataclass
 class Burst:
-    """Parameters that are full at the same time, since the same operations read them."""
+    """Parameters read by the same operations, thus full simultaneously."""
 
     gathers: dict[int, Gather] = field(default_factory=dict)
     """By the id of the variable."""
@@ -51,7 +51,7 @@ class Use(NamedTuple):
 
 @dataclass
 class _Run:
-    """Consecutive operations of the backward pass that read the parameters of one burst."""
+    """Consecutive backward operations that read one burst's parameters."""
 
     burst: Burst
     first: int
@@ -94,7 +94,7 @@ def _only_moves(operation: Any, known: set[str]) -> bool:
 def gather_again(
     graph: Any, bursts: Sequence[Burst], scattered: Sequence[Scattered], prefetch: int
 ) -> dict[int, list[Any]]:
-    """Re-gather parameters for the operations after each burst's end, one run after another.
+    """Re-gather parameters after each burst's end, one run after another.
 
     Returns these operations, by the id of the variable they read. Its shard should be updated after them: its memory is
     shared with what was read, and TensorFlow would update a copy.
@@ -142,7 +142,7 @@ def _runs(bursts: Sequence[Burst], places: dict[str, int]) -> list[_Run]:
 
 
 def _arrival(run: _Run, bursts: Sequence[Burst], places: Mapping[str, int]) -> list[Any]:
-    """Return the other inputs of the first operation that reads a parameter in a backward pass.
+    """Return the other inputs of a parameter's first backward reader.
 
     The gradient of a penalty, such as the sign of a kernel for L1, has none: it starts after the forward pass.
     """

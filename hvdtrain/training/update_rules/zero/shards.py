@@ -57,7 +57,7 @@ class Shard:
         return tf.reshape(self.variable, [-1])[self.begin : self.end]
 
     def named_tensor(self, value: Any) -> NamedTensor:
-        """Return `value`, of the shard's shape, with its position in the full tensor.
+        """Return `value`, of the shard's shape, with its position.
 
         The full tensor is flat unless the variable is split along another axis.
         """
@@ -81,14 +81,14 @@ class Shard:
         self.whole.__class__ = self._kind
 
     def fill_master(self) -> None:
-        """Copy the shard of the full variable into the master, also after `release_master`.
+        """Copy the full variable's shard into the master, even a released one.
 
         May share the full variable's memory until one of them is updated: `fill_master_apart` does not.
         """
         fill_memory(unwrap(self.master), self.cut())
 
     def fill_master_apart(self) -> None:
-        """Like `fill_master`, but into separate memory, so that the full variable can be freed."""
+        """Like `fill_master`, but into separate memory, to free the full variable."""
         fill_memory(unwrap(self.master), tf.raw_ops.DeepCopy(x=self.cut()))
 
     def release_master(self) -> Any:
@@ -102,7 +102,7 @@ def slice_length(elements: int, replicas: int) -> int:
 
 
 def flat_slice(elements: int, exchange: Collectives, row: int = 1) -> tuple[int, int]:
-    """Return the range of this replica's shard of a flattened variable, in full rows of `row`."""
+    """Return this replica's range of a flattened variable, in full rows."""
     length = slice_length(elements // row, exchange.size) * row
     begin = min(exchange.index * length, elements)
     return begin, min(begin + length, elements)
@@ -122,6 +122,6 @@ def stays_whole(variable: Any) -> bool:
 
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first dim with several elements, and the elements of each of its rows."""
+    """Return the first dim with several elements, and its rows' size."""
     dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
     return dim, prod(shape[dim + 1 :])

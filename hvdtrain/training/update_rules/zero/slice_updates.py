@@ -19,7 +19,7 @@ def has_lean_update(optimizer: Any) -> bool:
 
 @contextmanager
 def slice_updates(optimizer: Any, shards: Iterable[Shard], gather: Callable[[Shard], Any]) -> Iterator[None]:
-    """Make `optimizer` update temporary copies of shards, freed once the full variable is gathered.
+    """Make `optimizer` update copies of shards, freed after the gather.
 
     The optimizer has a lean update and was built for the masters of `shards` and other variables; `gather` all-gathers
     an updated variable and returns the last operation.

@@ -102,7 +102,7 @@ def _maker(computed: Gradient, dense: tf.Tensor) -> tf.Tensor:
 
 
 def _hold_back(exchanged: Sequence[_Exchanged], window: Window) -> None:
-    """Compute a gradient only after most earlier ones are reduce-scattered, within `window` bytes."""
+    """Compute a gradient after most earlier reduce-scatters, within `window` bytes."""
     if not exchanged or tf.executing_eagerly():
         return
     graph = exchanged[0].whole.graph

@@ -13,14 +13,14 @@ LARGEST = 2
 
 
 class Window:
-    """Returns control dependencies that keep at most `room` bytes of full tensors, or one larger one."""
+    """Limits full tensors to `room` bytes (or one) by control dependencies."""
 
     def __init__(self, room: int) -> None:
         self._room = room
         self._held: deque[tuple[int, Any]] = deque()
 
     def before(self, size: int) -> list[Any]:
-        """Return the operations to wait for before `size` more bytes may be allocated."""
+        """Return the operations to wait for before allocating `size` bytes."""
         done = []
         while self._held and sum(held for held, _ in self._held) + size > self._room:
             done.append(self._held.popleft()[1])
