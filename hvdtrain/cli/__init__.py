@@ -1,5 +1,5 @@
-"""The verbs of `python -m hvdtrain`, one file each; start with `main.py`, whose table names them.
+"""The verbs of `python -m hvdtrain`; start with `main.py`, whose table names them.
 
-A verb parses its command line, then calls `runs`, `bench` or `runtime.diagnosis`; `launch.py` and `local.py` hold what
-verbs on several ranks and on one have in common. No file imports TensorFlow at its top, so that `--help` is fast.
+A verb parses its command line with `parser.Parser`, and `running.py` runs it on all ranks or in one process: it calls
+`runs`, `bench` or `runtime.diagnosis`. No file imports TensorFlow at its top, so that `--help` is fast.
 """

@@ -5,9 +5,9 @@ import functools
 from pathlib import Path
 
 from hvdtrain.bench.catalog import MODELS, bench_model
-from hvdtrain.cli.bench_suite import OUT, positive, refuse_launchers
-from hvdtrain.cli.local import run_here
-from hvdtrain.cli.signals import ended_by_exceptions
+from hvdtrain.cli.bench_suite import OUT, refuse_launchers
+from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.cli.running import ended_by_exceptions, run_here
 from hvdtrain.config.errors import LaunchError
 
 FLAG = "--autotune"
@@ -26,11 +26,10 @@ def main(argv: list[str]) -> int:
         return run_here(lambda: _parser().parse_args(argv), _tune)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        f"python -m hvdtrain bench {FLAG}",
+def _parser() -> Parser:
+    parser = Parser(
+        f"bench {FLAG}",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--backend", choices=("horovod-mpi", "horovod-gloo"), default="horovod-mpi")
     parser.add_argument("--model", choices=tuple(MODELS), default="mlp_deep", help="whose steps are timed (mlp_deep)")

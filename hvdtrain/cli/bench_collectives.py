@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hvdtrain.bench.bandwidth import COLLECTIVES, parsed_size
 from hvdtrain.bench.engines import ENGINES, engine
-from hvdtrain.cli.bench_suite import OUT, Folder, positive, refuse_launchers
-from hvdtrain.cli.local import run_here
-from hvdtrain.cli.signals import ended_by_exceptions
+from hvdtrain.cli.bench_suite import OUT, Folder, refuse_launchers
+from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.cli.running import ended_by_exceptions, run_here
 
 _DESCRIPTION = """\
 Times collectives over sizes, all engines in turn, each launch in fresh processes, beside what the host's memory allows.
@@ -25,13 +25,12 @@ def main(argv: list[str]) -> int:
         return run_here(lambda: _parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     width = max(map(len, ENGINES)) + 2
-    parser = argparse.ArgumentParser(
-        "python -m hvdtrain bench collectives",
+    parser = Parser(
+        "bench collectives",
         description=_DESCRIPTION,
         epilog="engines:\n" + "\n".join(f"  {name:<{width}}{one.about}" for name, one in ENGINES.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--engines", nargs="+", metavar="NAME", default=list(ENGINES), help="all by default")
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))

@@ -6,7 +6,8 @@ from hvdtrain.bench.bandwidth import parsed_size
 from hvdtrain.bench.calls import measure
 from hvdtrain.bench.engines import ENGINES
 from hvdtrain.bench.timing import say
-from hvdtrain.cli.launch import parse_errors_as_user_errors, run_linked, shows_help
+from hvdtrain.cli.parser import Parser, shows_help
+from hvdtrain.cli.running import run_linked
 from hvdtrain.config.registry import resolve
 from hvdtrain.runtime.link import Link
 
@@ -24,12 +25,11 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    with parse_errors_as_user_errors():
-        return _parser().parse_args(argv)
+    return _parser().parse_args(argv)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m hvdtrain bench engine", description=_DESCRIPTION)
+def _parser() -> Parser:
+    parser = Parser("bench engine", description=_DESCRIPTION)
     parser.add_argument("engine", choices=tuple(ENGINES))
     parser.add_argument("--collectives", nargs="+", required=True)
     parser.add_argument("--sizes", nargs="+", type=parsed_size, required=True, help="1KB 4MB …")

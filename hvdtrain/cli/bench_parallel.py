@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 
 from hvdtrain.bench.layouts import ALWAYS, MODELS, layouts, options_of
-from hvdtrain.cli.bench_suite import OUT, Folder, positive, refuse_launchers
-from hvdtrain.cli.local import run_here
-from hvdtrain.cli.signals import ended_by_exceptions
+from hvdtrain.cli.bench_suite import OUT, Folder, refuse_launchers
+from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.cli.running import ended_by_exceptions, run_here
 
 FLAG = "--parallel"
 
@@ -25,14 +25,13 @@ def main(argv: list[str]) -> int:
         return run_here(lambda: _parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     models = "\n".join(f"  {name:<6}{one.about}" for name, one in MODELS.items())
     names = "\n".join(f"  {name:<18}{' '.join(options)}" for name, options in layouts(4).items())
-    parser = argparse.ArgumentParser(
-        f"python -m hvdtrain bench {FLAG}",
+    parser = Parser(
+        f"bench {FLAG}",
         description=_DESCRIPTION,
         epilog=f"models:\n{models}\n\nlayouts, as of 4 ranks:\n{names}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", choices=tuple(MODELS), default="lm")
     parser.add_argument("--layouts", nargs="+", metavar="LAYOUT", help=f"all; {', '.join(ALWAYS)} always take part")

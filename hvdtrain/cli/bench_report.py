@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from hvdtrain.cli.local import run_here
+from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.running import run_here
 
 
 def main(argv: list[str]) -> int:
@@ -11,9 +12,9 @@ def main(argv: list[str]) -> int:
     return run_here(lambda: _parser().parse_args(argv), _report)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m hvdtrain bench report",
+def _parser() -> Parser:
+    parser = Parser(
+        "bench report",
         description="Writes report.md and report.html anew from the results.json of a folder, which also a comparison "
         "that was interrupted leaves.",
     )

@@ -1,6 +1,5 @@
 """`bench side`: one launch of one side, as the suite starts it."""
 
-import argparse
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -8,7 +7,8 @@ from hvdtrain.bench.catalog import MODELS, bench_config, bench_model
 from hvdtrain.bench.served import ServedProcesses
 from hvdtrain.bench.sides import SIDES, Side
 from hvdtrain.bench.timing import Timing, limit_cores, say
-from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks, shows_help
+from hvdtrain.cli.parser import Parser, shows_help
+from hvdtrain.cli.running import run_on_all_ranks
 from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.config.files import apply_values, digest
 from hvdtrain.config.run import Config
@@ -49,8 +49,7 @@ def parse(argv: list[str]) -> Request:
     Raises:
         UserError: a mistake in it, or a backend that this hvdtrain lacks.
     """
-    with parse_errors_as_user_errors():
-        words = _parser().parse_args(argv)
+    words = _parser().parse_args(argv)
     this = SIDES[words.side]
     config = bench_config(words.model, batch=words.batch, precision=words.precision, accumulate=words.accumulate)
     timing = Timing(words.steps or bench_model(words.model).steps, words.windows, words.warm_up, words.breakdown)
@@ -64,8 +63,8 @@ def parse(argv: list[str]) -> Request:
     return Request(this, config, timing, words.cores)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m hvdtrain bench side", description=_DESCRIPTION)
+def _parser() -> Parser:
+    parser = Parser("bench side", description=_DESCRIPTION)
     parser.add_argument("side", choices=tuple(SIDES))
     parser.add_argument("model", choices=tuple(MODELS))
     parser.add_argument("--batch", type=int, required=True, help="samples per optimizer step over all ranks")

@@ -11,8 +11,8 @@ from hvdtrain.bench.catalog import MODELS
 from hvdtrain.bench.catalog import USUAL as USUAL_MODELS
 from hvdtrain.bench.sides import SIDES
 from hvdtrain.bench.sides import USUAL as USUAL_SIDES
-from hvdtrain.cli.local import run_here
-from hvdtrain.cli.signals import ended_by_exceptions
+from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.cli.running import ended_by_exceptions, run_here
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import MallocName, RuntimeConfig
 from hvdtrain.config.training import PrecisionName
@@ -49,14 +49,13 @@ def main(argv: list[str]) -> int:
         return run_here(lambda: parser().parse_args(argv), lambda arguments: _bench(arguments, argv))
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of the command line."""
     models, sides = (_listed({name: one.about for name, one in some.items()}) for some in (MODELS, SIDES))
-    made = argparse.ArgumentParser(
-        "python -m hvdtrain bench",
+    made = Parser(
+        "bench",
         description=_DESCRIPTION,
         epilog=f"backends:\n{sides}\n\nmodels:\n{models}\n\n{_COMMANDS}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--backends", nargs="+", metavar="NAME", default=list(USUAL_SIDES), help=" ".join(USUAL_SIDES))
     made.add_argument("--models", nargs="+", metavar="NAME", default=list(USUAL_MODELS), help=" ".join(USUAL_MODELS))
@@ -93,14 +92,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--limit", type=positive, default=900, help="seconds that a launch may take (900)")
     made.add_argument("--out", type=Path, default=Path(OUT), help=f"the report goes to OUT/DATE-HOST ({OUT})")
     return made
-
-
-def positive(text: str) -> int:
-    """Parse a positive integer."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {value}.")
-    return value
 
 
 def _listed(about: dict[str, str]) -> str:

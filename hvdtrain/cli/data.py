@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from hvdtrain.cli.commands import run_command
-from hvdtrain.cli.local import import_tensorflow_for_cpu, run_here
+from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.running import import_tensorflow_for_cpu, run_command, run_here
 
 COMMANDS = {"pack": "hvdtrain.cli.data:pack_main"}
 USAGE = """\
@@ -28,10 +28,10 @@ def pack_main(argv: list[str]) -> int:
     return run_here(lambda: _parser().parse_args(argv), _pack)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m hvdtrain data pack",
-        description="Makes TFRecord shards of images in class folders. The images go in as they are, in an order that "
+def _parser() -> Parser:
+    parser = Parser(
+        "data pack",
+        "Makes TFRecord shards of images in class folders. The images go in as they are, in an order that "
         "mixes the classes. Train on the result with --data tfrecord --data-args path DEST.",
     )
     parser.add_argument("source", metavar="SRC", help="folder of class folders of JPEG or PNG files, or a tar of it")

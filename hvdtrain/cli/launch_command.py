@@ -7,8 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from hvdtrain.cli.launch import positive
-from hvdtrain.cli.local import run_here
+from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.cli.running import run_here
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.runtime.devices import count_cores
 from hvdtrain.runtime.launch.command import LaunchCommand, LaunchPlanner
@@ -36,15 +36,10 @@ def main(argv: list[str]) -> int:
     return run_here(parse, lambda options: _launch(options, arguments))
 
 
-def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
+def _parser() -> tuple[Parser, list[argparse.Action]]:
     """Return the parser and its options, but for --help."""
-    parser = argparse.ArgumentParser(
-        "python -m hvdtrain launch",
-        usage="%(prog)s [options] [ARGS of python -m hvdtrain ... | SCRIPT.py ...]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "%(prog)s [options] [ARGS of python -m hvdtrain ... | SCRIPT.py ...]"
+    parser = Parser("launch", _DESCRIPTION, usage=usage)
     hosts = parser.add_mutually_exclusive_group()
     controller = parser.add_mutually_exclusive_group()
     options = [

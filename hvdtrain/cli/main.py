@@ -7,23 +7,23 @@ from hvdtrain.config.errors import LaunchError, UserError, on_command_line
 from hvdtrain.config.registry import resolve, suggestion
 from hvdtrain.recipes.registry import RECIPES
 from hvdtrain.runtime.control.agreement import installed_versions
-from hvdtrain.runtime.failures import show_alone
+from hvdtrain.runtime.failures import show_alone, show_failure
 from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.logs import drop_unreadable_output, set_up_logging
 
 VERBS = {
     "train": "hvdtrain.cli.train:main",
-    "evaluate": "hvdtrain.cli.evaluate:main",
-    "predict": "hvdtrain.cli.predict:main",
-    "generate": "hvdtrain.cli.generate:main",
+    "evaluate": "hvdtrain.cli.inference:evaluate",
+    "predict": "hvdtrain.cli.inference:predict",
+    "generate": "hvdtrain.cli.inference:generate",
     "checkpoint": "hvdtrain.cli.checkpoint:main",
     "data": "hvdtrain.cli.data:main",
     "bench": "hvdtrain.cli.bench:main",
     "launch": "hvdtrain.cli.launch_command:main",
-    "recipes": "hvdtrain.cli.recipes:main",
-    "env": "hvdtrain.cli.env:main",
+    "recipes": "hvdtrain.cli.train:list_recipes",
+    "env": "hvdtrain.cli.doctor:env",
     "doctor": "hvdtrain.cli.doctor:main",
-    "setup": "hvdtrain.cli.setup:main",
+    "setup": "hvdtrain.cli.doctor:setup",
 }
 DISTRIBUTED = ("train", "evaluate", "predict", "generate", "data", "bench")
 
@@ -81,6 +81,8 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         code: int = resolve("verb", verb, VERBS)(rest)
+    except UserError as error:
+        code = show_failure(environment, error, wording=on_command_line)
     except BrokenPipeError:  # the reader of the pipe has what it wants
         code = 0
     drop_unreadable_output()  # Python would complain of it at exit

@@ -1,30 +1,25 @@
-"""`train`: train a recipe, or resume a run."""
+"""`train` and `recipes`: train a recipe or resume a run, show the layout of its ranks, list the recipes."""
 
 import json
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from hvdtrain.cli.dry_run import show_layout
-from hvdtrain.cli.launch import parse_errors_as_user_errors, run_on_all_ranks
-from hvdtrain.cli.local import run_here
-from hvdtrain.cli.options import Option, options_of, refuse_unknown, sections_of
-from hvdtrain.cli.train_help import group_help, overview, wrapped
-from hvdtrain.config.errors import ConfigError, UserError, on_command_line
+from hvdtrain.cli.parser import Parser, group_help, overview, parse_options, sections_of, wrapped
+from hvdtrain.cli.running import import_tensorflow_for_cpu, run_here, run_on_all_ranks
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import FilesRead, apply_values, digest, read_values
 from hvdtrain.config.observability import TraceConfig, trace_config
-from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, with_arguments_of, without_foreign_arguments
+from hvdtrain.config.parallel import DATA_AXES, parse_axes
+from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.recipes.registry import DEFAULT, recipe
+from hvdtrain.recipes.registry import DEFAULT, RECIPES, describe, recipe
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.places import check_located, given_here, located, start_folder
 from hvdtrain.runtime.control.agreement import on_first
-from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.mesh import Mesh, process_sets_of
 from hvdtrain.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -41,17 +36,15 @@ FREE_OPTIONS = {
 """By section: the length of the run, how samples are read, and what each rank holds and computes at a time."""
 PLACES = ("path", "validation_path")
 """Arguments for the location of samples, which are compared with those that the run began with."""
-
-
 AUTO = Path("auto")
-"""The value of --resume that goes on with the run in --run-dir, if there is one. A folder of that name has others."""
+"""The value of --resume that continues the run in --run-dir, if there is one. A folder of that name has others."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a command line says besides the configuration: mostly paths."""
+    """Options of a command line besides the configuration: mostly paths."""
 
-    config_file: Annotated[Path | None, tyro.conf.arg(name="config")] = None
+    config: Path | None = None
     """YAML file with options; those on the command line override it."""
     run_dir: Path | None = None
     """Folder of the run, new or empty; runs/RECIPE-DATE-TIME by default."""
@@ -62,7 +55,7 @@ class Files:
 
     @property
     def resumed(self) -> Path | None:
-        """The folder of the run to go on with; None where only rank 0 will see whether there is one."""
+        """The folder of the run to resume; None where only rank 0 will see whether there is one."""
         return None if self.resume == AUTO else self.resume
 
 
@@ -79,7 +72,7 @@ class Request:
 def main(argv: list[str]) -> int:
     """Train or resume a run and return the exit code."""
     if {"-h", "--help"} & set(argv):
-        return _help(argv)
+        return run_here(lambda: argv, _help)
     if any(word.partition("=")[0] == "--dry-run" for word in argv):
         return run_here(lambda: parse(argv), lambda request: show_layout(request.config, request.files.dry_run or 0))
 
@@ -98,6 +91,9 @@ def main(argv: list[str]) -> int:
     )
 
 
+# -- the command line --
+
+
 def parse(argv: list[str], read: FilesRead | None = None) -> Request:
     """Parse `[RECIPE] [--option value …]`: flags override the file, which overrides the recipe.
 
@@ -105,14 +101,14 @@ def parse(argv: list[str], read: FilesRead | None = None) -> Request:
         UserError: an unknown recipe or option, a wrong type, or an invalid file.
     """
     name, flags = _recipe_name(argv)
-    refuse_unknown(flags, known_options())
-    with parse_errors_as_user_errors():
-        files, rest = tyro.cli(Files, args=flags, return_unknown_args=True, add_help=False)
-    read = read or FilesRead()
+    given = parse_options(flags, "train", {"files": Files, "": Config, **sections_of(Config(""))})
+    named = given.pop("").get("recipe")
+    files, read = Files(**given.pop("files")), read or FilesRead()
     start = _start(files, read)
     base = located(_base(name, files, read), start)
-    with parse_errors_as_user_errors():
-        config = _parse_config(base, rest)
+    if named not in (None, base.recipe):
+        raise ConfigError(f"The recipe is the first word: python -m hvdtrain {named}.")
+    config = _override(without_foreign_arguments(base, _override(base, given)), given)
     if files.resumed is not None:
         # Only the location is given on resume; the other arguments stay.
         merged = {**base.data.data_args, **config.data.data_args}
@@ -123,23 +119,22 @@ def parse(argv: list[str], read: FilesRead | None = None) -> Request:
     return Request(config, files, start)
 
 
-def _start(files: Files, read: FilesRead) -> Path | None:
-    """Return the folder in which the run was started whose configuration is taken over."""
-    if files.resumed is not None:
-        return start_folder(RunFolder(files.resumed), read)
-    return None if files.config_file is None else start_folder(RunFolder(files.config_file.parent), read)
-
-
-def known_options() -> dict[str, Option]:
-    """Return all options of a run, by flag."""
-    of_config = (option for section in sections_of(Config("")).values() for option in options_of(section))
-    return {option.flag: option for option in (*options_of(Files), *of_config, options_of(Config)[0])}
-
-
 def _recipe_name(argv: list[str]) -> tuple[str | None, list[str]]:
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
     return None, argv
+
+
+def _override(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Return `config` with the given options of each section."""
+    return replace(config, **{name: replace(getattr(config, name), **part) for name, part in given.items() if part})
+
+
+def _start(files: Files, read: FilesRead) -> Path | None:
+    """Return the folder in which the run was started whose configuration is taken over."""
+    if files.resumed is not None:
+        return start_folder(RunFolder(files.resumed), read)
+    return None if files.config is None else start_folder(RunFolder(files.config.parent), read)
 
 
 def _base(name: str | None, files: Files, read: FilesRead) -> Config:
@@ -147,73 +142,19 @@ def _base(name: str | None, files: Files, read: FilesRead) -> Config:
     if files.resume == AUTO and files.run_dir is None:
         raise ConfigError("--resume auto needs --run-dir: the folder of the run to go on with, or to start.")
     if files.resumed is not None:
-        if name is not None or files.config_file is not None or files.run_dir is not None:
+        if name is not None or files.config is not None or files.run_dir is not None:
             raise ConfigError("--resume goes on with a run as it was: it takes no recipe, --config or --run-dir.")
         from hvdtrain.runs.folder import opened
 
         return opened(files.resumed, "--resume", read)[1]
-    if files.config_file is None:
+    if files.config is None:
         return recipe(name or DEFAULT)
-    values = read_values(files.config_file, read)
+    values = read_values(files.config, read)
     declared = values.get("recipe", name or DEFAULT)
     if name is not None and declared != name:
-        raise ConfigError(f"--config {files.config_file} is of the recipe {declared!r}, not of {name!r}.")
-    base, origin = recipe(str(declared)), f"--config {files.config_file}"
+        raise ConfigError(f"--config {files.config} is of the recipe {declared!r}, not of {name!r}.")
+    base, origin = recipe(str(declared)), f"--config {files.config}"
     return apply_values(without_foreign_arguments(base, apply_values(base, values, origin)), values, origin)
-
-
-def _parse_config(base: Config, flags: list[str], program: str = "python -m hvdtrain train") -> Config:
-    marks = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
-    kind = Annotated[Config, tyro.conf.arg(name="")]
-    # Existing pairs would become flags of their own: --model-args.depth 8.
-    blank = {part: replace(getattr(base, part), **{args: {}}) for part, _, args in NAMED_WITH_ARGUMENTS}
-    config = tyro.cli(
-        kind, args=_with_joined_pairs(with_values(flags)), default=replace(base, **blank), prog=program, config=marks
-    )
-    config = with_arguments_of(config, without_foreign_arguments(base, config))
-    if config.recipe != base.recipe:
-        raise ConfigError(f"The recipe is the first word: python -m hvdtrain {config.recipe}.")
-    return config
-
-
-def _with_joined_pairs(flags: list[str]) -> list[str]:
-    """Append the pairs of a repeated --model-args to those of the first one; the parser would keep the last alone."""
-    repeatable = {f"--{args.replace('_', '-')}" for _, _, args in NAMED_WITH_ARGUMENTS}
-    current: list[str] = []
-    options = [current]
-    first: dict[str, list[str]] = {}
-    for word in flags:
-        if word in first:
-            current = first[word]
-        elif word.startswith("--"):
-            current = [word]
-            options.append(current)
-            if word in repeatable:
-                first[word] = current
-        else:
-            current.append(word)
-    return [word for option in options for word in option]
-
-
-def with_values(flags: list[str]) -> list[str]:
-    """Add the value True to bare switches (--jit), and normalize the case of true and false."""
-    switches = {
-        f"--{option.name.replace('_', '-')}"
-        for section in vars(Config("")).values()
-        if is_dataclass(section)
-        for option in fields(section)
-        if isinstance(getattr(section, option.name), bool)
-    }
-    spelled: list[str] = []
-    for place, word in enumerate(flags):
-        after = flags[place + 1 : place + 2]
-        if word in switches and (not after or after[0].startswith("--")):
-            spelled += [word, "True"]
-        elif spelled and spelled[-1] in switches and word in ("true", "false"):
-            spelled.append(word.capitalize())
-        else:
-            spelled.append(word)
-    return spelled
 
 
 def _check_resume(base: Config, config: Config, run: Path) -> None:
@@ -236,9 +177,12 @@ def _with_free(section: str, kept: Any, chosen: Any) -> Any:
     return replace(kept, **options)
 
 
+# -- the run --
+
+
 def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
     files = {name: str(value) for name, value in vars(request.files).items() if value is not None}
-    files.pop("config_file", None)
+    files.pop("config", None)
     return request.config.processes, {"the configuration": digest(request.config), **files}
 
 
@@ -264,7 +208,7 @@ def _train(commits_of_process: "Callable[[], Commits]", session: Session, reques
 
 
 def _folder(request: Request) -> tuple[str, str]:
-    """Return the run's folder, and whether to go on with the run in it; see `runs.resume.Resume`."""
+    """Return the run's folder, and whether to resume the run in it (a `runs.resume.Resume`)."""
     from hvdtrain.runs.folder import default_path, opened, refuse_occupied
 
     files = request.files
@@ -278,36 +222,104 @@ def _folder(request: Request) -> tuple[str, str]:
     return str(path), "no"
 
 
+# -- help and recipes --
+
+
 def _help(argv: list[str]) -> int:
-    """Print the options, or those of the group after --help, with the recipe's values; on rank 0 only."""
+    """Print the options, or those of the group after --help, with the recipe's values."""
     name, flags = _recipe_name(argv)
-    if detect_environment().rank > 0:
-        return 0
-    try:
-        config = recipe(name or DEFAULT)
-        group = _group_asked_for(flags)
-        print(overview(config, Files, name) if group is None else group_help(config, group))
-    except UserError as error:
-        print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
-        return 2
-    own = _arguments(config)
-    if own:
-        print("\n".join(wrapped(f"Its own arguments: {own}")))
+    config = recipe(name or DEFAULT)
+    place = next(place for place, word in enumerate(flags) if word in ("-h", "--help"))
+    group = "".join(flags[place + 1 : place + 2])
+    print(group_help(config, group) if group and group[0] != "-" else overview(config, Files, name))
+    words = []
+    for part, _, arguments in NAMED_WITH_ARGUMENTS:
+        pairs = getattr(getattr(config, part), arguments).items()
+        if pairs:
+            words += [f"--{arguments.replace('_', '-')}", *(str(word) for pair in pairs for word in pair)]
+    if words:
+        print("\n".join(wrapped(f"Its own arguments: {' '.join(words)}")))
     return 0
 
 
-def _group_asked_for(flags: list[str]) -> str | None:
-    """Return the word after --help."""
-    place = next(place for place, word in enumerate(flags) if word in ("-h", "--help"))
-    after = flags[place + 1 : place + 2]
-    return after[0] if after and not after[0].startswith("-") else None
+def list_recipes(argv: list[str]) -> int:
+    """Print every recipe with its description."""
+
+    def show(_: Any) -> int:
+        width = max(map(len, RECIPES))
+        print("\n".join(f"{name:<{width}}  {describe(name)}" for name in RECIPES))
+        return 0
+
+    return run_here(lambda: Parser("recipes", "List the recipes.").parse_args(argv), show)
 
 
-def _arguments(config: Config) -> str:
-    """Format the arguments of a configuration as flags."""
-    words = []
-    for part, _, name in NAMED_WITH_ARGUMENTS:
-        pairs = getattr(getattr(config, part), name).items()
-        if pairs:
-            words += [f"--{name.replace('_', '-')}", *(str(word) for pair in pairs for word in pair)]
-    return " ".join(words)
+# -- the layout of ranks (--dry-run) --
+
+MOST_GROUPS = 8
+"""Of one axis that are shown."""
+MEANING = {
+    "pp": "hold different layers",
+    "dp": "are replicas, given different samples",
+    "cp": "compute different positions of the same samples",
+    "ep": "hold different experts or tables, given different samples",
+    "tp": "hold slices of each matrix",
+}
+
+
+def show_layout(config: Config, ranks: int) -> int:
+    """Print the layout of `ranks` ranks, and return the exit code.
+
+    Raises:
+        ConfigError: not a number of ranks.
+        UserError: what a start on so many ranks would refuse; see `check_start`.
+    """
+    if ranks < 1:
+        raise ConfigError(f"--dry-run takes a number of ranks. Received: {ranks}.")
+    lines = layout(config, ranks)
+    from hvdtrain.runs.dry_start import check_start
+
+    check_start(config, ranks)
+    print("\n".join(lines))
+    return 0
+
+
+def layout(config: Config, ranks: int) -> list[str]:
+    """Return the lines that describe the layout of `ranks` ranks.
+
+    Raises:
+        ConfigError: the axes of the mesh do not divide them.
+    """
+    mesh = Mesh.of(parse_axes(config.processes.parallel), 0, ranks)
+    axes = mesh.named(mesh.axis_names) or ("dp",)
+    shape = " x ".join(f"{axis} {mesh.size(axis)}" for axis in axes)
+    return [
+        f"ranks        {ranks} on a mesh of {shape}",
+        *(f"{axis:<12} {_groups(mesh, axis)}" for axis in axes),
+        f"batch        {_batch(config.data.batch, mesh)}",
+        f"process sets {len(process_sets_of(mesh))} besides that of all ranks",
+    ]
+
+
+def _groups(mesh: Mesh, axis: str) -> str:
+    groups = mesh.groups(axis)
+    shown = [_shown(group) for group in groups[:MOST_GROUPS]]
+    more = f" … and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
+    return f"{mesh.size(axis)} ranks that {MEANING[axis]}: {', '.join(shown)}{more}"
+
+
+def _shown(group: tuple[int, ...]) -> str:
+    """Return ranks as `0-3` where they follow one another, else as `0+2+4+6`, or `0+8+…+56` where they are many."""
+    if group == tuple(range(group[0], group[-1] + 1)):
+        return f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0])
+    if len(group) > 4:
+        return f"{group[0]}+{group[1]}+…+{group[-1]}"
+    return "+".join(map(str, group))
+
+
+def _batch(batch: int, mesh: Mesh) -> str:
+    import_tensorflow_for_cpu()
+    from hvdtrain.data.batch import per_replica
+
+    samples = per_replica(batch, mesh.size(*DATA_AXES))
+    shared = ", ".join(axis for axis in mesh.named(mesh.axis_names) if axis not in DATA_AXES)
+    return f"{batch} samples, {samples} on each rank" + (f"; ranks along {shared} have the same" if shared else "")

@@ -67,12 +67,3 @@ def without_foreign_arguments(base: Config, chosen: Config) -> Config:
         if getattr(old, name) != getattr(getattr(chosen, part), name):
             base = replace(base, **{part: replace(old, **{arguments: {}})})
     return base
-
-
-def with_arguments_of(config: Config, other: Config) -> Config:
-    """Fill in missing component arguments from `other`."""
-    for part, _, arguments in NAMED_WITH_ARGUMENTS:
-        mine, theirs = getattr(config, part), getattr(getattr(other, part), arguments)
-        if not getattr(mine, arguments) and theirs:
-            config = replace(config, **{part: replace(mine, **{arguments: theirs})})
-    return config

@@ -89,11 +89,11 @@ import sys
 from hvdtrain.config.errors import UserError, on_command_line
 import hvdtrain
 hvdtrain.init(backend="single")
-from hvdtrain.cli import checkpoint_export as module
+from hvdtrain.cli import checkpoint as module
 from hvdtrain.runtime.session import current
 for line in sys.stdin.read().splitlines():
     try:
-        module._export(current(), module._parse(line.split()))
+        module._export(current(), module._export_parser().parse_args(line.split()))
     except UserError as error:
         print("ERROR", on_command_line(error.message))
 """

@@ -1,5 +1,6 @@
 """What the command line says without starting a run: help, versions and hints."""
 
+import math
 import re
 import subprocess
 import sys
@@ -9,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli.main import USAGE, VERBS, main, version_line
-from hvdtrain.cli.options import ALIASES, options_of, sections_of
-from hvdtrain.cli.train import Files, known_options, parse
-from hvdtrain.cli.train_help import COMMON, TITLES
+from hvdtrain.cli.parser import ALIASES, COMMON, TITLES, options_of, sections_of
+from hvdtrain.cli.train import Files, parse
 from hvdtrain.config.errors import UserError
 from hvdtrain.config.registry import resolve
 from hvdtrain.config.run import Config
 
 SCREEN = 40
-KNOWN = known_options()
+SECTIONS = (Files, *sections_of(Config("")).values())
+KNOWN = {option.flag: option for section in SECTIONS for option in options_of(section)}
 
 
 @pytest.fixture(autouse=True)
@@ -138,16 +139,18 @@ def test_every_alias_leads_to_an_option_and_hides_none():
 def test_other_hints():
     assert "horovodrun -np" in hint("-np", "4")
     assert "Perhaps you meant: --plots False." in hint("--no-plots")
-    assert hint("--zzzzzz", "1") == "There is no option '--zzzzzz'. --help lists those that there are."
+    assert hint("--zzzzzz", "1") == "There is no option '--zzzzzz'. python -m hvdtrain train --help lists the options."
     both = hint("--lr", "1", "--epoch", "2")
     assert "--learning-rate" in both
     assert "--epochs" in both
 
 
 def test_what_is_valid_is_let_through():
-    config = parse(["--learning_rate", "0.5", "--jit", "--model-args", "bias", "-3", "-inf"[1:], "1"]).config
+    config = parse(
+        ["--learning_rate", "0.5", "--jit", "--model-args", "bias", "-3", "rate", "-1e-3", "low", "-inf"]
+    ).config
     assert config.optim.learning_rate == 0.5
-    assert config.model.model_args == {"bias": -3, "inf": 1}
+    assert config.model.model_args == {"bias": -3, "rate": -1e-3, "low": -math.inf}
 
 
 def test_the_version_needs_no_tensorflow():

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from hvdtrain.cli.signals import ended_by_exceptions
+from hvdtrain.cli.running import ended_by_exceptions
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli import evaluate, train
+from hvdtrain.cli import inference, train
 from hvdtrain.cli.main import USAGE, VERBS, main
 from hvdtrain.cli.train import Files, parse
 from hvdtrain.config.errors import CheckpointError, ConfigError, UserError, on_command_line
@@ -33,13 +33,9 @@ def run_dir(tmp_path):
 
 def said(*argv):
     """The message that refuses a command line, in one line."""
-    return " ".join(said_in_lines(*argv).split())
-
-
-def said_in_lines(*argv):
     with pytest.raises(UserError) as raised:
         parse([str(word) for word in argv])
-    return on_command_line(raised.value.message)
+    return " ".join(on_command_line(raised.value.message).split())
 
 
 # -- train: recipe < --config < flags --
@@ -116,14 +112,16 @@ def test_another_model_data_source_or_optimizer_does_not_get_the_recipes_argumen
         (["zzz"], ["Unknown recipe 'zzz'. Available: bert_mini, ", ", digits, "]),
         (["--epoch", "3"], ["There is no option '--epoch'. Perhaps you meant: --epochs INT"]),
         (["--learning-rat=3"], ["There is no option '--learning-rat'. Perhaps you meant: --learning-rate FLOAT"]),
-        (["digits", "extra"], ["Unrecognized options: extra"]),
-        (["--epochs", "three"], ["--epochs", "'three'"]),
-        (["--epochs", "2.5"], ["--epochs", "'2.5'"]),
-        (["--epochs"], ["--epochs"]),
-        (["--run-dir"], ["--run-dir"]),
-        (["--pin", "maybe"], ["'maybe'", "--pin", "'False', 'True'"]),
-        (["--backend", "singel"], ["'singel'", "--backend", "'auto', 'central_storage', 'horovod'"]),
-        (["--model-args", "width"], ["--model-args"]),
+        (["digits", "extra"], ["unrecognized arguments: extra"]),
+        (["--epochs", "three"], ["argument --epochs: takes INT. Received: 'three'."]),
+        (["--epochs", "2.5"], ["argument --epochs: takes INT. Received: '2.5'."]),
+        (["--epochs"], ["argument --epochs: expected one argument"]),
+        (["--run-dir"], ["argument --run-dir: expected one argument"]),
+        (["--pin", "maybe"], ["argument --pin: must be one of True, False. Received: 'maybe'."]),
+        (["--backend", "singel"], ["argument --backend: must be one of auto, horovod, ", ". Received: 'singel'."]),
+        (["--zero", "4"], ["argument --zero: must be one of 0, 1, 2, 3. Received: '4'."]),
+        (["--model-args"], ["argument --model-args: expected at least one argument"]),
+        (["--model-args", "width"], ["--model-args takes NAME VALUE pairs. Received: 'width'."]),
         (["--epochs", "0"], ["--epochs must be at least 1. Received: 0."]),
         (["--learning-rate", "nan"], ["--learning-rate must be a positive number. Received: nan."]),
         (["--recipe", "other"], ["The recipe is the first word: python -m hvdtrain other."]),
@@ -139,12 +137,6 @@ def test_a_mistake_on_the_command_line_is_explained(argv, parts):
 def test_a_value_that_is_refused_is_not_wrapped_in_the_parsers_words():
     assert said("--epochs", "0") == "--epochs must be at least 1. Received: 0."
     assert said("--accumulate", "0") == "--accumulate must be at least 1. Received: 0."
-
-
-def test_the_parsers_explanation_is_plain_text_even_for_what_looks_like_a_terminal(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    text = said_in_lines("--epochs", "three")
-    assert not set("\x1b│╭╰") & set(text)
 
 
 def test_an_unknown_key_in_the_file_is_named_with_its_path(tmp_path):
@@ -253,8 +245,9 @@ def test_resume_needs_a_run(tmp_path):
 def test_evaluate_reads_the_run_but_not_where_it_was_trained(run_dir):
     config = replace(DIGITS, runtime=RuntimeConfig(backend="horovod", threads=7, pin=False))
     (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    request = evaluate.parse([str(run_dir), "--backend", "single"])
-    assert request == evaluate.Request(replace(DIGITS, runtime=RuntimeConfig(backend="single")), run_dir)
+    request = inference.parse_evaluate([str(run_dir), "--backend", "single"])
+    assert request.config == replace(DIGITS, runtime=RuntimeConfig(backend="single"))
+    assert request.arguments.run_dir == run_dir
 
 
 @pytest.mark.parametrize(
@@ -263,12 +256,12 @@ def test_evaluate_reads_the_run_but_not_where_it_was_trained(run_dir):
         ([], "the following arguments are required: RUN"),
         (["no/such/run"], "evaluate no/such/run: there is no run"),
         (["run", "--backend", "mpi"], "invalid choice: 'mpi'"),
-        (["run", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
+        (["run", "--epochs", "3"], "There is no option '--epochs'."),
     ],
 )
 def test_evaluate_explains_mistakes(argv, part):
     with pytest.raises(UserError) as raised:
-        evaluate.parse(argv)
+        inference.parse_evaluate(argv)
     assert part in on_command_line(raised.value.message)
 
 
@@ -379,10 +372,10 @@ def test_nothing_before_the_start_imports_tensorflow(run_dir):
     code = f"""
 import sys
 from hvdtrain.cli.main import main
-from hvdtrain.cli import evaluate, train
+from hvdtrain.cli import inference, train
 codes = [main(argv) for argv in (["--help"], ["train", "--help"], ["evaluate", "--help"], ["recipes"], ["trian"])]
 train.parse(["--resume", {str(run_dir)!r}])
-evaluate.parse([{str(run_dir)!r}])
+inference.parse_evaluate([{str(run_dir)!r}])
 codes.append(main(["--epochs", "0"]))
 loaded = [name for name in ("tensorflow", "keras", "horovod", "mpi4py", "sklearn", "matplotlib") if name in sys.modules]
 print("result:", codes, loaded)
@@ -438,8 +431,7 @@ def test_arguments_may_be_given_in_several_options():
 @pytest.mark.parametrize("option", ["--max-steps", "--dry-run"])
 def test_a_number_that_is_none_is_refused_by_what_the_option_takes(option):
     refusal = said("digits", option, "four")
-    assert refusal.startswith(f"{option} takes INT, or None. Received: four. ")
-    assert "NoneType" not in refusal
+    assert refusal.startswith(f"argument {option}: takes INT, or None. Received: 'four'. ")
 
 
 # -- --resume auto --
@@ -464,11 +456,9 @@ def test_resume_auto_goes_on_or_starts(tmp_path, run_dir):
     assert "--resume auto needs --run-dir" in said(*words)
 
 
-def test_choices_come_in_one_order_on_every_rank():
-    """The parser keeps them in sets, whose order each process chooses."""
-    from hvdtrain.cli.launch import without_frame
-
-    said = "invalid choice 'b' for argument '--x'. Expected one of\n('None', 'c',\n'a').\nFor full helptext"
-    other = said.replace("'None', 'c',\n'a'", "'c', 'a', 'None'")
-    assert without_frame(said) == without_frame(other)
-    assert "Expected one of 'None', 'a', 'c'." in without_frame(said)
+def test_options_may_be_unset_and_lists_emptied(tmp_path):
+    config = parse(["resnet_synthetic", "--max-steps", "None", "--clip-norm", "None", "--metrics", "None"]).config
+    assert (config.training.max_steps, config.optim.clip_norm, config.model.metrics) == (None, None, None)
+    assert parse(["--augment", "flip", "crop"]).config.data.augment == ("flip", "crop")
+    assert parse(["--augment", "flip", "--augment"]).config.data.augment == ()
+    assert parse(["--zero", "2"]).config.update.zero == 2

@@ -1,9 +1,9 @@
 import re
 
 import pytest
-import tyro
 import yaml
 
+from hvdtrain.cli.parser import parse_options
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import apply_values, to_yaml
 from hvdtrain.config.optim import OptimConfig
@@ -101,5 +101,5 @@ def test_options_at_the_edge_are_taken_and_survive_a_file(options):
 
 def test_shares_of_the_run_are_flags():
     words = ["--schedule", "step", "--decay-at", "0.5", "0.75", "--decay-factor", "0.5"]
-    config = tyro.cli(OptimConfig, args=words)
-    assert (config.decay_at, config.decay_factor) == ((0.5, 0.75), 0.5)
+    given = parse_options(words, "train", {"optim": OptimConfig})["optim"]
+    assert (given["decay_at"], given["decay_factor"]) == ((0.5, 0.75), 0.5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.cli.parsing import parsed_on_all_ranks
+from hvdtrain.cli.running import parsed_on_all_ranks
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import FilesRead, decoded, read_values
 from tests.unit.threaded_ranks import as_ranks

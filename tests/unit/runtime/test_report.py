@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli import env
+from hvdtrain.cli.doctor import env
 from hvdtrain.runtime import report
 
 
@@ -86,7 +86,7 @@ BROKEN = "raise ImportError('not today')"
 def test_the_block_is_printed_where_nothing_can_be_imported(tmp_path: Path, arguments: list[str]) -> None:
     for name in ("tensorflow", "horovod", "keras", "mpi4py"):
         (tmp_path / f"{name}.py").write_text(BROKEN)
-    code = "import sys; from hvdtrain.cli.env import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from hvdtrain.cli.doctor import env; sys.exit(env(sys.argv[1:]))"
     environ = os.environ | {"PYTHONPATH": str(tmp_path), "HVDTRAIN_JOB_SECRET": "s3cret", "PATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
@@ -105,7 +105,7 @@ def test_the_block_is_printed_where_nothing_can_be_imported(tmp_path: Path, argu
 
 def test_help_explains_the_masking(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        env.main(["--help"])
+        env(["--help"])
     assert ended.value.code == 0
     assert "masked" in capsys.readouterr().out
 

@@ -1,0 +1,388 @@
+"""`evaluate`, `predict` and `generate`: use the model of a run, on as many ranks as one likes."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TextIO, get_args
+
+from hvdtrain.cli.parser import Parser, pairs, positive, shows_help
+from hvdtrain.cli.running import run_on_all_ranks
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.files import FilesRead, digest
+from hvdtrain.config.model import Scalar
+from hvdtrain.config.run import Config
+from hvdtrain.config.runtime import BackendName, RuntimeConfig
+from hvdtrain.runtime.control.agreement import on_first
+from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Request:
+    """A parsed command line, and the run that it names."""
+
+    arguments: argparse.Namespace
+    config: Config
+    runtime: RuntimeConfig
+    """Of this job; that of the training does not apply to this machine."""
+    files: FilesRead = field(default_factory=FilesRead, compare=False)
+    """The run's files, as the first rank sees them."""
+
+    def described(self) -> tuple[RuntimeConfig, dict[str, str]]:
+        """Return the runtime options, and the values that must agree on all ranks."""
+        facts = {name: str(value) for name, value in vars(self.arguments).items()}
+        return self.runtime, {"the configuration": digest(self.config), **facts}
+
+
+def _parser(verb: str, description: str, epilog: str) -> Parser:
+    parser = Parser(verb, description, epilog=epilog)
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument(
+        "--checkpoint", default="newest", metavar="WHICH", help="newest (default), best, or the number of a step"
+    )
+    return parser
+
+
+# -- evaluate --
+
+OF_THE_SPLIT = ("validation", "validation_path")
+"""Arguments of the run's data that do not apply to other data."""
+_EVALUATE_EPILOG = """\
+Other data are prepared as the run's were: the same size, scale, mean, vocabularies and tokenizer, and labels by the
+names of their classes. --data-args alone takes the other arguments from the run:
+  python -m hvdtrain evaluate runs/flowers --data-args path more_flowers
+Where other data have no validation samples of their own, all samples are evaluated.
+
+evaluation.json holds the figures of the run's own validation data, and evaluation-NAME.json those of anything else.
+"""
+
+
+def evaluate(argv: list[str]) -> int:
+    """Evaluate a run and return the exit code."""
+    if shows_help(_evaluate_parser(), argv):
+        return 0
+    return run_on_all_ranks(lambda files: parse_evaluate(argv, files), Request.described, _evaluate)
+
+
+def _evaluate_parser() -> Parser:
+    text = "Evaluate a checkpoint of a run on its validation data, or on other data."
+    parser = _parser("evaluate", text, _EVALUATE_EPILOG)
+    add = parser.add_argument
+    add("--data", metavar="NAME", help="another data source, or MODULE:FUNCTION (default: the run's)")
+    add("--data-args", nargs="+", default=[], metavar="NAME VALUE", help="its arguments, as in training")
+    add("--split", choices=("validation", "train", "all"), help="samples of the data to evaluate (default: see below)")
+    add("--batch", type=positive, metavar="N", help="samples per step over all ranks (default: the run's)")
+    skip = "raise, or skip:N: skip up to N unreadable samples (default: the run's)"
+    add("--on-bad-record", metavar="HOW", help=skip)
+    add("--backend", choices=get_args(BackendName), default="auto", help="who distributes (default: auto)")
+    add("--replicas", type=int, default=None, metavar="N", help="replicas in the one process of mirrored")
+    return parser
+
+
+def parse_evaluate(argv: list[str], files: FilesRead | None = None) -> Request:
+    """Parse `RUN [--data NAME] [--data-args NAME VALUE …] [--checkpoint WHICH] …`.
+
+    Raises:
+        UserError: a wrong option, or no run in that folder.
+    """
+    from hvdtrain.runs.description import read_description
+    from hvdtrain.runs.folder import opened
+    from hvdtrain.runs.places import check_located, located, start_folder
+
+    files = files or FilesRead()
+    arguments = _evaluate_parser().parse_args(argv)
+    folder, config = opened(arguments.run_dir, "evaluate", files)
+    given, other = pairs("--data-args", arguments.data_args), arguments.data is not None or bool(arguments.data_args)
+    start = start_folder(folder, files)
+    read_description(folder, files)
+    config = located(config, start)
+    config = check_located(_with_data(config, arguments.data, given) if other else config, start)
+    changes = {"eval_batch": arguments.batch, "on_bad_record": arguments.on_bad_record}
+    data = replace(config.data, **{name: value for name, value in changes.items() if value is not None})
+    runtime = RuntimeConfig(backend=arguments.backend, replicas=arguments.replicas)
+    return Request(arguments, replace(config, data=data, runtime=runtime), runtime, files)
+
+
+def _with_data(config: Config, name: str | None, given: dict[str, Scalar]) -> Config:
+    """Return `config` with other data; arguments that are not given are those of the run on the same source."""
+    data = config.data
+    if name is None or name == data.data:
+        given = {**{key: value for key, value in data.data_args.items() if key not in OF_THE_SPLIT}, **given}
+    return replace(config, data=replace(data, data=name or data.data, data_args=given))
+
+
+def _evaluate(session: Session, request: Request) -> None:
+    from hvdtrain.runs.description import read_description
+    from hvdtrain.runs.folder import RunFolder
+    from hvdtrain.runs.reporting import left_out_line
+    from hvdtrain.runs.use.evaluate import EvaluateOptions, evaluate
+
+    arguments = request.arguments
+    other = arguments.data is not None or bool(arguments.data_args)
+    folder = RunFolder(arguments.run_dir)
+    done = evaluate(
+        session,
+        config=request.config,
+        folder=folder,
+        options=EvaluateOptions(arguments.checkpoint, other, arguments.split),
+        description=read_description(folder, request.files),
+    )
+    if session.world.primary:
+        figures = done.figures
+        values = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name.startswith("val_"))
+        samples = "streamed" if figures["samples"] is None else f"{figures['samples']:,} samples"
+        message = left_out_line(figures.get("left_out", []), done.file.name)
+        line = f"step {figures['step']}  {values}  ({samples}, {done.file})"
+        print("\n".join(filter(None, [message, line])), flush=True)
+
+
+# -- predict --
+
+STANDARD_INPUT = "-"
+_PREDICT_EPILOG = """\
+PATH is, by what the run was trained on:
+  images   image files, folders, tar files, patterns ("photos/*.jpg"), or pixels in an .npz or .npy file
+  a table  a CSV file with the run's columns (the target may be missing), or JSON objects in lines (.jsonl)
+  arrays   an .npz or .npy file with the model's inputs
+Standard input (-) takes a path of an image in each line, CSV or JSON lines, or the bytes of an .npz file.
+
+Each line of the output names the sample (path, or row, from 0) and the predicted class with its probability, or the
+values that the model returns. On several ranks use --out: launchers may mark each line of the standard output.
+
+  python -m hvdtrain predict runs/flowers photos/ --top 3 > predictions.csv
+  cat new.csv | python -m hvdtrain predict runs/prices - --format jsonl
+"""
+
+
+def predict(argv: list[str]) -> int:
+    """Predict and return the exit code."""
+    if shows_help(_predict_parser(), argv):
+        return 0
+    return run_on_all_ranks(lambda files: parse_predict(argv, files), Request.described, _predict)
+
+
+def _predict_parser() -> Parser:
+    text = "Predict images, rows of a table or arrays with the model of a run."
+    parser = _parser("predict", text, _PREDICT_EPILOG)
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="PATH", help="what to predict, or - for standard input")
+    add("--out", type=Path, metavar="FILE", help="file for the predictions (default: standard output)")
+    add("--format", dest="form", choices=("csv", "jsonl"), default="csv", help="format of the output (default: csv)")
+    add("--top", type=positive, default=1, metavar="K", help="the K most probable classes (default: 1)")
+    add("--probabilities", action="store_true", help="add the probability of every class")
+    add("--batch-size", type=positive, default=64, metavar="N", help="samples per step on each rank (default: 64)")
+    skip = "raise (default), or skip:N: up to N unreadable samples get a line that says why"
+    add("--on-bad-record", default="raise", metavar="HOW", help=skip)
+    return parser
+
+
+def parse_predict(argv: list[str], files: FilesRead | None = None) -> Request:
+    """Parse `RUN PATH … [--out FILE] [--format csv|jsonl] …`.
+
+    Raises:
+        UserError: a wrong option, or no run in that folder.
+    """
+    files = files or FilesRead()
+    arguments = _predict_parser().parse_args(argv)
+    config = _located_config(arguments.run_dir, "predict", files)
+    out = arguments.out
+    if STANDARD_INPUT in arguments.paths and len(arguments.paths) > 1:
+        raise ConfigError(f"- stands for standard input, by itself. Received: {' '.join(arguments.paths)}.")
+    # Asked on the first rank alone, which writes it: hosts may share no folder.
+    if out is not None and detect_environment().rank == 0 and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise ConfigError(f"--out takes the name of a file in a folder that exists. Received: {out}.")
+    if arguments.top > 1 and arguments.probabilities and arguments.form == "csv":
+        raise ConfigError("--probabilities holds all classes: leave out --top, or use --format jsonl.")
+    number = arguments.on_bad_record.removeprefix("skip:")
+    if arguments.on_bad_record == "raise":
+        arguments.tolerated = 0
+    elif number != arguments.on_bad_record and number.isdecimal() and int(number):
+        arguments.tolerated = int(number)
+    else:
+        raise ConfigError(f"--on-bad-record must be raise or skip:N. Received: {arguments.on_bad_record!r}.")
+    return Request(arguments, config, RuntimeConfig(), files)
+
+
+def _located_config(run_dir: Path, verb: str, files: FilesRead) -> Config:
+    """Return the configuration of a run; runs that the verb cannot use are refused before TensorFlow starts."""
+    from hvdtrain.runs.description import described
+    from hvdtrain.runs.folder import opened
+    from hvdtrain.runs.places import located, start_folder
+
+    folder, config = opened(run_dir, verb, files)
+    described(folder, verb, files)
+    return located(config, start_folder(folder, files))
+
+
+def _predict(session: Session, request: Request) -> None:
+    from hvdtrain.data.prediction import samples_from
+    from hvdtrain.runs.description import described
+    from hvdtrain.runs.folder import RunFolder
+    from hvdtrain.runs.use.predict import PredictOptions, RowFormat, predict
+
+    arguments = request.arguments
+    given: bytes | None = None
+    if arguments.paths == [STANDARD_INPUT]:
+        timeout = request.config.runtime.load_timeout
+        given = on_first(session.control, lambda: sys.stdin.buffer.read(), timeout=timeout)
+    folder = RunFolder(arguments.run_dir)
+    description = described(folder, "predict", request.files)
+    samples = samples_from(tuple(arguments.paths), given, description.preprocessing, description.inputs)
+    rows = RowFormat(arguments.form, arguments.top, arguments.probabilities)
+    with opened_output(arguments.out if session.world.primary else Path(os.devnull)) as out:
+        bad = predict(
+            session,
+            config=request.config,
+            folder=folder,
+            description=description,
+            samples=samples,
+            options=PredictOptions(arguments.checkpoint, arguments.batch_size, arguments.tolerated, rows),
+            write=out.write,
+        )
+    if session.world.primary and bad:
+        print(f"warning: {bad} of {samples.source.size} could not be read: their lines say why.", file=sys.stderr)
+
+
+# -- generate --
+
+_GENERATE_EPILOG = """\
+The text is written as it comes, the prompt first. The same seed gives the same text.
+
+  python -m hvdtrain generate runs/shakespeare --prompt "ROMEO:" --length 500 --temperature 0.8 --top-k 20
+"""
+
+
+def generate(argv: list[str]) -> int:
+    """Generate text and return the exit code."""
+    if shows_help(_generate_parser(), argv):
+        return 0
+    return run_on_all_ranks(lambda files: parse_generate(argv, files), Request.described, _generate)
+
+
+def _generate_parser() -> Parser:
+    parser = _parser("generate", "Continue a text with the language model of a run.", _GENERATE_EPILOG)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
+    add = parser.add_argument
+    add("--length", type=positive, default=200, metavar="N", help="tokens to generate (default: 200)")
+    heat = "below 1 likely tokens become likelier; 0 takes the likeliest (default: 0.8)"
+    add("--temperature", type=_temperature, default=0.8, metavar="T", help=heat)
+    add("--top-k", type=positive, metavar="K", help="draw from the K likeliest tokens (default: from all)")
+    add("--seed", type=_not_negative, default=0, metavar="S", help="seed of the draws (default: 0)")
+    add("--samples", type=positive, default=1, metavar="N", help="number of continuations (default: 1)")
+    return parser
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0. Received: {text!r}.")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0. Received: {text!r}.")
+    return int(text)
+
+
+def parse_generate(argv: list[str], files: FilesRead | None = None) -> Request:
+    """Parse `RUN --prompt TEXT [--length N] …`.
+
+    Raises:
+        UserError: a wrong option, no run in that folder, or no prompt.
+    """
+    files = files or FilesRead()
+    arguments = _generate_parser().parse_args(argv)
+    config = _located_config(arguments.run_dir, "generate", files)
+    file = arguments.prompt_file
+    if file is not None:
+        try:
+            arguments.prompt = files.text(file)
+        except OSError as error:
+            raise ConfigError(f"--prompt-file {file} cannot be read: {error.strerror}.") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--prompt-file {file} is not UTF-8: {error}.") from None
+    if not arguments.prompt:
+        raise ConfigError("--prompt needs at least one character: what follows it is generated.")
+    return Request(arguments, config, RuntimeConfig(), files)
+
+
+def _generate(session: Session, request: Request) -> None:
+    from hvdtrain.runs.description import described
+    from hvdtrain.runs.folder import RunFolder
+    from hvdtrain.runs.use.generate import Sampling, generate
+
+    arguments, folder = request.arguments, RunFolder(request.arguments.run_dir)
+    generate(
+        session,
+        config=request.config,
+        folder=folder,
+        description=described(folder, "generate", request.files),
+        prompt=arguments.prompt,
+        sampling=Sampling(arguments.length, arguments.temperature, arguments.top_k, arguments.seed),
+        write=Output(sys.stdout).write,
+        samples=arguments.samples,
+        checkpoint=arguments.checkpoint,
+    )
+
+
+# -- standard output, or a file that appears when it is whole --
+
+
+class Output:
+    """Writes lines until the reader of a pipe has gone; what follows is dropped."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._gone = False
+
+    def write(self, text: str) -> None:
+        """Write `text` and flush it."""
+        if self._gone:
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except BrokenPipeError:
+            self._gone = True
+            # Keep Python from complaining at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+
+
+@contextmanager
+def opened_output(out: Path | None) -> Iterator[Output]:
+    """Yield the output: standard output for None, else a file that appears when all is written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if out is None:
+        yield Output(sys.stdout)
+        return
+    if out == Path(os.devnull):
+        with out.open("w", encoding="utf-8") as nothing:
+            yield Output(nothing)
+        return
+    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
+    try:
+        with _created(draft, out) as file:
+            yield Output(file)
+        os.replace(draft, out)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _created(draft: Path, out: Path) -> TextIO:
+    try:
+        return draft.open("w", encoding="utf-8", newline="")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}.") from None
