@@ -19,13 +19,14 @@ VERBS = {
     "checkpoint": "hvdtrain.cli.checkpoint:main",
     "data": "hvdtrain.cli.data:main",
     "bench": "hvdtrain.cli.bench:main",
-    "launch": "hvdtrain.cli.launch_command:main",
+    "launch": "hvdtrain.cli.launch:main",
     "recipes": "hvdtrain.cli.train:list_recipes",
     "env": "hvdtrain.cli.doctor:env",
     "doctor": "hvdtrain.cli.doctor:main",
     "setup": "hvdtrain.cli.doctor:setup",
 }
-DISTRIBUTED = ("train", "evaluate", "predict", "generate", "data", "bench")
+DISTRIBUTED = ("train", "evaluate", "predict", "generate", "bench")
+"""Verbs that run on every rank; the others do on rank 0 alone."""
 
 USAGE = """\
 usage: python -m hvdtrain [VERB] [RECIPE] [--option value ...]      or: hvdtrain ...
@@ -42,7 +43,7 @@ Verbs:
   bench                compare backends, hand-written loops and collectives, with a report
   launch [-np N] ...   print or run the command that starts several processes here
   recipes              list the recipes
-  env                  print what belongs into a bug report
+  env                  print versions, machine and settings for a bug report
   doctor               check the installation, part by part
   setup                build Horovod into the active environment
 
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> int:
 
 
 def version_line() -> str:
-    """Return the version of hvdtrain, and those of what it runs on."""
+    """Return the versions of hvdtrain, Python, TensorFlow, Keras and Horovod in a line."""
     names = {"python": "Python", "tensorflow": "TensorFlow", "keras": "Keras", "horovod": "Horovod"}
     versions = installed_versions()
     return f"hvdtrain {__version__} ({', '.join(f'{name} {versions[key]}' for key, name in names.items())})"

@@ -91,6 +91,16 @@ class Parser(argparse.ArgumentParser):
         dashed = flag.replace("_", "-")
         return dashed + equals + value if dashed in self._option_string_actions else word
 
+    def split(self, argv: list[str]) -> tuple[list[str], list[str]]:
+        """Split `argv` before the first word that belongs to no option of this parser; a `--` there is left out."""
+        at = 0
+        while at < len(argv):
+            flag, equals, _ = argv[at].partition("=")
+            if flag not in self._option_string_actions:
+                break
+            at += 1 if equals or self._option_string_actions[flag].nargs == 0 else 2
+        return argv[:at], argv[at + 1 :] if argv[at : at + 1] == ["--"] else argv[at:]
+
     def error(self, message: str) -> NoReturn:
         """Raise `message`, or the `UserError` of a function that converts a value."""
         cause = sys.exception()

@@ -18,7 +18,7 @@ from hvdtrain.training.options import StepOptions, step_options
 PACKAGE = Path(hvdtrain.__file__).parent
 COMMAND_LINE_ONLY = (
     *("cli", "installation", "bench", "runs", "recipes", "models"),
-    *("data/sources", "data/files", "data/pack.py", "horovod/data/compute_worker.py", "runtime/launch/"),
+    *("data/sources", "data/files", "data/pack.py", "horovod/data/compute_worker.py"),
 )
 """Rooms whose errors no script of a user's own meets."""
 FLAG = re.compile(r"(?<![\w'\"`-])--([a-z][a-z-]*)")

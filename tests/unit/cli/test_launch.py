@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
+from hvdtrain.cli.launch import (
+    Host,
+    Machine,
+    count_gpus,
+    find_mpi,
+    find_site,
+    forwarded,
+    launch_command,
+    parse,
+    parse_hosts,
+    read_hostfile,
+)
 from hvdtrain.cli.main import main
 from hvdtrain.config.errors import ConfigError, UserError, on_command_line
-from hvdtrain.runtime.launch.command import LaunchPlanner
-from hvdtrain.runtime.launch.gpus import count_gpus
-from hvdtrain.runtime.launch.hosts import Host, parse_hosts, read_hostfile
-from hvdtrain.runtime.launch.mpi import forwarded, identify
-from hvdtrain.runtime.launch.request import LaunchRequest
-from hvdtrain.runtime.launch.sites import find_site
-from hvdtrain.runtime.launch.tools import Tools
 from tests.unit import launcher_environments
 
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org/community/help/"
@@ -45,17 +50,13 @@ class Place:
         path.write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.quote(output)}\n")
         path.chmod(0o755)
 
-    def planner(self, environ=None, **machine):
-        everything = self.environ | (environ or {})
-        return LaunchPlanner(everything, Tools(everything, str(self.python)), **({"cores": 8} | machine))
+    def machine(self, environ=None, **facts):
+        return Machine(self.environ | (environ or {}), str(self.python), **({"cores": 8} | facts))
 
-    def command(self, environ=None, *, cores=8, gpus=0, root=False, **request):
-        planner = self.planner(environ, cores=cores, gpus=gpus, root=root)
-        return planner.plan(LaunchRequest(("digits",), **request))
-
-    def words(self, *args, **kwargs):
-        """The command as a line, with this Python written `python`."""
-        return self.command(*args, **kwargs).shown().replace(str(self.python), "PYTHON")
+    def words(self, line="", environ=None, *, arguments="digits", **facts):
+        """The command as a line, with this Python written `PYTHON`."""
+        command = launch_command(parse(shlex.split(f"{line} {arguments}")), self.machine(environ, **facts))
+        return str(command).replace(str(self.python), "PYTHON")
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def place(tmp_path):
 
 RUN = "python -m hvdtrain digits"
 FAR = "PYTHON -m hvdtrain digits"
-HOSTS = parse_hosts("h1:2,h2:1")
+HOSTS = "--hosts h1:2,h2:1"
 KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3"
 
 
@@ -78,11 +79,11 @@ def test_on_one_machine_it_is_horovodrun(place):
     place.has("horovodrun", "")
     place.has("mpirun", OPEN_MPI_4)
     assert place.words() == f"horovodrun -np 2 {RUN}"
-    assert place.words(ranks=4) == f"horovodrun -np 4 {RUN}"
+    assert place.words("-np 4") == f"horovodrun -np 4 {RUN}"
     assert place.words(gpus=4) == f"horovodrun -np 4 {RUN}"
-    assert place.words(controller="gloo") == f"horovodrun --gloo -np 2 {RUN}"
-    assert place.words(hosts=HOSTS) == f"horovodrun -np 3 -H h1:2,h2:1 {FAR}"
-    assert place.words(hosts=HOSTS, ranks=2, extra=("--verbose",)) == f"horovodrun -np 2 -H h1:2 --verbose {FAR}"
+    assert place.words("--gloo") == f"horovodrun --gloo -np 2 {RUN}"
+    assert place.words(HOSTS) == f"horovodrun -np 3 -H h1:2,h2:1 {FAR}"
+    assert place.words(f"{HOSTS} -np 2 --launcher-args=--verbose") == f"horovodrun -np 2 -H h1:2 --verbose {FAR}"
 
 
 @pytest.mark.parametrize(
@@ -117,14 +118,14 @@ def test_on_one_machine_it_is_horovodrun(place):
 def test_each_mpi_gets_its_own_flags(place, version, here, hosts, more_than_cores):
     place.has("mpirun", version)
     data = {"HVDTRAIN_DATA": "/data"}
-    assert place.words(controller="mpi") == here
-    assert place.words(data, controller="mpi", hosts=HOSTS) == hosts
-    assert place.words(controller="mpi", ranks=9) == more_than_cores
+    assert place.words("--mpi") == here
+    assert place.words(f"--mpi {HOSTS}", data) == hosts
+    assert place.words("--mpi -np 9") == more_than_cores
 
 
 def test_intel_mpi_takes_hosts_of_one_size_together(place):
     place.has("mpirun", INTEL)
-    words = place.words(controller="mpi", hosts=parse_hosts("h1:2,h2:2"))
+    words = place.words("--mpi --hosts h1:2,h2:2")
     assert words == f"mpirun -genvall -genv I_MPI_PIN=0 -hosts h1,h2 -ppn 2 -n 4 {FAR}"
 
 
@@ -132,52 +133,40 @@ def test_horovodrun_does_not_know_open_mpi_5(place):
     place.has("horovodrun", "")
     place.has("mpirun", OPEN_MPI_5)
     assert place.words().startswith("mpirun -np 2 ")
-    assert place.words(controller="gloo").startswith("horovodrun --gloo ")
+    assert place.words("--gloo").startswith("horovodrun --gloo ")
 
 
 def test_root_is_told_to_open_mpi_unless_the_environment_says_so(place):
     place.has("mpirun", OPEN_MPI_4)
     told = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    assert place.words(controller="mpi", root=True).startswith("mpirun --allow-run-as-root -np 2")
-    assert "as-root" not in place.words(told, controller="mpi", root=True)
+    assert place.words("--mpi", root=True).startswith("mpirun --allow-run-as-root -np 2")
+    assert "as-root" not in place.words("--mpi", told, root=True)
     place.has("mpirun", MPICH)
-    assert "as-root" not in place.words(controller="mpi", root=True)
-
-
-def test_elastic_jobs_are_started_by_horovodrun(place):
-    place.has("horovodrun", "")
-    words = place.words(discovery="./hosts.sh", ranks=2, min_ranks=1, max_ranks=4)
-    assert words == f"horovodrun --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh {FAR}"
+    assert "as-root" not in place.words("--mpi", root=True)
 
 
 def test_a_script_of_the_users_own(place):
     place.has("horovodrun", "")
-    command = place.planner().plan(LaunchRequest(("train.py", "--lr", "0.1")))
-    assert command.words == ("horovodrun", "-np", "2", "python", "train.py", "--lr", "0.1")
+    assert place.words(arguments="train.py --lr 0.1") == "horovodrun -np 2 python train.py --lr 0.1"
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("line", "message"),
     [
-        ({"hosts": HOSTS, "ranks": 4}, "-np must not be more than the 3 slots of the hosts. Received: 4"),
-        ({"controller": "mpi"}, "mpirun is not on PATH.*hvdtrain setup"),
-        ({}, "horovodrun is not on PATH.*hvdtrain setup"),
-        ({"discovery": "x", "hosts": HOSTS}, "names the hosts itself.*leave out --hosts"),
-        ({"discovery": "x", "controller": "mpi"}, "leave out --mpi"),
-        ({"min_ranks": 2}, "--min-np and --max-np.*--host-discovery-script"),
-        ({"discovery": "x", "min_ranks": 3, "ranks": 2}, "-np must lie between"),
-        ({"discovery": "x", "max_ranks": 1, "ranks": 2}, "-np must lie between"),
+        (f"{HOSTS} -np 4", "-np must not be more than the 3 slots of the hosts. Received: 4"),
+        ("--mpi", "mpirun is not on PATH.*hvdtrain setup"),
+        ("", "horovodrun is not on PATH.*hvdtrain setup"),
     ],
 )
-def test_mistakes_are_named(place, request_, message):
+def test_mistakes_are_named(place, line, message):
     with pytest.raises(UserError) as raised:
-        place.command(**request_)
+        place.words(line)
     assert re.search(message, on_command_line(raised.value.message)), on_command_line(raised.value.message)
 
 
 def test_more_ranks_than_slots_where_they_are_wanted(place):
     place.has("horovodrun", "")
-    assert place.words(hosts=HOSTS, ranks=6, oversubscribe=True) == f"horovodrun -np 6 -H h1:2,h2:1 {FAR}"
+    assert place.words(f"{HOSTS} -np 6 --oversubscribe") == f"horovodrun -np 6 -H h1:2,h2:1 {FAR}"
 
 
 # --- schedulers ---
@@ -186,19 +175,19 @@ def test_more_ranks_than_slots_where_they_are_wanted(place):
 def test_slurm_with_pmix(place):
     place.has("srun", PLUGINS)
     place.has("mpirun", OPEN_MPI_4)
-    assert place.words(SLURM) == f"srun --mpi=pmix --kill-on-bad-exit=0 --wait=600 --cpu-bind=none {RUN}"
-    assert place.words(SLURM, ranks=4) == f"srun --mpi=pmix --kill-on-bad-exit=0 --wait=600 --cpu-bind=none -n 4 {RUN}"
-    assert " --cpus-per-task=4 " in place.words(SLURM | {"SLURM_CPUS_PER_TASK": "4"})
+    assert place.words("", SLURM) == f"srun --mpi=pmix --kill-on-bad-exit=0 --wait=600 --cpu-bind=none {RUN}"
+    assert place.words("-np 4", SLURM) == f"srun --mpi=pmix --kill-on-bad-exit=0 --wait=600 --cpu-bind=none -n 4 {RUN}"
+    assert " --cpus-per-task=4 " in place.words("", SLURM | {"SLURM_CPUS_PER_TASK": "4"})
     shell = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # srun --pty bash
-    assert " --overlap " in place.words(SLURM | shell)
-    assert " --overcommit " in place.words(SLURM, ranks=40, oversubscribe=True)
+    assert " --overlap " in place.words("", SLURM | shell)
+    assert " --overcommit " in place.words("-np 40 --oversubscribe", SLURM)
 
 
 @pytest.mark.parametrize(("plugins", "version"), [(WITHOUT_PMIX, OPEN_MPI_4), (PLUGINS, MPICH), (PLUGINS, INTEL)])
 def test_slurm_whose_srun_has_nothing_for_this_mpi(place, plugins, version):
     place.has("srun", plugins)
     place.has("mpirun", version)
-    words = place.words(SLURM)
+    words = place.words("", SLURM)
     assert words.startswith("mpirun ")
     assert words.endswith(f" 8 {RUN}") or words.startswith("mpirun -np 8 ")
 
@@ -207,15 +196,15 @@ def test_slurm_without_mpi(place):
     place.has("srun", PLUGINS)
     secret = "HVDTRAIN_JOB_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n') "
     gloo = f"srun --mpi=none --kill-on-bad-exit=0 --wait=600 --cpu-bind=none {RUN}"
-    assert place.words(SLURM) == secret + gloo
+    assert place.words("", SLURM) == secret + gloo
     place.has("mpirun", OPEN_MPI_4)
-    assert place.words(SLURM, controller="gloo") == secret + gloo
-    assert place.words(SLURM | {"HVDTRAIN_JOB_SECRET": "x"}, controller="gloo") == gloo
+    assert place.words("--gloo", SLURM) == secret + gloo
+    assert place.words("--gloo", SLURM | {"HVDTRAIN_JOB_SECRET": "x"}) == gloo
 
 
 def test_the_shown_secret_is_drawn_by_the_shell(place):
     place.has("srun", PLUGINS)
-    line = place.words(SLURM).split(" srun")[0]
+    line = place.words("", SLURM).split(" srun")[0]
     drawn = subprocess.run(["bash", "-c", f"{line}; echo $HVDTRAIN_JOB_SECRET"], capture_output=True, text=True)
     assert len(bytes.fromhex(drawn.stdout.strip())) == 32
 
@@ -238,57 +227,47 @@ def nodefile(tmp_path):
 )
 def test_pbs(place, nodefile, version, words):
     place.has("mpiexec", version)
-    assert place.words(nodefile) == words
+    assert place.words("", nodefile) == words
 
 
 def test_pbs_without_mpi(place, nodefile):
     place.has("horovodrun", "")
-    assert place.words(nodefile, ranks=3) == f"horovodrun --gloo -np 3 -H h1:2,h2:1 {FAR}"
+    assert place.words("-np 3", nodefile) == f"horovodrun --gloo -np 3 -H h1:2,h2:1 {FAR}"
     with pytest.raises(Exception, match="mpirun or mpiexec on PATH inside the PBS job 4711"):
-        place.command(nodefile, controller="mpi")
+        place.words("--mpi", nodefile)
 
 
 def test_lsf(place):
     place.has("jsrun", "")
     sets = "jsrun --nrs 2 --rs_per_host 1 --tasks_per_rs {} --cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS --bind none"
-    assert place.words(LSF, ranks=12) == f"{sets.format(6)} {RUN}"
-    assert place.words(LSF) == f"{sets.format(1)} {RUN}"
+    assert place.words("-np 12", LSF) == f"{sets.format(6)} {RUN}"
+    assert place.words("", LSF) == f"{sets.format(1)} {RUN}"
     with pytest.raises(ConfigError, match=r"same number of ranks on each host\. Received: -np 3 on 2 hosts"):
-        place.command(LSF, ranks=3)
+        place.words("-np 3", LSF)
 
 
 def test_lsf_without_jsrun(place):
     place.has("mpirun", OPEN_MPI_5)
-    assert " -H h1:42,h2:42 " in place.words(LSF)
-    assert " -H h1:6 " in place.words(LSF, ranks=6)
+    assert " -H h1:42,h2:42 " in place.words("", LSF)
+    assert " -H h1:6 " in place.words("-np 6", LSF)
 
 
 @pytest.mark.parametrize("site", [SLURM, LSF])
 def test_hosts_are_not_named_inside_a_scheduler(place, site):
     with pytest.raises(ConfigError, match="--hosts and --hostfile are for hosts that no scheduler hands out"):
-        place.command(site, hosts=HOSTS)
-    with pytest.raises(ConfigError, match="--host-discovery-script"):
-        place.command(site, discovery="./hosts.sh")
+        place.words(HOSTS, site)
 
 
 def test_a_pod_names_the_manifests(place):
     place.has("horovodrun", "")
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     with pytest.raises(Exception, match=r"launch/kubernetes/mpijob\.yaml.*launch/kubernetes/indexed-job-gloo\.yaml"):
-        place.command(pod)
-    assert place.words(pod, ranks=2) == f"horovodrun -np 2 {RUN}"
-
-
-def test_the_launcher_pod_of_an_mpijob(place, tmp_path):
-    place.has("mpirun", OPEN_MPI_5)
-    hosts = tmp_path / "hostfile"
-    hosts.write_text("job-worker-0.job.default.svc slots=2\njob-worker-1.job.default.svc slots=2\n")
-    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "OMPI_MCA_orte_default_hostfile": str(hosts)}
-    assert " -H job-worker-0.job.default.svc:2,job-worker-1.job.default.svc:2 " in place.words(pod)
+        place.words("", pod)
+    assert place.words("-np 2", pod) == f"horovodrun -np 2 {RUN}"
 
 
 def test_a_step_of_slurm_is_no_allocation():
-    assert find_site({"SLURM_STEP_ID": "0"}).name == "plain"
+    assert find_site({"SLURM_STEP_ID": "0"}).name == ""
 
 
 # --- hosts, programs, GPUs ---
@@ -300,27 +279,28 @@ def test_a_step_of_slurm_is_no_allocation():
 def test_files_of_hosts_of_every_kind(tmp_path, text):
     path = tmp_path / "hosts"
     path.write_text(text)
-    assert set(read_hostfile(path)) == {Host("h1", 2), Host("h2", 1)}
+    assert set(read_hostfile(str(path))) == {Host("h1", 2), Host("h2", 1)}
 
 
 @pytest.mark.parametrize("text", ["", "h1:0", "h1:x", "h1 2", "h1:2 h2:2", ":2"])
 def test_hosts_written_otherwise_are_refused(text):
     with pytest.raises(ConfigError, match="Hosts are written NAME:RANKS"):
-        parse_hosts(text)
+        parse_hosts(text.split(","))
 
 
 def test_a_file_of_hosts_without_any_is_refused(tmp_path):
     (tmp_path / "hosts").write_text("# none\n")
     with pytest.raises(ConfigError, match="names no host"):
-        read_hostfile(tmp_path / "hosts")
+        read_hostfile(str(tmp_path / "hosts"))
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_hostfile(tmp_path / "missing")
+        read_hostfile(str(tmp_path / "missing"))
 
 
-def test_versions_of_other_mpis():
-    assert identify("my own mpirun 1.0", "mpirun") is None
-    spectrum = identify("mpirun (IBM Spectrum MPI) 10.4.0.3rtm4", "mpirun")
-    assert (spectrum.family, spectrum.major) == ("open_mpi", 4)
+def test_versions_of_other_mpis(place):
+    place.has("mpirun", "my own mpirun 1.0")
+    assert find_mpi(place.machine()) is None
+    place.has("mpirun", "mpirun (IBM Spectrum MPI) 10.4.0.3rtm4")
+    assert str(find_mpi(place.machine())) == "Open MPI 4"
 
 
 def test_forwarded_variables():
@@ -385,15 +365,16 @@ def test_what_follows_the_options_is_the_trainings(here, capsys, words, rest):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("-np 0 digits", "argument -np: must be a whole number of at least 1. Received: '0'."),
-        ("--hosts h1 --hostfile f digits", "not allowed with argument"),
+        ("-np 0 digits", "argument -np: must be a whole number of at least 1. Received: '0'"),
+        ("--hosts h1 --hostfile {hosts} digits", "not allowed with argument"),
         ("--gloo --mpi digits", "not allowed with argument"),
         ("--hostfile missing digits", "The file of hosts cannot be read. Received: missing"),
         ("-np", "expected one argument"),
     ],
 )
 def test_mistakes_in_its_options(here, capsys, words, message):
-    assert main(["launch", *words.split()]) == 2
+    (here.folder / "hosts").write_text("h1\n")
+    assert main(["launch", *words.format(hosts=here.folder / "hosts").split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
