@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.runtime.file_lock import lock
+
+if TYPE_CHECKING:  # the command line finds files before TensorFlow starts
+    import tensorflow as tf
 
 DATA_VARIABLE = "HVDTRAIN_DATA"
 CACHE_VARIABLE = "HVDTRAIN_CACHE"
@@ -235,8 +237,10 @@ class Blobs:
             self._check(data, number)
         return data
 
-    def tensor(self, numbers: tf.Tensor) -> tf.Tensor:
+    def tensor(self, numbers: "tf.Tensor") -> "tf.Tensor":
         """Return the blobs `numbers` [n] as strings [n]; usable within tf.data.Dataset.map."""
+        import tensorflow as tf
+
         return tf.ensure_shape(tf.numpy_function(self._read_all, [numbers], tf.string), numbers.shape)
 
     def describe(self, number: int) -> str:

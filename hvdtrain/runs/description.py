@@ -9,9 +9,7 @@ import json
 import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import tensorflow as tf
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import CheckpointError
@@ -19,10 +17,11 @@ from hvdtrain.config.files import FilesRead
 from hvdtrain.config.model import OutputKind
 from hvdtrain.data.files import cache_folder, made_once, writing_into
 from hvdtrain.data.preprocessing import Preprocessing
-from hvdtrain.data.source import DataSplits, batch_spec
-from hvdtrain.models.objective import output_kind
 from hvdtrain.observability.summary import write_json
 from hvdtrain.runs.folder import RunFolder
+
+if TYPE_CHECKING:  # the command line reads descriptions before TensorFlow starts
+    from hvdtrain.data.source import DataSplits
 
 FORMAT = 1
 
@@ -149,7 +148,7 @@ def _on_this_host(path: Path, files: FilesRead) -> Path:
     return path
 
 
-def describe_run(config: DataConfig, splits: DataSplits, model: Any, loss: Any) -> RunDescription:
+def describe_run(config: DataConfig, splits: "DataSplits", model: Any, loss: Any) -> RunDescription:
     """Return the description of a model for the samples of `splits`.
 
     Args:
@@ -158,6 +157,8 @@ def describe_run(config: DataConfig, splits: DataSplits, model: Any, loss: Any) 
         model: a built Keras model.
         loss: its loss, or a dict or list of losses.
     """
+    from hvdtrain.models.objective import output_kind
+
     kind = output_kind(model, loss, splits.classes)
     return RunDescription(
         data=config.data,
@@ -168,8 +169,12 @@ def describe_run(config: DataConfig, splits: DataSplits, model: Any, loss: Any) 
     )
 
 
-def _signature(splits: DataSplits) -> Any:
+def _signature(splits: "DataSplits") -> Any:
     """Return dtype and shape of the inputs as the model gets them."""
+    import tensorflow as tf
+
+    from hvdtrain.data.source import batch_spec
+
     specs = splits.train.spec
     if splits.finish is not None:
         # Traced, not computed: nothing is read.
