@@ -97,7 +97,7 @@ def run(command: Sequence[str], *, cwd: Path, timeout: float, **environ: str) ->
         return Finished(process.returncode, out, err)
 
 
-def hvdtrain(controller: str, size: int, *words: str, cwd: Path, timeout: float = 150, **environ: str) -> Finished:
+def hvdtrain(controller: str, size: int, *words: str, cwd: Path, timeout: float = 400, **environ: str) -> Finished:
     """Run `python -m hvdtrain words…` under a launcher (none, gloo, mpi, horovodrun or mpirun)."""
     command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
     return run(command, cwd=cwd, timeout=timeout, **environ)
@@ -146,14 +146,14 @@ for verb, *words in commands:
 """
 
 
-def use_all(controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 150) -> str:
+def use_all(controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 400) -> str:
     """Run several command lines of evaluate, predict and generate in the same processes; return what was printed."""
     job = run([*launcher(controller, size), *_use(commands, mistaken=False)], cwd=cwd, timeout=timeout)
     assert job.code == 0, job.text[-4000:]
     return job.out
 
 
-def errors_of(commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 150) -> list[str]:
+def errors_of(commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 400) -> list[str]:
     """Run several command lines of these verbs, which must all fail, in one process; return their messages."""
     job = run(_use(commands, mistaken=True), cwd=cwd, timeout=timeout)
     assert job.code == 0, job.text[-4000:]
