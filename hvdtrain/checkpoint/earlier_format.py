@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint import manifest
 from hvdtrain.checkpoint.manifest import StoredTensor
-from hvdtrain.state.named_tensors import Region, values_in
+from hvdtrain.runtime.placement import Region
+from hvdtrain.state.named_tensors import values_in
 
 _TENSORS = "tensors"
 

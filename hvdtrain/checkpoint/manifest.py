@@ -10,7 +10,8 @@ from typing import Any
 
 from hvdtrain.checkpoint.dtypes import numpy_dtype
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.state.named_tensors import Box, box_shape, elements
+from hvdtrain.runtime.placement import Box, box_shape
+from hvdtrain.state.named_tensors import elements
 
 FORMAT = 2
 NAME = "manifest.json"

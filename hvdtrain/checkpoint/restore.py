@@ -13,7 +13,8 @@ from hvdtrain.checkpoint.agreement import TIMEOUT_S, Ranks, is_split, on_every_r
 from hvdtrain.checkpoint.earlier_format import EarlierReader
 from hvdtrain.checkpoint.slices import SliceReader
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.state.named_tensors import NamedTensor, elements, spec_of, values_in, whole_box
+from hvdtrain.runtime.placement import whole_box
+from hvdtrain.state.named_tensors import NamedTensor, elements, spec_of, values_in
 from hvdtrain.state.train_state import EXTRA
 
 Reader = SliceReader | EarlierReader

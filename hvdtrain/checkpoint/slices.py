@@ -9,7 +9,8 @@ import numpy as np
 from hvdtrain.checkpoint.dtypes import numpy_dtype
 from hvdtrain.checkpoint.manifest import Manifest, StoredSlice, StoredTensor, read_manifest
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.state.named_tensors import Box, Region, box_shape, boxes_of, elements, values_in, whole_box
+from hvdtrain.runtime.placement import Box, Region, box_shape, boxes_of, whole_box
+from hvdtrain.state.named_tensors import elements, values_in
 
 
 class SliceReader:

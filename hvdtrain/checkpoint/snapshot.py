@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.checkpoint.agreement import TIMEOUT_S, Ranks, is_split
-from hvdtrain.state.named_tensors import NamedTensor, StateSpec, bounds_of, box_shape, elements, spec_of
+from hvdtrain.runtime.placement import bounds_of, box_shape
+from hvdtrain.state.named_tensors import NamedTensor, StateSpec, elements, spec_of
 
 
 class Owned(NamedTuple):

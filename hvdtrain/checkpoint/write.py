@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.checkpoint.snapshot import Owned
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.state.named_tensors import boxes_of
+from hvdtrain.runtime.placement import boxes_of
 
 _SHARED = "with sharded tensors the folder of checkpoints must be one that all ranks share."
 

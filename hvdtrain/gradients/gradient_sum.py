@@ -8,8 +8,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.gradients.sparse import sum_duplicates
-from hvdtrain.state.memory import fill_memory, free_memory
-from hvdtrain.state.variables import unwrap
+from hvdtrain.state.variables import fill_memory, free_memory, unwrap
 
 
 class GradientSum:

@@ -1,14 +1,22 @@
-"""Initial values of Keras variables while a function builds a model."""
+"""Initial values of Keras variables, drawn as a model is built or whenever a lazily initialized variable is read.
+
+The stages of a pipeline are known only once the model is built. So while a function builds it, variables have a shape
+but no memory, and a read re-runs the initializer. Variables of this rank's stages are initialized after the model was
+split: at most these and one other are in memory at any time, and their values are the same in every layout.
+"""
 
 import zlib
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.compat.keras_variables import declared_dtype
+from hvdtrain.compat.keras_variables import LazyVariable, assign_to_tensor, declared_dtype, hold, making_variables
 from hvdtrain.layers.slices import UniformSlice
+from hvdtrain.state.variables import fill_memory, free_memory, unwrap
 
 
 def is_deterministic(initializer: Any) -> bool:
@@ -30,3 +38,80 @@ def initial_value(initializer: Any, variable: Any) -> tf.Tensor:
 def checksum(value: Any) -> int:
     """Return the CRC-32 of the bytes of `value`."""
     return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+
+
+_INITIALIZER = "_hvdtrain_drawn_by"
+
+
+def build_lazily(build: Callable[[], Any]) -> Any:
+    """Build the model with lazily initialized variables: a read re-runs the initializer.
+
+    Assigned variables and those with non-deterministic initializers are materialized.
+    """
+    made: list[Any] = []
+    with making_variables(partial(_create, made)):
+        model = build()
+    of_model = {id(variable) for variable in model.variables} if isinstance(model, keras.Model) else set()
+    materialize(variable for variable in made if id(variable) not in of_model)  # such as those of a compiled loss
+    return model
+
+
+def materialize(variables: Iterable[Any]) -> None:
+    """Materialize those of `variables` that have no value yet."""
+    for variable in variables:
+        if isinstance(variable, LazilyInitialized):
+            variable.hold(initial_value(vars(variable)[_INITIALIZER], variable))
+
+
+def uninitialize(variables: Iterable[Any]) -> None:
+    """Turn `variables` into uninitialized, unreadable ones."""
+    for variable in variables:
+        if isinstance(variable, LazilyInitialized):
+            variable.settle()
+        hold(variable, None)
+
+
+def _create(made: list[Any], owner: Any, initializer: Any, create: Callable[..., Any]) -> Any:
+    if type(owner) is not keras.Variable or not is_deterministic(initializer) or not tf.executing_eagerly():
+        return create()
+    # A variable needs a value of its shape and dtype while it is created; zeros are cheapest.
+    tensor = create(initial_value=tf.zeros(tuple(owner.shape), declared_dtype(owner)))
+    free_memory(tensor)
+    vars(owner)[_INITIALIZER] = initializer
+    owner.__class__ = LazilyInitialized
+    made.append(owner)
+    return tensor
+
+
+class LazilyInitialized(LazyVariable):
+    """Keras variable without memory that looks initialized to a model's builder."""
+
+    def read(self) -> Any:
+        """Return the initial value; None while tracing, as it may be materialized by then."""
+        return initial_value(vars(self)[_INITIALIZER], self) if tf.executing_eagerly() else None
+
+    def write(self, value: Any) -> None:
+        """Materialize with this value."""
+        if tf.executing_eagerly():
+            self.hold(tf.cast(value, declared_dtype(self)))
+            return
+        with tf.init_scope():  # whether the traced function will run is unknown
+            materialize([self])
+        assign_to_tensor(self, value)
+
+    def set_initializer(self, initializer: Any) -> None:
+        """Replace the initializer."""
+        if is_deterministic(initializer):
+            setattr(self, _INITIALIZER, initializer)
+        else:
+            self.hold(initial_value(initializer, self))
+
+    def hold(self, value: tf.Tensor) -> None:
+        """Materialize with this value."""
+        fill_memory(unwrap(self), value)
+        self.settle()
+
+    def settle(self) -> None:
+        """Become a regular variable."""
+        delattr(self, _INITIALIZER)
+        self.__class__ = keras.Variable

@@ -1,27 +1,13 @@
-"""A tensor of the state and its shard, with or without memory."""
+"""Tensors of the state and the shards of them that this rank holds, with or without memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
-from hvdtrain.runtime.placement import Box, Region, bounds_of, box_shape, boxes_of, whole_box
-
-__all__ = [
-    "Box",
-    "NamedTensor",
-    "Region",
-    "StateSpec",
-    "bounds_of",
-    "box_shape",
-    "boxes_of",
-    "elements",
-    "replicated_tensor",
-    "spec_of",
-    "values_in",
-    "whole_box",
-]
+from hvdtrain.runtime.placement import Region, box_shape, boxes_of, placement_of, whole_box
 
 
 class NamedTensor(NamedTuple):
@@ -81,3 +67,31 @@ def values_in(whole: np.ndarray, region: Region) -> np.ndarray:
 def elements(shape: Iterable[int]) -> int:
     """Return the number of elements of a tensor of `shape`."""
     return int(np.prod(list(shape), dtype=np.int64))
+
+
+def expert_parallel(variables: Mapping[str, tf.Variable]) -> dict[str, tf.Variable]:
+    """Return variables, by path, that differ between replicas: experts, tables."""
+    return {path: v for path, v in variables.items() if (here := placement_of(v)) is not None and here.held_by}
+
+
+def is_split(model: Any) -> bool:
+    """Return whether this rank holds only some layers or shards of `model`."""
+    return bool(set(getattr(model, "split_along", ())) - {"cp"}) or any(
+        placement_of(variable) is not None for variable in model.variables
+    )
+
+
+def exchanges_activations(model: Any) -> bool:
+    """Return whether calling `model` takes several ranks."""
+    return is_split(model) or bool(getattr(model, "split_along", ()))
+
+
+def placed_tensor(value: Any, owner: Any = None) -> NamedTensor:
+    """Return a variable as a tensor of the state, with its placement.
+
+    `owner` is, for an optimizer slot of the same shape, the variable whose placement it shares.
+    """
+    placement = placement_of(value if owner is None else owner)
+    if placement is None or tuple(value.shape) != box_shape(placement.box):
+        return replicated_tensor(value)
+    return NamedTensor(value, placement.global_shape, placement.box, replicated=not placement.held_by)

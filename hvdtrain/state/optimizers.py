@@ -1,10 +1,16 @@
-"""Optimizers of a model: `model.optimizer` and those in attributes, as in GANs."""
+"""Optimizers of a model, and their state by role and by the structural path of the owning variable."""
 
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
-from hvdtrain.state.structure import children
+from hvdtrain.compat.keras_variables import OPTIMIZER_BOOKKEEPING, average_of, forget_slots, trained_variables
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
+from hvdtrain.state.structure import Structure, children
+from hvdtrain.state.variables import own_attributes, unwrap
 
 MAIN = "optimizer"
 """Path of the optimizer set by `Model.compile`."""
@@ -40,3 +46,106 @@ def _inside(optimizer: Any) -> list[Any]:
     """Return the optimizers that `optimizer` wraps."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return [] if inner is None else [inner, *_inside(inner)]
+
+
+class Slot(NamedTuple):
+    """A variable of an optimizer."""
+
+    variable: tf.Variable
+    owner: int | None
+    """Index of the owning variable among those the optimizer was built for; None: shared."""
+
+
+def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str]) -> dict[str, Slot]:
+    """Return a built optimizer's variables by role and path, such as `velocities/layers/0/kernel`.
+
+    Shared variables are named by role alone: `iterations`, `learning_rate`. Inside a LossScaleOptimizer, paths begin
+    with `inner_optimizer/`. The order is that of `optimizer.variables`.
+
+    Args:
+        variables: the variables it was built for, in order: the model's, or substitutes such as shards.
+        paths: structural paths of the model's variables that they represent.
+    """
+    places = {variable.path: place for place, variable in enumerate(variables) if hasattr(variable, "path")}
+    found: dict[int, tuple[str, int | None]] = {}
+    for role, owner, variable in _attributes(optimizer, len(paths), places):
+        found.setdefault(id(unwrap(variable)), (role, owner))
+    named: dict[str, Slot] = {}
+    for place, variable in enumerate(optimizer.variables):
+        tensor = unwrap(variable)
+        role, owner = found.get(id(tensor), (f"variables/{place}", None))
+        named[role if owner is None else f"{role}/{paths[owner]}"] = Slot(tensor, owner)
+    return named
+
+
+def replicated_slots(optimizer: Any, structure: Structure, prefix: str = "optimizer") -> dict[str, NamedTensor]:
+    """Return the state of an optimizer built for the model's own variables."""
+    variables = trained_variables(innermost(optimizer))
+    slots = slot_tensors(optimizer, variables, [structure.path(variable) for variable in variables])
+    return {
+        f"{prefix}/{path}": placed_tensor(slot.variable, None if slot.owner is None else variables[slot.owner])
+        for path, slot in slots.items()
+    }
+
+
+def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Structure) -> None:
+    """Rebuild `optimizer` for `variables` and those it knows, keeping their state.
+
+    New slots start as at the first step, and weight averages at the weights. The order is that of an optimizer built
+    for all of them at once, as Keras' own files require. No effect if all are known.
+    """
+    known = trained_variables(innermost(optimizer))
+    new = unknown_to(optimizer, variables)
+    if not new:
+        return
+    before = replicated_slots(optimizer, structure)
+    trained = {id(variable) for variable in variables}
+    everything = [*variables, *(variable for variable in known if id(variable) not in trained)]
+    for each in _chain(optimizer):
+        forget_slots(each)
+    optimizer.build(everything)
+    for path, tensor in replicated_slots(optimizer, structure).items():
+        if path in before:
+            tensor.value.assign(before[path].value)
+    inner = innermost(optimizer)
+    for variable in new if inner.use_ema else []:
+        average = average_of(inner, variable)
+        if average is not None:
+            average.assign(variable)
+
+
+def _chain(optimizer: Any) -> Iterator[Any]:
+    """Yield `optimizer` and the ones it wraps."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def unknown_to(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Return those of `variables` that a built `optimizer` has no slots for."""
+    known = {id(variable) for variable in trained_variables(innermost(optimizer))}
+    return [variable for variable in variables if id(variable) not in known]
+
+
+def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterator[tuple[str, int | None, Any]]:
+    """Yield (role, owner's index, variable) of an optimizer of `count` variables."""
+    for name, value in own_attributes(optimizer, OPTIMIZER_BOOKKEEPING):
+        role = name.lstrip("_")
+        if isinstance(value, keras.Variable):
+            yield role, None, value
+        elif isinstance(value, keras.optimizers.Optimizer):
+            for inner, owner, slot in _attributes(value, count, places):
+                yield f"{role}/{inner}", owner, slot
+        elif isinstance(value, list | tuple | dict):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, slot in pairs:
+                if isinstance(slot, keras.Variable):
+                    owner = _owner(key, value, count, places)
+                    yield role if owner is not None else f"{role}/{key}", owner, slot
+
+
+def _owner(key: Any, slots: Any, count: int, places: Mapping[str, int]) -> int | None:
+    """Return the owner of the slot at `key`: dicts are keyed by path, lists have one slot per variable."""
+    if isinstance(slots, dict):
+        return places.get(key)
+    return int(key) if len(slots) == count else None

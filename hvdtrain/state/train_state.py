@@ -14,13 +14,22 @@ from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.compiled import run_once
-from hvdtrain.state.named_tensors import NamedTensor, StateSpec, elements, replicated_tensor, spec_of, whole_box
-from hvdtrain.state.placement import drawn_apart, drawn_for_samples, expert_parallel, is_split, placed_tensor
+from hvdtrain.runtime.placement import drawn_apart, drawn_for_samples, whole_box
+from hvdtrain.state.hashes import digest_of, digest_of_parts
+from hvdtrain.state.named_tensors import (
+    NamedTensor,
+    StateSpec,
+    elements,
+    expert_parallel,
+    is_split,
+    placed_tensor,
+    replicated_tensor,
+    spec_of,
+)
+from hvdtrain.state.optimizers import replicated_slots
 from hvdtrain.state.scalars import Scalars, scalars_from
-from hvdtrain.state.slots import replicated_slots
 from hvdtrain.state.structure import seed_states, structure_of
 from hvdtrain.state.variables import by_path, unwrap
-from hvdtrain.state.whole_hash import digest_of, digest_of_parts
 
 """Ranks begin training together, but one may still compile a function that others have cached."""
 CALLS_PER_STEP = 4096

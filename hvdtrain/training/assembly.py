@@ -17,9 +17,9 @@ from hvdtrain.layers.recompute import Recompute
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.optimizers import check_updates_slices, known_optimizers
 from hvdtrain.optim.precision import precision, set_precision
-from hvdtrain.state.deferred_values import build_lazily
+from hvdtrain.runtime.placement import placement_of
+from hvdtrain.state.initial_values import build_lazily
 from hvdtrain.state.optimizers import optimizers_of
-from hvdtrain.state.placement import placement_of
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.update_rules.select import builds_sharded
 from hvdtrain.training.update_rules.zero.building import build_with_shards

@@ -22,7 +22,7 @@ from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.parallel.tensor.parallelize import refuse_saving_shards
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.stopping import StopAgreement
-from hvdtrain.state.placement import is_split
+from hvdtrain.state.named_tensors import is_split
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import Announcer
 from hvdtrain.training.agreement import agree_on_call, settings_of

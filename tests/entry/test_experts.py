@@ -8,8 +8,8 @@ import pytest
 
 from hvdtrain import MixtureOfExperts, load_run
 from hvdtrain.config.errors import CheckpointError
+from hvdtrain.state.hashes import digest_of
 from hvdtrain.state.structure import structure_of
-from hvdtrain.state.whole_hash import digest_of
 from tests.launching import hvdtrain, run
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("experts")]  # they share a reference

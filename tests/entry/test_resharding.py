@@ -5,8 +5,8 @@ import json
 import keras
 import pytest
 
+from hvdtrain.state.hashes import digest_of
 from hvdtrain.state.structure import structure_of
-from hvdtrain.state.whole_hash import digest_of
 from tests.launching import hvdtrain
 
 pytestmark = [pytest.mark.xdist_group("resharding"), pytest.mark.extended]

@@ -30,7 +30,7 @@ from hvdtrain.parallel.tensor.flow.trace import Trace, input_specs, traced
 from hvdtrain.parallel.tensor.layers.base import described
 from hvdtrain.parallel.tensor.layers.sharded import inner_layers
 from hvdtrain.parallel.tensor.rules import OUTPUT, Layout, LayoutRules
-from hvdtrain.state.placement import draw_for_samples
+from hvdtrain.runtime.placement import draw_for_samples
 from hvdtrain.state.structure import structure_of
 
 AXIS = "cp"

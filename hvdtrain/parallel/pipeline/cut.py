@@ -25,7 +25,7 @@ from hvdtrain.parallel.pipeline.graph import (
     symbols_of,
     variables_of,
 )
-from hvdtrain.state.placement import placed_tensor
+from hvdtrain.state.named_tensors import placed_tensor
 from hvdtrain.state.structure import seed_states, structure_of
 from hvdtrain.state.variables import unwrap
 

@@ -25,9 +25,9 @@ from hvdtrain.layers.experts import MixtureOfExperts, expert_layers
 from hvdtrain.parallel.outputs import marked_outputs, whole_outputs
 from hvdtrain.parallel.pipeline.cut import Cut, shared_variables
 from hvdtrain.parallel.pipeline.graph import run, variables_of
-from hvdtrain.state.deferred_values import uninitialize
-from hvdtrain.state.named_tensors import elements
-from hvdtrain.state.placement import placed_tensor, placement_of
+from hvdtrain.runtime.placement import placement_of
+from hvdtrain.state.initial_values import uninitialize
+from hvdtrain.state.named_tensors import elements, placed_tensor
 from hvdtrain.state.structure import Structure, seed_states, structure_of
 from hvdtrain.state.variables import unwrap
 

@@ -23,9 +23,8 @@ from hvdtrain.parallel.tensor.layers.sharded import tensor_parallel_layers
 from hvdtrain.parallel.tensor.outputs import OutputShards
 from hvdtrain.parallel.tensor.rules import AXIS, LayoutRules, Rules
 from hvdtrain.runtime.compiled import numbered
-from hvdtrain.state.deferred_values import materialize
-from hvdtrain.state.named_tensors import whole_box
-from hvdtrain.state.placement import Placement, draw_apart, place, placement_of
+from hvdtrain.runtime.placement import Placement, draw_apart, place, placement_of, whole_box
+from hvdtrain.state.initial_values import materialize
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import unwrap
 

@@ -21,8 +21,8 @@ from hvdtrain.runs import places
 from hvdtrain.runs.description import described, map_signature
 from hvdtrain.runs.folder import RunFolder, opened
 from hvdtrain.runs.use.model import trained_model
+from hvdtrain.runtime.placement import whole_box
 from hvdtrain.runtime.session import Session
-from hvdtrain.state.named_tensors import whole_box
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import MODEL
 

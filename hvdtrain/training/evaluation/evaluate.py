@@ -14,8 +14,9 @@ from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.parallel.outputs import local_outputs
+from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.hashes import checksum
-from hvdtrain.state.placement import exchanges_activations, expert_parallel, placement_of
+from hvdtrain.state.named_tensors import exchanges_activations, expert_parallel
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.objective.losses import LossFunction, with_model_losses
 from hvdtrain.training.objective.metrics import Figure, MetricSet, metric_value

@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import DesyncError, opt
-from hvdtrain.state.hashes import TensorHashes
-from hvdtrain.state.holders import Holders
+from hvdtrain.state.hashes import Holders, TensorHashes
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.update_rules.base import UpdateRule

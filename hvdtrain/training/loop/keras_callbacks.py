@@ -13,11 +13,9 @@ from hvdtrain.compat.keras import is_default_hook, profiles_batches
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
-from hvdtrain.state.hashes import checksum
-from hvdtrain.state.holders import Holders
-from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.hashes import Holders, checksum
+from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
 from hvdtrain.state.optimizers import optimizers_of
-from hvdtrain.state.placement import placed_tensor
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.evaluation.evaluate import EvaluationHooks
 from hvdtrain.training.loop.hooks import Outcome, StepEnd

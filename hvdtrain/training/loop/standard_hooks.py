@@ -13,7 +13,7 @@ from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.runtime.session import activity_of_rank, host_name
 from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.runtime.stragglers import RankTimes, SlowRank, slowest_rank
-from hvdtrain.state.placement import is_split
+from hvdtrain.state.named_tensors import is_split
 from hvdtrain.state.scalars import Progress
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.bad_steps import BadStepPolicy

@@ -13,8 +13,8 @@ from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.cut import changing_variables, cut_model, shared_variables
 from hvdtrain.parallel.pipeline.schedule import schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage, assign_stages, stage_assignment_of
-from hvdtrain.state.deferred_values import materialize
-from hvdtrain.state.placement import placed_tensor
+from hvdtrain.state.initial_values import materialize
+from hvdtrain.state.named_tensors import placed_tensor
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.pipelined.tied import gather_stages, share_tied_weights

@@ -12,8 +12,7 @@ from hvdtrain.config.parallel import USER_AXES
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.parallel.pipeline.stage import PipelineStage, TiedWeight, stage_assignment_of
 from hvdtrain.runtime.compiled import run_once
-from hvdtrain.state.named_tensors import whole_box
-from hvdtrain.state.placement import Placement, place, placement_of
+from hvdtrain.runtime.placement import Placement, place, placement_of, whole_box
 from hvdtrain.state.variables import unwrap
 
 

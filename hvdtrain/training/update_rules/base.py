@@ -11,7 +11,7 @@ from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.optim.averaging import averaged_weights
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.named_tensors import NamedTensor
-from hvdtrain.state.slots import extend_optimizer, replicated_slots
+from hvdtrain.state.optimizers import extend_optimizer, replicated_slots
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import StepOptions

@@ -21,7 +21,7 @@ from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.runtime.compiled import run_once
-from hvdtrain.state.slots import slot_tensors
+from hvdtrain.state.optimizers import slot_tensors
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.forward_backward import LocalGradients

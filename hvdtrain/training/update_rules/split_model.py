@@ -16,7 +16,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import REPLICA_AXES
 from hvdtrain.gradients.reduction import Gradient, GradientReducer, ReductionOptions
 from hvdtrain.optim.clipping import ordered_sum, square_sum, sum_of_squares
-from hvdtrain.state.placement import Placement, placement_of
+from hvdtrain.runtime.placement import Placement, placement_of
 from hvdtrain.training.step.guard import VERDICT_PARTS
 
 AXIS = "tp"

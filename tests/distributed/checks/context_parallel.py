@@ -12,7 +12,7 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.models import transformer as transformer
 from hvdtrain.parallel.context.split import split_sequences
-from hvdtrain.state.placement import placement_of
+from hvdtrain.runtime.placement import placement_of
 
 BATCH, EPOCHS, LENGTH, WORDS = 8, 4, 8, 32
 SAMPLES = 36  # four full batches and one of 4 samples: 20 steps

@@ -18,7 +18,7 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.data.batch import split_bounds
 from hvdtrain.layers.experts import MixtureOfExperts, expert_layers
-from hvdtrain.state.placement import placement_of
+from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.pipelined import losses
 from hvdtrain.training.step.train_step import TrainStep

@@ -14,8 +14,7 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain import FusedHeads
 from hvdtrain.parallel.tensor.parallelize import Parallelization
-from hvdtrain.state.named_tensors import box_shape, boxes_of
-from hvdtrain.state.placement import placement_of
+from hvdtrain.runtime.placement import box_shape, boxes_of, placement_of
 
 BATCH, EPOCHS, LENGTH, WIDTH, RATE = 8, 4, 8, 16, 0.3
 CHARACTERS = 65  # neither two nor four ranks divide them

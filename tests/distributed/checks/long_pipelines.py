@@ -15,8 +15,8 @@ from worlds import worlds
 
 import hvdtrain
 from hvdtrain.parallel.tensor.parallelize import Parallelization
-from hvdtrain.state.named_tensors import NamedTensor
-from hvdtrain.state.placement import placed_tensor, placement_of
+from hvdtrain.runtime.placement import placement_of
+from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.update_rules.zero import shards
 

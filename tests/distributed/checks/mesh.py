@@ -17,7 +17,7 @@ from worlds import worlds
 
 import hvdtrain
 from hvdtrain.backends import differentiable
-from hvdtrain.state.placement import Placement, place
+from hvdtrain.runtime.placement import Placement, place
 
 HIDDEN, CLASSES = 24, 3
 TOLERANCE = {"float32": 1e-6, "float64": 1e-9}

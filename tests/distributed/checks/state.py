@@ -15,7 +15,8 @@ import hvdtrain
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.state.named_tensors import NamedTensor, box_shape, replicated_tensor
+from hvdtrain.runtime.placement import box_shape
+from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan
 

@@ -18,7 +18,7 @@ from hvdtrain.backends import differentiable
 from hvdtrain.models import mlp as mlp
 from hvdtrain.models import transformer as transformer
 from hvdtrain.parallel.tensor.parallelize import Parallelization
-from hvdtrain.state.placement import placement_of
+from hvdtrain.runtime.placement import placement_of
 
 BATCH, EPOCHS, LENGTH = 8, 4, 8
 WORDS = 33  # neither two nor four ranks divide them

@@ -20,7 +20,7 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.models import transformer as transformer
 from hvdtrain.parallel.tensor.parallelize import Parallelization
-from hvdtrain.state.placement import placement_of
+from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.update_rules.zero import shards
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.runtime.placement import Ranges
-from hvdtrain.state.named_tensors import NamedTensor, box_shape, replicated_tensor, spec_of, values_in
+from hvdtrain.runtime.placement import Ranges, box_shape
+from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor, spec_of, values_in
 from tests.unit.gathering import Gathering, on_ranks
 
 WHOLE = {

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.gradient_sum import GradientSum
-from hvdtrain.state.memory import fill_memory, free_memory
+from hvdtrain.state.variables import fill_memory, free_memory
 
 SHAPES = ((4, 4), (6, 6), (16,), ())
 

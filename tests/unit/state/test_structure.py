@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.optim.precision import LossScaleOptimizer
-from hvdtrain.state.slots import slot_tensors
+from hvdtrain.state.optimizers import slot_tensors
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unique_paths

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import DesyncError
-from hvdtrain.state.placement import draw_for_samples
+from hvdtrain.runtime.placement import draw_for_samples
 from hvdtrain.state.train_state import CALLS_PER_STEP, TrainState
 from hvdtrain.state.variables import by_path, path_of, unwrap
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.state.named_tensors import NamedTensor, whole_box
-from hvdtrain.state.whole_hash import digest_of, digest_of_parts
+from hvdtrain.runtime.placement import whole_box
+from hvdtrain.state.hashes import digest_of, digest_of_parts
+from hvdtrain.state.named_tensors import NamedTensor
 from tests.unit.threaded_exchange import outcomes_on
 
 SIZE = 2

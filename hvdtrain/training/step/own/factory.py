@@ -20,10 +20,9 @@ from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer, refus
 from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
+from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.named_tensors import NamedTensor
-from hvdtrain.state.optimizers import MAIN, optimizers_of
-from hvdtrain.state.placement import placement_of
-from hvdtrain.state.slots import replicated_slots
+from hvdtrain.state.optimizers import MAIN, optimizers_of, replicated_slots
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.assembly import splits_sequences

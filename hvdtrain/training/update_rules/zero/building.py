@@ -16,9 +16,8 @@ from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras_variables import declared_dtype, making_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.state.initial_values import is_deterministic
-from hvdtrain.state.memory import free_memory
 from hvdtrain.state.structure import structure_of
-from hvdtrain.state.variables import unwrap
+from hvdtrain.state.variables import free_memory, unwrap
 from hvdtrain.training.update_rules.zero.initial_slice import InitialSlice, initial_slice_of
 from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES, flat_slice, stays_whole
 

@@ -7,8 +7,7 @@ import tensorflow as tf
 from hvdtrain.compat.keras_variables import LazyVariable, declared_dtype
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.state.initial_values import checksum, initial_value
-from hvdtrain.state.memory import fill_memory, free_memory
-from hvdtrain.state.variables import unwrap
+from hvdtrain.state.variables import fill_memory, free_memory, unwrap
 from hvdtrain.training.update_rules.zero.out_of_reach import out_of_reach
 
 _ATTRIBUTE = "_hvdtrain_initial_slice"

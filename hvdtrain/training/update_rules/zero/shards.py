@@ -8,11 +8,9 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.compat.keras_variables import rename
-from hvdtrain.runtime.placement import extent_within
-from hvdtrain.state.memory import fill_memory, free_memory
+from hvdtrain.runtime.placement import extent_within, placement_of
 from hvdtrain.state.named_tensors import NamedTensor
-from hvdtrain.state.placement import placement_of
-from hvdtrain.state.variables import unwrap
+from hvdtrain.state.variables import fill_memory, free_memory, unwrap
 from hvdtrain.training.update_rules.zero.initial_slice import taken_slice
 from hvdtrain.training.update_rules.zero.out_of_reach import out_of_reach
 

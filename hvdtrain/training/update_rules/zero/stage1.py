@@ -22,9 +22,9 @@ from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.optimizers import check_updates_slices
 from hvdtrain.optim.precision import has_dynamic_scale
-from hvdtrain.state.named_tensors import NamedTensor
-from hvdtrain.state.placement import placed_tensor, placement_of
-from hvdtrain.state.slots import slot_tensors
+from hvdtrain.runtime.placement import placement_of
+from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
+from hvdtrain.state.optimizers import slot_tensors
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.forward_backward import LocalGradients

@@ -15,7 +15,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.context.positions import Positions, belonging, positions_of, with_positions
 from hvdtrain.parallel.context.split import separated, split_sequences
 from hvdtrain.parallel.outputs import local_outputs
-from hvdtrain.state.placement import drawn_for_samples
+from hvdtrain.runtime.placement import drawn_for_samples
 from hvdtrain.training.objective.losses import summed_loss
 from hvdtrain.training.objective.metric_specs import MetricSpec
 from hvdtrain.training.objective.position_check import check_positions

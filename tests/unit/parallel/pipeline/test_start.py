@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvdtrain.models.transformer import build as transformer
 from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.stage import PipelineStage
-from hvdtrain.state.deferred_values import LazilyInitialized, build_lazily, materialize
+from hvdtrain.state.initial_values import LazilyInitialized, build_lazily, materialize
 from hvdtrain.state.structure import structure_of
 
 WIDTH, LAYERS, RANKS = 160, 6, 2

@@ -20,10 +20,9 @@ from hvdtrain.parallel.tensor.losses import on_shards, reads_shards, sharded_for
 from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.parallel.tensor.parallelize import Parallelization
 from hvdtrain.parallel.tensor.rules import LayoutRules, cut_along
-from hvdtrain.runtime.placement import Ranges, even_slice
-from hvdtrain.state.deferred_values import build_lazily, materialize
+from hvdtrain.runtime.placement import Ranges, drawn_apart, even_slice, placement_of
+from hvdtrain.state.initial_values import build_lazily, materialize
 from hvdtrain.state.named_tensors import values_in
-from hvdtrain.state.placement import drawn_apart, placement_of
 from hvdtrain.state.train_state import TrainState
 from tests.builders import compute_in
 from tests.extended import mostly_extended

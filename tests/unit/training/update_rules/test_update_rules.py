@@ -10,10 +10,9 @@ from hvdtrain.checkpoint.snapshot import owned
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.optim.optimizers import ELEMENTWISE
-from hvdtrain.runtime.placement import Ranges
+from hvdtrain.runtime.placement import Placement, Ranges, place
 from hvdtrain.runtime.session import current
 from hvdtrain.state.named_tensors import values_in
-from hvdtrain.state.placement import Placement, place
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.trainer import Trainer
